@@ -22,7 +22,7 @@ from benchmarks.baselines import cluster
 from benchmarks.baselines.mnist import Floats, held_out_examples
 from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer.checkpoints import checkpoints
-from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.checkpoints.index import read_index
 from flotilla.trainer.events import Progress
 
 GOAL = 0.97
@@ -110,7 +110,7 @@ def seconds_at(rows: Sequence[Progress]) -> dict[int, float]:
 
 def _course_of_checkpoints(trained: launched.Trained) -> Course:
     at = seconds_at(trained.rows)
-    for each in index_of(trained.checkpoints):
+    for each in read_index(trained.checkpoints):
         if each.global_step:
             yield at[each.global_step], accuracy_of(each.uri)
 

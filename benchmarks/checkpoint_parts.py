@@ -25,15 +25,15 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints, restore
 from flotilla.trainer.checkpoints.contents import contents
 from flotilla.trainer.checkpoints.part_server import PartServer
-from flotilla.trainer.checkpoints.servers import PartServers, server_of, side_by_side
+from flotilla.trainer.checkpoints.servers import PartServers, find_server, side_by_side
 from flotilla.trainer.checkpoints.tensor_bundle import Variables
-from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task, from_tf_config
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.strategies.parameter_server import NUMBER_FILE, Served
-from flotilla.trainer.strategies.placement import build_at, places_of
+from flotilla.trainer.strategies.placement import build_at, choose_places
 from flotilla.trainer.strategies.strategy import create
 
 MEGABYTES = int(os.environ.get("BENCH_MEGABYTES", "2000"))
@@ -60,7 +60,7 @@ def _led() -> Any:
     """Return what a chief sees, which two servers and a worker of a cluster serve."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
-        with held_cluster({"chief": 1, "ps": SERVERS, "worker": 1}) as cluster:
+        with reserve_cluster({"chief": 1, "ps": SERVERS, "worker": 1}) as cluster:
             serving = [Task(role="ps", index=index) for index in range(SERVERS)]
             with _started(folder, cluster, [*serving, Task(role="worker", index=0)]):
                 chief = _process(folder, cluster, CHIEF, subprocess.PIPE)
@@ -117,7 +117,7 @@ def _lead(cluster: Cluster, task: Task, folder: Path) -> dict[str, Any]:
         raise TypeError("a strategy without servers")
     strategy.connect()
     before = peak()
-    places = places_of(_build_model, lambda _model: None, SERVERS, {})
+    places = choose_places(_build_model, lambda _model: None, SERVERS, {})
     model = build_at(_build_model, places)
     step = tf.Variable(0, dtype=tf.int64)
     variables = {f"model/{each.path}": each.value for each in model.variables}
@@ -171,7 +171,7 @@ def _copied(variables: Variables) -> float:
 
     def of_server(server: int) -> None:
         for each in variables.values():
-            if server_of(each) == server:
+            if find_server(each) == server:
                 with tf.device(each.device):
                     # Of what rows were updated of, a read is a copy.
                     each.read_value()

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import launched
 from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.checkpoints.index import read_index
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.prepare import prepare
@@ -156,6 +156,6 @@ def _measured(config: Config, dataset: str, home: Path) -> Measured:
     trained = launched.trained(config, home, dataset)
     output = storage.join(storage.uri_of(home), "evaluation")
     with tempfile.TemporaryDirectory(dir=home) as scratch:
-        checkpoint = index_of(trained.checkpoints)[-1].uri
+        checkpoint = read_index(trained.checkpoints)[-1].uri
         found = evaluate(config, dataset, checkpoint, output, Path(scratch))
     return {name: found.metrics[name] for name in METRICS}

@@ -140,7 +140,9 @@ class Night:
         """Say whether the gate blesses, by the champion, and whether a gain is proved."""
         metric, rule = self._data.metric, config.champion
         mine, theirs = _estimate(own, metric), _estimate(champion, metric)
-        compared = noninferiority.paired(mine, theirs, rule.confidence, "higher", rule.share)
+        compared = noninferiority.compare_paired(
+            mine, theirs, rule.confidence, "higher", rule.share
+        )
         opponents = Opponents(objective=_OBJECTIVE, own=own, other=champion)
         paired = {
             "metric": metric, "better": "higher", "examples": own.count,
@@ -156,12 +158,12 @@ class Night:
                 **compare_classes(opponents, rule),
             },
         }  # fmt: skip
-        rules = gate.rules_of(config, found)
+        rules = gate.make_rules(config, found)
         return all(rule.passed for rule in rules), any(rule.gained for rule in rules)
 
 
 def _passes(config: GateConfig, measured: Mapping[str, Any]) -> bool:
-    return all(rule.passed for rule in gate.rules_of(config, measured))
+    return all(rule.passed for rule in gate.make_rules(config, measured))
 
 
 _OBJECTIVE: Any = SimpleNamespace(
@@ -242,7 +244,7 @@ def chain(models: str, rule: str, nights: int = CHAIN, examples: int = 2000) -> 
         own, other, old = (night.answered(Model.of(data, v)) for v in (value, champion, reference))
         if rule == "not proved worse":
             theirs, mine = _estimate(other, data.metric), _estimate(own, data.metric)
-            passed = noninferiority.paired(theirs, mine, 0.95, "higher").bound <= 0
+            passed = noninferiority.compare_paired(theirs, mine, 0.95, "higher").bound <= 0
             gained = False
         else:
             passed, gained = night.over_champion(own, other)

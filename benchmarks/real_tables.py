@@ -28,7 +28,7 @@ from benchmarks.tasks import PAGE, ROOT, launched, put
 from flotilla.trainer import storage
 from flotilla.trainer.baselines.columns import Columns
 from flotilla.trainer.baselines.rows import Clock, Rows, batches
-from flotilla.trainer.checkpoints.decisions import handed_on
+from flotilla.trainer.checkpoints.decisions import select_checkpoint
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.prepare import prepare
@@ -37,7 +37,7 @@ from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.features import length
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Part, Whole
-from flotilla.trainer.tasks.registry import objective_of, with_positive
+from flotilla.trainer.tasks.registry import make_objective, set_positive
 
 Table = Any
 log = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def measured(name: str, seed: int) -> dict[str, Any]:
         dataset = prepare(config.data, storage.uri_of(home / "data"), home / "scratch").uri
         config = length.of_dataset(config, dataset)
         checkpoints = launched(config, dataset, home)
-        checkpoint = handed_on(checkpoints, config.training.hand_on).uri
+        checkpoint = select_checkpoint(checkpoints, config.training.hand_on).uri
         evaluation = storage.uri_of(home / "evaluation")
         evaluate(config, dataset, checkpoint, evaluation, home / "scratch")
         said = storage.read_json(evaluation, "metrics.json")
@@ -181,8 +181,8 @@ def measured(name: str, seed: int) -> dict[str, Any]:
 
 def fitted(config: Config, dataset: str, home: Path, seed: int) -> dict[str, Any]:
     """Fit two layers by plain Keras; return the metrics of the test split."""
-    spec = with_positive(config.task, DatasetSpec.from_manifest(storage.read_manifest(dataset)))
-    objective = objective_of(config, spec)
+    spec = set_positive(config.task, DatasetSpec.from_manifest(storage.read_manifest(dataset)))
+    objective = make_objective(config, spec)
     task, clock = objective.task, Clock(_HOUR)
     parts = {each: _rows(spec, dataset, home, each) for each in ("train", "validation", "test")}
     columns = Columns(spec, parts["train"], task.output_shape[-1])

@@ -21,7 +21,7 @@ from benchmarks import launched
 from benchmarks.accuracy import accuracy_of
 from benchmarks.baselines.plain import Settings
 from benchmarks.comparisons import Comparison, alternating
-from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.checkpoints.index import read_index
 
 SEEDS = 3
 # 0.3 points of 98.
@@ -99,7 +99,7 @@ def settings_of(path: FastPath, seed: int) -> dict[str, Any]:
 def _own(path: FastPath, seed: int, home: Path) -> float:
     settings = {key.replace(".", "__"): each for key, each in settings_of(path, seed).items()}
     trained = launched.train(home / f"{seed}", launched.mnist(), **settings)
-    return accuracy_of(index_of(trained.checkpoints)[-1].uri)
+    return accuracy_of(read_index(trained.checkpoints)[-1].uri)
 
 
 @cache

@@ -19,7 +19,7 @@ import numpy as np
 import yaml
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.checkpoints.index import read_index
 from flotilla.trainer.cluster import local
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import load_config
@@ -72,19 +72,19 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
     from flotilla.trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
     from flotilla.trainer.evaluation.evaluate import restored  # noqa: PLC0415
     from flotilla.trainer.features.dataset_spec import DatasetSpec  # noqa: PLC0415
-    from flotilla.trainer.tasks.registry import objective_of, with_positive  # noqa: PLC0415
+    from flotilla.trainer.tasks.registry import make_objective, set_positive  # noqa: PLC0415
 
     config = configuration(name, way, seed)
     dataset = prepare(config.data, storage.uri_of(home / "data"), home / "scratch").uri
     manifest = storage.read_manifest(dataset)
-    spec = with_positive(config.task, DatasetSpec.from_manifest(manifest))
+    spec = set_positive(config.task, DatasetSpec.from_manifest(manifest))
     work = Path(tempfile.mkdtemp(dir=home))
-    objective = objective_of(config, spec)
+    objective = make_objective(config, spec)
     if way == FIT:
         model = compiled.fitted(config, dataset, work)
         objective.accept(model, model.output)
     else:
-        last = index_of(launched(config, dataset, work))[-1].uri
+        last = read_index(launched(config, dataset, work))[-1].uri
         model, _ = restored(config, spec, objective, last, work)
     files = [str(path) for path in stage_shards(dataset, work / "test", "test")]
     sums = objective.totals(model, evaluation_batches(spec, files, batch_size=1000))

@@ -32,14 +32,14 @@ def mark() -> str:
     return f"{version('kfp-flotilla')} {_digest()}"
 
 
-def marked(component: Any) -> Any:
+def mark_component(component: Any) -> Any:
     """Let a KFP component name the code that has compiled it; not inside a running step."""
     if hasattr(component, "component_spec"):
         component.component_spec.implementation.container.args += [OPTION, mark()]
     return component
 
 
-def mark_in(arguments: Sequence[Any]) -> str:
+def find_mark(arguments: Sequence[Any]) -> str:
     """Return the mark among the arguments of a command; empty where there is none."""
     given = list(arguments)
     return str(given[given.index(OPTION) + 1]) if OPTION in given[:-1] else ""
@@ -52,14 +52,14 @@ def is_of_this_code(compiled_by: str) -> bool:
 
 def check() -> None:
     """Raise a `ConfigError` unless this step was compiled for the steps of this code."""
-    compiled_by = mark_in(sys.argv)
+    compiled_by = find_mark(sys.argv)
     if not is_of_this_code(compiled_by):
         refuse(compiled_by)
 
 
 def refuse(compiled_by: str) -> NoReturn:
     """Raise a `ConfigError`: a pipeline with this mark has other steps than this code."""
-    theirs, own = in_words(compiled_by), in_words(mark())
+    theirs, own = describe_mark(compiled_by), describe_mark(mark())
     raise ConfigError(
         f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "
         "differ; upload the pipeline again with the version of the image (`flotilla upload`), and "
@@ -68,7 +68,7 @@ def refuse(compiled_by: str) -> NoReturn:
     )
 
 
-def in_words(compiled_by: str) -> str:
+def describe_mark(compiled_by: str) -> str:
     """Return a mark in words."""
     if not compiled_by:
         return "a Flotilla that left no mark"
@@ -82,7 +82,7 @@ def _digest() -> str:
     return hashlib.sha256("\n".join(signatures).encode()).hexdigest()[:_LENGTH]
 
 
-def required(name: str) -> set[str]:
+def required_arguments(name: str) -> set[str]:
     """Return the names of what a component takes that has no default."""
     taken = _function(name).args
     return {each.arg for each in taken.args[: len(taken.args) - len(taken.defaults)]}

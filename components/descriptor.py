@@ -18,7 +18,7 @@ from typing import Any
 from flotilla.trainer import storage
 from flotilla.trainer.events import to_tree
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import record_in
+from flotilla.trainer.runtime.json_records import read_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def check(artifact: Any, uri: str) -> None:
 
 def _read(artifact: Any) -> Descriptor:
     with suppress(OSError):
-        if found := record_in(Descriptor, Path(artifact.path).read_bytes()):
+        if found := read_record(Descriptor, Path(artifact.path).read_bytes()):
             return found
     raise UserError(
         f"the artifact {artifact.uri} is no descriptor of what a step has published: take it from "

@@ -11,9 +11,9 @@ from kfp import dsl
 from flotilla.components import descriptor
 from flotilla.components.image import component
 from flotilla.components.records.record import Step
-from flotilla.components.records.run_store import output_of, scratch_folder
+from flotilla.components.records.run_store import choose_output, scratch_folder
 from flotilla.trainer import storage
-from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.code.bundle import load_bundle
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import gate
@@ -55,7 +55,7 @@ def evaluate(step: Step) -> str:
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)
-        settings = configured(step.config)
+        settings = load_bundle(step.config)
         found = opponent(step.root, settings.name, step.checkpoint)
         champion = found.uri if found else ""
         inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
@@ -72,7 +72,7 @@ def evaluate(step: Step) -> str:
 
 def check_gate(step: Step) -> str:
     """Hold the evaluation against the rules of the gate; return the word."""
-    policy = configured(step.config)
+    policy = load_bundle(step.config)
     found = decided(policy, step.root, step.run_id, step.evaluation)
     if not found.blessed:
         trained.end(step.root, step.run_id, found.word)
@@ -84,7 +84,7 @@ def check_gate(step: Step) -> str:
 
 def decided(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:
     """Return the gate's decision about an evaluation of a run."""
-    output = output_of(root, run_id, "decision", evaluation, config.gate.digest())
+    output = choose_output(root, run_id, "decision", evaluation, config.gate.digest())
     return gate.check(config, evaluation, output)
 
 
@@ -114,6 +114,6 @@ def evaluated(config: Config, root: str, run_id: str, inputs: Inputs, scratch: P
 
     checkpoint, champion = inputs.checkpoint, inputs.champion
     created = storage.read_manifest(checkpoint).created
-    origin = (inputs.dataset, created, *evaluate.asked(config, champion).values())
-    output = output_of(root, run_id, "evaluation", checkpoint, *origin)
+    origin = (inputs.dataset, created, *evaluate.describe_request(config, champion).values())
+    output = choose_output(root, run_id, "evaluation", checkpoint, *origin)
     return evaluate.evaluate(config, inputs.dataset, checkpoint, output, scratch, champion)

@@ -10,9 +10,9 @@ from kfp import dsl
 from flotilla.components import descriptor, evaluate_model
 from flotilla.components.image import component
 from flotilla.components.records.record import Step
-from flotilla.components.records.run_store import is_local_run, output_of, scratch_folder
+from flotilla.components.records.run_store import choose_output, is_local_run, scratch_folder
 from flotilla.trainer import storage
-from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.code.bundle import load_bundle
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data import listing
 from flotilla.trainer.promotion import gate, lineage, registration, registry
@@ -55,11 +55,11 @@ def export(step: Step) -> str:
         descriptor.check(step.decision_descriptor, step.decision)
         from flotilla.trainer.export import export
 
-        settings = configured(step.config)
+        settings = load_bundle(step.config)
         # A decision against another champion is another decision, and leads to another model.
         created = storage.read_manifest(step.checkpoint).created
         origin = (step.dataset, created, step.decision, *settings.export.formats)
-        output = output_of(step.root, step.run_id, "model", step.checkpoint, *origin)
+        output = choose_output(step.root, step.run_id, "model", step.checkpoint, *origin)
         inputs = (step.dataset, step.checkpoint, step.decision)
         exported = export.export(settings, *inputs, output, scratch)
         forms = exported.parity["formats"]
@@ -72,13 +72,13 @@ def export(step: Step) -> str:
 def register(step: Step) -> str:
     """Judge the exported model, register it, and make it the champion; return the word."""
     with scratch_folder() as scratch:
-        settings = configured(step.config)
+        settings = load_bundle(step.config)
         run = (step.root, step.run_id)
         request = registration.Request(
             config=settings,
             root=step.root,
             model=step.model_uri,
-            output=output_of(*run, "registration", step.model_uri, settings.registry.digest()),
+            output=choose_output(*run, "registration", step.model_uri, settings.registry.digest()),
             lineage=_lineage(settings, *run, step.model_uri, step.image),
             by=f"run {step.run_id}",
             compare=partial(_compared, settings, *run, step.model_uri, scratch),
@@ -120,7 +120,7 @@ def _lineage(config: Config, root: str, run_id: str, model: str, image: str) -> 
         "dataset": fields["made_from"]["dataset"],
         "fingerprint": fields["made_from"]["fingerprint"],
         "data_version": config.data.version,
-        "spans": listing.spans_of(root, config.data.version) if config.data.source else {},
+        "spans": listing.list_spans(root, config.data.version) if config.data.source else {},
         "config": config.digest(),
         "commit": lineage.commit(),
         "code": config.code,

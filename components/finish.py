@@ -10,7 +10,7 @@ from flotilla.components import launchers
 from flotilla.components.image import component
 from flotilla.components.records import gather_report
 from flotilla.components.records.record import Step
-from flotilla.components.records.run_store import folder_of_run, root_of, run_id_of
+from flotilla.components.records.run_store import find_root, find_run_id, folder_of_run
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 
@@ -40,10 +40,10 @@ def work(step: Step) -> None:
 
 def end_and_report(step: Step) -> None:
     """End what is left of the training cluster and report, whether it could be ended or not."""
-    run_id, folder, found = run_id_of(step.kfp_run_id), folder_of_run(), step.root
+    run_id, folder, found = find_run_id(step.kfp_run_id), folder_of_run(), step.root
     # Without a root the first step has failed, and its own error says so.
     with suppress(UserError):
-        found = root_of(step.root, step.report.uri, step.kfp_run_id)
+        found = find_root(step.root, step.report.uri, step.kfp_run_id)
     try:
         launchers.end(step.settings, run_id)
     finally:
@@ -51,7 +51,7 @@ def end_and_report(step: Step) -> None:
         uri = storage.join(found, run_id, page.name) if found else ""
         facts = gather_report.write(step.status.state, found, run_id, folder, page, words)
         artifacts = {"report": step.report, "summary": step.summary}
-        for name, content in gather_report.displayed(facts, page, uri).items():
+        for name, content in gather_report.render_artifacts(facts, page, uri).items():
             Path(artifacts[name].path).write_bytes(content)
         step.output.displays = {name: each.uri for name, each in artifacts.items()}
         if found and _published(uri, page):

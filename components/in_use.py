@@ -18,7 +18,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.code.bundle import Bundle, publish
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.json_records import parse_mapping
-from flotilla.trainer.storage.waiting import is_recent, waited
+from flotilla.trainer.storage.waiting import is_recent, wait_until
 
 FOLDER = "in_use"
 _USED, _REMOVING = "used.json", "removing"
@@ -34,7 +34,7 @@ def use(uri: str) -> bool:
     root, path = storage.parent_of(storage.parent_of(uri)), _path_of(uri)
     _write(root, path, _USED)
     # A removal that begins from now on sees the use.
-    waited(
+    wait_until(
         lambda: not any(_removals(root, path).values()),
         lambda: f"the end of `flotilla gc`, which is about to remove {uri}",
         _SECONDS,
@@ -43,7 +43,7 @@ def use(uri: str) -> bool:
     return storage.is_published(uri)
 
 
-def bundled(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
+def publish_code(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
     """Publish a folder below `root`, marked as used; return configuration and bundle."""
     bundle = publish(Path(folder), root)
     while not use(bundle.uri):

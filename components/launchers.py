@@ -11,7 +11,7 @@ from flotilla.trainer import events
 from flotilla.trainer.cluster import completion, local
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.cluster import Launcher
-from flotilla.trainer.config.form import tree_of
+from flotilla.trainer.config.form import parse_settings
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -39,7 +39,7 @@ def engine(name: str) -> Engine:
     return TFJobs()
 
 
-def document_of(config: Config) -> Tree:
+def render_job(config: Config) -> Tree:
     """Return the job of a configuration, with placeholders; raises `ConfigError`."""
     from flotilla.components.kubernetes.engine import document
 
@@ -83,14 +83,14 @@ def _launch_here(job: Job) -> None:
         # Who started the run follows the events of its tasks.
         local.launch(job)
         return
-    with local.relayed(job.workdir, relay):
+    with local.relay_logs(job.workdir, relay):
         local.launch(job)
 
 
 def end(settings: Mapping[str, Any], run_id: str) -> None:
     """Delete what a run of these settings has left on a cluster; raises `UserError`."""
     try:
-        cluster = tree_of(settings).get("cluster") or {}
+        cluster = parse_settings(settings).get("cluster") or {}
         named = {key: cluster[key] for key in ("launcher", "kubernetes") if key in cluster}
         config = parse_config({"cluster": named})
     except (ConfigError, TypeError):

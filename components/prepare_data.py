@@ -14,17 +14,17 @@ from flotilla.components import contract, descriptor, in_use, resolve_config
 from flotilla.components.image import component
 from flotilla.components.records import run_store
 from flotilla.components.records.record import Step
-from flotilla.components.records.run_store import output_of
+from flotilla.components.records.run_store import choose_output
 from flotilla.components.table import READY, REFUSED, UNCHANGED
 from flotilla.trainer import events
 from flotilla.trainer.cluster import fitting
-from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.code.bundle import load_bundle
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.masking import printable
 
 
 # The fields of the form; a test holds them against `flotilla.trainer.config.form`.
-@contract.marked
+@contract.mark_component
 @component
 def prepare_data(
     name: str,
@@ -121,7 +121,7 @@ def _tried(step: Step, config: str) -> Iterator[None]:
     def refuse(_stage: Step) -> None:
         raise mistakes[0]
 
-    trial = fitting.begin(configured(config), "", end)
+    trial = fitting.begin(load_bundle(config), "", end)
     try:
         yield
         is_over.set()
@@ -139,10 +139,10 @@ def prepare(step: Step) -> tuple[str, str]:
     with run_store.scratch_folder() as scratch:
         from flotilla.trainer.data import prepare
 
-        config = configured(step.config)
+        config = load_bundle(step.config)
         section = config.data
         key = f"version of {section.name}"
-        chosen = section.version or run_store.pinned(key)
+        chosen = section.version or run_store.read_pinned(key)
         exact = section.model_copy(update={"version": chosen})
         prepared = prepare.prepare(exact, step.root, scratch)
         while not in_use.use(prepared.uri):
@@ -170,9 +170,9 @@ def validate(step: Step) -> str:
     # It loads SciPy, which takes longer than a run that finds nothing new.
     from flotilla.trainer.data_gate import validate
 
-    settings = configured(step.config)
+    settings = load_bundle(step.config)
     found = validate.check(settings, step.dataset_uri, validate.opponent(step.root, settings.name))
-    uri = output_of(step.root, step.run_id, "validation", step.dataset_uri, found.digest)
+    uri = choose_output(step.root, step.run_id, "validation", step.dataset_uri, found.digest)
     validate.publish(found, uri)
     facts = found.facts
     for line in facts["warnings"]:

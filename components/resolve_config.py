@@ -49,24 +49,24 @@ def run_step(call: Mapping[str, Any]) -> NoReturn:
 
 
 def _refuse(step: Step) -> None:
-    step.stage("resolve_config", lambda _step: contract.refuse(contract.mark_in(sys.argv)))
+    step.stage("resolve_config", lambda _step: contract.refuse(contract.find_mark(sys.argv)))
 
 
 def work(step: Step) -> Resolved:
     """Check the form, and record the refusal; return the configuration and where to store."""
     contract.check()
     artifact, config = step.configuration, from_form(vars(step))
-    root = run_store.root_of(config.storage.root, artifact.uri, step.kfp_run_id)
+    root = run_store.find_root(config.storage.root, artifact.uri, step.kfp_run_id)
     _check_shared(root)
     _check_source(config.data)
-    run_id = run_store.run_id_of(step.kfp_run_id)
+    run_id = run_store.find_run_id(step.kfp_run_id)
     code = _entered(config.code, root, run_id)
-    config = with_listing(config, root)
+    config = add_listing(config, root)
     if config.data.source:
         trained.begin(config, root, run_id)
-    earlier = finished_by(config, root) if step.is_whole_run else ""
-    config = with_positive(with_champion(config, root), root)
-    step_record.publish_config(run_store.run_at(root, run_id), config.model_dump_json(indent=2))
+    earlier = find_finished_run(config, root) if step.is_whole_run else ""
+    config = add_positive(add_champion(config, root), root)
+    step_record.publish_config(run_store.find_run(root, run_id), config.model_dump_json(indent=2))
     step.output.metrics = {"name": config.name, "data_version": config.data.version, **code}
     if step.published:
         config = with_choices(config, step.published, root, run_id)
@@ -102,7 +102,7 @@ def _check_source(data: DataConfig) -> None:
         )
 
 
-def with_champion(config: Config, root: str) -> Config:
+def add_champion(config: Config, root: str) -> Config:
     """Return the configuration with the champion's checkpoint, if any, in its warm start."""
     training, name = config.training, config.name
     weights = initial_weights(training.warm_start)
@@ -116,7 +116,7 @@ def with_champion(config: Config, root: str) -> Config:
     return config.model_copy(update={"training": training.model_copy(update={"warm_start": value})})
 
 
-def with_positive(config: Config, root: str) -> Config:
+def add_positive(config: Config, root: str) -> Config:
     """Return the configuration with the champion's positive classes where it names none.
 
     Of two classes of about the same size the rarer one changes from run to run, and with it what an
@@ -142,7 +142,7 @@ def with_positive(config: Config, root: str) -> Config:
     return config.model_copy(update={"task": task})
 
 
-def with_listing(config: Config, root: str) -> Config:
+def add_listing(config: Config, root: str) -> Config:
     """Return the configuration with the digest of the chosen files as its `data.version`.
 
     The listing is kept below `root`, where preparing finds it: a file that comes meanwhile belongs
@@ -161,7 +161,7 @@ def _require_same_source(data: DataConfig) -> None:
     # A file of a relative path is the same one from another folder.
     asked = [data.spans, data.source, os.path.abspath(data.source)]
     # Listing may not come to its end, and then the run has no files yet.
-    listed = run_store.pinned(_LISTED) if run_store.pinned(_FILES) else ""
+    listed = run_store.read_pinned(_LISTED) if run_store.read_pinned(_FILES) else ""
     before = json.loads(listed) if listed else asked
     if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
         raise ConfigError(
@@ -174,7 +174,7 @@ def _require_same_source(data: DataConfig) -> None:
 def _listed(config: Config, root: str) -> str:
     data, before = config.data, trained.TrainedData(spans={})
     if data.spans == SINCE_CHAMPION:
-        before = trained.of_champion(root, config.name)
+        before = trained.read_champion_data(root, config.name)
     found = listing.list_source(data)
     taken = listing.chosen(found, data.spans, before.spans)
     spans = ", ".join(taken.spans)
@@ -195,7 +195,9 @@ def with_choices(config: Config, dataset: str, root: str, run_id: str) -> Config
     """Return the configuration with what is `auto` in it, by a prepared dataset: model, numbers."""
     known = _with_length(_with_model(config, dataset), dataset)
     if known != config:
-        step_record.publish_config(run_store.run_at(root, run_id), known.model_dump_json(indent=2))
+        step_record.publish_config(
+            run_store.find_run(root, run_id), known.model_dump_json(indent=2)
+        )
     return known
 
 
@@ -221,11 +223,11 @@ def _with_length(config: Config, dataset: str) -> Config:
     return known
 
 
-def finished_by(config: Config, root: str) -> str:
+def find_finished_run(config: Config, root: str) -> str:
     """Return the earlier run on files that has finished with the same work; empty for none."""
     if not config.data.source or config.training.when_unchanged == "train":
         return ""
-    return run_store.pin_once("run that has finished", lambda: trained.finished(config, root))
+    return run_store.pin_once("run that has finished", lambda: trained.find_finished(config, root))
 
 
 def _entered(code: str, root: str, run_id: str) -> dict[str, str]:

@@ -147,7 +147,7 @@ WORKING = tuple(stage for step in STEPS if not step.is_exit_step for stage in st
 PREPARE, TRAIN, EVALUATE, EXPORT = (step.name for step in STEPS if not step.is_exit_step)
 
 
-def step_of(name: str) -> StepSpec:
+def find_step(name: str) -> StepSpec:
     """Return the row of a step, by its own name or KFP's; raises `LookupError`."""
     for step in (*STEPS, *SWEEP_STEPS):
         if name in (step.name, step.kfp_name):
@@ -155,7 +155,7 @@ def step_of(name: str) -> StepSpec:
     raise LookupError(f"components/table.py has no row for the step {name!r}: add one")
 
 
-def step_with(stage: str) -> StepSpec:
+def find_step_of_stage(stage: str) -> StepSpec:
     """Return the step that runs a stage, by the name of the stage; raises `LookupError`."""
     for step in (*STEPS, *SWEEP_STEPS):
         if any(each.name == stage for each in step.stages):
@@ -163,9 +163,9 @@ def step_with(stage: str) -> StepSpec:
     raise LookupError(f"components/table.py has no stage {stage!r}: add one")
 
 
-def stages_after(stage: str, step: str) -> list[str]:
+def list_stages_after(stage: str, step: str) -> list[str]:
     """Return the names of the stages of a step after one of them; all where that is empty."""
-    names = [each.name for each in step_of(step).stages]
+    names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 
 
@@ -182,14 +182,14 @@ def ends_well(name: str, word: object) -> bool:
 
 
 def _stage_of(name: str) -> StageSpec:
-    return next(stage for stage in step_with(name).stages if stage.name == name)
+    return next(stage for stage in find_step_of_stage(name).stages if stage.name == name)
 
 
-def published_by(name: str) -> Output | None:
+def published_kind(name: str) -> Output | None:
     """Return the kind of what a stage publishes; None for nothing, and for one without a row."""
     return next((stage.output for stage in STAGES if stage.name == name), None)
 
 
-def maker_of(output: Output) -> StageSpec:
+def find_maker(output: Output) -> StageSpec:
     """Return the stage that publishes outputs of this kind."""
     return next(stage for stage in STAGES if stage.output == output)

@@ -10,11 +10,11 @@ from flotilla.components.records import gather_report
 from flotilla.components.records.record import Step
 from flotilla.components.records.run_store import folder_of_run
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.decisions import HandedOn, handed_on
+from flotilla.trainer.checkpoints.decisions import HandedOn, select_checkpoint
 from flotilla.trainer.checkpoints.index import require_first_weights
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.code.bundle import load_bundle
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION_LOSS
 
 
@@ -45,20 +45,20 @@ def work(step: Step) -> str:
 def train(step: Step) -> str:
     """Train; `mlpipeline_ui_metadata` is a file by which the UI shows TensorBoard."""
     descriptor.check(step.dataset_descriptor, step.dataset)
-    settings = configured(step.config)
-    from flotilla.trainer.data.shards.shard_store import streaming_of
+    settings = load_bundle(step.config)
+    from flotilla.trainer.data.shards.shard_store import plan_streaming
     from flotilla.trainer.features.dataset_spec import DatasetSpec, require_slices
 
     manifest = storage.read_manifest(step.dataset)
     spec = DatasetSpec.from_manifest(manifest)
     # Before a cluster is asked for.
-    streaming_of(settings, manifest, settings.cluster.workers)
+    plan_streaming(settings, manifest, settings.cluster.workers)
     # Of all that is looked at only once the model is trained.
     require_slices(settings, spec.features, spec.targets)
     if settings.cluster.launcher != "local":
         # Here it comes before the pods of the cluster; on this machine the chief finds it.
         fitting.require(settings, step.dataset)
-    step.output.held = gather_report.held_by(settings.model_dump())
+    step.output.held = gather_report.count_resources(settings.model_dump())
     job = Job(
         config=settings,
         dataset=step.dataset,
@@ -70,7 +70,7 @@ def train(step: Step) -> str:
         step.mlpipeline_ui_metadata, logs := storage.join(job.checkpoints, "logs")
     )
     launchers.launch(job, PodDefaults(image=step.image, store_secret=step.store_secret))
-    found = handed_on(job.checkpoints, settings.training.hand_on, settings.task.main_metric)
+    found = select_checkpoint(job.checkpoints, settings.training.hand_on, settings.task.main_metric)
     metrics = _metrics(found)
     step.output.done(found.uri, metrics, found.best.by if found.best else None)
     descriptor.describe(step.checkpoint, found.uri, {"tensorboard": logs, **metrics})

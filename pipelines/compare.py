@@ -97,9 +97,9 @@ def _compared(named: Sequence[str], place: str | Path) -> Comparison:
 
 def _facts(workdir: Path, run: str) -> dict[str, Any]:
     folder = workdir.absolute() / run
-    found = gather_report.gathered("", storage.uri_of(workdir), run, folder)
+    found = gather_report.gather_facts("", storage.uri_of(workdir), run, folder)
     root = (found["config"].get("storage") or {}).get("root")
-    return gather_report.gathered("", root, run, folder) if root else found
+    return gather_report.gather_facts("", root, run, folder) if root else found
 
 
 def _progress(facts: dict[str, Any], main: MainMetric) -> dict[str, Any]:

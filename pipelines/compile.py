@@ -135,7 +135,7 @@ class Package:
     @property
     def image(self) -> str:
         """The default of the run parameter `image`; empty where there is none."""
-        return str(defaults_of(self.spec).get("image", ""))
+        return str(read_defaults(self.spec).get("image", ""))
 
     @contextmanager
     def written(self) -> Iterator[str]:
@@ -159,7 +159,7 @@ def own_package(
     return _package(_text_of_pipeline(image or IMAGE, pods, config), "the pipeline")
 
 
-def package_of(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
+def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
     """Return the pipeline that is compiled in `file`; raises `ConfigError`."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
@@ -185,23 +185,23 @@ def is_compiled(file: Path) -> bool:
         return False
 
 
-def compiled_by(spec: Mapping[str, Any] | None) -> str:
+def read_mark(spec: Mapping[str, Any] | None) -> str:
     """Return the mark of the Flotilla that has compiled a pipeline; empty where it has none."""
     pipeline = (spec or {}).get("pipeline_spec") or spec or {}
     executors = (pipeline.get("deploymentSpec") or {}).get("executors") or {}
     for executor in executors.values():
-        if mark := contract.mark_in((executor.get("container") or {}).get("args") or ()):
+        if mark := contract.find_mark((executor.get("container") or {}).get("args") or ()):
             return mark
     return ""
 
 
-def parameters_of(spec: Mapping[str, Any] | None) -> set[str] | None:
+def list_parameters(spec: Mapping[str, Any] | None) -> set[str] | None:
     """Return the names of the run parameters; None where the spec has none of a pipeline."""
     declared = _inputs(spec)
     return None if declared is None else set(declared)
 
 
-def defaults_of(spec: Mapping[str, Any] | None) -> dict[str, Any]:
+def read_defaults(spec: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the run parameters that have a default, with it."""
     declared = _inputs(spec) or {}
     return {

@@ -71,7 +71,7 @@ class ModelDetails:
         return notebook.card(f"{self.version.name}, version {self.version.version}", facts)
 
 
-def root_of(root: str, workdir: str | Path) -> str:
+def choose_root(root: str, workdir: str | Path) -> str:
     """Return the storage root that was named, else that of the runs here; raises `ConfigError`."""
     if root:
         require_uri("--root", root)
@@ -89,7 +89,7 @@ def list_models(
         for each in flotilla.models.list("digits"):
             print(each.version, each.champion, each.metrics)
     """
-    return _versions(root_of(root, workdir), name)
+    return _versions(choose_root(root, workdir), name)
 
 
 def _versions(root: str, name: str) -> tuple[ModelVersion, ...]:
@@ -117,7 +117,7 @@ def show(
     Example:
         flotilla.models.show("digits").uri
     """
-    place = root_of(root, workdir)
+    place = choose_root(root, workdir)
     require_known(place, name)
     found = registry.version(place, name, version) if version else registry.champion(place, name)
     if found is None:
@@ -138,7 +138,7 @@ def promote(name: str, version: int, *, workdir: str | Path = "runs", root: str 
     Example:
         flotilla.models.promote("digits", 3)
     """
-    place = root_of(root, workdir)
+    place = choose_root(root, workdir)
     require_known(place, name)
     after = registry.newest(place, name)
     made = registry.promote(place, name, version, after=after, by=_user())
@@ -151,7 +151,7 @@ def rollback(name: str, *, workdir: str | Path = "runs", root: str = "") -> Prom
     Example:
         flotilla.models.rollback("digits").version
     """
-    place = root_of(root, workdir)
+    place = choose_root(root, workdir)
     require_known(place, name)
     return _announced(place, name, registry.rollback(place, name, by=_user()))
 

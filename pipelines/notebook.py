@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 
-from flotilla.trainer.report.wording import formatted, rounded
+from flotilla.trainer.report.wording import format_value, round_value
 from flotilla.trainer.runtime.masking import unbroken
 
 # A notebook shows the first rows of a long table.
@@ -15,7 +15,7 @@ _MOST_ROWS = 100
 def short(name: str, *words: object, **metrics: object) -> str:
     """Return the one line that a prompt shows: `RunResult(digits-1 blessed, accuracy=0.97)`."""
     said = " ".join(str(each) for each in words if each not in ("", None))
-    values = [f"{key}={rounded(value)}" for key, value in metrics.items() if value is not None]
+    values = [f"{key}={round_value(value)}" for key, value in metrics.items() if value is not None]
     return unbroken(f"{name}({', '.join(filter(None, [said, *values]))})")
 
 
@@ -40,7 +40,7 @@ def table(heading: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def _cell(value: object) -> str:
-    return rounded(value) if isinstance(value, float) else formatted(value)
+    return round_value(value) if isinstance(value, float) else format_value(value)
 
 
 def _escaped(text: str) -> str:

@@ -120,7 +120,11 @@ def predict(
     request |= {"batch_size": batch_size, "skip_bad": skip_bad}
     with _as_files(inputs) as given, _place(str(output)) as place:
         _check_inputs(given, split)
-        request |= {"inputs": given, "output": place, "form": form_of(place, to if output else "")}
+        request |= {
+            "inputs": given,
+            "output": place,
+            "form": choose_format(place, to if output else ""),
+        }
         if place != STANDARD_OUTPUT:
             check_output(place, given)
             request["output"] = os.path.abspath(place)
@@ -146,7 +150,7 @@ def _rows_in(file: str) -> tuple[dict[str, Any], ...]:
 
 def _uri_of(model: str | RunResult, workdir: str | Path, root: str) -> str:
     if not isinstance(model, RunResult):
-        return model_uri(model, models.root_of(root, Path(workdir)))
+        return model_uri(model, models.choose_root(root, Path(workdir)))
     if uri := model.artifacts.get("model"):
         return uri
     raise ConfigError(f"MODEL: the run {model.run_id} exported none ({model.status})")
@@ -206,7 +210,7 @@ def model_uri(model: str, root: str) -> str:
     return champion.uri
 
 
-def form_of(output: str, said: str) -> str:
+def choose_format(output: str, said: str) -> str:
     """Return the form of the output, by word or by the ending of its name; raises `ConfigError`."""
     if output == STANDARD_OUTPUT:
         if said == "parquet":
@@ -247,7 +251,7 @@ def answered(request: dict[str, Any], on_event: Callable[[Event], None]) -> Pred
         interrupts: list[int] = []
         with (
             events.Follower(folder / EVENTS) as follower,
-            signals.on_interrupt(lambda: interrupts.append(1)),
+            signals.handle_interrupts(lambda: interrupts.append(1)),
         ):
             child = _started(folder)
             try:

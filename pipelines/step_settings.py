@@ -20,7 +20,7 @@ from flotilla.trainer.config import pod_fields
 from flotilla.trainer.config.load import parse_value
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
-from flotilla.trainer.storage.uri import scheme_of
+from flotilla.trainer.storage.uri import find_scheme
 
 
 def check_image(name: str) -> None:
@@ -35,7 +35,7 @@ def check_image(name: str) -> None:
 def check_target(pipeline_root: str, service_account: str) -> None:
     """Raise a `ConfigError` for what no driver of KFP takes; empty for the instance's default."""
     try:
-        if pipeline_root and scheme_of(pipeline_root) == "file":
+        if pipeline_root and find_scheme(pipeline_root) == "file":
             raise ConfigError(
                 f"--pipeline-root {pipeline_root!r} is a folder: KFP keeps artifacts in an object "
                 "store, at gs://, s3:// or minio://BUCKET/FOLDER"

@@ -16,7 +16,7 @@ from flotilla.components.export_model import export_model
 from flotilla.components.finish import finish
 from flotilla.components.image import IMAGE
 from flotilla.components.prepare_data import prepare_data
-from flotilla.components.table import READY, STEPS, Output, StepSpec, maker_of, step_of
+from flotilla.components.table import READY, STEPS, Output, StepSpec, find_maker, find_step
 from flotilla.components.train_model import train_model
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, configuration
 from flotilla.trainer.config.form import FIELDS, SETTINGS, Field, to_form
@@ -78,7 +78,7 @@ class Wiring:
 
     def step(self, component: Any, **inputs: Any) -> Any:
         """Add a step as its row of the table says; raises `LookupError` where it has none."""
-        row = step_of(component.name)
+        row = find_step(component.name)
         task = component(**inputs)
         self._place(task, row, self.given)
         # A dataset is found again by its key, and all else depends on more than its inputs.
@@ -140,7 +140,7 @@ def training(wiring: Wiring) -> None:
 def promoted(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> None:
     """Evaluate a checkpoint; export and register it where the gate lets it pass."""
     gate = wiring.step(evaluate_model, **run, **made)
-    blessed = maker_of("decision").accepts
+    blessed = find_maker("decision").accepts
     with dsl.If(gate.outputs["Output"] == blessed, name=blessed):
         decision = flows(gate, "decision", uri="decision_uri")
         wiring.step(export_model, **run, **made, **decision, image=wiring.given["image"])

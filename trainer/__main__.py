@@ -50,21 +50,21 @@ def main(arguments: list[str] | None = None) -> int:
         variables.check()
         options.stage(options)
     except UserError as error:
-        _report(options.workdir, str(error), user_code.traceback_of(error))
+        _report(options.workdir, str(error), user_code.find_traceback(error))
         return TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
     except SystemExit as end:
         # Flotilla itself never does this, and a restart would not help.
-        place = user_code.place_of(end)
+        place = user_code.find_place(end)
         where = f" ({place})" if place else ""
         message = f"the code that it was given called sys.exit({end.code!r}){where}"
-        _report(options.workdir, message, user_code.traceback_of(end))
+        _report(options.workdir, message, user_code.find_traceback(end))
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
-        if trace := user_code.traceback_of(error):
-            line = user_code.line_of(error)
+        if trace := user_code.find_traceback(error):
+            line = user_code.format_error(error)
             _report(options.workdir, f"the code that it was given raised {line}", trace)
             return FAILED
-        termination.write(options.workdir, user_code.line_of(error))
+        termination.write(options.workdir, user_code.format_error(error))
         logging.exception("a bug of Flotilla, or of the code that it was given")
         return FAILED
     return DONE
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _task(options: argparse.Namespace) -> None:
-    with stamps.stamped_output():
+    with stamps.stamp_output():
         task.run(options)
 
 
@@ -133,9 +133,9 @@ def _fit(options: argparse.Namespace) -> None:
         raise
     # Here it is a mistake in what was given, wherever the user's code makes it.
     except (Exception, SystemExit) as error:
-        if not user_code.place_of(error):
+        if not user_code.find_place(error):
             raise
-        line = user_code.line_of(error)
+        line = user_code.format_error(error)
         raise ConfigError(f"the code that it was given raised {line}") from error
     sys.stdout.write(f"{json.dumps(found)}\n")
 
@@ -145,7 +145,7 @@ def _tried(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     # It loads TensorFlow, for which a task has its own time.
     import tensorflow as tf
 
-    from flotilla.trainer.preflight.sample import sampled
+    from flotilla.trainer.preflight.sample import publish_sample
     from flotilla.trainer.training import dry_run
 
     # To make graphs faster, which run once, takes longer than they do.
@@ -153,7 +153,7 @@ def _tried(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     if dataset:
         return asdict(dry_run.fit(config, scratch, dataset))
     index.require_weights(config.training.warm_start)
-    sample = sampled(config.data, scratch)
+    sample = publish_sample(config.data, scratch)
     found: dict[str, Any] = {"notes": sample.notes}
     if sample.uri or sample.by_builder:
         whole = sample.is_whole or sample.by_builder

@@ -34,8 +34,8 @@ LOSSES = {
 def fitted(config: Config, dataset: str, work: Path) -> keras.Model:
     """Return the model of a configuration, trained by `fit` on a published dataset."""
     manifest = storage.read_manifest(dataset)
-    spec = tasks.with_positive(config.task, DatasetSpec.from_manifest(manifest))
-    objective = tasks.objective_of(config, spec)
+    spec = tasks.set_positive(config.task, DatasetSpec.from_manifest(manifest))
+    objective = tasks.make_objective(config, spec)
     model = evaluate.build_model(config, spec, objective)
     parts, weights = objective.task.parts, dict(objective.task.loss_weights)
     losses = {name: LOSSES[part.name] for name, part in parts.items()}

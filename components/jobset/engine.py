@@ -15,18 +15,18 @@ from typing import Literal
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from flotilla.components.kubernetes.engine import Engine, JobEnd, condition, with_digest
+from flotilla.components.kubernetes.engine import Engine, JobEnd, add_digest, condition
 from flotilla.components.kubernetes.names import JOBS, JobKind, Resource, Tree
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd
 from flotilla.components.kubernetes.pods.template import (
     PORT,
     Place,
+    drop_empty,
     labels,
     launcher_variables,
     leading,
     pod_template,
     replicas,
-    without_empty,
 )
 from flotilla.components.kubernetes.stop import Stop, SuspendingStop
 from flotilla.trainer.cluster.launcher import Job
@@ -80,7 +80,7 @@ def manifest(job: Job, place: Place) -> Tree:
             "labels": {**settings.job.labels, **queue, **labels(job, "training", LAUNCHER)},
             "annotations": dict(settings.job.annotations),
         },
-        "spec": without_empty(
+        "spec": drop_empty(
             {
                 "suspend": settings.job.suspend or None,
                 "ttlSecondsAfterFinished": settings.job.ttl_seconds,
@@ -97,7 +97,7 @@ def manifest(job: Job, place: Place) -> Tree:
             }
         ),
     }
-    return with_digest(tree)
+    return add_digest(tree)
 
 
 def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -> Tree:

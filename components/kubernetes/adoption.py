@@ -16,7 +16,7 @@ from typing import Any
 
 from flotilla.components.kubernetes import names, stop
 from flotilla.components.kubernetes.api.client import Api, RefusedError, SilentControllerError
-from flotilla.components.kubernetes.api.retry import refused, with_retry
+from flotilla.components.kubernetes.api.retry import call_with_retry, describe_refusal
 from flotilla.components.kubernetes.engine import Engine
 from flotilla.components.kubernetes.names import PODS, Tree
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
@@ -140,8 +140,10 @@ class Adoption:
         """Return the result of a call; None where the API refuses it with the status `unless`."""
         try:
             limits = self._deadlines
-            return with_retry(call, limits.unreachable, self._wait, self._kind, limits.operator)
+            return call_with_retry(
+                call, limits.unreachable, self._wait, self._kind, limits.operator
+            )
         except RefusedError as error:
             if error.code == unless:
                 return None
-            raise UserError(refused(error, self._kind)) from None
+            raise UserError(describe_refusal(error, self._kind)) from None

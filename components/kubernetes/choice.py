@@ -10,7 +10,7 @@ from functools import partial
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.api.client import Api, RefusedError, connect
-from flotilla.components.kubernetes.api.retry import refused, with_retry
+from flotilla.components.kubernetes.api.retry import call_with_retry, describe_refusal
 from flotilla.components.kubernetes.engine import Engine
 from flotilla.components.kubernetes.names import Tree
 from flotilla.trainer.config.cluster import Launcher
@@ -35,7 +35,7 @@ def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher
     api = Api(connection, namespace or connection.namespace)
     served: dict[Engine, list[Tree]] = {}
     for each in engines:
-        jobs = with_retry(partial(_jobs, api, each, run_id), RETRY_SECONDS, time.sleep)
+        jobs = call_with_retry(partial(_jobs, api, each, run_id), RETRY_SECONDS, time.sleep)
         if jobs is not None:
             served[each] = jobs
     for each, jobs in served.items():
@@ -62,4 +62,4 @@ def _jobs(api: Api, engine: Engine, run_id: str) -> list[Tree] | None:
         if error.is_forbidden:
             # Where it is served, the launcher names what is missing.
             return [] if api.serves(engine.kind.resource) else None
-        raise UserError(refused(error, engine.kind)) from None
+        raise UserError(describe_refusal(error, engine.kind)) from None

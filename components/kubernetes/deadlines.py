@@ -220,7 +220,7 @@ def _not_starting(pods: Collection[Tree], limit: str) -> str:
 
 
 def _sentence(pods: Collection[Tree], what: str) -> str:
-    names = sorted(str(pod_state.task_of(pod)) for pod in pods)
+    names = sorted(str(pod_state.find_task(pod)) for pod in pods)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     tasks = f"{', '.join(names[:_NAMED])}{more}"
     reason = next(filter(None, map(pod_state.waiting_reason, pods)), "")

@@ -118,7 +118,7 @@ def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -
     return engine.manifest(job, Place(namespace="", defaults=defaults))
 
 
-def with_digest(tree: Tree) -> Tree:
+def add_digest(tree: Tree) -> Tree:
     """Return a job with the digest of it: a retry adopts the job that has the same.
 
     The label of isolated pods and the variables of the tracker are no part of it: they may differ

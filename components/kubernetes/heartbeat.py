@@ -14,7 +14,11 @@ from http import HTTPStatus
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from flotilla.components.kubernetes.api.retry import deleted_by_another, refused, with_retry
+from flotilla.components.kubernetes.api.retry import (
+    call_with_retry,
+    describe_foreign_deletion,
+    describe_refusal,
+)
 from flotilla.components.kubernetes.names import LEASES, JobKind, Tree
 from flotilla.components.kubernetes.owned_objects import own_labels
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
@@ -68,13 +72,13 @@ class Heartbeat:
         self._job = job
         seconds = min(limits.unreachable or self._limit, self._limit)
         try:
-            with_retry(self._take, seconds, wait)
-            renewed = with_retry(self._renew, seconds, wait)
+            call_with_retry(self._take, seconds, wait)
+            renewed = call_with_retry(self._renew, seconds, wait)
         except RefusedError as error:
             name = job["metadata"]["name"]
             is_gone = error.is_missing and not error.is_unserved
             raise UserError(
-                deleted_by_another(name) if is_gone else refused(error, self._kind)
+                describe_foreign_deletion(name) if is_gone else describe_refusal(error, self._kind)
             ) from None
         if renewed["spec"].get("holderIdentity") != self._holder:
             raise UserError(
@@ -199,7 +203,7 @@ class Heartbeat:
         return self._api.patch(LEASES, name, patch)
 
 
-def heartbeat_of(lease: Tree) -> str:
+def read_heartbeat(lease: Tree) -> str:
     """Return what changes with every renewal of a lease."""
     spec = lease.get("spec", {})
     return f"{spec.get('holderIdentity')} {spec.get('renewTime')}"

@@ -41,7 +41,7 @@ from flotilla.components.kubernetes.api.client import (
     Watch,
     connect,
 )
-from flotilla.components.kubernetes.api.retry import refused, with_retry
+from flotilla.components.kubernetes.api.retry import call_with_retry, describe_refusal
 from flotilla.components.kubernetes.deadlines import Deadlines
 from flotilla.components.kubernetes.engine import Engine
 from flotilla.components.kubernetes.heartbeat import Heartbeat
@@ -57,7 +57,7 @@ from flotilla.trainer.config.kubernetes import KubernetesConfig
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import ConfigError, RunInterruptedError, UserError
 from flotilla.trainer.runtime.output import streams
-from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.tracking import addresses
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,9 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
     label = f"{names.RUN}={names.label_value(run_id)}"
     resource = engine.kind.resource
     try:
-        orphans = with_retry(partial(api.labelled, resource, label), DELETE_SECONDS, time.sleep)
+        orphans = call_with_retry(
+            partial(api.labelled, resource, label), DELETE_SECONDS, time.sleep
+        )
     except RefusedError as error:
         # Where the kind is not served there is no job.
         if error.is_unserved or (error.is_forbidden and not api.serves(resource)):
@@ -125,7 +127,7 @@ def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
         _stop(engine, api, orphan)
     delete = partial(api.delete, engine.kind.resource, name, uid)
     try:
-        with_retry(delete, DELETE_SECONDS, time.sleep)
+        call_with_retry(delete, DELETE_SECONDS, time.sleep)
     except (RefusedError, UserError) as error:
         return str(error)
     return ""
@@ -179,7 +181,7 @@ class _Launch:
         self._restarts = Restarts(job.config, engine)
 
     def run(self) -> None:
-        with on_interrupt(self._on_interrupt):
+        with handle_interrupts(self._on_interrupt):
             try:
                 rbac.require(self._api, self._namespace, self._kind)
                 self._isolate()
@@ -233,14 +235,14 @@ class _Launch:
             return
         try:
             limit = self._settings.deadlines.unreachable
-            with_retry(partial(self._api.create, NETWORK_POLICIES, policy), limit, self._wait)
+            call_with_retry(partial(self._api.create, NETWORK_POLICIES, policy), limit, self._wait)
         except RefusedError as error:
             # It is there, perhaps since the answer of a call was lost.
             if error.code == HTTPStatus.CONFLICT:
                 return
             raise UserError(
-                f"{refused(error, self._kind)}; the network policy of the job {self._name} cannot "
-                "be made"
+                f"{describe_refusal(error, self._kind)}; the network policy of the job "
+                f"{self._name} cannot be made"
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
@@ -381,9 +383,9 @@ class _Launch:
             return False
         call = partial(self._api.delete, self._kind.resource, self._name)
         try:
-            uid = self._uid or with_retry(self._uid_of_own, REMOVAL_SECONDS, time.sleep)
+            uid = self._uid or call_with_retry(self._uid_of_own, REMOVAL_SECONDS, time.sleep)
             if uid:
-                with_retry(partial(call, uid), REMOVAL_SECONDS, time.sleep)
+                call_with_retry(partial(call, uid), REMOVAL_SECONDS, time.sleep)
         except (RefusedError, UserError) as error:
             log.warning("the job %s could not be deleted: %s", self._name, error)
             return False
@@ -419,7 +421,7 @@ class _Launch:
 
 def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:
     own = namespace == connection.namespace
-    tracker, secrets = addresses.of_pods()
+    tracker, secrets = addresses.list_pod_variables()
     endpoints = {name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)}
     return Place(
         namespace=namespace,

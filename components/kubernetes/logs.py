@@ -20,7 +20,7 @@ from flotilla.components.kubernetes.names import PODS, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.trainer import events
 from flotilla.trainer.config.topology import Task
-from flotilla.trainer.events.event_lines import LogLines, work_of
+from flotilla.trainer.events.event_lines import LogLines, as_work
 
 log = logging.getLogger(__name__)
 # So many lines of a failed task are part of its report.
@@ -83,7 +83,7 @@ class LogFollower(threading.Thread):
 
     def __init__(self, api: Api, pod: Tree, sink: LogSink) -> None:
         """Do not start yet."""
-        self.task = pod_state.task_of(pod)
+        self.task = pod_state.find_task(pod)
         super().__init__(name=f"log {self.task}", daemon=True)
         self._api = api
         self._pod = pod["metadata"]["name"]
@@ -210,6 +210,6 @@ class EventRelay:
         elif line := self._lines.take(event):
             if isinstance(event, events.Progress):
                 # The step has no other progress than that of its leading task.
-                events.emit(work_of(event), in_log=line)
+                events.emit(as_work(event), in_log=line)
             else:
                 log.info("%s", line)

@@ -16,7 +16,7 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAGE, UserError
 
 
-def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
+def describe_failure(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
     """Return the report of a task that has failed."""
     if end.code in (FAILED, TRY_AGAIN, USAGE) and end.message:
         return f"{end.message} ({end.task}, pod {end.pod})"

@@ -13,7 +13,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from flotilla.components.kubernetes.api.retry import deleted_by_another, refused, unreachable
+from flotilla.components.kubernetes.api.retry import (
+    describe_foreign_deletion,
+    describe_refusal,
+    unreachable,
+)
 from flotilla.components.kubernetes.deadlines import Deadlines
 from flotilla.components.kubernetes.engine import Engine
 from flotilla.components.kubernetes.kubernetes_events import PodRefusals, last_events
@@ -22,7 +26,7 @@ from flotilla.components.kubernetes.names import PODS, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.components.kubernetes.pods.pod_state import Loss, TaskEnd
 from flotilla.components.kubernetes.pods.template import leading
-from flotilla.components.kubernetes.restarts import Restarts, report_of
+from flotilla.components.kubernetes.restarts import Restarts, describe_failure
 from flotilla.trainer import events
 from flotilla.trainer.cluster import completion
 from flotilla.trainer.cluster.launcher import Job
@@ -33,7 +37,7 @@ from flotilla.trainer.runtime.errors import (
     RunInterruptedError,
     TransientError,
     UserError,
-    kind_of,
+    error_for_exit,
 )
 
 log = logging.getLogger(__name__)
@@ -147,7 +151,7 @@ class Supervisor:
 
     def leader_runs(self) -> bool:
         """Return whether the leading task runs or saves, as far as is known."""
-        pods = [pod for pod in self._pods.values() if pod_state.task_of(pod) == self._leader]
+        pods = [pod for pod in self._pods.values() if pod_state.find_task(pod) == self._leader]
         return any(map(pod_state.is_alive, pods))
 
     def termination_message(self) -> str:
@@ -163,7 +167,7 @@ class Supervisor:
             return None
         if isinstance(job_event, RefusedError):
             self._is_blind = True
-            raise UserError(refused(job_event, self._kind))
+            raise UserError(describe_refusal(job_event, self._kind))
         if isinstance(job_event, UserError):
             self._is_blind = True
             raise job_event
@@ -178,7 +182,7 @@ class Supervisor:
             if over and over.is_done:
                 return True
             if deleted or item["metadata"].get("deletionTimestamp"):
-                raise UserError(deleted_by_another(self._name))
+                raise UserError(describe_foreign_deletion(self._name))
             return over is not None
         # The controller writes no status while it is away, or may not make a pod of another task.
         if any(end.task == self._leader and end.is_done for end in new_ends):
@@ -226,7 +230,7 @@ class Supervisor:
         if loss:
             first = self._losses.get(uid, loss)
             self._losses[uid] = replace(loss, version=first.version)
-        seen = self._seen.setdefault(pod_state.task_of(pod), [])
+        seen = self._seen.setdefault(pod_state.find_task(pod), [])
         if uid not in seen:
             seen.append(uid)
 
@@ -238,7 +242,7 @@ class Supervisor:
         if reason and key not in self._logged_reasons:
             self._logged_reasons.add(key)
             level = logging.INFO if pod_state.waits_as_usual(pod) else logging.WARNING
-            log.log(level, "%s waits: %s", pod_state.task_of(pod), reason)
+            log.log(level, "%s waits: %s", pod_state.find_task(pod), reason)
 
     def _has_failed(self, job: Tree) -> bool:
         end = self._engine.end(job)
@@ -265,7 +269,7 @@ class Supervisor:
             self._lose(end)
             return
         self._logs.drain(DRAIN_SECONDS, end.task)
-        report = report_of(self._api, end, self._logs.tail(end.task))
+        report = describe_failure(self._api, end, self._logs.tail(end.task))
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
     def _cause(self, end: TaskEnd) -> str:
@@ -289,7 +293,7 @@ class Supervisor:
     def _bring_back(self) -> None:
         """Have lost pods made again; one that cannot be asked for now is asked for later."""
         for uid, pod in list(self._to_bring_back.items()):
-            task = pod_state.task_of(pod)
+            task = pod_state.find_task(pod)
             try:
                 if not self._is_back(pod):
                     self._engine.bring_back(self._api, pod)
@@ -309,7 +313,7 @@ class Supervisor:
         pods = self._api.labelled(PODS, self._kind.selector(self._name))
         return any(
             pod["metadata"]["uid"] != lost["metadata"]["uid"]
-            and pod_state.task_of(pod) == pod_state.task_of(lost)
+            and pod_state.find_task(pod) == pod_state.find_task(lost)
             and not pod["metadata"].get("deletionTimestamp")
             and not pod_state.has_ended(pod)
             for pod in pods
@@ -347,7 +351,7 @@ class Supervisor:
         failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
         final = [end for end in failed if self._restarts.is_final(end)]
         if loss is None or final:
-            raise kind_of(final[0].code if final else None)(self._job_failure(job))
+            raise error_for_exit(final[0].code if final else None)(self._job_failure(job))
         return loss
 
     def _job_failure(self, job: Tree) -> str:
@@ -364,8 +368,8 @@ class Supervisor:
         failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
         final = [end for end in failed if self._restarts.is_final(end)]
         if final:
-            return report_of(self._api, final[0], self._logs.tail(final[0].task))
-        last = [report_of(self._api, end, self._logs.tail(end.task)) for end in failed[-1:]]
+            return describe_failure(self._api, final[0], self._logs.tail(final[0].task))
+        last = [describe_failure(self._api, end, self._logs.tail(end.task)) for end in failed[-1:]]
         report = "; ".join([f"the job {self._name} failed: {message}", *last])
         return f"{report}{last_events(self._api, self._uid)}"
 

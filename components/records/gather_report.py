@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flotilla.components.records.run_store import CONFIG, config_in, read_given
+from flotilla.components.records.run_store import CONFIG, find_config, read_given
 from flotilla.components.records.step_record import (
     OF_STEPS,
     StepRecord,
     all_step_records,
     harmless,
+    list_tries,
     lost_stage,
     read,
-    tries_of,
 )
 from flotilla.components.table import (
     EXIT_STEP,
@@ -28,30 +28,30 @@ from flotilla.components.table import (
     WORKING,
     Output,
     ends_well,
-    maker_of,
-    published_by,
+    find_maker,
+    published_kind,
 )
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import merge_validations, read_history, read_validations
 from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPublished,
     UserCodeFailed,
     to_tree,
 )
-from flotilla.trainer.events.run_state import INCIDENTS, RunState, state_of
+from flotilla.trainer.events.run_state import INCIDENTS, RunState, reduce_events
 from flotilla.trainer.report import report
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import from_tree, parse, parse_mapping
+from flotilla.trainer.runtime.json_records import parse, parse_mapping, parse_record
 
 
-def held_by(config: Mapping[str, Any]) -> dict[str, Any]:
+def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a training cluster of this configuration holds: `tasks` of each role, `gpus`."""
     cluster = config["cluster"]
-    tasks = topology_of(config["training"]["strategy"]).tasks(
+    tasks = find_topology(config["training"]["strategy"]).tasks(
         servers=cluster["parameter_servers"], workers=cluster["workers"]
     )
     return {"tasks": tasks, "gpus": cluster["gpus_per_worker"] * tasks.get("worker", 1)}
@@ -59,11 +59,11 @@ def held_by(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:
     """Return the tasks and GPUs that training held, by time; nothing where it never trained."""
-    train = next((step for step in steps if step.step == maker_of("checkpoint").name), None)
+    train = next((step for step in steps if step.step == find_maker("checkpoint").name), None)
     # One of another version may lack a section, or name another strategy.
     held: Mapping[str, Any] = {}
     with suppress(KeyError, TypeError, ValueError, UserError):
-        held = (train and train.held) or (held_by(config) if config else {})
+        held = (train and train.held) or (count_resources(config) if config else {})
     if not (train and held):
         return {}
     seconds = train.spent
@@ -100,7 +100,7 @@ def write(
     `state` is KFP's final state, such as `SUCCEEDED`, and `words` what KFP says of a failure.
     `folder`, on this machine, may hold the events of the run.
     """
-    facts = gathered(state, root, run_id, folder, words)
+    facts = gather_facts(state, root, run_id, folder, words)
     report.write(facts, path)
     return facts
 
@@ -112,17 +112,19 @@ def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
         uri = storage.join(at, PAGE)
         facts = write(state, storage.parent_of(at), storage.name_of(at), Path(folder), page)
         storage.write_bytes(uri, page.read_bytes())
-        for name, content in displayed(facts, page, uri).items():
+        for name, content in render_artifacts(facts, page, uri).items():
             if name in displays:
                 storage.write_bytes(displays[name], content)
 
 
-def displayed(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes]:
+def render_artifacts(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes]:
     """Return what the UI shows of a report, by the name of the exit step's artifact."""
-    return {"report": page.read_bytes(), "summary": report.as_markdown(facts, uri)}
+    return {"report": page.read_bytes(), "summary": report.to_markdown(facts, uri)}
 
 
-def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
+def gather_facts(
+    state: str, root: str, run_id: str, folder: Path, words: str = ""
+) -> dict[str, Any]:
     """Return the facts of a run, as far as they are there; see `flotilla.trainer.report.report`."""
     known = _known(folder)
     shared = [
@@ -131,7 +133,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         if each.step != EXIT_STEP.name
     ]
     steps = shared or _published(state, root, run_id)
-    tries = [each for each in tries_of(known) if each.step != EXIT_STEP.name] or _all_of(steps)
+    tries = [each for each in list_tries(known) if each.step != EXIT_STEP.name] or _all_of(steps)
     made = _Made(steps, root, run_id, every=bool(shared))
     validation = made.read("validation", "validation.json")
     decision = made.read("decision", "decision.json")
@@ -171,7 +173,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
 
 
 def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str, str]:
-    found = {published_by(each.step) or each.step: each.uri for each in steps if each.uri}
+    found = {published_kind(each.step) or each.step: each.uri for each in steps if each.uri}
     if "validation" in found:
         found["data page"] = storage.join(found["validation"], "page.html")
     if root and "checkpoint" in found:
@@ -183,7 +185,7 @@ def _facts(step: StepRecord) -> dict[str, Any]:
     return {
         **to_tree(step),
         # A record of an earlier version does not say it.
-        "output": published_by(step.step) or "",
+        "output": published_kind(step.step) or "",
         "tries": step.tries,
         "earlier_seconds": step.earlier_seconds,
     }
@@ -199,7 +201,7 @@ def _all_of(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 def _with_traceback(step: StepRecord, known: RunState) -> StepRecord:
     """Return the record; of training that failed with what its tasks said of the user's code."""
-    if step.step != maker_of("checkpoint").name or step.status != "failed" or step.traceback:
+    if step.step != find_maker("checkpoint").name or step.status != "failed" or step.traceback:
         return step
     return replace(step, traceback=known.traceback)
 
@@ -263,7 +265,7 @@ class _Made:
         self._steps, self._root, self._run_id, self._every = steps, root, run_id, every
 
     def uri(self, kind: Output) -> str:
-        maker = maker_of(kind).name
+        maker = find_maker(kind).name
         known = next((each.uri for each in self._steps if each.step == maker), "")
         if known or self._every:
             return known
@@ -297,7 +299,7 @@ class _Made:
 
 def _known(folder: Path) -> RunState:
     with _left_out_if_unreadable():
-        return state_of(events.read(folder / "events.jsonl", every=_REPORTED))
+        return reduce_events(events.read(folder / "events.jsonl", every=_REPORTED))
     return RunState()
 
 
@@ -328,7 +330,7 @@ def _with_numbers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     if AUTO not in str(config.get("training")):
         return config
     with suppress(UserError):
-        given = config_in(read_given(storage.uri_of(folder), TRAIN).arguments)
+        given = find_config(read_given(storage.uri_of(folder), TRAIN).arguments)
         if given:
             return {**config, "training": given.model_dump(mode="json")["training"]}
     return config
@@ -359,7 +361,7 @@ def _checked(data: bytes, where: str, of: type[Any]) -> Any:
     tree = parse(data)
     if not isinstance(tree, of):
         raise ValueError(f"{where} holds no {of.__name__}")
-    if of is dict and from_tree(_Published, tree) is None:
+    if of is dict and parse_record(_Published, tree) is None:
         raise ValueError(f"{where} has a field of another type")
     if of is list and not all(isinstance(each, dict) for each in tree):
         raise ValueError(f"{where} holds something else than rows")

@@ -23,7 +23,13 @@ import tenacity
 
 from flotilla.components.records import run_store, step_record
 from flotilla.components.records.step_record import PublishedRecord
-from flotilla.components.table import EXIT_STEP, ends_run, published_by, stages_after, step_with
+from flotilla.components.table import (
+    EXIT_STEP,
+    ends_run,
+    find_step_of_stage,
+    list_stages_after,
+    published_kind,
+)
 from flotilla.trainer import events
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import StepBegin, StepEnd
@@ -40,7 +46,7 @@ from flotilla.trainer.runtime.errors import (
     UserError,
 )
 from flotilla.trainer.runtime.output import stamps, streams
-from flotilla.trainer.runtime.user_code import line_of, traceback_of
+from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
 
 # Set by a runner that was asked to end: no step but the exit step does its work then.
@@ -104,12 +110,12 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
     tensorflow_import.prepare()
     streams.log_to_stderr()
     try:
-        with stamps.stamped_output(), following_step(), _interruptible(lambda: None):
+        with stamps.stamp_output(), following_step(), _interruptible(lambda: None):
             _note_call(name, given, at)
             return work(step)
     except RunInterruptedError as error:
         # Between two stages: the next one says so.
-        for stage in stages_after(step.last, name)[:1]:
+        for stage in list_stages_after(step.last, name)[:1]:
             with recorded(stage, at):
                 raise
         raise SystemExit(error.exit_code) from None
@@ -123,12 +129,12 @@ def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:
 
 
 def _place_of(given: Mapping[str, Any]) -> str:
-    """Return the URI of the run that a step belongs to; see `run_store.run_at`."""
+    """Return the URI of the run that a step belongs to; see `run_store.find_run`."""
     artifact = next((each.uri for each in given.values() if hasattr(each, "uri")), "")
     if "kfp_run_id" in given:
         root = given.get("root", given.get("storage_root", ""))
         return run_store.run_at_first(root, artifact, given["kfp_run_id"])
-    return run_store.run_at(given.get("root", ""), given.get("run_id", ""))
+    return run_store.find_run(given.get("root", ""), given.get("run_id", ""))
 
 
 def tried(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
@@ -147,7 +153,7 @@ def tried(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
             standard error.
     """
     with recorded(name, at) as course:
-        return _retrying(course, step_with(name).retries)(lambda: work(course.output))
+        return _retrying(course, find_step_of_stage(name).retries)(lambda: work(course.output))
 
 
 def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
@@ -184,19 +190,19 @@ def recorded(name: str, at: str = "") -> Iterator[_Course]:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
             course.report()
-            with events.heard_by(course.state.take), course.publishing_progress():
+            with events.listen(course.state.take), course.publishing_progress():
                 yield course
     except UserError as error:
-        course.fail(str(error), error.exit_code, traceback_of(error))
+        course.fail(str(error), error.exit_code, find_traceback(error))
         raise SystemExit(error.exit_code) from None
     # The latter where the user's code calls `sys.exit`: none of ours does so inside a step.
     except (Exception, SystemExit) as error:
-        trace = traceback_of(error)
+        trace = find_traceback(error)
         if full := _full_disk(error):
             course.fail(full, FAILED, trace)
             raise SystemExit(FAILED) from None
         if trace:
-            course.fail(f"the code that it was given raised {line_of(error)}", FAILED, trace)
+            course.fail(f"the code that it was given raised {format_error(error)}", FAILED, trace)
             raise SystemExit(FAILED) from None
         words = " ".join(f"{type(error).__name__}: {error}".split())
         course.end("failed", FAILED, f"bug in {course.name}: {words}")
@@ -315,7 +321,7 @@ class _Course:
             main_metric=self.output.main.name if self.output.main else "",
             better=self.output.main.better if self.output.main else "",
             uri=self.output.uri,
-            output=published_by(self.name) or "",
+            output=published_kind(self.name) or "",
         )
 
 

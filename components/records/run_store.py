@@ -8,7 +8,7 @@ Below the URI of a run, `<root>/<run id>`, and in its folder on this machine, wh
     steps/STEP.json      the record of a step, see `flotilla.components.records.step_record`
     trials/...           of a sweep: its trials, and which go on to a rung
 
-What the steps publish is next to them, see `output_of`.
+What the steps publish is next to them, see `choose_output`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from flotilla.trainer.promotion import lineage
 from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.runtime.json_records import parse, parse_mapping, record_in
-from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.json_records import parse, parse_mapping, read_record
+from flotilla.trainer.runtime.masking import mask
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
@@ -44,7 +44,7 @@ GIVEN, STEPS, TRIALS = "given", "steps", "trials"
 _PLAIN = (str, int, float, bool, list, dict, type(None))
 
 
-def run_id_of(kfp_run_id: str) -> str:
+def find_run_id(kfp_run_id: str) -> str:
     """Return the run id: that of the command line if it started the run, else KFP's."""
     return os.environ.get(RUN_ID) or kfp_run_id
 
@@ -54,7 +54,7 @@ def is_local_run() -> bool:
     return bool(os.environ.get(RUN_ID))
 
 
-def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
+def find_root(configured: str, artifact: str, kfp_run_id: str) -> str:
     """Return `storage.root`, or the folder `flotilla` below the run's KFP pipeline root.
 
     `artifact` is the URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`. Raises
@@ -62,20 +62,20 @@ def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
     """
     if configured:
         return configured
-    if pipeline_root := pipeline_root_in(artifact, kfp_run_id):
+    if pipeline_root := find_pipeline_root(artifact, kfp_run_id):
         return storage.join(pipeline_root, FLOTILLA)
     raise UserError("storage.root is empty: set it to the URI below which all is published")
 
 
-def pipeline_root_in(artifact: str, kfp_run_id: str) -> str:
-    """Return KFP's pipeline root in the URI of an output, see `root_of`; empty if there is none."""
+def find_pipeline_root(artifact: str, kfp_run_id: str) -> str:
+    """Return KFP's pipeline root in the URI of an output, or an empty text; see `find_root`."""
     path, mark, query = artifact.partition("?")
     before, found, _ = path.partition(f"/{kfp_run_id}/")
     pipeline_root = before.rpartition("/")[0]
     return f"{pipeline_root}{mark}{query}" if found and "://" in pipeline_root else ""
 
 
-def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
+def choose_output(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
     """Return the URI at which to publish what is made of `source`.
 
     Its name has that of `source` and a digest of all other origins: a run that is resumed with
@@ -86,7 +86,7 @@ def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> s
     return storage.join(root, run_id, kind, f"{name}-{digest}")
 
 
-def run_at(root: str, run_id: str) -> str:
+def find_run(root: str, run_id: str) -> str:
     """Return the URI of a run whose steps share no folder; empty where there is none."""
     if os.environ.get(RUN_FOLDER) or not (root and run_id):
         return ""
@@ -96,9 +96,9 @@ def run_at(root: str, run_id: str) -> str:
 
 
 def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
-    """Return what `run_at` does, for a step that finds the root by `root_of`."""
+    """Return what `find_run` does, for a step that finds the root by `find_root`."""
     with suppress(UserError):
-        return run_at(root_of(configured, artifact, kfp_run_id), run_id_of(kfp_run_id))
+        return find_run(find_root(configured, artifact, kfp_run_id), find_run_id(kfp_run_id))
     return ""
 
 
@@ -114,12 +114,12 @@ def scratch_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def file_of(at: str, folder: str, name: str) -> str:
+def record_uri(at: str, folder: str, name: str) -> str:
     """Return the URI of a record of the run at `at`, in one of its folders."""
     return storage.join(at, folder, f"{name}.json")
 
 
-def pinned(key: str) -> str:
+def read_pinned(key: str) -> str:
     """Return the value that the run has pinned for `key`; empty if there is none."""
     return _pinned().get(key, "")
 
@@ -178,7 +178,7 @@ def given_to(step: str, call: Mapping[str, Any]) -> Given:
         artifacts=others,
         version=version("kfp-flotilla"),
         commit=lineage.commit(),
-        code=digests(config_in(plain)),
+        code=digests(find_config(plain)),
     )
 
 
@@ -190,7 +190,7 @@ def _said(value: Any) -> dict[str, Any]:
     return {"uri": getattr(value, "uri", ""), "tree": tree}
 
 
-def config_in(arguments: Mapping[str, Any]) -> Config | None:
+def find_config(arguments: Mapping[str, Any]) -> Config | None:
     """Return the configuration that a step was given; None without one, and for a wrong one."""
     try:
         # The first step takes the form.
@@ -222,18 +222,18 @@ def _digest(module: str) -> str:
 
 def write_given(given: Given, at: str) -> None:
     """Write the record below the URI of the run, else in its folder; raises `UserError`."""
-    text = masked(json.dumps(to_tree(given), indent=2, default=str))
+    text = mask(json.dumps(to_tree(given), indent=2, default=str))
     folder = os.environ.get(RUN_FOLDER)
     if at or folder:
         uri = at or storage.uri_of(folder or "")
-        storage.write_bytes(file_of(uri, GIVEN, given.step), text.encode())
+        storage.write_bytes(record_uri(uri, GIVEN, given.step), text.encode())
 
 
 def read_given(at: str, step: str) -> Given:
     """Return what a step of the run at a URI was given; raises `UserError`."""
-    uri = file_of(at, GIVEN, step)
+    uri = record_uri(at, GIVEN, step)
     try:
-        found = record_in(Given, storage.read_bytes(uri))
+        found = read_record(Given, storage.read_bytes(uri))
     except storage.Missing:
         raise UserError(
             f"what {step} was given is not recorded ({uri}): an older version made the run, "

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flotilla.components.records.run_store import CONFIG, STEPS, file_of
-from flotilla.components.table import EXIT_STEP, ends_run, stages_after, step_with
+from flotilla.components.records.run_store import CONFIG, STEPS, record_uri
+from flotilla.components.table import EXIT_STEP, ends_run, find_step_of_stage, list_stages_after
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import (
@@ -31,10 +31,10 @@ from flotilla.trainer.events import (
 )
 from flotilla.trainer.events.run_state import RunState, StepTry
 from flotilla.trainer.runtime.errors import FAILED
-from flotilla.trainer.runtime.json_records import record_in
-from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.json_records import read_record
+from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.runtime.output.streams import say
-from flotilla.trainer.storage.retry import in_parallel, shorter_retry
+from flotilla.trainer.storage.retry import run_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
 # All that the records and the outcome of a run are made from.
@@ -100,13 +100,13 @@ class StepRecord(StepResult):
         return self.seconds + self.earlier_seconds
 
 
-def record_of(result: StepResult, **more: Any) -> StepRecord:
+def make_record(result: StepResult, **more: Any) -> StepRecord:
     """Return the record of a result, with the fields that a result does not have."""
     names = StepResult.__dataclass_fields__
     return StepRecord(**{name: getattr(result, name) for name in names}, **more)
 
 
-def tries_of(state: RunState) -> tuple[StepRecord, ...]:
+def list_tries(state: RunState) -> tuple[StepRecord, ...]:
     """Return every try of every step, in the order in which they began."""
     return tuple(_record_of(each, state) for each in state.tries)
 
@@ -136,19 +136,19 @@ def lost_stage(steps: Sequence[StepRecord]) -> str:
     with suppress(LookupError, IndexError):
         last = reached[-1]
         if last.status == "done" and not ends_run(last.step, last.metrics.get("decision")):
-            return stages_after(last.step, step_with(last.step).name)[0]
+            return list_stages_after(last.step, find_step_of_stage(last.step).name)[0]
     return ""
 
 
 def _by_start(state: RunState) -> tuple[list[StepRecord], list[StepRecord]]:
-    tries = list(zip(state.tries, tries_of(state), strict=True))
+    tries = list(zip(state.tries, list_tries(state), strict=True))
     earlier = [record for each, record in tries if each.start < state.start]
     return earlier, [record for each, record in tries if each.start == state.start]
 
 
 def _record_of(each: StepTry, state: RunState) -> StepRecord:
     if each.end:
-        return record_of(each.end, began=each.began, ended=each.end.time)
+        return make_record(each.end, began=each.began, ended=each.end.time)
     begun = StepRecord(step=each.step, status="running", began=each.began)
     return _guessed(begun, state.seen_until[each.start], error=_KILLED_HERE)
 
@@ -188,8 +188,8 @@ class PublishedRecord:
             return
         with self._never_in_the_way():
             if self._record.step != EXIT_STEP.name:
-                self.reported = _read(file_of(self.at, STEPS, EXIT_STEP.name))
-            if before := _read(file_of(self.at, STEPS, self._record.step)):
+                self.reported = _read(record_uri(self.at, STEPS, EXIT_STEP.name))
+            if before := _read(record_uri(self.at, STEPS, self._record.step)):
                 last = _try(before, max(self._seconds_of(before), 0.0))
                 if before.ended is None:
                     last = replace(last, status="failed", error=_KILLED_POD)
@@ -199,7 +199,7 @@ class PublishedRecord:
     def again(self, failed: StepResult) -> None:
         """Publish that the step has begun once more, after a try that ended like this."""
         earlier = self._record.earlier
-        last = _try(record_of(failed, began=self._record.began), failed.seconds)
+        last = _try(make_record(failed, began=self._record.began), failed.seconds)
         self._record = replace(self._record, began=now(), earlier=(*earlier, last))
         if self.at:
             with self._never_in_the_way():
@@ -216,7 +216,7 @@ class PublishedRecord:
         if not self.at:
             return
         began = self._record.began
-        self._record = record_of(
+        self._record = make_record(
             result,
             began=began,
             ended=round(began + result.seconds, 3),
@@ -242,8 +242,8 @@ class PublishedRecord:
         return (seen if seen > before.began else self._record.began) - before.began
 
     def _write(self) -> None:
-        text = masked(json.dumps(to_tree(self._record), indent=2, default=str))
-        storage.write_bytes(file_of(self.at, STEPS, self._record.step), text.encode())
+        text = mask(json.dumps(to_tree(self._record), indent=2, default=str))
+        storage.write_bytes(record_uri(self.at, STEPS, self._record.step), text.encode())
 
 
 def publish_config(at: str, text: str) -> None:
@@ -253,10 +253,10 @@ def publish_config(at: str, text: str) -> None:
             storage.write_bytes(storage.join(at, CONFIG), text.encode())
 
 
-def published_records(at: str) -> list[StepRecord]:
+def read_records(at: str) -> list[StepRecord]:
     """Return the records of the run at `at`, in the order of their begin; raises `UserError`."""
     folder = storage.join(at, STEPS)
-    found = in_parallel(lambda name: _read(storage.join(folder, name)), storage.names(folder))
+    found = run_parallel(lambda name: _read(storage.join(folder, name)), storage.names(folder))
     return sorted((each for each in found if each), key=lambda each: each.began)
 
 
@@ -267,7 +267,7 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
     another one was done: the record of its last try could not be written. One that an earlier pod
     of its step has reached, and the last one has not, is skipped.
     """
-    records = published_records(at)
+    records = read_records(at)
     found = [each for each in records if each.step != EXIT_STEP.name]
     began = {each.step: each.began for each in found}
     missed = [each for each in found if _is_missed(each, began)]
@@ -290,7 +290,7 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
 def _is_missed(record: StepRecord, began: Mapping[str, float]) -> bool:
     """Say whether the step of a stage has begun again, with an earlier stage, since."""
     with suppress(LookupError):
-        names = [each.name for each in step_with(record.step).stages]
+        names = [each.name for each in find_step_of_stage(record.step).stages]
         earlier = names[: names.index(record.step)]
         return any(began.get(name, 0.0) > record.began for name in earlier)
     return False
@@ -313,7 +313,7 @@ def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:
 def _read(uri: str) -> StepRecord | None:
     record = None
     try:
-        record = record_in(StepRecord, storage.read_bytes(uri))
+        record = read_record(StepRecord, storage.read_bytes(uri))
     except storage.Missing:
         return None
     except storage.Corrupt as error:

@@ -7,8 +7,15 @@ from flotilla.components.records.record import Step
 from flotilla.components.sweeps import run_trial
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import record_in
-from flotilla.trainer.sweeps.sweep import DONE, REDUCTION, Trial, best_of, compared_by, ranked
+from flotilla.trainer.runtime.json_records import read_record
+from flotilla.trainer.sweeps.sweep import (
+    DONE,
+    REDUCTION,
+    Trial,
+    find_best,
+    find_objective,
+    rank_trials,
+)
 
 
 @component
@@ -41,22 +48,24 @@ def work(step: Step) -> Chosen:
 
 def choose(step: Step) -> Chosen:
     """Choose by the metric of validation among the trials that `ended` a rung, as JSON texts."""
-    plan = run_trial.sweep_of(step.sweep)
-    ended_here = [each for text in step.ended if (each := record_in(Trial, text))]
+    plan = run_trial.parse_sweep(step.sweep)
+    ended_here = [each for text in step.ended if (each := read_record(Trial, text))]
     here = {each.number: each for each in ended_here}
     every = [
-        here.get(each.number) or run_trial.known(step.root, step.run_id, each)
+        here.get(each.number) or run_trial.read_trial(step.root, step.run_id, each)
         for each in plan.trials
     ]
     # Where all of a rung failed, what an earlier one has reached still counts.
-    best = best_of(every, plan.objective)
+    best = find_best(every, plan.objective)
     if best is None:
         error = next((each.error for each in every if each.error), "none has ended")
         raise UserError(f"all {len(every)} trials failed; the first: {error}")
-    objective = compared_by(every, plan.objective)
-    order = [each for each in ranked(every, step.rung, objective) if each.status == DONE]
+    objective = find_objective(every, plan.objective)
+    order = [each for each in rank_trials(every, step.rung, objective) if each.status == DONE]
     going = max(1, len(order) // REDUCTION)
-    run_trial.go_on(step.root, step.run_id, step.rung + 1, [each.number for each in order[:going]])
+    run_trial.publish_survivors(
+        step.root, step.run_id, step.rung + 1, [each.number for each in order[:going]]
+    )
     step.output.metrics = {
         "best": best.number,
         objective.metric: best.last.value if best.last else None,

@@ -11,12 +11,12 @@ from kfp import dsl
 from flotilla.components import finish, launchers
 from flotilla.components.image import component
 from flotilla.components.records.record import Step, run
-from flotilla.components.records.run_store import root_of, run_id_of
-from flotilla.components.records.step_record import published_records
+from flotilla.components.records.run_store import find_root, find_run_id
+from flotilla.components.records.step_record import read_records
 from flotilla.components.sweeps import run_trial
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.sweeps.sweep import Sweep, as_markdown
+from flotilla.trainer.sweeps.sweep import Sweep, to_markdown
 
 TABLE = "sweep.md"
 
@@ -41,15 +41,15 @@ def finish_sweep(
 def run_step(call: Mapping[str, Any]) -> None:
     """End the jobs of all trials, and write their table; see `flotilla.components.finish`."""
     step = Step(**call)
-    run_id = run_id_of(step.kfp_run_id)
+    run_id = find_run_id(step.kfp_run_id)
     # Whatever fails here must not keep the report from being written.
     with suppress(UserError):
-        plan = run_trial.sweep_of(step.sweep)
+        plan = run_trial.parse_sweep(step.sweep)
         for trial in plan.trials:
             with suppress(UserError):
                 launchers.end(step.settings, run_trial.trial_run_id(run_id, trial.number))
-        found = root_of(step.root, step.report.uri, step.kfp_run_id)
-        text = as_markdown(_so_far(plan, found, run_id))
+        found = find_root(step.root, step.report.uri, step.kfp_run_id)
+        text = to_markdown(_so_far(plan, found, run_id))
         Path(step.trials.path).parent.mkdir(parents=True, exist_ok=True)
         Path(step.trials.path).write_bytes(text)
         storage.write_bytes(storage.join(found, run_id, TABLE), text)
@@ -58,11 +58,11 @@ def run_step(call: Mapping[str, Any]) -> None:
 
 def _so_far(plan: Sweep, root: str, run_id: str) -> Sweep:
     """Return the sweep as its steps have published it; the report says how the run ended."""
-    records = published_records(storage.join(root, run_id))
+    records = read_records(storage.join(root, run_id))
     best = next((each.metrics.get("best") for each in records if each.step == "choose_trial"), 0)
     return replace(
         plan,
         sweep_id=f"{plan.sweep_id} ({run_id})",
-        trials=tuple(run_trial.known(root, run_id, each) for each in plan.trials),
+        trials=tuple(run_trial.read_trial(root, run_id, each) for each in plan.trials),
         best=int(best or 0),
     )

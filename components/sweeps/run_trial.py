@@ -12,14 +12,14 @@ from kfp import dsl
 from flotilla.components import train_model
 from flotilla.components.image import component
 from flotilla.components.records.record import run
-from flotilla.components.records.run_store import TRIALS, file_of
-from flotilla.components.records.step_record import StepRecord, published_records
-from flotilla.components.table import maker_of
+from flotilla.components.records.run_store import TRIALS, record_uri
+from flotilla.components.records.step_record import StepRecord, read_records
+from flotilla.components.table import find_maker
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features import length
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
-from flotilla.trainer.runtime.json_records import parse, record_in, tree_of
+from flotilla.trainer.runtime.json_records import parse, read_record, tree_of
 from flotilla.trainer.sweeps.sweep import FAILED, Sweep, Trial
 
 #: What the step of a place without a trial returns.
@@ -55,11 +55,11 @@ def run_step(call: Mapping[str, Any]) -> str:
     `config` is what all trials share, `place` which trial of the `rung` it is, from 0 on.
     """
     root, run_id, rung = call["root"], call["run_id"], call["rung"]
-    plan, began = sweep_of(call["sweep"]), time.monotonic()
+    plan, began = parse_sweep(call["sweep"]), time.monotonic()
     planned = _at(plan, root, run_id, int(call["place"]), rung)
     if planned is None:
         return EMPTY
-    trial = known(root, run_id, planned)
+    trial = read_trial(root, run_id, planned)
     trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
     try:
         settings = plan.config_on(trial, rung, Config.model_validate_json(call["config"]))
@@ -86,7 +86,7 @@ def run_step(call: Mapping[str, Any]) -> str:
     return text
 
 
-def go_on(root: str, run_id: str, rung: int, numbers: Sequence[int]) -> None:
+def publish_survivors(root: str, run_id: str, rung: int, numbers: Sequence[int]) -> None:
     """Publish which trials, by number, go on to a rung; raises `UserError`."""
     storage.write_bytes(_rung(root, run_id, rung), json.dumps(list(numbers)).encode())
 
@@ -98,9 +98,9 @@ def _at(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> Trial | N
     return next((each for each in plan.trials if each.number in taken), None)
 
 
-def sweep_of(text: str) -> Sweep:
+def parse_sweep(text: str) -> Sweep:
     """Return the sweep of the run parameter `sweep`; raises `ConfigError`."""
-    if found := record_in(Sweep, text):
+    if found := read_record(Sweep, text):
         return found
     raise ConfigError("sweep: it is not a sweep that `flotilla sweep --compile` wrote")
 
@@ -110,22 +110,22 @@ def trial_run_id(run_id: str, number: int) -> str:
     return f"{run_id}-t{number:02}"
 
 
-def known(root: str, run_id: str, planned: Trial) -> Trial:
+def read_trial(root: str, run_id: str, planned: Trial) -> Trial:
     """Return a trial as it was published last; as it was planned where it has not ended yet."""
     with suppress(storage.Missing):
         text = storage.read_bytes(_uri(root, run_id, planned.number))
-        return record_in(Trial, text) or planned
+        return read_record(Trial, text) or planned
     return planned
 
 
 def _uri(root: str, run_id: str, number: int) -> str:
-    return file_of(storage.join(root, run_id), TRIALS, f"{number:04}")
+    return record_uri(storage.join(root, run_id), TRIALS, f"{number:04}")
 
 
 def _rung(root: str, run_id: str, rung: int) -> str:
-    return file_of(storage.join(root, run_id), TRIALS, f"rung-{rung}")
+    return record_uri(storage.join(root, run_id), TRIALS, f"rung-{rung}")
 
 
 def _record_of(root: str, run_id: str) -> StepRecord | None:
-    records = published_records(storage.join(root, run_id))
-    return next((each for each in records if each.step == maker_of("checkpoint").name), None)
+    records = read_records(storage.join(root, run_id))
+    return next((each for each in records if each.step == find_maker("checkpoint").name), None)

@@ -13,18 +13,18 @@ from typing import Literal
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.api.client import Api
-from flotilla.components.kubernetes.engine import Engine, JobEnd, condition, with_digest
+from flotilla.components.kubernetes.engine import Engine, JobEnd, add_digest, condition
 from flotilla.components.kubernetes.names import JobKind, Resource, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd
 from flotilla.components.kubernetes.pods.template import (
     PORT,
     Place,
+    drop_empty,
     labels,
     launcher_variables,
     pod_template,
     replicas,
-    without_empty,
 )
 from flotilla.components.kubernetes.stop import Stop
 from flotilla.trainer.cluster.launcher import Job
@@ -91,7 +91,7 @@ def manifest(job: Job, place: Place) -> Tree:
             },
         },
     }
-    return with_digest(tree)
+    return add_digest(tree)
 
 
 def restart_policy(config: Config, role: str) -> str:
@@ -110,7 +110,7 @@ def _run_policy(settings: JobConfig, pods: int) -> Tree:
         "backoffLimit": settings.backoff_limit,
     }
     if scheduling.gang:
-        policy["schedulingPolicy"] = without_empty(
+        policy["schedulingPolicy"] = drop_empty(
             {
                 "minAvailable": scheduling.min_available or pods,
                 "queue": scheduling.queue,
@@ -120,7 +120,7 @@ def _run_policy(settings: JobConfig, pods: int) -> Tree:
         )
     if settings.suspend:
         policy["suspend"] = True
-    return without_empty(policy)
+    return drop_empty(policy)
 
 
 # The operator gives every failure the same reason, and says the cause in words.

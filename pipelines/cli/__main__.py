@@ -97,10 +97,10 @@ def _require_utf8() -> None:
 
 
 def _show_bug(_kind: object, error: BaseException, _trace: object) -> None:
-    from flotilla.trainer.runtime.masking import masked
-    from flotilla.trainer.runtime.output.streams import traceback_of
+    from flotilla.trainer.runtime.masking import mask
+    from flotilla.trainer.runtime.output.streams import format_traceback
 
-    sys.stderr.write(f"{masked(traceback_of(error))}\n")
+    sys.stderr.write(f"{mask(format_traceback(error))}\n")
 
 
 if __name__ == "__main__":

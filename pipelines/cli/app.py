@@ -37,7 +37,7 @@ from flotilla.pipelines.cli.runs import cancel, list_runs, logs, status
 from flotilla.pipelines.cli.sweep import sweep
 from flotilla.trainer.runtime import environment as variables
 from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, UserError
-from flotilla.trainer.runtime.masking import credentials_in, printable
+from flotilla.trainer.runtime.masking import find_credentials, printable
 from flotilla.trainer.runtime.output.streams import discard, mask_libraries, say
 
 if TYPE_CHECKING:
@@ -192,15 +192,15 @@ def _comparison_table(found: Comparison) -> Table:
 
     from flotilla.pipelines.cli.tables import Table
     from flotilla.trainer.events.progress.durations import duration
-    from flotilla.trainer.report.wording import formatted, rounded, spoken
+    from flotilla.trainer.report.wording import format_value, round_value, spell_metric
 
     lines = []
     for group, rows in found.groups.items():
         # Loss is measured in training and on the test split.
         before = f"{group}: " if group in ("test", "training") else ""
-        after = f": {spoken(found.main_metric)}" if group == "next to it" else ""
+        after = f": {spell_metric(found.main_metric)}" if group == "next to it" else ""
         for name, row in rows.items():
-            texts = [(formatted if group == "settings" else rounded)(each) for each in row]
+            texts = [(format_value if group == "settings" else round_value)(each) for each in row]
             if name.startswith("seconds"):
                 texts = [duration(each) for each in row]
             if group == "test":
@@ -221,7 +221,7 @@ def _comparison_table(found: Comparison) -> Table:
 def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:
     """Return the values of a metric, each with its difference to the first."""
     from flotilla.trainer.report.headline import difference
-    from flotilla.trainer.report.wording import like, rounded
+    from flotilla.trainer.report.wording import like, round_value
 
     cells = []
     for value, interval in zip(row, intervals or [None] * len(row), strict=True):
@@ -230,7 +230,9 @@ def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:
         if isinstance(value, float) and isinstance(row[0], float):
             size = difference(value - row[0], places)
         sign = "+" if size and value > row[0] else "-"
-        cells.append(f"{rounded(value, places)} ({sign}{size})" if size else rounded(value, places))
+        cells.append(
+            f"{round_value(value, places)} ({sign}{size})" if size else round_value(value, places)
+        )
     return cells
 
 
@@ -243,10 +245,10 @@ def manifest(config: Config = None, label: Label = None, assignments: Assignment
     """Print the job of a configuration as YAML: a TFJob, or a JobSet."""
     import yaml
 
-    from flotilla.components.launchers import document_of
+    from flotilla.components.launchers import render_job
     from flotilla.pipelines.runs.local import configuration
 
-    tree = document_of(configuration(config, assignments or (), label or ()))
+    tree = render_job(configuration(config, assignments or (), label or ()))
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     if printable(text) != text:
         # With escapes of YAML it is the same document.
@@ -325,7 +327,7 @@ def called(arguments: list[str]) -> int:
 def _argument_with_credentials(arguments: list[str]) -> str:
     """Return a line that refuses an argument with credentials in it, or an empty text."""
     for argument, before in zip(arguments, ["", *arguments], strict=False):
-        if why := credentials_in(argument):
+        if why := find_credentials(argument):
             name, equals, _ = argument.partition("=")
             option = name if equals and "://" not in name else before
             where = f"{option}: " if option and "://" not in option else ""
@@ -345,9 +347,9 @@ def _removed(arguments: list[str]) -> str:
         for each, after in zip(arguments, [*arguments[1:], ""], strict=True):
             option, _, joined = each.partition("=")
             if option == PARAMETER:
-                from flotilla.trainer.config.old_parameters import spelled
+                from flotilla.trainer.config.old_parameters import describe_replacement
 
                 given = joined or after
                 name = given.partition("=")[0] or given
-                return f"{PARAMETER} {name}: {spelled(name)}"
+                return f"{PARAMETER} {name}: {describe_replacement(name)}"
     return ""

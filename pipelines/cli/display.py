@@ -12,12 +12,12 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from flotilla.components.table import EXIT_STEP, step_with
-from flotilla.pipelines.cli.tables import Row, Table, displayed, wrapped
-from flotilla.pipelines.runs.outcome import RunResult, begun_of, key_metrics, model_of
+from flotilla.components.table import EXIT_STEP, find_step_of_stage
+from flotilla.pipelines.cli.tables import Row, Table, escape_controls, wrap_text
+from flotilla.pipelines.runs.outcome import RunResult, find_model, key_metrics, measure_duration
 from flotilla.trainer import storage
 from flotilla.trainer.events.progress.durations import duration
-from flotilla.trainer.report.headline import constant_of, main_value
+from flotilla.trainer.report.headline import describe_constant, main_value
 from flotilla.trainer.runtime.masking import one_line
 from flotilla.trainer.runtime.output.streams import discard
 
@@ -60,9 +60,9 @@ class Terminal(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Draw all text as `displayed`: whatever is printed or live comes through here."""
+        """Draw all text as `escape_controls`: whatever is printed or live comes through here."""
         if isinstance(renderable, str | Text):
-            renderable = displayed(renderable)
+            renderable = escape_controls(renderable)
         return super().render(renderable, options)
 
     def on_broken_pipe(self) -> None:
@@ -102,7 +102,7 @@ def closing_table(result: RunResult) -> Table:
 
 def _step_of(stage: str) -> str:
     try:
-        return step_with(stage).name
+        return find_step_of_stage(stage).name
     except LookupError:
         # Of another version, or of another pipeline.
         return stage
@@ -135,7 +135,7 @@ def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) 
     """
     room = console.width if console.file.isatty() else sys.maxsize
     for line in verdict_lines(result)[1 if is_said else 0 :]:
-        for part in wrapped(displayed(line), room):
+        for part in wrap_text(escape_controls(line), room):
             console.print(part)
     if report := result.artifacts.get("report"):
         console.print(display_path(report))
@@ -219,16 +219,16 @@ def runs_table(runs: Iterable[RunResult]) -> Table:
     """Return the table of runs of this machine."""
     rows: list[Row] = []
     for run in runs:
-        moment, seconds = begun_of(run)
+        moment, seconds = measure_duration(run)
         rows.append(
             {
                 "run": run.run_id,
                 "verdict": mark(run.status),
-                "model": model_of(run),
+                "model": find_model(run),
                 "began UTC": stamp(moment),
                 "duration": "" if seconds is None else duration(seconds),
                 "metric": _far(run),
-                "constant": constant_of(run.measured),
+                "constant": describe_constant(run.measured),
             }
         )
     # Where there is no room for all of them: a run's name has the model and the date in it, and

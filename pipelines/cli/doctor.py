@@ -61,7 +61,7 @@ def check(
     code: Code = None,
 ) -> Answer:
     """Check a configuration with its source and your code, in seconds; nothing is started."""
-    from flotilla.pipelines.doctor.configuration import described
+    from flotilla.pipelines.doctor.configuration import describe_model
     from flotilla.pipelines.runs.local import configuration, require_current_folder
     from flotilla.trainer.preflight.check import check as checked
 
@@ -73,7 +73,9 @@ def check(
         os.environ[user_code.FOLDER_VARIABLE] = str(code.absolute())
     result = checked(loaded)
     notes = "".join(f"note: {unbroken(each)}\n" for each in result.notes)
-    said = described(loaded, result.found) if result.found else "the configuration and the source"
+    said = (
+        describe_model(loaded, result.found) if result.found else "the configuration and the source"
+    )
     more = {"found": dict(result.found), "notes": list(result.notes)}
     return Answer(text=f"{notes}ok: {unbroken(said)}\n", more=more)
 

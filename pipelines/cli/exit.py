@@ -19,9 +19,9 @@ from flotilla.trainer.runtime.errors import (
     RunInterruptedError,
     UserError,
 )
-from flotilla.trainer.runtime.masking import printable, without_credentials
+from flotilla.trainer.runtime.masking import printable, remove_credentials
 from flotilla.trainer.runtime.output.streams import discard, say
-from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.runtime.signals import handle_interrupts
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 
@@ -52,7 +52,7 @@ class Answer:
 
         keys = ("status", "run_id", "metrics", "artifacts", "message")
         tree = {key: getattr(self, key) for key in keys} | dict(self.more)
-        return json.dumps(finite(tree, without_credentials), allow_nan=False, default=str)
+        return json.dumps(finite(tree, remove_credentials), allow_nan=False, default=str)
 
 
 def failure(message: str, code: int, run_id: str = "") -> Answer:
@@ -168,7 +168,7 @@ def output() -> Iterator[None]:
 def detaching(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
     """End this block at once at SIGINT or SIGTERM by a `DetachedError`; the run continues."""
     try:
-        with on_interrupt(_interrupt):
+        with handle_interrupts(_interrupt):
             yield
     except KeyboardInterrupt:
         raise DetachedError(*describe()) from None

@@ -59,7 +59,7 @@ def upload(
 ) -> Answer:
     """Upload the pipeline; the same content is uploaded once."""
     from flotilla.pipelines.compile import image_remark
-    from flotilla.pipelines.runs.upload import default_of
+    from flotilla.pipelines.runs.upload import find_default
     from flotilla.pipelines.runs.upload import upload as upload_package
 
     access = instance.access()
@@ -69,7 +69,7 @@ def upload(
     action = "uploaded" if made.created else "the same content exists already"
     say(f"{action}: {version.pipeline} version {version.name}")
     say(made.page or _no_page(access))
-    newest = default_of(access, version)
+    newest = find_default(access, version)
     is_newest = newest.version_id == version.version_id
     if not is_newest:
         say(
@@ -88,7 +88,7 @@ def _package_to_upload(
     file: str | None, settings: list[str], image: str, pods: Any, label: list[str]
 ) -> Package:
     """Return the pipeline in a compiled `file`, or ours with a configuration."""
-    from flotilla.pipelines.compile import is_compiled, own_package, package_of
+    from flotilla.pipelines.compile import is_compiled, load_package, own_package
     from flotilla.pipelines.runs.local import form_configuration
 
     if file is None or not is_compiled(Path(file)):
@@ -96,7 +96,7 @@ def _package_to_upload(
     if settings or label:
         option = "--set" if settings else "--label"
         raise ConfigError(f"{option} is for compiling, and {file} is compiled already")
-    return package_of(Path(file), image, pods)
+    return load_package(Path(file), image, pods)
 
 
 def _named(version: Version) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
     from flotilla.pipelines.cli.display import Terminal, show_result
     from flotilla.pipelines.cli.live import Steps
     from flotilla.pipelines.runs.kfp_client import connect
-    from flotilla.pipelines.runs.kfp_outcome import result_of
+    from flotilla.pipelines.runs.kfp_outcome import judge_run
     from flotilla.pipelines.runs.kfp_watch import command, watch
     from flotilla.pipelines.runs.submission import start
 
@@ -201,7 +201,7 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
             return Answer(status="submitted", run_id=run_id, artifacts=pages, more=used)
         with Steps() as steps:
             last = watch(client, run_id, steps.show, steps.say)
-        result = result_of(client, last)
+        result = judge_run(client, last)
     with output():
         show_result(Terminal(), result)
     if result.message:

@@ -16,9 +16,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from flotilla.components.table import EXIT_STEP, FIRST_STAGE, maker_of
+from flotilla.components.table import EXIT_STEP, FIRST_STAGE, find_maker
 from flotilla.pipelines.cli.display import Terminal, mark, step_line, steps_table
-from flotilla.pipelines.cli.tables import displayed, wrapped
+from flotilla.pipelines.cli.tables import escape_controls, wrap_text
 from flotilla.trainer.events import (
     Event,
     Interrupted,
@@ -29,12 +29,12 @@ from flotilla.trainer.events import (
     Validation,
     WorkProgress,
 )
-from flotilla.trainer.events.event_lines import LogLines, TimeLeft, epoch_of, line_of, work_of
+from flotilla.trainer.events.event_lines import LogLines, TimeLeft, as_work, epoch_of, format_event
 from flotilla.trainer.events.progress.durations import duration
-from flotilla.trainer.events.progress.wording import line_of as line_of_work
-from flotilla.trainer.events.progress.wording import parts_of
+from flotilla.trainer.events.progress.wording import format_line as line_of_work
+from flotilla.trainer.events.progress.wording import format_parts
 from flotilla.trainer.events.progress.work import LOG_SECONDS
-from flotilla.trainer.report.wording import rounded, spoken
+from flotilla.trainer.report.wording import round_value, spell_metric
 
 if TYPE_CHECKING:
     from flotilla.pipelines.runs.kfp_run import RemoteRun
@@ -84,7 +84,7 @@ class LiveView:
     def say(self, text: str | Text) -> None:
         """Show a line that stays; on a terminal in lines that end with a word."""
         room = self._console.width if self._console.can_redraw else sys.maxsize
-        self._console.print(Group(*wrapped(displayed(text), room)))
+        self._console.print(Group(*wrap_text(escape_controls(text), room)))
 
     def _view(self) -> RenderableType:
         raise NotImplementedError
@@ -152,7 +152,7 @@ class Display(LiveView):
             case TaskFailed():
                 for line in _lines_of_failure(event):
                     self.say(line)
-            case _ if line := line_of(event):
+            case _ if line := format_event(event):
                 self.say(line)
 
     def _say_in_log(self, text: str) -> None:
@@ -190,7 +190,7 @@ class Display(LiveView):
             self._works[event.what] = event
 
     def _stopping(self) -> str:
-        training = self._step is not None and self._step.step == maker_of("checkpoint").name
+        training = self._step is not None and self._step.step == find_maker("checkpoint").name
         return "stopping, saving the last checkpoint" if training else "stopping"
 
     def _view(self) -> RenderableType:
@@ -240,10 +240,10 @@ class Display(LiveView):
         lines = []
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
-            parts = [f"training    loss {rounded(progress.loss)}", speed, epoch_of(progress)]
+            parts = [f"training    loss {round_value(progress.loss)}", speed, epoch_of(progress)]
             lines.append("  ".join(filter(None, parts)))
         if found := self._validation:
-            values = [f"{name} {rounded(value)}" for name, value in found.metrics.items()]
+            values = [f"{name} {round_value(value)}" for name, value in found.metrics.items()]
             end = f"at {found.global_step}"
             # Of many metrics those that have room: the main one is the first.
             while len(values) > 1 and _width_of("  validation", *values, end) > self._console.width:
@@ -258,7 +258,7 @@ def _width_of(*parts: str) -> int:
 
 def work_line(event: WorkProgress, width: int) -> RenderableType:
     """Return how far a piece of work is on one line; of its parts what has room."""
-    parts = parts_of(event)
+    parts = format_parts(event)
     what = Text(f"  {event.what}", no_wrap=True, overflow="ellipsis")
     if event.share < 0:
         return _one_line(what, Text("  ".join(parts), no_wrap=True, overflow="ellipsis"))
@@ -320,7 +320,7 @@ class SweepDisplay(LiveView):
             case Progress():
                 begin = self._sweep.rungs[trial.rung - 1] if trial.rung else 0
                 share = (event.global_step - begin) / max(event.steps - begin, 1)
-                words = line_of_work(work_of(event))
+                words = line_of_work(as_work(event))
             case WorkProgress() if not event.is_over:
                 words = line_of_work(event)
         self._running[trial.number] = (words, share)
@@ -331,7 +331,7 @@ class SweepDisplay(LiveView):
 
     def _work(self) -> WorkProgress:
         """Return how far the sweep is, as any other work."""
-        from flotilla.trainer.sweeps.sweep import best_of
+        from flotilla.trainer.sweeps.sweep import find_best
 
         trials = self._sweep.trials
         share = self._sweep.share({number: each[1] for number, each in self._running.items()})
@@ -340,10 +340,10 @@ class SweepDisplay(LiveView):
         parts = [f"{counts[each]} {each}" for each in ("running", "failed") if counts[each]]
         if counts["done"] + counts["failed"] == len(trials):
             parts = ["evaluating the best trial"]
-        best = best_of(trials, self._sweep.objective)
+        best = find_best(trials, self._sweep.objective)
         if best and best.last:
-            name = spoken(best.last.by.metric)
-            parts.append(f"best {name} {rounded(best.last.value)} (trial {best.number})")
+            name = spell_metric(best.last.by.metric)
+            parts.append(f"best {name} {round_value(best.last.value)} (trial {best.number})")
         return WorkProgress(
             what=self._what,
             unit="trials",

@@ -9,7 +9,7 @@ import typer
 
 from flotilla.pipelines.cli.exit import Answer, answers, output
 from flotilla.pipelines.cli.options import Root, Workdir
-from flotilla.pipelines.cli.retention import sized
+from flotilla.pipelines.cli.retention import format_bytes
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.trainer.runtime.errors import DONE, FAILED
 from flotilla.trainer.runtime.output.streams import say
@@ -41,9 +41,9 @@ def list_models(
     from flotilla.pipelines import models as registered
     from flotilla.pipelines.cli.display import Terminal
     from flotilla.pipelines.cli.tables import Table
-    from flotilla.trainer.report.headline import constant_of, main_value
+    from flotilla.trainer.report.headline import describe_constant, main_value
 
-    place = registered.root_of(root, workdir)
+    place = registered.choose_root(root, workdir)
     found = registered.list_models(name, workdir=workdir, root=root)
     rows = [
         {
@@ -52,7 +52,7 @@ def list_models(
             "champion": "champion" if each.champion else "",
             "verdict": each.verdict,
             "metric": main_value(each.measured),
-            "constant": constant_of(each.measured),
+            "constant": describe_constant(each.measured),
             "registered": each.created[:_TO_THE_MINUTE].replace("T", " "),
             "global step": str(each.global_step),
             "run": each.run_id,
@@ -90,14 +90,14 @@ def show_model(
     from flotilla.trainer import storage
     from flotilla.trainer.report.headline import headline
     from flotilla.trainer.report.programs import programs
-    from flotilla.trainer.report.wording import formatted, rounded
+    from flotilla.trainer.report.wording import format_value, round_value
 
     found = registered.show(name, version, workdir=workdir, root=root)
     row = asdict(found.version)
     facts = {"name": name, "version": row["version"], "measured": row["measured"]}
     facts["verdict"] = "champion" if row["champion"] else "registered"
     cells = {
-        key.replace("_", " "): rounded(value) if key == "metrics" else formatted(value)
+        key.replace("_", " "): round_value(value) if key == "metrics" else format_value(value)
         for key, value in {**row, **found.lineage, "where": display_path(found.uri)}.items()
         if key != "measured"
     }
@@ -181,7 +181,7 @@ def show_checkpoint(
 
 
 def _checkpoint_uri(which: str, workdir: Path) -> str:
-    from flotilla.pipelines.runs.local import root_of, saved_config
+    from flotilla.pipelines.runs.local import find_root, saved_config
     from flotilla.trainer import storage
     from flotilla.trainer.config.load import load_config
     from flotilla.trainer.storage.uri import require_uri
@@ -189,7 +189,7 @@ def _checkpoint_uri(which: str, workdir: Path) -> str:
     if "://" in which:
         require_uri("URI|RUN", which)
         return which
-    root = root_of(load_config(saved_config(workdir, which)), workdir)
+    root = find_root(load_config(saved_config(workdir, which)), workdir)
     return storage.join(root, which, "checkpoints")
 
 
@@ -202,18 +202,18 @@ def _draw(found: Contents) -> None:
             "variable": path,
             "type": f"{each.dtype} [{', '.join(str(size) for size in each.shape)}]",
             "rows": f"{each.rows:,}",
-            "size": sized(each.bytes),
+            "size": format_bytes(each.bytes),
             "part": str(each.part),
         }
         for path, each in sorted(found.variables.items())
     ]
     table = Table(rows=rows, spare=("part", "rows", "type"), right=("rows", "size", "part"))
-    parts = ", ".join(sized(each) for each in found.parts)
+    parts = ", ".join(format_bytes(each) for each in found.parts)
     with output():
         terminal = Terminal()
         terminal.print(found.uri)
-        line = f"global step {found.global_step}, {sized(found.bytes)}, published {found.created}"
-        terminal.print(line)
+        size = format_bytes(found.bytes)
+        terminal.print(f"global step {found.global_step}, {size}, published {found.created}")
         terminal.print(f"{len(found.parts)} parts: {parts}")
         older = "its manifest names no variables: an older version wrote it"
         terminal.print(table if rows else older)

@@ -48,13 +48,13 @@ def gc(
     """Remove what dead writers left below the storage root, and old runs and versions."""
     from flotilla.pipelines.retention.plan import policy
     from flotilla.pipelines.retention.removal import collect
-    from flotilla.pipelines.runs.local import configuration, root_of
+    from flotilla.pipelines.runs.local import configuration, find_root
 
     wanted = policy(keep_runs, keep_versions)
     is_asked = wanted.runs is not None or wanted.versions is not None
     if dry_run and not is_asked:
         raise ConfigError("--dry-run lists what --keep-runs and --keep-versions remove: give one")
-    root = root_of(configuration(config, assignments or ()), workdir)
+    root = find_root(configuration(config, assignments or ()), workdir)
     answer = _retained(root, workdir, wanted, dry_run=dry_run, yes=yes) if is_asked else Answer()
     if answer.code or dry_run:
         return answer
@@ -70,11 +70,11 @@ def _retained(root: str, workdir: Path, wanted: Policy, *, dry_run: bool, yes: b
     from datetime import UTC, datetime
 
     from flotilla.pipelines.retention.inventory import read
-    from flotilla.pipelines.retention.plan import planned
+    from flotilla.pipelines.retention.plan import make_plan
     from flotilla.pipelines.retention.removal import remove
     from flotilla.trainer import storage
 
-    plan = planned(read(root, workdir), wanted, datetime.now(UTC))
+    plan = make_plan(read(root, workdir), wanted, datetime.now(UTC))
     for remark in plan.remarks:
         say(remark)
     uris = {each.path: storage.join(root, *each.path.split("/")) for each in plan.going}
@@ -128,7 +128,7 @@ def _show(plan: Plan, root: str) -> None:
     rows = [
         {
             "kind": each.kind,
-            "size": sized(each.bytes),
+            "size": format_bytes(each.bytes),
             "last used": f"{each.last:%Y-%m-%d}" if each.last else "",
             "what": each.path,
         }
@@ -137,7 +137,7 @@ def _show(plan: Plan, root: str) -> None:
     with output():
         terminal = Terminal()
         terminal.print(Table(rows=rows, spare=("last used", "size"), right=("size",)))
-        terminal.print(f"{len(plan.going)} to remove, {sized(plan.bytes)}, below {root}")
+        terminal.print(f"{len(plan.going)} to remove, {format_bytes(plan.bytes)}, below {root}")
 
 
 def _row(item: Item, uri: str) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _row(item: Item, uri: str) -> dict[str, Any]:
     return {"uri": uri, "kind": item.kind, "bytes": item.bytes, "last": last}
 
 
-def sized(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Return a number of bytes as a person reads it."""
     size, unit = float(count), 0
     while size >= _STEP and unit < len(_UNITS) - 1:

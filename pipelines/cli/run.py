@@ -170,9 +170,9 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     """Return the line of the user's code, the log that has its traceback, and how to debug it."""
-    from flotilla.pipelines.runs.run_log.local import failure_of
+    from flotilla.pipelines.runs.run_log.local import find_failure
 
-    failure = failure_of(run.folder)
+    failure = find_failure(run.folder)
     if failure is None:
         return [f"all output is in {run.folder / 'pipeline.log'}"]
     if result.exit_code == USAGE and not failure.frame:

@@ -47,13 +47,13 @@ def list_runs(
 
 
 def _row(run: RunResult) -> dict[str, Any]:
-    from flotilla.pipelines.runs.outcome import begun_of, model_of
+    from flotilla.pipelines.runs.outcome import find_model, measure_duration
 
-    moment, seconds = begun_of(run)
+    moment, seconds = measure_duration(run)
     return {
         "run_id": run.run_id,
         "state": run.status,
-        "model": model_of(run),
+        "model": find_model(run),
         "created": moment.isoformat() if moment else "",
         "seconds": None if seconds is None else round(seconds, 1),
         "main_metric": run.main_metric.name if run.main_metric else "",
@@ -133,12 +133,12 @@ def logs(
 ) -> Answer:
     """Show what a run has said: its steps, losses and warnings, and what your code prints."""
     from flotilla.pipelines.runs import control
-    from flotilla.trainer.runtime.json_records import time_at
+    from flotilla.trainer.runtime.json_records import make_time
 
     days: list[str] = []
 
     def show(line: LogLine) -> None:
-        found = time_at(line.time) if line.time else None
+        found = make_time(line.time) if line.time else None
         moment = found.astimezone() if found else None
         day = f"{moment:%Y-%m-%d}" if moment else ""
         if day and day not in days[-1:]:
@@ -165,7 +165,7 @@ def _continues(run: str, workdir: Path, instance: Instance) -> tuple[str, str]:
 
     if not local_status.is_local(workdir, run):
         return continues(run, command(instance.access(), "cancel", run))
-    if local_status.status_of(workdir, run).status != "running":
+    if local_status.read_status(workdir, run).status != "running":
         return "interrupted", run
     return continues(run, f"flotilla cancel {run} --workdir {workdir}")
 

@@ -193,16 +193,16 @@ def _line(sweep: Sweep, trial: Trial) -> str:
 
 
 def _value(sweep: Sweep, result: Result) -> str:
-    from flotilla.trainer.report.wording import rounded, spoken
+    from flotilla.trainer.report.wording import round_value, spell_metric
 
-    return f"{spoken(result.by.metric or sweep.objective.metric)} {rounded(result.value)}"
+    return f"{spell_metric(result.by.metric or sweep.objective.metric)} {round_value(result.value)}"
 
 
 def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
     from flotilla.pipelines.sweeps.local import BEST
-    from flotilla.trainer.sweeps.sweep import best_of
+    from flotilla.trainer.sweeps.sweep import find_best
 
-    best = sweep.chosen or best_of(sweep.trials, sweep.objective)
+    best = sweep.chosen or find_best(sweep.trials, sweep.objective)
     lines = [f"trial {each.number} failed: {each.error}" for each in sweep.trials if each.error]
     if best and best.last:
         so_far = "" if sweep.best else " so far"
@@ -249,9 +249,9 @@ def _table(sweep: Sweep) -> Table:
     from rich.text import Text
 
     from flotilla.pipelines.cli.tables import Table
-    from flotilla.trainer.sweeps.sweep import table_of
+    from flotilla.trainer.sweeps.sweep import make_table
 
-    heads, rows = table_of(sweep)
+    heads, rows = make_table(sweep)
     colours = {"failed": "red", "interrupted": "yellow", "best": "bold green"}
     drawn = []
     for row in rows:

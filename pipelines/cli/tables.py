@@ -80,7 +80,7 @@ class Table:
 
     def _column(self, title: str, width: int | None) -> list[Text]:
         """Return the head and the cells of a column."""
-        cells = [displayed(row[title]).copy() for row in self.rows]
+        cells = [escape_controls(row[title]).copy() for row in self.rows]
         if width is None:
             cells = [each if each.plain else Text(_NOTHING) for each in cells]
         elif title in self.once:
@@ -114,7 +114,7 @@ class Table:
         lines = []
         for cells in list(zip(*columns.values(), strict=True))[0 if self.has_heads else 1 :]:
             placed = list(zip(cells, rooms.values(), strict=True))
-            lines_of = (wrapped(cell, room) for cell, room in placed)
+            lines_of = (wrap_text(cell, room) for cell, room in placed)
             for parts in zip_longest(*lines_of, fillvalue=Text()):
                 line = Text(" " * _GAP).join(
                     _padded(part, *place) for part, place in zip(parts, placed, strict=True)
@@ -125,7 +125,7 @@ class Table:
         return lines
 
 
-def displayed(text: str | Text) -> Text:
+def escape_controls(text: str | Text) -> Text:
     """Return a text as a terminal shows it: on one line, and no command for the terminal."""
     given = text if isinstance(text, Text) else Text(text)
     line = unbroken(given.plain)
@@ -158,7 +158,7 @@ def _split(rooms: Mapping[str, int], width: int) -> Iterator[list[str]]:
     yield block
 
 
-def wrapped(cell: Text, room: int) -> list[Text]:
+def wrap_text(cell: Text, room: int) -> list[Text]:
     """Return a text in lines that are as long as there is room, and never end within a word."""
     lines: list[Text] = []
     for word in cell.split(" "):

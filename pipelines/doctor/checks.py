@@ -35,7 +35,7 @@ from flotilla.pipelines.runs.kfp_access import (
     is_named,
 )
 from flotilla.pipelines.runs.kfp_client import health
-from flotilla.pipelines.runs.local import root_of
+from flotilla.pipelines.runs.local import find_root
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.schema import Config
@@ -136,7 +136,7 @@ def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
     yield Check(name="disk", look=lambda: machine.disk(workdir))
     yield Check(name="loopback", look=machine.loopback)
     if any(map(os.environ.get, (signing.PRIVATE_KEY, signing.PUBLIC_KEY))):
-        root = root_of(config, workdir)
+        root = find_root(config, workdir)
         yield Check(
             name="signatures",
             look=lambda: storage.signatures(root, config.name),
@@ -145,7 +145,7 @@ def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
     if not clusters.is_on_kubernetes(config) and config.cluster.gpus_per_worker:
         yield Check(name="GPUs of this machine", look=lambda: machine.gpus(config))
         if config.cluster.gpus_per_worker * config.cluster.workers > 1:
-            yield Check(name="shared memory", look=machine.shared_memory)
+            yield Check(name="shared memory", look=machine.check_shared_memory)
 
 
 def _of_trackers(config: Config) -> Iterator[Check]:
@@ -153,7 +153,7 @@ def _of_trackers(config: Config) -> Iterator[Check]:
     found: dict[str, Callable[[], str]] = {}
     if addresses.is_tracked():
         found["MLflow"] = mlflow_run.health
-    if hub := addresses.hub_of(config.registry.hub):
+    if hub := addresses.find_hub(config.registry.hub):
         found["model registry"] = lambda: Hub(hub).check()
     for name, ask in found.items():
         yield Check(name=name, look=partial(_answers, ask), show="less docs/how-to/tracking.md")
@@ -173,9 +173,9 @@ def _storage(config: Config, workdir: Path) -> Check:
             "skipped", "storage.root is empty: it is the pipeline root of each KFP run"
         )
         return Check(name="storage", look=lambda: message)
-    root = root_of(config, workdir)
+    root = find_root(config, workdir)
     try:
-        probe, show = Probe(root), storage.remedy_for(root, SILENT)
+        probe, show = Probe(root), storage.find_remedy(root, SILENT)
     except UserError as error:
         wrong = Finding("fail", str(error), "flotilla doctor --set storage.root=URI")
         return Check(name="storage", look=lambda: wrong)
@@ -220,7 +220,7 @@ def _of_engine(
     kind, where = one.kind, cluster.namespace
     job = clusters.plan(one, config, PodDefaults(image=options.image or IMAGE))
     served = f"{kind.kind} CRD"
-    yield _in_cluster(served, lambda: clusters.served(cluster, one))
+    yield _in_cluster(served, lambda: clusters.check_served(cluster, one))
     yield _in_cluster(
         kind.controller, lambda: clusters.controller(cluster, one), kind.show, needs=(served,)
     )
@@ -233,8 +233,10 @@ def _of_engine(
         yield _in_cluster(title, look, "kubectl get nodes")
     # The secret of the store may lack any key, or be absent: only what the configuration itself
     # names has to be there.
-    objects = named_objects.named(clusters.plan(one, config, PodDefaults(store_secret="")))
-    if named_objects.named(job) - objects:
+    objects = named_objects.list_named_objects(
+        clusters.plan(one, config, PodDefaults(store_secret=""))
+    )
+    if named_objects.list_named_objects(job) - objects:
         yield _in_cluster("secret of the store", partial(storage.opens, cluster, config))
     titles = []
     for each, title in named_objects.KINDS.items():
@@ -283,17 +285,17 @@ def _of_permissions(
     config: Config, options: DoctorOptions, cluster: Cluster, kind: JobKind
 ) -> Iterator[Check]:
     where = cluster.namespace
-    account = permissions.account_of(options.service_account, options.namespace or where)
+    account = permissions.parse_account(options.service_account, options.namespace or where)
     own = config.cluster.kubernetes.of(leading(config).role).service_account
     tasks = Account(where, own) if own else account
     show = f"kubectl get serviceaccounts --namespace {account.namespace}"
-    yield _in_cluster("permissions of this user", lambda: permissions.of_this_user(cluster, kind))
-    yield _in_cluster(ACCOUNT, lambda: permissions.of_the_ui(cluster, account), show)
+    yield _in_cluster("permissions of this user", lambda: permissions.check_user(cluster, kind))
+    yield _in_cluster(ACCOUNT, lambda: permissions.check_ui_account(cluster, account), show)
     for name, who, role in (
         ("permissions of that account", account, LAUNCHER),
         ("permissions of the tasks", tasks, TRAINER),
     ):
-        yield _in_cluster(name, partial(permissions.of_account, cluster, who, role, kind))
+        yield _in_cluster(name, partial(permissions.check_account, cluster, who, role, kind))
 
 
 def show_instance(instance: Instance) -> str:
@@ -317,4 +319,4 @@ def instance_answers(instance: Instance) -> Finding:
         return Finding("warn", message, show_instance(instance))
     where = f", in {access.namespace}" if found.is_shared else ""
     message = f"{access.endpoint} is KFP {found.version}{where}"
-    return clusters.judged(clusters.KFP, found.version, message, show_instance(instance))
+    return clusters.judge_version(clusters.KFP, found.version, message, show_instance(instance))

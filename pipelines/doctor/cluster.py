@@ -53,7 +53,7 @@ TENSORFLOW = Part(name="TensorFlow", oldest="2.21", seen=("2.21.0",))
 PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
 
 
-def judged(part: Part, version: str, message: str, show: str = "") -> Finding:
+def judge_version(part: Part, version: str, message: str, show: str = "") -> Finding:
     """Return the finding for a part of this version; a version that is too old is a warning."""
     number = _NUMBER.match(version)
     if not number:
@@ -162,7 +162,7 @@ def answers(cluster: Cluster) -> Finding:
         version = str(answer.json()["gitVersion"])
     except (ValueError, KeyError, TypeError):
         return Finding("fail", f"{host} is no Kubernetes API (HTTP {answer.status})", SHOW)
-    return judged(KUBERNETES, version, f"{version} at {host}", SHOW)
+    return judge_version(KUBERNETES, version, f"{version} at {host}", SHOW)
 
 
 def namespace(cluster: Cluster) -> Finding:
@@ -211,7 +211,7 @@ CONTROLLERS: Mapping[Launcher, Controller] = {
 }
 
 
-def served(cluster: Cluster, of: Engine) -> Finding:
+def check_served(cluster: Cluster, of: Engine) -> Finding:
     """Check that the version of the jobs that the launcher writes is served."""
     named = f"{of.kind.resource.plural}.{of.kind.resource.api_version}"
     if cluster.api.serves(of.kind.resource):
@@ -234,7 +234,7 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
     ready = [each for each in found if each.get("status", {}).get("readyReplicas")]
     if ready:
         message = f"{_place(ready[0])} is ready"
-        return judged(known.part, _tag(ready[0], known), message, of.kind.show)
+        return judge_version(known.part, _tag(ready[0], known), message, of.kind.show)
     if found:
         name, home = (found[0]["metadata"][key] for key in ("name", "namespace"))
         message = f"{_place(found[0])} has no ready pod: no controller handles jobs"

@@ -92,10 +92,10 @@ def fits(config: Config, seconds: float = fitting.SECONDS, *, elsewhere: bool = 
         return Finding("fail", str(error), _OTHERS)
     if not result.found:
         return Finding("warn", "; ".join(result.notes), "flotilla check")
-    return Finding("ok", "; ".join([described(config, result.found), *result.notes]))
+    return Finding("ok", "; ".join([describe_model(config, result.found), *result.notes]))
 
 
-def described(config: Config, found: Mapping[str, Any]) -> str:
+def describe_model(config: Config, found: Mapping[str, Any]) -> str:
     """Return what the model takes and gives, in words."""
     takes = ", ".join(f"{name} ({form})" for name, form in found["inputs"].items())
     gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())

@@ -11,7 +11,7 @@ from typing import Literal
 
 from flotilla.components.kubernetes.api.client import RefusedError, UnreachableError
 from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
-from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.storage.probe import Probe
 
 State = Literal["ok", "warn", "fail", "skipped"]
@@ -61,7 +61,7 @@ def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ..
     """
     found: dict[str, Finding] = {}
     reported = 0
-    with on_interrupt(_interrupted):
+    with handle_interrupts(_interrupted):
         while reported < len(checks):
             wave = [
                 each

@@ -78,7 +78,7 @@ def gpus(config: Config) -> Finding:
     return Finding("ok", f"{has} GPUs")
 
 
-def shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
+def check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
     """Check the memory by which NCCL joins the GPUs of one machine."""
     if not folder.is_dir():
         return Finding("fail", f"there is no {folder}", f"mount -t tmpfs tmpfs {folder}")

@@ -39,7 +39,7 @@ class Named:
     key: str = ""
 
 
-def named(job: PlannedJob) -> frozenset[Named]:
+def list_named_objects(job: PlannedJob) -> frozenset[Named]:
     """Return all that the pods of a job, and its group of pods, name."""
     group = job.tree["spec"].get("runPolicy", {}).get("schedulingPolicy", {})
     found = {Named(CLASSES, group["priorityClass"])} if "priorityClass" in group else set()

@@ -10,7 +10,13 @@ from urllib.parse import quote
 
 from flotilla.components.kubernetes.api import rbac
 from flotilla.components.kubernetes.api.client import RefusedError, SilentControllerError
-from flotilla.components.kubernetes.api.rbac import FILE, LAUNCHER, Permission, granting, needed
+from flotilla.components.kubernetes.api.rbac import (
+    FILE,
+    LAUNCHER,
+    Permission,
+    granting,
+    required_rules,
+)
 from flotilla.components.kubernetes.names import PODS, JobKind, Tree
 from flotilla.pipelines.doctor.cluster import CONTROLLERS, Cluster, PlannedJob, Role
 from flotilla.pipelines.doctor.examination import Finding
@@ -30,20 +36,22 @@ class Account:
         return f"system:serviceaccount:{self.namespace}:{self.name}"
 
 
-def of_this_user(cluster: Cluster, kind: JobKind) -> Finding:
+def check_user(cluster: Cluster, kind: JobKind) -> Finding:
     """Check that the caller may launch a job."""
-    where, user = cluster.namespace, rbac.user_of(cluster.api)
+    where, user = cluster.namespace, rbac.find_user(cluster.api)
     try:
-        found = {each: rbac.may(cluster.api, each, where) for each in needed(LAUNCHER, kind)}
+        found = {
+            each: rbac.may(cluster.api, each, where) for each in required_rules(LAUNCHER, kind)
+        }
     except RefusedError as error:
         message = f"the API does not say what {user} may do: {error}"
         return Finding("fail", message, f"kubectl auth can-i --list --namespace {where}")
     return _judged(where, user, LAUNCHER, found)
 
 
-def of_account(cluster: Cluster, account: Account, role: str, kind: JobKind) -> Finding:
+def check_account(cluster: Cluster, account: Account, role: str, kind: JobKind) -> Finding:
     """Check that a service account has what a role of deploy/base/rbac.yaml grants."""
-    where, wanted = cluster.namespace, needed(role, kind)
+    where, wanted = cluster.namespace, required_rules(role, kind)
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
     try:
@@ -68,7 +76,7 @@ def _judged(where: str, user: str, role: str, found: Mapping[Permission, bool]) 
 USUAL = "pipeline-runner"
 
 
-def account_of(text: str, namespace: str) -> Account:
+def parse_account(text: str, namespace: str) -> Account:
     """Return the account that `[NAMESPACE:]NAME` names, the usual one where it is empty."""
     place, _, name = text.rpartition(":")
     return Account(place or namespace, name or USUAL)
@@ -81,7 +89,7 @@ def check_name(text: str) -> None:
         raise ConfigError(f"--service-account {text!r}: write it as NAME or NAMESPACE:NAME")
 
 
-def of_the_ui(cluster: Cluster, account: Account) -> Finding:
+def check_ui_account(cluster: Cluster, account: Account) -> Finding:
     """Check that the account of runs that are started from the KFP UI is there, and name it."""
     message = f"runs started from the KFP UI use {account.user}"
     place = f"/api/v1/namespaces/{account.namespace}/serviceaccounts/{account.name}"

@@ -19,7 +19,7 @@ def amount(text: object) -> Decimal:
     return Decimal(parse_quantity(str(text)))
 
 
-def written(number: Decimal) -> str:
+def format_quantity(number: Decimal) -> str:
     """Write an amount as Kubernetes reads it: whole, in thousandths, or in binary units."""
     if number != number.to_integral_value():
         return f"{int((number * 1000).to_integral_value(rounding='ROUND_CEILING'))}m"
@@ -62,10 +62,13 @@ def _exceeded(where: str, quota: Tree, job: PlannedJob) -> Finding | None:
     if not over:
         return None
     message = "; ".join(
-        f"{key}: the job requests {written(asked[key])}, {used.get(key, 0)} of {hard[key]} are used"
+        f"{key}: the job requests {format_quantity(asked[key])}, "
+        f"{used.get(key, 0)} of {hard[key]} are used"
         for key in over
     )
-    patch = json.dumps({"spec": {"hard": {key: written(total) for key, total in over.items()}}})
+    patch = json.dumps(
+        {"spec": {"hard": {key: format_quantity(total) for key, total in over.items()}}}
+    )
     remedy = f"kubectl patch resourcequota {name} --namespace {where} --patch {shlex.quote(patch)}"
     return Finding("fail", f"the quota {name} is too small: {message}", remedy)
 

@@ -14,7 +14,7 @@ from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.signing import signing
 from flotilla.trainer.storage.probe import SILENT, Probe, Unfit
-from flotilla.trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, endpoint_of
+from flotilla.trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, find_endpoint
 from flotilla.trainer.storage.store import Trouble
 from flotilla.trainer.storage.uri import Location, locate
 
@@ -41,7 +41,7 @@ def usable(root: str, probe: Probe) -> Finding:
         probe.examine()
     except Unfit as unfit:
         left = f"; {probe.uri} could not be removed, remove it" if "delete" in unfit.actions else ""
-        return Finding("fail", f"{_said(root, unfit)}{left}", remedy_for(root, unfit.trouble))
+        return Finding("fail", f"{_said(root, unfit)}{left}", find_remedy(root, unfit.trouble))
     return Finding("ok", f"{root}: written, read, listed and deleted")
 
 
@@ -71,7 +71,7 @@ def _said(root: str, unfit: Unfit) -> str:
     return f"cannot {actions} below {root}: {unfit.reason}"
 
 
-def remedy_for(root: str, trouble: str) -> str:
+def find_remedy(root: str, trouble: str) -> str:
     """Return the command that fixes a problem (see `probe.Unfit`), or shows more of it."""
     folder = storage.local_path(root)
     if folder:
@@ -94,7 +94,7 @@ def _of_gcs(location: Location, trouble: str) -> str:
 
 
 def _of_s3(location: Location, trouble: str) -> str:
-    url = endpoint_of(location).url
+    url = find_endpoint(location).url
     at = f" --endpoint-url {url}" if url else ""
     if trouble == Trouble.NO_BUCKET.name:
         return f"aws s3 mb s3://{location.bucket}{at}"

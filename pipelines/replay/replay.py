@@ -33,23 +33,23 @@ from flotilla.components.records.run_store import (
     RUN_FOLDER,
     RUN_ID,
     Given,
-    config_in,
     digests,
+    find_config,
+    find_root,
     read_given,
-    root_of,
 )
-from flotilla.components.records.step_record import StepRecord, published_records, tries_of
-from flotilla.components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, step_of
+from flotilla.components.records.step_record import StepRecord, list_tries, read_records
+from flotilla.components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, find_step
 from flotilla.pipelines.runs import local, local_status
 from flotilla.pipelines.runs.control import step_named
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
-from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
 from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
 from flotilla.trainer import events, storage
-from flotilla.trainer.config.form import SETTINGS, WHOLE, tree_of
+from flotilla.trainer.config.form import SETTINGS, WHOLE, parse_settings
 from flotilla.trainer.config.load import override
 from flotilla.trainer.events import StepBegin, StepEnd
-from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.promotion import lineage, registry
 from flotilla.trainer.runtime import cores, signals, user_code
 from flotilla.trainer.runtime.errors import (
@@ -60,8 +60,8 @@ from flotilla.trainer.runtime.errors import (
     nearest,
 )
 from flotilla.trainer.runtime.tensorflow_import import has_gpus
-from flotilla.trainer.runtime.user_code import frames_of
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.runtime.user_code import find_frames
+from flotilla.trainer.storage.errors import report_errors
 from flotilla.trainer.storage.manifest import MANIFEST
 from flotilla.trainer.storage.uri import locate
 from flotilla.trainer.tracking.addresses import HUB
@@ -109,12 +109,12 @@ def replay(
     require_arguments(recorded.given)
     name = f"{recorded.run_id}-{recorded.step}-{secrets.token_hex(3)}"
     folder = workdir.absolute() / REPLAYS / name
-    with reported(f"write to {folder}", ConfigError):
+    with report_errors(f"write to {folder}", ConfigError):
         (folder / "tmp").mkdir(parents=True)
         if recorded.pinned:
             shutil.copyfile(recorded.pinned, folder / PINNED)
     root = storage.uri_of(folder / STORAGE)
-    arguments, remarks = arguments_of(recorded, root, debug=debug)
+    arguments, remarks = adapt_arguments(recorded, root, debug=debug)
     remarks = [*filter(None, [code_remark(recorded.given)]), *remarks]
     remarks += _looked_up(recorded, arguments, folder / STORAGE)
     if recorded.stage:
@@ -124,7 +124,7 @@ def replay(
         on_line(line)
     call = {"step": recorded.step, "arguments": arguments, "debug": debug}
     call |= {"artifacts": dict(recorded.given.artifacts)}
-    with reported(f"write to {folder}"):
+    with report_errors(f"write to {folder}"):
         (folder / CALL).write_text(json.dumps(call, indent=2), encoding="utf-8")
     with (folder / LOG).open("wb") if quiet else nullcontext() as log:
         stages, is_killed = _run(recorded, folder, log, debug=debug)
@@ -160,20 +160,20 @@ def evaluate(
     folder, named = Path(workdir), run if isinstance(run, str) else run.run_id
     place = [f"storage.root={root}"] if root else []
     found = find(named, EVALUATE, settings=place, workdir=folder, instance=instance or Instance())
-    config = config_in(found.given.arguments)
+    config = find_config(found.given.arguments)
     if config and (texts := assignments_of(settings, sections)):
         changed = override(config, texts).model_dump_json()
         given = replace(found.given, arguments={**found.given.arguments, "config": changed})
         found = replace(found, given=given)
     done = replay(found, folder, quiet=True)
-    state = state_of(events.read(done.folder / local.EVENTS))
-    result = outcome_of(state, None if done.is_killed else DONE, interrupted=False)
+    state = reduce_events(events.read(done.folder / local.EVENTS))
+    result = judge_outcome(state, None if done.is_killed else DONE, interrupted=False)
     return replace(result, run_id=named, folder=done.folder)
 
 
 def require_arguments(given: Given) -> None:
     """Raise a `UserError` where the step of this version takes what it was not given then."""
-    needed = contract.required(given.step)
+    needed = contract.required_arguments(given.step)
     if missing := sorted(needed - {*given.arguments, *given.artifacts}):
         made_by = given.version
         if made_by == version("kfp-flotilla") and given.commit:
@@ -186,7 +186,7 @@ def require_arguments(given: Given) -> None:
         )
 
 
-def arguments_of(
+def adapt_arguments(
     recorded: RecordedStep, root: str, *, debug: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of the step for this machine, and a remark on each difference."""
@@ -208,7 +208,7 @@ def arguments_of(
 
 def _settings_at(settings: Mapping[str, Any], root: str, data_version: str) -> dict[str, Any]:
     """Return the settings of a form with the data of the run, and no hub that learns of this."""
-    tree = tree_of(settings)
+    tree = parse_settings(settings)
     tree["registry"] = {**tree.get("registry", {}), "hub": ""}
     if data_version:
         tree["data"] = {**tree.get("data", {}), "version": data_version}
@@ -274,7 +274,7 @@ def code_remark(given: Given) -> str:
         for name, (here, then) in pairs.items()
         if then and here != then
     ]
-    here = digests(config_in(given.arguments))
+    here = digests(find_config(given.arguments))
     differs += [
         f"module {name} {'was changed since' if here.get(name) else 'is not found here'}"
         for name, digest in given.code.items()
@@ -285,7 +285,7 @@ def code_remark(given: Given) -> str:
 
 def _looked_up(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
     """Copy what the step looks up below its root; return what is not as it was."""
-    config = config_in(arguments)
+    config = find_config(arguments)
     if config is None:
         # The step itself says so.
         return []
@@ -359,7 +359,7 @@ def _run(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
-        with signals.on_interrupt(_interrupt):
+        with signals.handle_interrupts(_interrupt):
             child.wait()
     finally:
         _end(child, group=not debug)
@@ -440,7 +440,7 @@ def _called(
 def post_mortem(error: BaseException) -> None:
     """Open pdb at the innermost frame of the user's code in an error, or where it was raised."""
     trace: TracebackType | None = None
-    for frame, line in reversed(frames_of(error)):
+    for frame, line in reversed(find_frames(error)):
         # What the user's code has called is left out: pdb begins at the last one.
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     if trace is None:
@@ -509,9 +509,9 @@ def _found(
             raise UserError(f"no run {run!r} below {root}{_nearest_run(root, run)}")
         return _published(storage.join(root, run), run, name)
     from flotilla.pipelines.runs.kfp_client import connect
-    from flotilla.pipelines.runs.kfp_run import run_of
+    from flotilla.pipelines.runs.kfp_run import find_run
 
-    found = run_of(connect(instance.access()), run)
+    found = find_run(connect(instance.access()), run)
     if not found.at:
         raise UserError(f"where the run {run} publishes is not known: add --set storage.root=URI")
     try:
@@ -534,7 +534,7 @@ def _nearest_run(root: str, run: str) -> str:
 def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     folder = (workdir / run).absolute()
     log = folder / local.EVENTS
-    records = tries_of(state_of(events.read(log)))
+    records = list_tries(reduce_events(events.read(log)))
     newest = {each.step: each for each in records}
     found = _recorded(storage.uri_of(folder), run, step, list(newest.values()))
     pinned = folder / PINNED
@@ -543,12 +543,12 @@ def _local(workdir: Path, run: str, step: str) -> RecordedStep:
 
 
 def _published(at: str, run: str, step: str) -> RecordedStep:
-    return _recorded(at, run, step, published_records(at))
+    return _recorded(at, run, step, read_records(at))
 
 
 def _recorded(at: str, run: str, step: str, records: Sequence[StepRecord]) -> RecordedStep:
     by_name = {each.step: each for each in records}
-    stages = [by_name[each.name] for each in step_of(step).stages if each.name in by_name]
+    stages = [by_name[each.name] for each in find_step(step).stages if each.name in by_name]
     if not stages:
         begun = ", ".join(f"{each.step} ({each.status})" for each in records) or "none"
         raise UserError(f"{step} never began in the run {run}; the steps that did: {begun}")
@@ -557,7 +557,7 @@ def _recorded(at: str, run: str, step: str, records: Sequence[StepRecord]) -> Re
     uris = [str(each.get("uri", "")) for each in given.artifacts.values() if isinstance(each, dict)]
     root = source
     with suppress(UserError):
-        root = root_of(str(named), next(filter(None, uris), ""), run)
+        root = find_root(str(named), next(filter(None, uris), ""), run)
     return RecordedStep(run_id=run, stages=tuple(stages), given=given, root=root, source=source)
 
 

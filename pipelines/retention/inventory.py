@@ -41,13 +41,13 @@ from flotilla.trainer.code import bundle
 from flotilla.trainer.code.bundle import FOLDER
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.runtime.json_records import number_in, parse, parse_mapping, time_at
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.runtime.json_records import make_time, parse, parse_mapping, parse_number
+from flotilla.trainer.storage.errors import report_errors
 from flotilla.trainer.storage.local import is_gone
 from flotilla.trainer.storage.manifest import MANIFEST
-from flotilla.trainer.storage.publishing import store_for
-from flotilla.trainer.storage.retry import in_parallel
-from flotilla.trainer.storage.uri import names_in
+from flotilla.trainer.storage.publishing import choose_store
+from flotilla.trainer.storage.retry import run_parallel
+from flotilla.trainer.storage.uri import split_names
 from flotilla.trainer.sweeps.study import FILE as SWEEP_STATE
 from flotilla.trainer.sweeps.study import read as read_sweep
 
@@ -92,7 +92,7 @@ def read(root: str, workdir: Path) -> Inventory:
     found: dict[str, Item] = {}
     for name in SHARED:
         found |= reader.shared(name, tops.get(name, _Folder()))
-    for raws in in_parallel(lambda name: reader.run(name, runs[name]), list(runs)):
+    for raws in run_parallel(lambda name: reader.run(name, runs[name]), list(runs)):
         found |= raws
     registry = tops.get(_REGISTRY, _Folder())
     found |= reader.versions(registry)
@@ -113,8 +113,8 @@ def read_model(root: str, name: str) -> Model:
     """Return a model as it is now, without anything else; raises `UserError`."""
     above = f"models/{name}"
     home = storage.join(root, _REGISTRY, "models", name)
-    with reported(f"list {home}"):
-        listed = {f"{above}/{file.path}": file.bytes for file in store_for(home).files(home)}
+    with report_errors(f"list {home}"):
+        listed = {f"{above}/{file.path}": file.bytes for file in choose_store(home).files(home)}
     reader, registry = _Reader(root, Path()), _Folder(files=listed)
     return next(iter(reader.models(registry, reader.versions(registry))))
 
@@ -137,9 +137,9 @@ def _listed(root: str) -> dict[str, _Folder]:
     """Return what is below a root, by the first name of each path."""
     tops: dict[str, _Folder] = defaultdict(_Folder)
     is_local = storage.local_path(root) is not None
-    with reported(f"list {root}"):
+    with report_errors(f"list {root}"):
         try:
-            for file in store_for(root).files(root):
+            for file in choose_store(root).files(root):
                 top, _, rest = file.path.partition("/")
                 folder = tops[top]
                 if rest:
@@ -161,7 +161,7 @@ class _Names:
     def named(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield the items that the words of some texts name."""
         for word in texts:
-            segments = names_in(word)
+            segments = split_names(word)
             if len(segments) == 1:
                 yield from self._paths & {f"listings/{word}", f"code/{word}"}
             for first, segment in enumerate(segments[:-1]):
@@ -185,7 +185,7 @@ def _words(text: str) -> frozenset[str]:
 
 
 def _time(seconds: float) -> datetime | None:
-    return time_at(seconds) if seconds else None
+    return make_time(seconds) if seconds else None
 
 
 class _Reader:
@@ -238,7 +238,7 @@ class _Reader:
             if bundle.OF_RUN in each.files and name not in found and name not in _NOT_RUNS
         ]  # fmt: skip
         return dict(
-            zip(paths, in_parallel(lambda path: self._note(path, found), paths), strict=True)
+            zip(paths, run_parallel(lambda path: self._note(path, found), paths), strict=True)
         )
 
     def _note(self, path: str, found: Mapping[str, Item]) -> Item:
@@ -278,7 +278,7 @@ class _Reader:
             path, stage = f"{name}/{RECORDS}/{step}", step.removesuffix(".json")
             text, record = self._record(path)
             began, ended = record.get("began"), record.get("ended")
-            last = max([last, *(t.timestamp() for t in map(time_at, (began, ended)) if t)])
+            last = max([last, *(t.timestamp() for t in map(make_time, (began, ended)) if t)])
             unended |= began is not None and ended is None
             own |= record.get("step") == stage
             if not record and stage in _STAGES:
@@ -349,7 +349,7 @@ class _Reader:
     def _model(self, name: str, files: Mapping[str, int], found: Mapping[str, Item]) -> Model:
         above = f"{_REGISTRY}/models/{name}/versions/"
         paths = [path for path in found if path.startswith(above)]
-        numbers = {path: number_in(path[len(above) :]) for path in paths}
+        numbers = {path: parse_number(path[len(above) :]) for path in paths}
         versions = {number: path for path, number in numbers.items() if number}
         made, damaged = [], []
         for number in _numbers(files, "promotions"):
@@ -376,7 +376,7 @@ class _Reader:
             name=name,
             versions=versions,
             promotions=tuple(made),
-            claimed=frozenset([*claimed, *registry.asked_for(self._root, name)]),
+            claimed=frozenset([*claimed, *registry.list_requested(self._root, name)]),
             references=self._references(versions, damaged),
             damaged=tuple(damaged),
         )
@@ -417,7 +417,10 @@ def _begins(text: str, name: str) -> bool:
 def _is_run(name: str, texts: Iterable[str], own: bool) -> bool:
     """Say whether a folder is a run, and no copy of one: its records name it, or no other one."""
     named = {
-        run for names in map(names_in, texts) for run, kind in pairwise(names) if kind in _PUBLISHED
+        run
+        for names in map(split_names, texts)
+        for run, kind in pairwise(names)
+        if kind in _PUBLISHED
     }
     return name in named or (own and not named)
 
@@ -440,7 +443,7 @@ def _deep(files: Mapping[str, int], depth: int) -> dict[tuple[str, ...], dict[st
 def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
     depth = folder.count("/") + 2
     found = _deep({path: 0 for path in files if path.startswith(f"{folder}/")}, depth)
-    return sorted({place[-1] for place in found if number_in(place[-1])})
+    return sorted({place[-1] for place in found if parse_number(place[-1])})
 
 
 def _is_locked(folder: Path) -> bool:
@@ -503,7 +506,7 @@ def _sweep(folder: Path) -> tuple[Item, list[str]]:
         path=folder.name,
         kind=SWEEP,
         bytes=size,
-        last=time_at(last),
+        last=make_time(last),
         busy=_is_locked(folder),
         damaged=damaged,
     )

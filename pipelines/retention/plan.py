@@ -124,10 +124,10 @@ class Plan:
         return sum(each.bytes for each in self.going)
 
 
-def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
+def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
     """Return what may go by a policy."""
     items, remarks = found.items, []
-    kept = {path for model in found.models for path in kept_versions(model, wanted.versions)}
+    kept = {path for model in found.models for path in find_kept_versions(model, wanted.versions)}
     # Whatever a run that goes on is compared with.
     kept |= {path for item in items.values() if item.busy for path in item.refs}
     unsure = [each for model in found.models for each in model.damaged]
@@ -160,12 +160,12 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
             or _stays(item, items, since)
         )
     ]  # fmt: skip
-    needed = reached(items, roots)
+    needed = find_reachable(items, roots)
     remarks += [
         f"kept: {item.path}: the time of the run is unknown" for item in items.values()
         if item.kind == RUN and item.last is None
     ]  # fmt: skip
-    runs = {run_of(path) for path in needed}
+    runs = {find_run(path) for path in needed}
     going += [item for item in items.values() if item.path not in needed and _goes(item, runs)]
     return Plan(going=_ordered(going), remarks=tuple(remarks))
 
@@ -174,7 +174,7 @@ def _ordered(going: list[Item]) -> tuple[Item, ...]:
     return tuple(sorted(going, key=lambda item: (ORDER.index(item.kind), item.path)))
 
 
-def kept_versions(model: Model, count: int | None) -> Iterator[str]:
+def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
     """Yield the paths of the versions that stay for their own sake; `count` of the newest."""
     numbers = sorted(model.versions)
     wanted = numbers if count is None or model.damaged else numbers[-count:]
@@ -207,7 +207,7 @@ def _fallen_back_on(model: Model) -> Iterator[int]:
         yield made[max(others)].version
 
 
-def run_of(path: str) -> str:
+def find_run(path: str) -> str:
     """Return the run in which something is; itself where it is a run."""
     return path.partition("/")[0]
 
@@ -219,11 +219,11 @@ def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
     if item.kind in (RUN, SWEEP, *SHARED.values()):
         return item.busy or bool(item.damaged) or item.last is None or item.last >= since
     # What a run has published stays with it.
-    run = items.get(run_of(item.path))
+    run = items.get(find_run(item.path))
     return bool(item.damaged) or (run is not None and _stays(run, items, since))
 
 
-def reached(items: Mapping[str, Item], roots: list[Item]) -> set[str]:
+def find_reachable(items: Mapping[str, Item], roots: list[Item]) -> set[str]:
     """Return the paths of `roots`, and of all that these need."""
     left, seen = list(roots), {each.path for each in roots}
     while left:
@@ -251,5 +251,5 @@ def _goes(item: Item, runs: set[str]) -> bool:
         return item.path not in runs
     if item.kind == CHECKPOINT:
         # With its run, or without it. The small records of a run stay as long as anything does.
-        return run_of(item.path) in runs
+        return find_run(item.path) in runs
     return item.kind in (SWEEP, *SHARED.values())

@@ -27,16 +27,16 @@ from flotilla.pipelines.retention.plan import (
     Item,
     Plan,
     Policy,
-    kept_versions,
-    planned,
-    reached,
-    run_of,
+    find_kept_versions,
+    find_reachable,
+    find_run,
+    make_plan,
 )
 from flotilla.trainer import storage
 from flotilla.trainer.cluster.lease import remove_expired
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.storage.retry import in_parallel
+from flotilla.trainer.storage.retry import run_parallel
 
 # Of a run these go last: by them a later removal sees how old the rest is.
 _LAST = ("config.json", "events.jsonl", "lock")
@@ -56,15 +56,17 @@ def remove(
     """
     # Time has passed since the plan was made, perhaps in front of a question.
     found = read(root, workdir)
-    now = {each.path: each for each in planned(found, wanted, datetime.now(UTC)).going}
+    now = {each.path: each for each in make_plan(found, wanted, datetime.now(UTC)).going}
     stays = {each.path: each for each in plan.going if each.path not in now}
     going = [now[each.path] for each in plan.going if each.path in now]
     stays |= _retired(root, [each for each in going if each.kind == VERSION], wanted)
     # Whatever stays after all keeps what it needs.
-    needed = reached(found.items, [found.items[path] for path in stays if path in found.items])
+    needed = find_reachable(
+        found.items, [found.items[path] for path in stays if path in found.items]
+    )
     failures: list[UserError] = []
     for item in going:
-        is_needed = item.path in needed or item.path in map(run_of, needed)
+        is_needed = item.path in needed or item.path in map(find_run, needed)
         try:
             if not is_needed and _removed(root, workdir, item):
                 done(item)
@@ -74,7 +76,7 @@ def remove(
         except UserError as error:
             failures.append(error)
         stays[item.path] = item
-        needed |= reached(found.items, [item])
+        needed |= find_reachable(found.items, [item])
     if failures:
         raise failures[0]
     return tuple(stays.values())
@@ -101,7 +103,7 @@ def _remove_run(uri: str) -> None:
         return
     names = set(storage.names(uri)) - {_RECORDS}
     for some in (names - set(_LAST), names & set(_LAST)):
-        in_parallel(lambda name: storage.delete(storage.join(uri, name)), sorted(some))
+        run_parallel(lambda name: storage.delete(storage.join(uri, name)), sorted(some))
 
 
 @contextmanager
@@ -129,7 +131,7 @@ def _retired(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
             with suppress(storage.NotPublished):
                 lineage: Any = storage.read_manifest(_uri(root, item)).fields.get("lineage", {})
                 registry.retire(home, _number(item), lineage)
-        needed = set(kept_versions(read_model(root, name), wanted.versions))
+        needed = set(find_kept_versions(read_model(root, name), wanted.versions))
         for item in ours:
             if item.path in needed:
                 registry.restore(home, _number(item))
@@ -175,7 +177,7 @@ def _parts_removed(root: str) -> list[str]:
     above = storage.join(root, "preparing")
     folders = [storage.join(above, name) for name in storage.names(above)]
     removed = [each for each in folders if _is_forsaken(each)]
-    in_parallel(storage.delete, removed)
+    run_parallel(storage.delete, removed)
     return removed
 
 
@@ -199,5 +201,5 @@ def _is_forsaken(folder: str) -> bool:
 def collect(root: str) -> tuple[str, ...]:
     """Remove what dead writers left below `root`; return the URIs of what is gone."""
     folders = [storage.join(root, run, "checkpoints") for run in storage.names(root)]
-    leases = chain.from_iterable(in_parallel(_leases_removed, folders))
+    leases = chain.from_iterable(run_parallel(_leases_removed, folders))
     return (*leases, *_parts_removed(root), *storage.collect_garbage(root))

@@ -76,12 +76,12 @@ def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = 
         flotilla.status("digits-20260101-120000-1a2b").status
     """
     if local_status.is_local(Path(workdir), run):
-        return local_status.status_of(Path(workdir), run)
-    from flotilla.pipelines.runs.kfp_outcome import result_of
-    from flotilla.pipelines.runs.kfp_run import run_of
+        return local_status.read_status(Path(workdir), run)
+    from flotilla.pipelines.runs.kfp_outcome import judge_run
+    from flotilla.pipelines.runs.kfp_run import find_run
 
     client = _client(run, workdir, instance)
-    return result_of(client, run_of(client, run))
+    return judge_run(client, find_run(client, run))
 
 
 def logs(
@@ -121,13 +121,13 @@ def logs(
     view = LogView(stages=stages, task=task, verbose=verbose)
     if client is None:
         local_logs.follow_logs((folder / run).absolute(), view, follow=follow, on_line=on_line)
-        return local_status.status_of(folder, run)
-    from flotilla.pipelines.runs.kfp_run import run_of
+        return local_status.read_status(folder, run)
+    from flotilla.pipelines.runs.kfp_run import find_run
     from flotilla.pipelines.runs.run_log import kfp
 
     note = on_note or (lambda _line: None)
     last = kfp.follow_logs(
-        client, run_of(client, run), name, view, follow=follow, on_line=on_line, on_note=note
+        client, find_run(client, run), name, view, follow=follow, on_line=on_line, on_note=note
     )
     return RunResult(
         run_id=last.run_id, status=last.state.lower(), exit_code=DONE, message=last.error, steps=(),
@@ -167,24 +167,24 @@ def cancel(
         already = "already " if was_cancelled else ""
         message = f"run {run} is {already}being cancelled; training publishes a last checkpoint"
         if not was_running:
-            message = f"run {run} has already ended: {local_status.status_of(folder, run).status}"
+            message = f"run {run} has already ended: {local_status.read_status(folder, run).status}"
         return Cancellation(run_id=run, was_running=was_running, message=message)
     return _cancel_remote(_client(run, workdir, instance), run)
 
 
 def _cancel_remote(client: Client, run: str) -> Cancellation:
     from flotilla.pipelines.runs.kfp_client import InstanceError, ask
-    from flotilla.pipelines.runs.kfp_run import run_of
+    from flotilla.pipelines.runs.kfp_run import find_run
     from flotilla.pipelines.runs.kfp_watch import command
 
-    remote, asked = run_of(client, run), False
+    remote, asked = find_run(client, run), False
     if not remote.has_ended and remote.state != "CANCELING":
         try:
             ask(client.terminate_run, remote.run_id)
             asked = True
         except InstanceError as error:
             # So an instance refuses to end a run twice: it has begun to end, or has ended.
-            remote = run_of(client, remote.run_id)
+            remote = find_run(client, remote.run_id)
             if error.status != _REFUSED or not (remote.has_ended or remote.state == "CANCELING"):
                 raise
     message = f"run {remote.run_id} has already ended: {remote.state.lower()}"
@@ -197,7 +197,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
 
 def _interrupt(folder: Path) -> bool:
     """Send SIGTERM to the process group of a run; return whether it was running."""
-    process = local_status.process_of(folder)
+    process = local_status.find_process(folder)
     if not process:
         return False
     try:

@@ -64,7 +64,7 @@ class InstanceError(UserError):
         return self.status in (0, 429) or self.status >= _SERVER
 
 
-def refused(access: Access, where: str, error: Any) -> InstanceError:
+def make_refusal(access: Access, where: str, error: Any) -> InstanceError:
     """Return the error for a status outside 200 to 299, the client's `ApiException`."""
     status = int(error.status or 0)
     words = _words(access, error)
@@ -301,7 +301,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
             words = f"{host} does not finish {where}: try again, or ask its owner"
             raise InstanceError(words) from None
         except ApiException as error:
-            raise refused(self._access, where, error) from None
+            raise make_refusal(self._access, where, error) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise no_answer(self._access, where, error) from None
 

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, one_line
-from flotilla.trainer.runtime.json_records import time_of
+from flotilla.trainer.runtime.json_records import parse_time
 
 _GONE = (404, 405, 410, 501)
 _DENIED = (401, 403)
@@ -101,7 +101,7 @@ class Nodes:
     is_pausing: bool = False
 
 
-def nodes_of(client: Client, run_id: str) -> Nodes:
+def read_nodes(client: Client, run_id: str) -> Nodes:
     """Return the nodes of a run; raises `InstanceError`."""
     try:
         tree = ask(client.get_json, f"/apis/v1beta1/runs/{run_id}")
@@ -272,10 +272,10 @@ def _inner(tree: Tree, key: str) -> Tree:
 
 
 def _moment(text: object) -> datetime | None:
-    return time_of(text) if text else None
+    return parse_time(text) if text else None
 
 
-def log_of(client: Client, run_id: str, created: datetime | None, pod: str) -> str:
+def read_log(client: Client, run_id: str, created: datetime | None, pod: str) -> str:
     """Return the log of a pod so far; raises `InstanceError` where there is none."""
     refused: InstanceError | None = None
     for path in _paths(client, run_id, created, pod):
@@ -288,7 +288,7 @@ def log_of(client: Client, run_id: str, created: datetime | None, pod: str) -> s
     raise refused or InstanceError(f"{pod} has no log")
 
 
-def object_at(client: Client, uri: str) -> bytes:
+def read_object(client: Client, uri: str) -> bytes:
     """Return an object that the user interface reads with its own keys; raises `InstanceError`."""
     scheme, _, path = uri.partition("://")
     source = _SOURCES.get(scheme)

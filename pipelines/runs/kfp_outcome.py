@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from flotilla.components.records.run_store import STEPS as FOLDER
-from flotilla.components.records.run_store import file_of
-from flotilla.components.records.step_record import StepRecord, published_records
+from flotilla.components.records.run_store import record_uri
+from flotilla.components.records.step_record import StepRecord, read_records
 from flotilla.components.table import (
     EXIT_STEP,
     STAGES,
@@ -24,20 +24,20 @@ from flotilla.components.table import (
     StageSpec,
     ends_run,
     ends_well,
-    maker_of,
-    step_of,
-    step_with,
+    find_maker,
+    find_step,
+    find_step_of_stage,
 )
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, one_line
-from flotilla.pipelines.runs.kfp_nodes import Nodes, Pod, Step, log_of, object_at
+from flotilla.pipelines.runs.kfp_nodes import Nodes, Pod, Step, read_log, read_object
 from flotilla.pipelines.runs.kfp_run import RemoteRun
-from flotilla.pipelines.runs.outcome import RunResult, joined
+from flotilla.pipelines.runs.outcome import RunResult, join_reasons
 from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE, UserError
-from flotilla.trainer.runtime.json_records import record_in
+from flotilla.trainer.runtime.json_records import read_record
 from flotilla.trainer.storage.retry import shorter_retry
 
-DATA, TRAINER = maker_of("validation"), maker_of("checkpoint")
-GATE, REGISTRY = maker_of("decision"), maker_of("registration")
+DATA, TRAINER = find_maker("validation"), find_maker("checkpoint")
+GATE, REGISTRY = find_maker("decision"), find_maker("registration")
 _Rows = Mapping[str, Sequence[StepRecord]]
 # Status, exit code and message.
 _Verdict = tuple[str, int, str]
@@ -61,7 +61,7 @@ class _Published:
         return self.records.get(step)
 
 
-def result_of(client: Client, run: RemoteRun) -> RunResult:
+def judge_run(client: Client, run: RemoteRun) -> RunResult:
     """Return the result of a run, or how far it has come."""
     published = _published(client, run.at) if run.steps or run.has_ended else _Published()
     rows = _rows(run, published)
@@ -83,7 +83,7 @@ def result_of(client: Client, run: RemoteRun) -> RunResult:
     )
 
 
-def doing_of(client: Client, run: RemoteRun) -> Mapping[str, StepRecord] | None:
+def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepRecord] | None:
     """Return the stage that each running step is at; None where no record can be read."""
     published = _published(client, run.at)
     if published.unread:
@@ -94,7 +94,7 @@ def doing_of(client: Client, run: RemoteRun) -> Mapping[str, StepRecord] | None:
 
 
 def _obstacle(run: RemoteRun) -> str:
-    return next(map(explained, waiting_pods(run.nodes)), "")
+    return next(map(explain_pod, waiting_pods(run.nodes)), "")
 
 
 def _published(client: Client, at: str) -> _Published:
@@ -102,7 +102,7 @@ def _published(client: Client, at: str) -> _Published:
         return _Published(unread="where the run publishes is not known")
     try:
         with shorter_retry(STORE_SECONDS):
-            found = published_records(at)
+            found = read_records(at)
     except UserError as error:
         found = _by_the_page(client, at)
         if not found:
@@ -118,12 +118,12 @@ def _by_the_page(client: Client, at: str) -> list[StepRecord]:
         return found
     for name in (each.name for row in (*STEPS, *SWEEP_STEPS) for each in row.stages):
         try:
-            data = object_at(client, file_of(at, FOLDER, name))
+            data = read_object(client, record_uri(at, FOLDER, name))
         except InstanceError as error:
             if error.status != _ABSENT:
                 return []
             continue
-        if record := record_in(StepRecord, data):
+        if record := read_record(StepRecord, data):
             found.append(record)
     return sorted(found, key=lambda record: record.began)
 
@@ -147,7 +147,7 @@ def _has_old_steps(run: RemoteRun) -> bool:
 
 def _stages_of(step: str) -> tuple[str, ...]:
     try:
-        return tuple(stage.name for stage in step_of(step).stages)
+        return tuple(stage.name for stage in find_step(step).stages)
     except LookupError:
         # Of another pipeline.
         return (step,)
@@ -226,7 +226,7 @@ def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
     """Return whether a run that succeeded has come to a stage, or to the step that it is of."""
     if not run.steps:
         return published.of(stage.name) is not None
-    name = stage.name if _has_old_steps(run) else step_with(stage.name).name
+    name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name
     return any((step.name, step.state) == (name, "SUCCEEDED") for step in run.steps)
 
 
@@ -261,7 +261,7 @@ def _unknown(what: str, row: StageSpec, published: _Published) -> _Verdict:
 
 
 def _reasons(record: StepRecord | None) -> str:
-    return joined((record.metrics.get("reasons") or ()) if record else ())
+    return join_reasons((record.metrics.get("reasons") or ()) if record else ())
 
 
 def _and(message: str, more: str) -> str:
@@ -270,7 +270,7 @@ def _and(message: str, more: str) -> str:
 
 def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> tuple[int, str]:
     """Return exit code and cause: what the first step that failed says, else what KFP says."""
-    pods = failed_pods(run.nodes)
+    pods = find_failed_pods(run.nodes)
     # The exit step runs after the failure and may fail because of it.
     first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
     if first is None:
@@ -279,14 +279,14 @@ def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows)
             return _code_of(said), f"{said.step}: {said.error}"
         return FAILED, _and(run.error or "KFP gives no reason for the failure", published.unread)
     if first.is_driver:
-        return FAILED, explained(first, _last_words(client, run, first))
+        return FAILED, explain_pod(first, _last_words(client, run, first))
     at = next(reversed(rows.get(first.step, ())), None)
     if at and at.error:
         # KFP's words add to what a step says of being stopped, and to nothing else.
         more = first.message if at.exit_code == INTERRUPTED else ""
         return _code_of(at), _and(f"{at.step}: {at.error}", more)
     pod = replace(first, step=at.step) if at else first
-    return FAILED, _and(explained(pod), published.unread)
+    return FAILED, _and(explain_pod(pod), published.unread)
 
 
 def _code_of(record: StepRecord) -> int:
@@ -296,7 +296,7 @@ def _code_of(record: StepRecord) -> int:
 def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
     """Return the last line of the log of KFP's driver, which alone has the cause; or nothing."""
     try:
-        lines = log_of(client, run.run_id, run.created, pod.name).splitlines()
+        lines = read_log(client, run.run_id, run.created, pod.name).splitlines()
     except InstanceError:
         return ""
     return next((one_line(line) for line in reversed(lines) if line.strip()), "")
@@ -381,14 +381,14 @@ CAUSES = (
 )
 
 
-def cause_of(message: str) -> Cause | None:
+def explain_message(message: str) -> Cause | None:
     """Return what a message means, None where that is not known."""
     return next((each for each in CAUSES if re.search(each.pattern, message)), None)
 
 
-def explained(pod: Pod, more: str = "") -> str:
+def explain_pod(pod: Pod, more: str = "") -> str:
     """Return the line for a pod that failed or waits; `more` is what its log ends with."""
-    cause, step = cause_of(pod.message), pod.step or "the run"
+    cause, step = explain_message(pod.message), pod.step or "the run"
     what = "KFP's own driver of it failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":
         what = "its pod cannot start" if cause and cause.blocks else "its pod waits"
@@ -399,7 +399,7 @@ def explained(pod: Pod, more: str = "") -> str:
     return f"{step}: {what} ({words})" + (f": {remedy}" if remedy else "")
 
 
-def failed_pods(nodes: Nodes) -> tuple[Pod, ...]:
+def find_failed_pods(nodes: Nodes) -> tuple[Pod, ...]:
     """Return the pods that failed, in the order in which they began."""
     return tuple(pod for pod in nodes.pods if pod.state == "FAILED")
 

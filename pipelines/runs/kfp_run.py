@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from flotilla.components.records.run_store import root_of
+from flotilla.components.records.run_store import find_root
 from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.runs.kfp_client import Client, ask, is_id, pages
-from flotilla.pipelines.runs.kfp_nodes import Nodes, Step, nodes_of
+from flotilla.pipelines.runs.kfp_nodes import Nodes, Step, read_nodes
 from flotilla.pipelines.runs.upload import NEWEST, equals
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _EPOCH = 1970
-# The folder below a pipeline root, see `flotilla.components.records.run_store.root_of`.
+# The folder below a pipeline root, see `flotilla.components.records.run_store.find_root`.
 _FOLDER = "flotilla"
 
 
@@ -55,10 +55,10 @@ class RemoteRun:
         return self.state in ENDED
 
 
-def run_of(client: Client, run: str) -> RemoteRun:
+def find_run(client: Client, run: str) -> RemoteRun:
     """Return a run by its id, or by its name where that is one run's; raises `ConfigError`."""
     if is_id(run.lower()):
-        return seen(client, run.lower())
+        return refresh_run(client, run.lower())
     listed = pages(client.list_runs, "runs", sort_by=NEWEST, filter=equals("display_name", run))
     found = [each for each in listed if each.display_name == run]
     if not found:
@@ -66,13 +66,13 @@ def run_of(client: Client, run: str) -> RemoteRun:
     if len(found) > 1:
         ids = ", ".join(str(each.run_id) for each in found[:3])
         raise ConfigError(f"{len(found)} runs are named {run!r}: give the id of one, such as {ids}")
-    return seen(client, str(found[0].run_id))
+    return refresh_run(client, str(found[0].run_id))
 
 
-def seen(client: Client, run_id: str) -> RemoteRun:
+def refresh_run(client: Client, run_id: str) -> RemoteRun:
     """Return a run with its nodes as they are now; raises `InstanceError`."""
     run = ask(client.get_run, run_id=run_id)
-    return view(run, nodes_of(client, run_id))
+    return view(run, read_nodes(client, run_id))
 
 
 def view(run: Any, nodes: Nodes | None = None) -> RemoteRun:
@@ -109,7 +109,7 @@ def _published_at(run: Any, nodes: Nodes) -> str:
     pipeline_root = str((config.pipeline_root if config else None) or "")
     with suppress(UserError):
         if not root and nodes.artifact:
-            root = root_of("", nodes.artifact, str(run.run_id))
+            root = find_root("", nodes.artifact, str(run.run_id))
         elif not root and pipeline_root:
             root = storage.join(pipeline_root, _FOLDER)
         return storage.join(root, str(run.run_id)) if root else ""

@@ -10,15 +10,15 @@ from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, connect
 from flotilla.pipelines.runs.kfp_outcome import (
-    cause_of,
-    doing_of,
-    explained,
-    failed_pods,
+    explain_message,
+    explain_pod,
+    find_failed_pods,
+    find_running_stages,
     is_busy,
-    result_of,
+    judge_run,
     waiting_pods,
 )
-from flotilla.pipelines.runs.kfp_run import RemoteRun, run_of, seen
+from flotilla.pipelines.runs.kfp_run import RemoteRun, find_run, refresh_run
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer.runtime.errors import UserError
 
@@ -61,9 +61,9 @@ def follow(
         flotilla.follow(flotilla.submit("configs/digits.yaml").run_id).metrics
     """
     client = connect((instance or Instance()).access())
-    run_id = run_of(client, run).run_id
+    run_id = find_run(client, run).run_id
     last = watch(client, run_id, on_change or _ignore, on_note or _ignore)
-    return result_of(client, last)
+    return judge_run(client, last)
 
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
@@ -72,7 +72,7 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
     obstacles, stages = _Obstacles(on_note), _Stages(client)
     while True:
         try:
-            run = seen(client, run_id)
+            run = refresh_run(client, run_id)
             failing = None
             on_change(stages.look(run))
             if run.has_ended:
@@ -105,7 +105,7 @@ class _Stages:
         """Return the run with the stages that are known."""
         is_running = any(step.state == "RUNNING" for step in run.steps)
         if is_running and time.monotonic() >= self._next:
-            found = doing_of(self._client, run)
+            found = find_running_stages(self._client, run)
             # Mostly it cannot be read from here at all, and sometimes not for now.
             pause = STAGE_SECONDS if found is not None else UNREAD_SECONDS
             self._next = time.monotonic() + pause
@@ -127,17 +127,17 @@ class _Obstacles:
             return ""
         found: dict[str, str] = {}
         for pod in waiting_pods(run.nodes):
-            cause = cause_of(pod.message)
+            cause = explain_message(pod.message)
             if cause and cause.at_once:
-                return explained(pod)
+                return explain_pod(pod)
             if cause and cause.blocks:
-                found[pod.name] = explained(pod)
+                found[pod.name] = explain_pod(pod)
             if cause and (pod.name, cause.pattern) not in self._said:
                 self._said.add((pod.name, cause.pattern))
-                self._on_note(explained(pod))
-        failed = failed_pods(run.nodes)
+                self._on_note(explain_pod(pod))
+        failed = find_failed_pods(run.nodes)
         if failed and not is_busy(run.nodes):
-            found[""] = f"{explained(failed[0])}; no pod of the run has begun since then"
+            found[""] = f"{explain_pod(failed[0])}; no pod of the run has begun since then"
         now = time.monotonic()
         self._since = {each: self._since.get(each, now) for each in found}
         for each, since in self._since.items():

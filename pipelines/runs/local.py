@@ -22,10 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
-from flotilla.components.in_use import bundled
+from flotilla.components.in_use import publish_code
 from flotilla.components.records.record import STOPPING
 from flotilla.components.records.run_store import RUN_FOLDER, RUN_ID
-from flotilla.pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
+from flotilla.pipelines.runs.outcome import RunResult, add_full_disk, judge_outcome
 from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import child_process
@@ -247,7 +247,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
     return Loaded(load_config(default, settings, rebases=True))
 
 
-def begun(workdir: Path) -> dict[str, float]:
+def list_runs(workdir: Path) -> dict[str, float]:
     """Return the runs below `workdir`, and when each was begun or resumed; raises `UserError`."""
     try:
         folders = os.listdir(workdir)
@@ -305,9 +305,11 @@ def start(options: RunOptions) -> LocalRun:
     if options.pipeline != "prepare" and config.cluster.launcher == "local":
         require_gpus(config)
     if options.code:
-        config, bundle = bundled(config, options.code, root_of(config, workdir))
+        config, bundle = publish_code(config, options.code, find_root(config, workdir))
     resume = options.resume
-    laid = new_run(config, workdir) if resume is None else resumed_run(config, workdir, resume)
+    laid = (
+        new_run(config, workdir) if resume is None else lay_out_resumed_run(config, workdir, resume)
+    )
     written = _written(proposal, laid.folder) if proposal else None
     return replace(laid, bundle=bundle, written=written)
 
@@ -337,7 +339,7 @@ def run_name(config: Config) -> str:
     return f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
+def lay_out_resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
     """Lay out the existing run `run_id` to resume it; raises `ConfigError` if there is none."""
     check_run_id(workdir, run_id)
     return _laid_out(config, workdir, run_id)
@@ -351,7 +353,7 @@ def saved_config(workdir: Path, run_id: str) -> Path:
 
 def check_run_id(workdir: Path, run_id: str) -> None:
     """Raise a `ConfigError` unless `run_id` is a run below `workdir`."""
-    runs = begun(workdir)
+    runs = list_runs(workdir)
     if run_id not in runs:
         # By the stamp after the name.
         newest = max(runs, key=lambda each: each.split("-")[-3:], default="")
@@ -359,14 +361,14 @@ def check_run_id(workdir: Path, run_id: str) -> None:
         raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
 
 
-def root_of(config: Config, workdir: Path) -> str:
+def find_root(config: Config, workdir: Path) -> str:
     """Return the URI below which a run on this machine publishes."""
     return config.storage.root or storage.uri_of(workdir)
 
 
 def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
     folder = workdir.absolute() / run_id
-    root = root_of(config, workdir)
+    root = find_root(config, workdir)
     placed = config.model_copy(update={"storage": config.storage.model_copy(update={"root": root})})
     try:
         # The runner leaves a folder of every step in the temporary directory.
@@ -414,11 +416,11 @@ def execute(
     if child.returncode == -signal.SIGTERM:
         # The request came before the child could handle it.
         state.take(_interrupted(run))
-    result = outcome_of(state, child.returncode, interrupted=bool(interrupts))
+    result = judge_outcome(state, child.returncode, interrupted=bool(interrupts))
     if result.status not in ("failed", "interrupted") and result.step_of("checkpoint"):
         run.save_config()
     result = replace(result, run_id=run.run_id, folder=run.folder)
-    result = with_full_disk(result, run.folder)
+    result = add_full_disk(result, run.folder)
     tracked.end(result.status, result.message)
     return result
 

@@ -20,7 +20,7 @@ from flotilla.pipelines.forked_steps import KFP_RUNTIME, TRAINING, forking
 from flotilla.trainer import events
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.form import from_form
-from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import ConfigError
 
@@ -91,7 +91,7 @@ def _goes_on(folder: Path) -> bool:
     """
     until = time.monotonic() + _SECONDS_TO_BEGIN
     while time.monotonic() < until:
-        found = state_of(events.read(folder / EVENTS), newest_start=True)
+        found = reduce_events(events.read(folder / EVENTS), newest_start=True)
         ends = {each.step: each.end for each in found.tries if each.end}
         if any(each.status == "failed" for each in ends.values()):
             return False

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from flotilla.components.records.step_record import OF_STEPS, step_records
 from flotilla.pipelines.runs import local
-from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
 from flotilla.trainer import events
 from flotilla.trainer.events import RunEnd
-from flotilla.trainer.events.event_lines import line_of
-from flotilla.trainer.events.run_state import RunState, state_of
+from flotilla.trainer.events.event_lines import format_event
+from flotilla.trainer.events.run_state import RunState, reduce_events
 from flotilla.trainer.runtime.errors import DONE, FAILED
-from flotilla.trainer.runtime.json_records import number_in
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.runtime.json_records import parse_number
+from flotilla.trainer.storage.errors import report_errors
 
 LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
@@ -39,7 +39,7 @@ def is_local(workdir: Path, run_id: str) -> bool:
 
 def run_ids(workdir: Path) -> list[str]:
     """Return the runs below `workdir`, newest first; raises `UserError`."""
-    found = local.begun(workdir)
+    found = local.list_runs(workdir)
     return sorted(found, key=lambda name: (found[name], name), reverse=True)
 
 
@@ -51,7 +51,7 @@ def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
     return [_status(folder, str(folder) in working) for folder in folders]
 
 
-def status_of(workdir: Path, run_id: str) -> RunResult:
+def read_status(workdir: Path, run_id: str) -> RunResult:
     """Return the result of a run, or how far it has come."""
     return statuses(workdir, [run_id])[0]
 
@@ -72,19 +72,19 @@ def _state(folder: Path) -> RunState:
     if os.path.lexists(path) and not path.is_file():
         number = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(number, os.strerror(number), str(path))
-    return state_of(events.read(folder / local.EVENTS, every=OF_STEPS), newest_start=True)
+    return reduce_events(events.read(folder / local.EVENTS, every=OF_STEPS), newest_start=True)
 
 
 def is_cancelled(workdir: Path, run_id: str) -> bool:
     """Return whether a run that is still running was asked to end; raises `UserError`."""
     folder = (workdir / run_id).absolute()
-    if not process_of(folder):
+    if not find_process(folder):
         return False
-    with reported(f"read {folder / local.EVENTS}"):
+    with report_errors(f"read {folder / local.EVENTS}"):
         return _state(folder).interrupted
 
 
-def process_of(folder: Path) -> int:
+def find_process(folder: Path) -> int:
     """Return the id of the process in which the run of this folder works, or 0."""
     return next((pid for pid, of in _run_processes() if of == str(folder)), 0)
 
@@ -111,20 +111,20 @@ def _so_far(state: RunState) -> RunResult:
         )
         for step in step_records(state)
     )
-    message = line_of(state.suspension) if state.suspension else ""
+    message = format_event(state.suspension) if state.suspension else ""
     return RunResult(status="running", exit_code=DONE, message=message, steps=steps)
 
 
 def _ended(state: RunState) -> RunResult:
     # A runner that is killed between two steps leaves neither an event nor a failed step.
-    return outcome_of(state, DONE if state.newest(RunEnd) else None, interrupted=False)
+    return judge_outcome(state, DONE if state.newest(RunEnd) else None, interrupted=False)
 
 
 def _processes() -> Iterator[tuple[int, str]]:
     """Yield id and command line of every process."""
     if _PROCESSES.is_dir() and sys.platform == "linux":
         for entry in _PROCESSES.iterdir():
-            if not (process := number_in(entry.name)):
+            if not (process := parse_number(entry.name)):
                 continue
             try:
                 words = (entry / "cmdline").read_bytes().decode("utf-8", "replace")

@@ -17,16 +17,16 @@ from flotilla.components.table import (
     WORKING,
     Output,
     ends_well,
-    maker_of,
-    published_by,
+    find_maker,
+    published_kind,
 )
 from flotilla.pipelines import notebook
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.report import headline
-from flotilla.trainer.report.wording import rounded, spoken
+from flotilla.trainer.report.wording import round_value, spell_metric
 from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
-from flotilla.trainer.runtime.json_records import is_number, time_at
+from flotilla.trainer.runtime.json_records import is_number, make_time
 
 # A disk with less free bytes is full.
 LEAST_ROOM = 1 << 16
@@ -70,7 +70,9 @@ class RunResult:
         return notebook.short("RunResult", self.run_id, self.status, **value)
 
     def _repr_html_(self) -> str:
-        metrics = {f"test {spoken(name)}": value for name, value in self._plain_metrics.items()}
+        metrics = {
+            f"test {spell_metric(name)}": value for name, value in self._plain_metrics.items()
+        }
         facts = {"status": self.status, "why": "; ".join(self.reasons) or self.message, **metrics}
         facts |= {name: uri for name, uri in self.artifacts.items() if name != "report"}
         return notebook.card(self.headline, {**facts, "report": self.report, "page": self.page})
@@ -86,7 +88,7 @@ class RunResult:
 
     def step_of(self, output: Output) -> StepRecord | None:
         """Return the step that makes this output; None where it was not begun."""
-        name = maker_of(output).name
+        name = find_maker(output).name
         return next((each for each in self.steps if each.step == name), None)
 
     @property
@@ -99,7 +101,7 @@ class RunResult:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """The main metric with all that it is compared with, see `headline.measured`."""
+        """The main metric with all that it is compared with, see `headline.describe_metric`."""
         said, main = self.metrics_of("decision").get("measured"), self.main_metric
         if isinstance(said, dict) and said:
             return said
@@ -112,7 +114,7 @@ class RunResult:
         said = [each.metrics.get("headline") for each in self.steps]
         if self.status in ("blessed", "refused") and any(said):
             return str([each for each in said if each][-1])
-        facts = {"name": model_of(self) or self.run_id, "verdict": self.status}
+        facts = {"name": find_model(self) or self.run_id, "verdict": self.status}
         ill = [each for each in self.steps if each.status == self.status != "done"]
         step = ill[0] if ill else self._judge
         return headline.headline(
@@ -147,7 +149,7 @@ class RunResult:
     @property
     def artifacts(self) -> dict[str, str]:
         """The URI of what each step has published, by the name of the artifact."""
-        uris = {published_by(each.step): each.uri for each in self.steps if each.uri}
+        uris = {published_kind(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
 
     @property
@@ -166,7 +168,7 @@ class RunResult:
         return self.metrics_of("checkpoint").get("handed_on_step")
 
 
-def outcome_of(state: RunState, returncode: int | None, *, interrupted: bool) -> RunResult:
+def judge_outcome(state: RunState, returncode: int | None, *, interrupted: bool) -> RunResult:
     """Judge a run by the state of its newest start and by the exit code of the local runner.
 
     Of one that was killed nobody may know it: None.
@@ -200,7 +202,7 @@ def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:
 def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
     """Judge a run without a failure by the steps that judge the data and the model."""
     by_name = {step.step: step for step in steps}
-    of_model = (maker_of("decision"), maker_of("registration"))
+    of_model = (find_maker("decision"), find_maker("registration"))
     is_whole = EXIT_STEP.name in by_name
     accepted, is_blessed = "", False
     for row in STAGES:
@@ -209,12 +211,12 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
             message = f"{accepted}, but {row.name} was not run; see pipeline.log"
             return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
         if step and is_whole and ends_well(row.name, step.metrics.get("decision")):
-            message = joined(step.metrics.get("reasons", []))
+            message = join_reasons(step.metrics.get("reasons", []))
             return RunResult(status=row.completes, exit_code=DONE, message=message, steps=steps)
         if step is None or not row.accepts:
             continue
         if step.metrics.get("decision") != row.accepts:
-            message = joined(step.metrics.get("reasons", f"{row.name} reported no decision"))
+            message = join_reasons(step.metrics.get("reasons", f"{row.name} reported no decision"))
             return RunResult(status="refused", exit_code=REFUSED, message=message, steps=steps)
         is_blessed = row in of_model
         if is_blessed or is_whole:
@@ -228,20 +230,20 @@ def key_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
     # The words of a progress have what its numbers say.
     left_out = {"headline", *(("share", "seconds_left") if metrics.get("progress") else ())}
     plain = {
-        name: rounded(value)
+        name: round_value(value)
         for name, value in metrics.items()
         if not isinstance(value, list | dict) and value not in ("", None) and name not in left_out
     }
     return dict(list(plain.items())[:_MOST_METRICS])
 
 
-def joined(reasons: object) -> str:
+def join_reasons(reasons: object) -> str:
     """Return the reasons of a decision as one line."""
     lines = reasons if isinstance(reasons, list | tuple) else [reasons]
     return "; ".join(str(each).removesuffix(".") for each in lines)
 
 
-def with_full_disk(result: RunResult, folder: Path) -> RunResult:
+def add_full_disk(result: RunResult, folder: Path) -> RunResult:
     """Add to the message of a failed run that the disk is full."""
     if result.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
         return result
@@ -249,18 +251,18 @@ def with_full_disk(result: RunResult, folder: Path) -> RunResult:
     return replace(result, message=message)
 
 
-def begun_of(run: RunResult) -> tuple[datetime | None, float | None]:
+def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
     """Return when a run began, and how many seconds it took until its last step ended."""
     tries = [each.began for each in run.steps]
     tries += [each.began for step in run.steps for each in step.earlier]
     if not tries:
         return None, None
     ends = [step.ended or step.began + step.seconds for step in run.steps]
-    began = time_at(min(tries))
+    began = make_time(min(tries))
     return began, max(ends) - min(tries) if began else None
 
 
-def model_of(run: RunResult) -> str:
+def find_model(run: RunResult) -> str:
     """Return the name of the model of a run of this machine by the name of the run."""
     found = _RUN_NAME.fullmatch(run.run_id)
     return found["model"] if found else ""

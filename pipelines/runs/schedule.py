@@ -26,7 +26,7 @@ from kfp_server_api import (
 )
 
 from flotilla.pipelines import notebook
-from flotilla.pipelines.compile import defaults_of
+from flotilla.pipelines.compile import read_defaults
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from flotilla.pipelines.runs.local import GivenConfig
@@ -39,11 +39,15 @@ from flotilla.pipelines.runs.submission import (
     submission_of,
     with_code,
 )
-from flotilla.pipelines.runs.upload import Version, newest_version, version_of
+from flotilla.pipelines.runs.upload import Version, find_version, newest_version
 from flotilla.pipelines.step_settings import check_image
 from flotilla.trainer.code.bundle import forget_schedule, note_schedule
 from flotilla.trainer.config.form import SETTINGS, from_form, to_form
-from flotilla.trainer.config.old_parameters import configuration_of, is_of_before, remarks_of
+from flotilla.trainer.config.old_parameters import (
+    are_old_parameters,
+    convert_parameters,
+    describe_ignored,
+)
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
@@ -174,7 +178,7 @@ def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
     return Timing(cron=None, interval=seconds, **more)
 
 
-def zone_of(name: str) -> tzinfo:
+def find_zone(name: str) -> tzinfo:
     """Return a time zone by its name; raises `ConfigError`."""
     if name == "UTC":
         return UTC
@@ -268,7 +272,7 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
         version = newest_version(client, submission.pipeline)
         words += "; each run takes the version that is newest at its start"
     else:
-        version = version_of(client, submission.pipeline, submission.version)
+        version = find_version(client, submission.pipeline, submission.version)
     wanted = _wanted(client, submission, timing, version)
     bundle, known_as = submission.config.code, _known_as(access, submission.name)
     if bundle:
@@ -305,15 +309,15 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
     check_image(image)
     client = connect(access)
     old, *others = sorted(_named(client, name), key=_enabled, reverse=True)
-    version = version_of(client, pipeline, "")
+    version = find_version(client, pipeline, "")
     reference = old.pipeline_version_reference
     if reference is None or reference.pipeline_id != version.pipeline_id:
         raise ConfigError(f"the schedule {name!r} is of another pipeline: name it by --pipeline")
     if not version.is_of_this_code:
         raise ConfigError(f"{version.name} {version.origin}: first upload by `flotilla upload`")
     values = {**_defaults(client, reference, version), **_meaning(old)["parameters"]}
-    is_old = is_of_before(values)
-    config = configuration_of(values) if is_old else from_form({**to_form(Config()), **values})
+    is_old = are_old_parameters(values)
+    config = convert_parameters(values) if is_old else from_form({**to_form(Config()), **values})
     what = f"version {version.name} of {version.pipeline}"
     wanted = _again(old, version, run_parameters(config, image, version.spec, what))
     is_same, known_as = _meaning(old) == _meaning(wanted), _known_as(access, name)
@@ -330,14 +334,14 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
         removed=_delete(client, others if is_same else [old, *others], known_as, config.code),
         existed=is_same,
         version=version,
-        remarks=remarks_of(values),
+        remarks=describe_ignored(values),
     )
 
 
 def _defaults(client: Client, reference: Any, newest: Version) -> dict[str, Any]:
     """Return the run parameters that a schedule leaves to its version; none where that is gone."""
     if not reference.pipeline_version_id:
-        return defaults_of(newest.spec)
+        return read_defaults(newest.spec)
     try:
         pinned = ask(
             client.get_pipeline_version, reference.pipeline_id, reference.pipeline_version_id
@@ -346,7 +350,7 @@ def _defaults(client: Client, reference: Any, newest: Version) -> dict[str, Any]
         if error.status != _ABSENT:
             raise
         return {}
-    return defaults_of(pinned.pipeline_spec)
+    return read_defaults(pinned.pipeline_spec)
 
 
 def _again(old: Any, version: Version, parameters: dict[str, Any]) -> V2beta1RecurringRun:
@@ -401,7 +405,7 @@ def _when(timing: Timing) -> tuple[str, str]:
     """Return a timing in words, and its next time; raises `ConfigError`."""
     if timing.cron is None:
         return f"every {timing.interval} s", ""
-    zone = zone_of(timing.zone)
+    zone = find_zone(timing.zone)
     upcoming = timing.cron.after(datetime.now(zone))
     if upcoming is None:
         raise ConfigError(f"--cron {timing.cron.text!r} never matches: there is no such day")

@@ -11,15 +11,15 @@ from typing import Any, Unpack
 
 from kfp_server_api import V2beta1Experiment
 
-from flotilla.components.in_use import bundled
+from flotilla.components.in_use import publish_code
 from flotilla.components.records.run_store import FLOTILLA
 from flotilla.pipelines import notebook
-from flotilla.pipelines.compile import Package, package_of, parameters_of
+from flotilla.pipelines.compile import Package, list_parameters, load_package
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from flotilla.pipelines.runs.local import GivenConfig, configuration, run_name
 from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
-from flotilla.pipelines.runs.upload import Version, equals, version_of
+from flotilla.pipelines.runs.upload import Version, equals, find_version
 from flotilla.pipelines.step_settings import check_image, check_target
 from flotilla.trainer import storage
 from flotilla.trainer.code.bundle import Bundle
@@ -157,7 +157,7 @@ def with_code(submission: Submission, folder: str | Path) -> tuple[Submission, B
             f"--code: storage.root {root} is a folder of this machine, where no step finds the "
             "modules: set it to gs://, s3:// or minio://BUCKET/FOLDER"
         )
-    config, bundle = bundled(config, folder, root)
+    config, bundle = publish_code(config, folder, root)
     return replace(submission, config=config), bundle
 
 
@@ -165,7 +165,7 @@ def package_to_send(file: str | Path | None, version: str) -> Package | None:
     """Return the compiled pipeline in a file, None without one; raises `UserError`."""
     if file and version:
         raise ConfigError("--file and --version name two pipelines: leave one out")
-    return package_of(Path(file)) if file else None
+    return load_package(Path(file)) if file else None
 
 
 def start(client: Client, submission: Submission) -> Submitted:
@@ -174,7 +174,7 @@ def start(client: Client, submission: Submission) -> Submitted:
         log.info("%s", note)
     version = None
     if submission.package is None:
-        version = version_of(client, submission.pipeline, submission.version)
+        version = find_version(client, submission.pipeline, submission.version)
     run_id = _started(client, submission, version)
     return Submitted(run_id=run_id, page=client.page(f"runs/details/{run_id}"), version=version)
 
@@ -183,7 +183,10 @@ def run_parameters(
     config: Config, image: str, spec: Mapping[str, Any] | None, what: str
 ) -> dict[str, Any]:
     """Return the values of the form for a pipeline; raises `ConfigError`."""
-    values, known = {**to_form(config), **({"image": image} if image else {})}, parameters_of(spec)
+    values, known = (
+        {**to_form(config), **({"image": image} if image else {})},
+        list_parameters(spec),
+    )
     if known is not None and (unknown := values.keys() - known):
         raise ConfigError(
             f"{what} does not know {', '.join(sorted(unknown))}: upload this pipeline with "

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from kfp_server_api import V2beta1Pipeline
 
 from flotilla.components import contract
-from flotilla.pipelines.compile import Package, compiled_by
+from flotilla.pipelines.compile import Package, read_mark
 from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, is_id, pages
 from flotilla.trainer.runtime.errors import ConfigError, nearest
@@ -38,14 +38,14 @@ class Version:
     @property
     def is_of_this_code(self) -> bool:
         """Whether it has the steps of this code."""
-        return contract.is_of_this_code(compiled_by(self.spec))
+        return contract.is_of_this_code(read_mark(self.spec))
 
     @property
     def origin(self) -> str:
         """Where it is from, in words."""
-        mark = compiled_by(self.spec)
+        mark = read_mark(self.spec)
         if mark:
-            return f"was compiled by {contract.in_words(mark)}"
+            return f"was compiled by {contract.describe_mark(mark)}"
         return "has no mark of Flotilla: it was uploaded by hand, or by an older one"
 
 
@@ -63,19 +63,19 @@ def upload(access: Access, package: Package, name: str = "") -> Upload:
     if name and not name.strip():
         raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
     client = connect(access)
-    version, created = uploaded(client, package, name or package.name)
+    version, created = find_or_upload(client, package, name or package.name)
     path = f"pipelines/details/{version.pipeline_id}/version/{version.version_id}"
     return Upload(version=version, created=created, page=client.page(path))
 
 
-def default_of(access: Access, version: Version) -> Version:
+def find_default(access: Access, version: Version) -> Version:
     """Return the version of the same pipeline that `submit` and `schedule` take by default."""
     return _default(connect(access), version.pipeline, version.pipeline_id) or version
 
 
-def uploaded(client: Client, package: Package, name: str) -> tuple[Version, bool]:
+def find_or_upload(client: Client, package: Package, name: str) -> tuple[Version, bool]:
     """Return the version with this content, and whether it was created now."""
-    pipeline_id = pipeline_id_of(client, name) or _created(client, name)
+    pipeline_id = find_pipeline_id(client, name) or _created(client, name)
     for version in versions(client, name, pipeline_id, package.digest):
         if version.name.startswith(package.digest):
             return version, False
@@ -92,7 +92,7 @@ def uploaded(client: Client, package: Package, name: str) -> tuple[Version, bool
     return _version(name, made), True
 
 
-def pipeline_id_of(client: Client, name: str) -> str:
+def find_pipeline_id(client: Client, name: str) -> str:
     """Return the id of the pipeline of this name, or an empty string."""
     for pipeline in pages(
         client.list_pipelines,
@@ -122,7 +122,7 @@ def versions(
         yield _version(name, each)
 
 
-def version_of(client: Client, name: str, wanted: str) -> Version:
+def find_version(client: Client, name: str, wanted: str) -> Version:
     """Return an uploaded version of the pipeline `name`; raises `ConfigError` where there is none.
 
     `wanted` is name or id of the version, or the beginning of its name; when empty the newest that
@@ -154,7 +154,7 @@ def _no_version(name: str) -> ConfigError:
 
 
 def _known_pipeline(client: Client, name: str) -> str:
-    pipeline_id = pipeline_id_of(client, name)
+    pipeline_id = find_pipeline_id(client, name)
     if not pipeline_id:
         known = [
             str(each.display_name)
@@ -177,7 +177,7 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
                 f"the newest version is {newest.name}, which {newest.origin}; --version names it"
             )
             return replace(version, remark=remark)
-    own = contract.in_words(contract.mark())
+    own = contract.describe_mark(contract.mark())
     remark = (
         f"it {newest.origin}, and this is {own}: `flotilla upload` uploads the pipeline of this"
     )
@@ -228,7 +228,7 @@ def _created(client: Client, name: str) -> str:
     try:
         made = ask(client.pipelines.pipeline_service_create_pipeline, pipeline=body)
     except InstanceError as error:
-        found = pipeline_id_of(client, name) if error.status == _CONFLICT else ""
+        found = find_pipeline_id(client, name) if error.status == _CONFLICT else ""
         if not found:
             raise
         return found

@@ -22,13 +22,13 @@ from typing import Any, Unpack
 
 import yaml
 
-from flotilla.components.table import maker_of
+from flotilla.components.table import find_maker
 from flotilla.pipelines import notebook
 from flotilla.pipelines.runs import local, local_status
 from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of, searched_texts
-from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import Event, StepEnd
@@ -41,10 +41,17 @@ from flotilla.trainer.runtime.errors import (
     UserError,
     nearest,
 )
-from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.sweeps import sweep as trials
 from flotilla.trainer.sweeps.study import FILE, OLD_FILE, Study
-from flotilla.trainer.sweeps.sweep import Sweep, Trial, best_of, compared_by, config_of, table_of
+from flotilla.trainer.sweeps.sweep import (
+    Sweep,
+    Trial,
+    find_best,
+    find_objective,
+    make_config,
+    make_table,
+)
 
 OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
@@ -95,7 +102,7 @@ class SweepResult:
         return notebook.short("SweepResult", self.sweep_id, self.status, best)
 
     def _repr_html_(self) -> str:
-        return notebook.table(f"sweep {self.sweep_id}: {self.status}", *table_of(self.sweep))
+        return notebook.table(f"sweep {self.sweep_id}: {self.status}", *make_table(self.sweep))
 
 
 def sweep(
@@ -165,13 +172,13 @@ def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
         raise ConfigError(
             "--resume continues the trials of the sweep: give only --workdir and --parallel with it"
         )
-    return resumed(resume, workdir)
+    return resume_sweep(resume, workdir)
 
 
 def start(options: SweepOptions, workdir: Path) -> Study:
     """Lay out a new sweep below `workdir`; raises `UserError`."""
     local.require_current_folder()
-    sweep = planned(options)
+    sweep = plan_sweep(options)
     folder = workdir.absolute() / sweep.sweep_id
     try:
         folder.mkdir(parents=True)
@@ -182,7 +189,7 @@ def start(options: SweepOptions, workdir: Path) -> Study:
     return Study(folder, sweep)
 
 
-def resumed(sweep_id: str, workdir: Path) -> Study:
+def resume_sweep(sweep_id: str, workdir: Path) -> Study:
     """Return a sweep that is to go on where it was; raises `ConfigError`."""
     local.require_current_folder()
     known = sorted(
@@ -220,7 +227,7 @@ def execute(
         write_best(begun)
         if was_interrupted:
             return _ended("interrupted", INTERRUPTED, "the sweep was interrupted")
-    best = sweep.chosen or best_of(sweep.trials, sweep.objective)
+    best = sweep.chosen or find_best(sweep.trials, sweep.objective)
     if best is None:
         first = next(each for each in sweep.trials if each.error)
         count = sum(1 for each in sweep.trials if each.error)
@@ -232,8 +239,8 @@ def execute(
 
 def write_best(begun: Study) -> None:
     """Write the configuration of the best trial so far next to the journal, where there is one."""
-    if best := begun.sweep.chosen or best_of(begun.sweep.trials, begun.sweep.objective):
-        config = config_of(begun.sweep.base, best.settings).model_dump(mode="json")
+    if best := begun.sweep.chosen or find_best(begun.sweep.trials, begun.sweep.objective):
+        config = make_config(begun.sweep.base, best.settings).model_dump(mode="json")
         text = f"# Trial {best.number} of {begun.sweep.sweep_id}.\n" + yaml.safe_dump(
             config, sort_keys=False, allow_unicode=True
         )
@@ -243,7 +250,7 @@ def write_best(begun: Study) -> None:
 def _promoted(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
     """Let the run of the best trial go on to its promotion; it is trained to its end before."""
     begun.choose(best)
-    config = config_of(begun.sweep.base, best.settings)
+    config = make_config(begun.sweep.base, best.settings)
     folder = local.new_run(config, begun.workdir, best.run_id)
     run = local.execute(folder, "run", {}, partial(on_event, best))
     if run.status != "interrupted":
@@ -274,7 +281,7 @@ class _Workers:
 
     def train(self) -> bool:
         """Train; return whether it was interrupted."""
-        with ThreadPoolExecutor(self._parallel) as pool, on_interrupt(self._interrupt):
+        with ThreadPoolExecutor(self._parallel) as pool, handle_interrupts(self._interrupt):
             try:
                 self._begin(pool)
                 while self._running:
@@ -319,7 +326,7 @@ class _Workers:
 
         def hear(event: Event) -> None:
             self._on_event(trial, event)
-            if isinstance(event, StepEnd) and event.step == maker_of("dataset").name:
+            if isinstance(event, StepEnd) and event.step == find_maker("dataset").name:
                 prepared()
 
         try:
@@ -364,7 +371,7 @@ class _Workers:
     def _reached(self, trial: Trial, main: MainMetric | None) -> None:
         """Keep what a trial has reached on its rung; let it go on where it may."""
         trial = self._sweep.reached(trial, trial.rung, main)
-        compared_by([*self._begun.sweep.trials, trial], self._sweep.objective)
+        find_objective([*self._begun.sweep.trials, trial], self._sweep.objective)
         self._keep(trial)
         if trial.last and self._begun.goes_on(trial, trial.last):
             self._going_on.append(replace(trial, rung=trial.rung + 1))
@@ -380,7 +387,7 @@ class _Workers:
             # A second SIGTERM would end the upload of the last checkpoint.
             if self._passed_on.get(each.run_id) == number:
                 continue
-            process = local_status.process_of((self._begun.workdir / each.run_id).absolute())
+            process = local_status.find_process((self._begun.workdir / each.run_id).absolute())
             if process:
                 with suppress(ProcessLookupError):
                     os.killpg(process, number)

@@ -24,12 +24,12 @@ from flotilla.components.sweeps.finish_sweep import finish_sweep
 from flotilla.components.sweeps.run_trial import run_trial
 from flotilla.pipelines.compile import write_pipeline
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
-from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
 from flotilla.pipelines.training import Wiring, pipeline_on_cluster, promoted, signature_of
 from flotilla.trainer.config.form import to_form
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import tree_of
-from flotilla.trainer.sweeps.sweep import Sweep, most_on
+from flotilla.trainer.sweeps.sweep import Sweep, count_on_rung
 
 NAME = "flotilla-sweep"
 #: The run parameter with the trials, as JSON.
@@ -46,7 +46,7 @@ def compile_sweep(
             "--tpe chooses each trial by those before, and the loop of a pipeline has a fixed "
             "list: use --random N with --compile"
         )
-    sweep = planned(options)
+    sweep = plan_sweep(options)
     write_pipeline(output, sweep_pipeline(sweep, options.parallel, image or IMAGE, pods))
     return sweep
 
@@ -103,7 +103,7 @@ def _trained(
     """
     chosen: Any = None
     for rung in range(len(sweep.rungs)):
-        places = [str(place) for place in range(most_on(rung, len(sweep.trials)))]
+        places = [str(place) for place in range(count_on_rung(rung, len(sweep.trials)))]
         with dsl.ParallelFor(items=places, name=f"rung-{rung}", parallelism=parallel) as place:
             inputs = {**run, **dataset, **wiring.of_pods()}
             trial = wiring.step(run_trial, **inputs, place=place, rung=rung)

@@ -18,10 +18,10 @@ from flotilla.trainer.sweeps.space import (
     Space,
     automatic,
     corners,
-    drawn,
+    draw_trials,
     grid,
     is_searched,
-    space_of,
+    parse_space,
 )
 from flotilla.trainer.sweeps.sweep import (
     LEAST_STEPS,
@@ -29,8 +29,8 @@ from flotilla.trainer.sweeps.sweep import (
     Settings,
     Sweep,
     Trial,
-    objective_of,
-    rungs_of,
+    list_rungs,
+    make_objective,
 )
 
 MOST_PARALLEL = 64
@@ -93,12 +93,12 @@ class SweepOptions:
             raise ConfigError(f"--better {self.better!r} is none of higher, lower")
 
 
-def planned(options: SweepOptions) -> Sweep:
+def plan_sweep(options: SweepOptions) -> Sweep:
     """Return a sweep with all of its trials; raises `ConfigError` before anything is started."""
     config = configuration(options.config, (), options.label)
     if options.auto:
         options = _automatic(options, config)
-    space = space_of(config, options.settings)
+    space = parse_space(config, options.settings)
     sampler, every = _trials(space, options)
     known = corners(space) if sampler == "tpe" else every
     if len(every) == 1:
@@ -116,8 +116,8 @@ def planned(options: SweepOptions) -> Sweep:
         source=_named(options.config),
         fixed=tuple(each for each in options.settings if each.partition("=")[0] not in space.keys),
         keys=tuple(space.keys),
-        objective=objective_of(base, space.keys, options.metric, options.better),
-        rungs=rungs_of(base, known, len(every), halving=options.halving),
+        objective=make_objective(base, space.keys, options.metric, options.better),
+        rungs=list_rungs(base, known, len(every), halving=options.halving),
         trials=tuple(
             Trial(number=number, settings=settings, run_id=f"{name}-t{number:02}-{stamp}")
             for number, settings in enumerate(every, start=1)
@@ -148,7 +148,7 @@ def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[Settings, .
     """Return the sampler, and the settings of each trial; those of TPE are not known yet."""
     seed = options.seed or 0
     if options.random is not None:
-        return "random", drawn(space, options.random, seed)
+        return "random", draw_trials(space, options.random, seed)
     if options.tpe is not None:
         return "tpe", ({},) * options.tpe
     return "grid", grid(space)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.contents import PREFIX, is_variable, path_of
+from flotilla.trainer.checkpoints.contents import PREFIX, find_path, is_variable
 from flotilla.trainer.embeddings.table_shard import EVICTED, GIVEN
 
 # Of a table's name and the number of a shard, its rows.
@@ -69,7 +69,7 @@ def grown(uri: str, created: str, tables: tuple[str, ...]) -> Shards:
 def _values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
     own = tf.train.load_checkpoint(str(folder / PREFIX))
     keys = own.get_variable_to_shape_map()
-    return {path_of(key): own.get_tensor(key) for key in keys if is_variable(key)}
+    return {find_path(key): own.get_tensor(key) for key in keys if is_variable(key)}
 
 
 def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:

@@ -14,7 +14,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2 as upstrea
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.examples.lengths import bucketed, with_lengths
+from flotilla.trainer.data.examples.lengths import add_lengths, bucket_batches
 from flotilla.trainer.data.records import encode, parse
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
@@ -397,7 +397,7 @@ def sequences(batch_size: int = 8) -> Problem:
     """Every worker gets the same batches in the same order."""
     draw = np.random.RandomState(3)
     tokens = [draw.randint(1, VOCABULARY, draw.randint(0, LONGEST)) for _ in range(SEQUENCES)]
-    columns = with_lengths(
+    columns = add_lengths(
         SEQUENCE_FEATURES, {"tokens": tokens, "label": draw.randint(0, CLASSES, SEQUENCES)}
     )
     records = list(encode(SEQUENCE_FEATURES, columns))
@@ -410,7 +410,7 @@ def sequences(batch_size: int = 8) -> Problem:
 
     def batches() -> tf.data.Dataset:
         data = tf.data.Dataset.from_tensor_slices(records).repeat()
-        found = bucketed(spec, data, (3, 6), batch_size).map(
+        found = bucket_batches(spec, data, (3, 6), batch_size).map(
             lambda each: parse(SEQUENCE_FEATURES, each)
         )
         return found.map(lambda each: (each["tokens"], each["label"]))

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from flotilla.trainer.cluster.forks import forked
 from flotilla.trainer.cluster.forks.fork_request import Request
-from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import signals
@@ -156,7 +156,7 @@ class Servers:
             descriptors=descriptors,
         )
         with (folder / "log.txt").open("ab") as log:
-            return forked.started(wanted, log.fileno())
+            return forked.start_process(wanted, log.fileno())
 
     def end(self) -> None:
         """Kill what still runs."""
@@ -181,7 +181,7 @@ def serving(
     process.
     """
     roles = {"ps": ps, "worker": workers, "chief": int(chief and ps + workers > 0)}
-    with held_cluster({role: count for role, count in roles.items() if count}) as cluster:
+    with reserve_cluster({role: count for role, count in roles.items() if count}) as cluster:
         servers = Servers(cluster, folder, devices)
         try:
             for role in ("ps", "worker") if chief else ("ps",):

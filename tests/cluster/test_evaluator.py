@@ -6,7 +6,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.checkpoints import restore_model
 from flotilla.trainer.checkpoints.decisions import best_first
 from flotilla.trainer.checkpoints.history import read_validations
-from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.checkpoints.index import read_index
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
@@ -29,7 +29,7 @@ def measured(dataset, uri, folder):
     """Return the validation loss of a checkpoint, measured here."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     config = parse_config({})
-    objective = tasks.objective_of(config, spec)
+    objective = tasks.make_objective(config, spec)
     model = evaluate.build_model(config, spec, objective)
     restore_model(uri, model, folder / "scratch")
     files = stage_shards(dataset, folder / "validation", "validation")
@@ -53,7 +53,7 @@ def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_pa
     steps = [row["global_step"] for row in rows]
     assert steps == [*range(0, STEPS, EVERY), STEPS]
     best = min(rows, key=MainMetric(name="accuracy", better="higher").order)
-    found = index_of(run.checkpoints)
+    found = read_index(run.checkpoints)
     assert best_first(found)[0].global_step == best["global_step"]
     assert {each.global_step for each in found[-KEEP:]} == {STEPS, steps[-2]}
     loss = measured(dataset, best_first(found)[0].uri, tmp_path)

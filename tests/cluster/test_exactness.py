@@ -108,7 +108,7 @@ def test_it_goes_on_from_the_checkpoint_of_another_strategy(dataset, tmp_path, h
     (attempt,) = run.events(AttemptBegin)
     assert (attempt.resumed, attempt.global_step) == (True, STEPS // 2)
     assert counted(run) == STEPS
-    manifests = [manifest.fields for _, manifest in storage.published(run.checkpoints)]
+    manifests = [manifest.fields for _, manifest in storage.list_published(run.checkpoints)]
     strategies = [fields["strategy"] for fields in manifests]
     assert strategies == [first, first, second]
 

@@ -23,7 +23,7 @@ from flotilla.trainer.checkpoints.contents import contents
 from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from flotilla.trainer.cluster import local
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task, check_port
 from flotilla.trainer.events import (
@@ -744,7 +744,7 @@ WORKERS = [Task(role="worker", index=index) for index in range(2)]
 @pytest.mark.parametrize("given_by", ["TF_CONFIG", pytest.param("flags", marks=pytest.mark.long)])
 def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, given_by):
     with (
-        held_cluster({"ps": 1, "worker": 2}) as cluster,
+        reserve_cluster({"ps": 1, "worker": 2}) as cluster,
         by_hand(tmp_path, dataset, cluster, CONFIG) as tasks,
     ):
         for task in (PS, *WORKERS):
@@ -762,7 +762,7 @@ def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, gi
 def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path, monkeypatch):
     config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
     with (
-        held_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
+        reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
         by_hand(tmp_path, dataset, cluster, config) as tasks,
     ):
         for task in (PS, *WORKERS):
@@ -782,7 +782,7 @@ def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path,
 def test_a_chief_that_is_started_again_elsewhere_waits_for_its_own_lock(dataset, tmp_path):
     config = {**CONFIG, "training": {**CONFIG["training"], "steps": 10**7}}
     with (
-        held_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
+        reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
         by_hand(tmp_path, dataset, cluster, config) as tasks,
     ):
         for task in (PS, *WORKERS, CHIEF):
@@ -802,7 +802,7 @@ def test_a_chief_that_is_started_again_elsewhere_waits_for_its_own_lock(dataset,
 
 def test_servers_are_joined_by_a_chief_only(dataset, tmp_path, monkeypatch):
     config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
-    with held_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster:
+    with reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster:
         monkeypatch.setenv("TF_CONFIG", cluster.tf_config(PS))
         with launched(config, dataset, tmp_path) as run:
             code, said = run.end()
@@ -828,7 +828,7 @@ def settings_of_parts(steps: int, servers: int = 2, **training: object) -> dict[
 @pytest.mark.slow
 def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before(dataset, tmp_path):
     with (
-        held_cluster({"chief": 1, "ps": 2, "worker": 1}) as cluster,
+        reserve_cluster({"chief": 1, "ps": 2, "worker": 1}) as cluster,
         by_hand(tmp_path, dataset, cluster, settings_of_parts(40)) as tasks,
     ):
         tasks.start(SECOND, module="tests.cluster.dying_server")

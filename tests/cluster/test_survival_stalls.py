@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from flotilla.trainer.cluster import termination
-from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin, Restart
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
@@ -100,7 +100,7 @@ def test_without_a_supervisor_a_waiting_task_names_the_silent_one(dataset, tmp_p
     config = settings("multi_worker_mirrored", communication="ring")
     config["training"]["steps"] = 100_000
     with (
-        held_cluster({"worker": 2}) as cluster,
+        reserve_cluster({"worker": 2}) as cluster,
         by_hand(tmp_path, dataset, cluster, config) as tasks,
     ):
         for task in (waits, stops):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import list_checkpoints
-from flotilla.trainer.cluster.local import held_cluster
+from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.config.schema import STRATEGIES
 from flotilla.trainer.config.topology import Cluster, Task
@@ -39,7 +39,7 @@ ROUND_TRIPS = 20_000
 @pytest.fixture(scope="module")
 def relayed(tmp_path_factory):
     """Two parameter servers and two workers, and the counter of what goes between all tasks."""
-    with held_cluster({"ps": 2, "worker": 2, "chief": 1}) as real:
+    with reserve_cluster({"ps": 2, "worker": 2, "chief": 1}) as real:
         ports = [real.addresses[task.role][task.index].rpartition(":")[2] for task in SERVING]
         relay = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.relay", *ports],

@@ -52,7 +52,9 @@ def artifact_in(folder, kind=dsl.Artifact):
 
 def stage(name, work, config, root, run_id=RUN, **given):
     """Return what a stage returns, called without its component."""
-    step = Step(at=run_store.run_at(root, run_id), config=config, root=root, run_id=run_id, **given)
+    step = Step(
+        at=run_store.find_run(root, run_id), config=config, root=root, run_id=run_id, **given
+    )
     return step.stage(name, work)
 
 

@@ -71,8 +71,8 @@ def test_the_first_step_has_the_mark_in_the_pipeline_and_alone(tmp_path):
 
 
 def test_an_option_without_a_mark_is_none():
-    assert contract.mark_in(["executor", contract.OPTION]) == ""
-    assert contract.mark_in(["executor", contract.OPTION, "1 x", "--more"]) == "1 x"
+    assert contract.find_mark(["executor", contract.OPTION]) == ""
+    assert contract.find_mark(["executor", contract.OPTION, "1 x", "--more"]) == "1 x"
 
 
 @pytest.mark.parametrize("compiled_by", ["", OTHER], ids=["older", "newer"])

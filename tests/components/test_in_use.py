@@ -18,7 +18,7 @@ def folder(tmp_path):
 
 def test_it_is_in_the_configuration_and_as_young_as_the_call(folder, tmp_path):
     root = storage.uri_of(tmp_path / "root")
-    config, made = in_use.bundled(Config(), folder, root)
+    config, made = in_use.publish_code(Config(), folder, root)
     assert Config.model_validate_json(config.model_dump_json()).code == made.uri
     place = storage.local_path(made.uri) / "MANIFEST.json"
     place.write_text(place.read_text().replace('"created": "20', '"created": "19'))
@@ -38,6 +38,6 @@ def test_one_that_is_removed_meanwhile_is_published_again(folder, tmp_path, monk
         return use(uri)
 
     monkeypatch.setattr(in_use, "use", removed_once)
-    _, made = in_use.bundled(Config(), folder, storage.uri_of(tmp_path / "root"))
+    _, made = in_use.publish_code(Config(), folder, storage.uri_of(tmp_path / "root"))
     assert asked == [made.uri, made.uri]
     storage.verify(made.uri)

@@ -35,7 +35,7 @@ def found(monkeypatch, mistake: str) -> None:
             raise ConfigError(mistake)
         return {}
 
-    monkeypatch.setattr(fitting, "tried", tried)
+    monkeypatch.setattr(fitting, "try_fit", tried)
 
 
 def test_a_mistake_ends_a_preparation_that_goes_on(step, monkeypatch):

@@ -76,7 +76,7 @@ class TestResolveConfig:
     )
     def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
         # Without a request to the store of a real bucket.
-        assert run_store.root_of("", output, values["kfp_run_id"]) == root
+        assert run_store.find_root("", output, values["kfp_run_id"]) == root
 
     def test_the_first_step_finds_the_root_itself(self, values, tmp_path, monkeypatch):
         # To KFP, a URI of a file is a path like any other.
@@ -163,5 +163,5 @@ def test_the_positive_class_is_the_champions_where_none_is_named(
 ):
     monkeypatch.setattr(resolve_config, "champion_positive", lambda *_: found)
     tree: dict[str, Any] = {"task": task, "data": {"label": label}}
-    made = resolve_config.with_positive(parse_config(tree), "file:///r")
+    made = resolve_config.add_positive(parse_config(tree), "file:///r")
     assert made == parse_config({**tree, "task": expected})

@@ -177,7 +177,7 @@ def test_a_checkpoint_that_was_made_again_is_evaluated_again(root, tmp_path):
     storage.publish(tmp_path / "again", run.checkpoint, kind="checkpoint", fields=fields)
     second, *_ = evaluated(run, root, tmp_path)
     assert first != second
-    assert len(storage.published(storage.join(root, RUN, "evaluation"))) == 2
+    assert len(storage.list_published(storage.join(root, RUN, "evaluation"))) == 2
 
 
 @pytest.mark.usefixtures("emitted")
@@ -255,7 +255,7 @@ def test_a_refused_model_is_not_exported(run, root, tmp_path, capsys):
     code, line = refused(export, capsys=capsys)
     assert code == 1
     assert line.startswith("nothing is exported: the gate refused the model")
-    assert not storage.published(storage.join(root, RUN, "model"))
+    assert not storage.list_published(storage.join(root, RUN, "model"))
 
 
 @pytest.fixture

@@ -16,7 +16,14 @@ from flotilla.components import table
 from flotilla.components.image import IMAGE
 from flotilla.components.prepare_data import prepare_data
 from flotilla.components.resolve_config import Resolved
-from flotilla.components.table import EXIT_STEP, StageSpec, StepSpec, maker_of, step_of, step_with
+from flotilla.components.table import (
+    EXIT_STEP,
+    StageSpec,
+    StepSpec,
+    find_maker,
+    find_step,
+    find_step_of_stage,
+)
 from flotilla.pipelines.step_settings import NO_SETTINGS
 from flotilla.pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
 from flotilla.trainer.config.form import FIELDS
@@ -65,23 +72,23 @@ def test_every_file_with_a_component_has_one_row_and_every_row_its_file():
 def test_each_output_has_one_stage():
     outputs = [stage.output for stage in table.STAGES if stage.output]
     assert len(set(outputs)) == len(outputs)
-    assert [maker_of(output).output for output in outputs] == outputs
+    assert [find_maker(output).output for output in outputs] == outputs
     assert EXIT_STEP is table.STEPS[-1]
 
 
 def test_each_stage_is_one_of_one_step():
     names = [stage.name for stage in table.STAGES]
     assert len(set(names)) == len(names)
-    assert [step_with(stage).name for stage in ("validate_data", "check_gate")] == [
+    assert [find_step_of_stage(stage).name for stage in ("validate_data", "check_gate")] == [
         table.PREPARE, table.EVALUATE,
     ]  # fmt: skip
     with pytest.raises(LookupError, match="has no stage 'count_labels'"):
-        step_with("count_labels")
+        find_step_of_stage("count_labels")
 
 
 @pytest.mark.parametrize("name", ["train_model", "train-model"])
 def test_a_step_has_two_names(name):
-    assert step_of(name).loads == ""
+    assert find_step(name).loads == ""
 
 
 def test_a_step_without_a_row_is_one_clear_error():
@@ -130,7 +137,7 @@ def named_in(path):
     """Return the names that a file may have: its own, and of its stages where it is a step."""
     own = {path.stem, path.stem.replace("_", "-")}
     if path.parent == ROOT / "components" and path.stem in files():
-        own |= {stage.name for stage in step_of(path.stem).stages}
+        own |= {stage.name for stage in find_step(path.stem).stages}
     return own
 
 

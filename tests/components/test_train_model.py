@@ -100,7 +100,7 @@ class TestTrainModel:
 
         def measured(job, defaults):
             launch(job, defaults)
-            for _, manifest in storage.published(job.checkpoints):
+            for _, manifest in storage.list_published(job.checkpoints):
                 loss = manifest.fields["global_step"] / 10
                 Validations(job.checkpoints).add(manifest, {"loss": loss})
 
@@ -159,7 +159,7 @@ class TestTrainModel:
         def refuse(_config, dataset):
             raise ConfigError(f"task classification: the split 'test' of {dataset} has one class")
 
-        monkeypatch.setattr(fitting, "tried", refuse)
+        monkeypatch.setattr(fitting, "try_fit", refuse)
         cluster = run.config.cluster.model_copy(update={"launcher": "tfjob"})
         text = run.config.model_copy(update={"cluster": cluster}).model_dump_json()
         code, line = refused(

@@ -5,7 +5,7 @@ import re
 import typer
 
 from flotilla.pipelines.cli.app import app
-from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
 from flotilla.trainer.__main__ import _parser
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
@@ -59,7 +59,7 @@ def wrong_space(params):
         halving=params["halving"],
     )
     try:
-        planned(options)
+        plan_sweep(options)
     except ConfigError as error:
         return str(error)
     return ""

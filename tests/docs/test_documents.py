@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flotilla.components.launchers import document_of
+from flotilla.components.launchers import render_job
 from flotilla.pipelines.compile import compile_pipeline
 from flotilla.trainer.config.data_gate import LIMITS, RULES
 from flotilla.trainer.config.load import REMOVED, parse_config
@@ -66,7 +66,7 @@ def test_every_snippet_of_a_configuration_is_valid(document):
             # As far as what its job would be: it is refused where the engine lacks a setting.
             config = parse_config(tree)
             kind = "JobSet" if config.cluster.launcher == "jobset" else "TFJob"
-            assert document_of(config)["kind"] == kind
+            assert render_job(config)["kind"] == kind
 
 
 @NAMED
@@ -296,8 +296,8 @@ def test_what_the_page_leaves_out_is_refused_by_jobsets_and_taken_by_tfjobs(key)
     # A setting of all roles is refused by the name of one.
     role = r"\w+" if section == "pod" else section
     with pytest.raises(ConfigError, match=rf"cluster\.kubernetes\.{role}\.{name}: "):
-        document_of(clusters["jobset"])
-    assert document_of(clusters["tfjob"])["kind"] == "TFJob"
+        render_job(clusters["jobset"])
+    assert render_job(clusters["tfjob"])["kind"] == "TFJob"
 
 
 def granted(role):

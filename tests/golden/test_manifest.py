@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from flotilla.components.launchers import document_of
+from flotilla.components.launchers import render_job
 from flotilla.trainer.config.load import parse_config
 
 TAINT = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
@@ -66,6 +66,6 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_manifest_is_the_golden_file(golden, name):
     text = yaml.safe_dump(
-        document_of(parse_config(CASES[name])), sort_keys=False, allow_unicode=True
+        render_job(parse_config(CASES[name])), sort_keys=False, allow_unicode=True
     )
     golden(f"{name}.yaml", text)

@@ -16,7 +16,7 @@ import urllib3
 from kfp import client as sdk
 from kfp_server_api.exceptions import ApiException
 
-from flotilla.components.records.step_record import published_records
+from flotilla.components.records.step_record import read_records
 from flotilla.components.table import WORKING
 from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError
@@ -583,7 +583,7 @@ def test_a_step_publishes_its_record(tmp_path):
     workflow = Workflow("some-run", storage_root=tmp_path.as_uri())
     workflow.begin("train_model")
     workflow.end("train_model", metrics={"global_step": 9}, uri="gs://b/c")
-    [record] = published_records(f"{tmp_path.as_uri()}/some-run")
+    [record] = read_records(f"{tmp_path.as_uri()}/some-run")
     assert (record.step, record.status, record.metrics) == (
         "train_model",
         "done",

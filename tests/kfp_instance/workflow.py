@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from flotilla.components.records.step_record import PublishedRecord
-from flotilla.components.table import EXPORT, PREPARE, ends_run, step_with
+from flotilla.components.table import EXPORT, PREPARE, ends_run, find_step_of_stage
 from flotilla.trainer import events, storage
 from flotilla.trainer.events import Event, StepBegin, StepEnd
 
@@ -123,7 +123,7 @@ class Workflow:
         self.write(stage, log_of(ended))
         if stage in self._records:
             self._records[stage].end(ended)
-        last = self.has_old_steps or stage == step_with(stage).stages[-1].name
+        last = self.has_old_steps or stage == find_step_of_stage(stage).stages[-1].name
         if last or status == "failed" or ends_run(stage, ended.metrics.get("decision")):
             self.stop(stage, state)
 
@@ -292,11 +292,11 @@ class Workflow:
         """Return the groups with a condition that a step is in, the outer one first."""
         if self.has_old_steps or step in ("root", "finish"):
             return ()
-        return CONDITIONS[: {PREPARE: 0, EXPORT: 2}.get(step_with(step).name, 1)]
+        return CONDITIONS[: {PREPARE: 0, EXPORT: 2}.get(find_step_of_stage(step).name, 1)]
 
     def _kfp_name(self, step: str) -> str:
         known = not self.has_old_steps and step != "root"
-        return step_with(step).kfp_name if known else step.replace("_", "-")
+        return find_step_of_stage(step).kfp_name if known else step.replace("_", "-")
 
     def _has(self, step: str) -> bool:
         return self._is_there(self._group(step))

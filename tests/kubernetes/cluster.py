@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.heartbeat import heartbeat_of, is_renewed
+from flotilla.components.kubernetes.heartbeat import is_renewed, read_heartbeat
 from tests.kubernetes import events, jobset_api, jobset_controller, pods, rbac
 from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.job_controller import ENDED, JobController
@@ -185,7 +185,7 @@ class Cluster:
     def wait_renewed(self, but: str = "") -> str:
         def found() -> str:
             for lease in self.leases():
-                beat = heartbeat_of(lease)
+                beat = read_heartbeat(lease)
                 # Another launcher is another holder.
                 if is_renewed(lease) and beat.partition(" ")[0] != but.partition(" ")[0]:
                     return beat

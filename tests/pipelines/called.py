@@ -15,7 +15,7 @@ import psutil
 from flotilla.components.records.step_record import step_records
 from flotilla.trainer import events, storage
 from flotilla.trainer.events import Event
-from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.events.run_state import reduce_events
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 Kind = TypeVar("Kind", bound=Event)
@@ -49,7 +49,7 @@ class Called:
 
     def statuses(self) -> dict[str, str]:
         """Return how each step of the newest start ended."""
-        return {each.step: each.status for each in step_records(state_of(self.events(Event)))}
+        return {each.step: each.status for each in step_records(reduce_events(self.events(Event)))}
 
     def path_of(self, artifact: str) -> Path:
         path = storage.local_path(self.answer["artifacts"][artifact])

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from flotilla.components.records.step_record import published_records
+from flotilla.components.records.step_record import read_records
 from flotilla.pipelines import models
 from flotilla.pipelines.cli.display import closing_table
 from flotilla.pipelines.compare import compare
@@ -231,7 +231,7 @@ def check_resume(runs, record):
         lambda: History(checkpoints, start=9).seconds(),
         lambda: list_checkpoints(checkpoints),
         lambda: Lease(checkpoints, "again").acquire(),
-        lambda: published_records(storage.uri_of(runs / DAMAGED)),
+        lambda: read_records(storage.uri_of(runs / DAMAGED)),
     ):
         refused_in_one_line(look)
 

@@ -11,17 +11,17 @@ import pytest
 from flotilla.components import descriptor
 from flotilla.pipelines.cli import app, display, live
 from flotilla.pipelines.cli.run import answer_of
-from flotilla.pipelines.runs.outcome import outcome_of
+from flotilla.pipelines.runs.outcome import judge_outcome
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.decisions import handed_on
+from flotilla.trainer.checkpoints.decisions import select_checkpoint
 from flotilla.trainer.config.main_metric import main_first
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import Validation, read
 from flotilla.trainer.events.event_lines import LogLines
-from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.report import views
-from flotilla.trainer.report.wording import spoken
+from flotilla.trainer.report.wording import spell_metric
 from flotilla.trainer.tracking.tracker import Reader
 from tests.pipelines.step_events import done, write
 
@@ -79,7 +79,7 @@ def made(request, tmp_path, capsys):
         name=name, root=storage.uri_of(workdir), folder=workdir / RUN, answer=answer,
         evaluation=evaluation, metrics=evaluation["metrics"], events=events,
         checkpoints=storage.uri_of(workdir / RUN / "checkpoints"),
-        result=outcome_of(state_of(events), 0, interrupted=False),
+        result=judge_outcome(reduce_events(events), 0, interrupted=False),
     )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def in_tracker(made):
 PLACES = {
     "live view": in_live_view,
     "log": lambda made: LogLines().take(Validation(global_step=9, metrics=made.metrics)).split()[5],
-    "headline": lambda made: spoken(made.name) in made.result.headline and made.name,
+    "headline": lambda made: spell_metric(made.name) in made.result.headline and made.name,
     "answer of a run": lambda made: answer_of(made.result).more["main_metric"],
     "closing table": in_closing_table,
     "runs": lambda made: made.answer("runs")["runs"][0]["main_metric"],
@@ -141,7 +141,8 @@ PLACES = {
     "tracker": in_tracker,
     "scalars of KFP": lambda made: next(iter(descriptor.scalars(made.metrics))),
     "checkpoint": lambda made: (
-        handed_on(made.checkpoints, "best").why.endswith(f" {spoken(made.name)}") and made.name
+        select_checkpoint(made.checkpoints, "best").why.endswith(f" {spell_metric(made.name)}")
+        and made.name
     ),
 }
 
@@ -153,4 +154,4 @@ def test_every_place_names_the_main_metric(made, place):
 
 def test_the_best_run_and_the_best_checkpoint_are_those_of_the_main_metric(made):
     assert made.answer("compare", OTHER, RUN)["best"] == [RUN]
-    assert handed_on(made.checkpoints, "best").global_step == 10
+    assert select_checkpoint(made.checkpoints, "best").global_step == 10

@@ -2,7 +2,7 @@
 
 from flotilla.pipelines import notebook
 from flotilla.pipelines.predict import Prediction
-from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
 from flotilla.trainer.events.run_state import RunState
 from tests.pipelines.step_events import done, judged
 
@@ -25,7 +25,7 @@ def test_a_run_is_short_in_a_prompt_and_a_table_in_a_notebook():
     evaluated = done("evaluate_model", metrics={"accuracy": 0.953125, "loss": 0.1})
     for event in [*judged("refused", "accuracy < 0.99"), *evaluated]:
         state.take(event)
-    result = outcome_of(state, 0, interrupted=False)
+    result = judge_outcome(state, 0, interrupted=False)
     assert repr(result).startswith("RunResult(refused, accuracy=0.9531)")
     drawn = result._repr_html_()
     assert "<td>status</td><td>refused</td>" in drawn

@@ -89,7 +89,7 @@ def test_a_model_without_a_champion_has_versions(tmp_path):
     ],
 )
 def test_the_ending_says_the_form(output, said, form):
-    assert predict.form_of(output, said) == form
+    assert predict.choose_format(output, said) == form
 
 
 @pytest.mark.parametrize("columns", ["id,city", ["id", "city"]])

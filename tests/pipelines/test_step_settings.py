@@ -12,7 +12,7 @@ import yaml
 from flotilla.components.kubernetes import names
 from flotilla.components.table import STEPS
 from flotilla.components.tfjob.engine import Place, manifest
-from flotilla.pipelines.compile import compile_pipeline, package_of
+from flotilla.pipelines.compile import compile_pipeline, load_package
 from flotilla.pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, step_pods
 from flotilla.pipelines.training import PIPELINES
 from flotilla.trainer.cluster.launcher import Job
@@ -450,4 +450,4 @@ def test_the_refusal_of_a_secret_does_not_repeat_it():
 def test_a_compiled_file_takes_no_more_settings(tmp_path):
     compile_pipeline(tmp_path / "pipeline.yaml")
     with pytest.raises(ConfigError, match="a setting of the pods is for compiling, and"):
-        package_of(tmp_path / "pipeline.yaml", "", StepPods(scratch="1Gi"))
+        load_package(tmp_path / "pipeline.yaml", "", StepPods(scratch="1Gi"))

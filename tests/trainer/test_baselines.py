@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.baselines import baselines
-from flotilla.trainer.baselines.baselines import baselines_of
+from flotilla.trainer.baselines.baselines import fit_baselines
 from flotilla.trainer.baselines.rows import Splits
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.records import encode
@@ -89,7 +89,7 @@ def test_a_table_of_two_classes(tmp_path):
     label = (x + (town == 1) * 2 > 0.5).astype("int64")
     towns = np.array([b"Rome", b"Oslo", b"Bonn"], object)[town]
     splits = published(tmp_path, {"x": x, "town": towns, "label": label})
-    found = by_name(baselines_of(BinaryClassification(target()), splits))
+    found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert list(found) == ["linear", "gradient boosting"]
     for each in found.values():
         assert each.skipped == ""
@@ -103,14 +103,14 @@ def test_a_table_of_two_classes(tmp_path):
 def test_without_time_nothing_is_fitted(tmp_path, seconds):
     x = numbers()
     splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
-    (found,) = baselines_of(BinaryClassification(target()), splits, seconds)
+    (found,) = fit_baselines(BinaryClassification(target()), splits, seconds)
     assert (found.name, found.skipped) == ("baseline", "it found no time")
 
 
 def test_a_class_that_training_has_not_seen_is_not_impossible(tmp_path):
     label = np.concatenate([np.arange(TEST) % 4, np.arange(ROWS - TEST) % 3])
     splits = published(tmp_path, {"x": label + 0.1 * numbers(), "label": label})
-    for each in baselines_of(Classification(target(num_classes=5)), splits):
+    for each in fit_baselines(Classification(target(num_classes=5)), splits):
         assert each.skipped == ""
         assert each.outputs.shape == (TEST, 5)
         assert np.isfinite(each.outputs).all()
@@ -126,7 +126,7 @@ def test_numbers_keep_their_units(tmp_path):
     for standardize in (False, True):
         moments = {"mean": 3e12, "std": 1e12, "min": 0.0, "max": 6e12}
         task = Regression(target(dtype="float32", moments=moments), standardize=standardize)
-        for each in baselines_of(task, splits):
+        for each in fit_baselines(task, splits):
             assert (each.skipped, each.outputs.shape) == ("", (TEST, 1))
             error = np.asarray(task.predictions(each.outputs))[:, 0] - in_order(label)
             assert np.abs(error).mean() < 1e11
@@ -141,7 +141,7 @@ def test_several_labels_are_learnt_one_by_one(tmp_path):
         "row": MultilabelClassification(target("row", shape=(3,))),
         "sum": Regression(target("sum", "float32")),
     }
-    found = baselines_of(MultiOutput(tasks, dict.fromkeys(tasks, 1.0)), splits)
+    found = fit_baselines(MultiOutput(tasks, dict.fromkeys(tasks, 1.0)), splits)
     assert found[0].made_by == "scikit-learn LogisticRegression and Ridge"
     for each in found:
         assert each.skipped == ""
@@ -171,7 +171,7 @@ def test_texts(tmp_path, kind):
     texts = [b"%d " % number + WORDS[kind][each] for number, each in enumerate(label)]
     columns = {"text": np.array(texts, object), "label": label}
     splits = published(tmp_path, columns, test=test)
-    (found,) = baselines_of(BinaryClassification(target()), splits)
+    (found,) = fit_baselines(BinaryClassification(target()), splits)
     assert (found.name, found.skipped) == ("TF-IDF, linear", "")
     assert found.made_by == "scikit-learn LogisticRegression of TF-IDF"
     assert ((found.outputs[:, 0] > 0) == in_order(label, test)).all()
@@ -181,7 +181,7 @@ def test_a_table_with_a_text_leaves_it_out_of_the_trees(tmp_path):
     x, label = numbers(), np.arange(ROWS) % 2
     texts = np.array([b"word%d is %d" % (n, each) for n, each in enumerate(label)], object)
     splits = published(tmp_path, {"x": x, "note": texts, "label": label})
-    found = by_name(baselines_of(BinaryClassification(target()), splits))
+    found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert list(found) == ["linear", "gradient boosting"]
     assert found["gradient boosting"].made_by.endswith("Classifier, without note")
     assert ((found["linear"].outputs[:, 0] > 0) == in_order(label)).all()
@@ -210,7 +210,7 @@ def test_no_column_fails_it(tmp_path, kind, alone):
     x = numbers()
     columns = {"odd": COLUMNS[kind](), "label": (x > 0).astype("int64")}
     splits = published(tmp_path, columns if alone else {"x": x, **columns})
-    for each in baselines_of(BinaryClassification(target()), splits):
+    for each in fit_baselines(BinaryClassification(target()), splits):
         assert each.skipped == ""
         assert np.isfinite(each.outputs).all()
         # Of 600 columns of noise a linear model of 280 rows knows less.
@@ -222,7 +222,7 @@ def test_no_column_fails_it(tmp_path, kind, alone):
 def test_few_rows(tmp_path, rows):
     x = numbers(TEST + rows)
     splits = published(tmp_path, {"x": x, "label": x})
-    for each in baselines_of(Regression(target(dtype="float32")), splits):
+    for each in fit_baselines(Regression(target(dtype="float32")), splits):
         assert each.skipped == ""
         assert each.outputs.shape == (TEST, 1)
 
@@ -230,7 +230,7 @@ def test_few_rows(tmp_path, rows):
 def test_one_class_in_training_is_said(tmp_path):
     label = np.where(np.arange(ROWS) < TEST, np.arange(ROWS) % 2, 1)
     splits = published(tmp_path, {"x": numbers(), "label": label})
-    found = by_name(baselines_of(BinaryClassification(target()), splits))
+    found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert "class" in found["linear"].skipped
 
 
@@ -240,11 +240,11 @@ def test_examples_without_weight_are_none(tmp_path):
     label[ROWS // 2 :], weight[ROWS // 2 :] = 1 - label[ROWS // 2 :], 0
     columns = {"x": x, "label": label, "weight": weight}
     splits = published(tmp_path, columns, weight="weight")
-    for each in baselines_of(BinaryClassification(target()), splits):
+    for each in fit_baselines(BinaryClassification(target()), splits):
         assert (each.rows, each.of_rows) == (ROWS // 2 - TEST, ROWS - TEST)
         assert ((each.outputs[:, 0] > 0) == in_order(label)).mean() > 0.9
     splits = published(tmp_path / "none", {**columns, "weight": weight * 0}, weight="weight")
-    (found,) = baselines_of(BinaryClassification(target()), splits)
+    (found,) = fit_baselines(BinaryClassification(target()), splits)
     assert found.skipped == "no training example weighs anything"
 
 
@@ -253,7 +253,7 @@ def test_a_sample_is_drawn_and_only_the_first_ones_are_answered(tmp_path, monkey
     x = numbers()
     splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
     monkeypatch.setattr(baselines, "_FEWEST_ROWS", 10)
-    for each in baselines_of(BinaryClassification(target()), splits):
+    for each in fit_baselines(BinaryClassification(target()), splits):
         assert (each.rows, each.of_rows) == (100, ROWS - TEST)
         assert len(each.outputs) == 100
         assert ((each.outputs[:, 0] > 0) == in_order(x > 0)[:100]).mean() > 0.9
@@ -273,7 +273,7 @@ def test_recommendations(tmp_path):
     splits = published(tmp_path, columns, group="user")
     splits = replace(splits, spec=replace(splits.spec, inputs=("user", "item")))
     task = Recommendation(target(), group="user", item="item", k=[5])
-    found = by_name(baselines_of(task, splits))
+    found = by_name(fit_baselines(task, splits))
     assert list(found) == ["popularity", "item-item"]
     assert [each.skipped for each in found.values()] == ["", ""]
     outputs = found["item-item"].outputs
@@ -292,11 +292,11 @@ class Own(Classification):
 def test_what_no_baseline_is_for(tmp_path):
     columns = {"x": numbers(), "label": np.arange(ROWS) % 2}
     splits = published(tmp_path, columns)
-    (found,) = baselines_of(Own(target(num_classes=2)), splits)
+    (found,) = fit_baselines(Own(target(num_classes=2)), splits)
     assert (found.name, found.skipped) == ("baseline", "the task is your own")
     picture = RANDOM.integers(0, 255, (ROWS, 20, 20, 3)).astype("uint8")
     splits = published(tmp_path / "picture", {"picture": picture, "label": columns["label"]})
-    (found,) = baselines_of(BinaryClassification(target()), splits)
+    (found,) = fit_baselines(BinaryClassification(target()), splits)
     assert found.skipped == "no input is a number, a class or a text"
 
 
@@ -307,6 +307,6 @@ def test_a_failure_is_one_line(tmp_path, monkeypatch):
     x = numbers()
     splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
     monkeypatch.setattr("sklearn.linear_model.LogisticRegression.fit", fails)
-    found = by_name(baselines_of(BinaryClassification(target()), splits))
+    found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert found["linear"].skipped.startswith("MemoryError: no (")
     assert found["gradient boosting"].skipped == ""

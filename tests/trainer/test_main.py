@@ -322,7 +322,7 @@ def test_a_trial_ends_as_its_error_says(options, monkeypatch, capsys):
 
 def test_what_another_machine_may_have_is_not_known_of_a_run_there(options, monkeypatch, capsys):
     words = ["fit", "--config", options["--config"], "--workdir", options["--workdir"]]
-    absent = Mock(side_effect=lambda *_: user_code.import_for("model x", "no_such_package"))
+    absent = Mock(side_effect=lambda *_: user_code.import_named("model x", "no_such_package"))
     monkeypatch.setattr(module, "_tried", absent)
     assert [main(words), main([*words, "--elsewhere"])] == [2, 1]
     assert capsys.readouterr().err.count("flotilla: model x: cannot import no_such_package: ") == 2

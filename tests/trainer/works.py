@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 from unittest import mock
 
-from flotilla.trainer.events import WorkProgress, heard_by
+from flotilla.trainer.events import WorkProgress, listen
 from flotilla.trainer.events.progress.work import Work
 
 
@@ -23,5 +23,5 @@ def works():
         if isinstance(event, WorkProgress) and event.is_over:
             last[event.what] = event
 
-    with mock.patch.object(Work, "__enter__", begun), heard_by(take):
+    with mock.patch.object(Work, "__enter__", begun), listen(take):
         yield last, made

@@ -29,9 +29,9 @@ from flotilla.trainer.baselines.fitting import (
     MOST_NUMBERS,
     Answer,
     boosting,
-    classes_of,
-    fitted,
-    labels_of,
+    count_classes,
+    count_labels,
+    fit_outputs,
     linear,
 )
 from flotilla.trainer.baselines.rows import (
@@ -93,7 +93,7 @@ class Baseline:
     skipped: str = ""
 
 
-def baselines_of(task: Task, splits: Splits, seconds: float = SECONDS) -> list[Baseline]:
+def fit_baselines(task: Task, splits: Splits, seconds: float = SECONDS) -> list[Baseline]:
     """Fit the baselines of a task to training examples, and let them answer the first test ones."""
     # Of libraries that are loaded later the threads are not limited.
     from sklearn import ensemble, linear_model  # noqa: F401, PLC0415
@@ -124,7 +124,7 @@ class _Way:
 
 
 def _why(error: Exception) -> str:
-    return str(error) if isinstance(error, NoBaselineError) else user_code.line_of(error)
+    return str(error) if isinstance(error, NoBaselineError) else user_code.format_error(error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +147,12 @@ def _chosen(task: Task, splits: Splits, clock: Clock) -> _Chosen:
         most = min(MOST_ROWS, _MOST_OUTPUTS // (1 + 2 * recommending.FACTORS))
         ways = _of_pairs(task, rows)
         return _Chosen(ways=ways, names=task.columns, answered=most, decides=True)
-    if (count := labels_of(task)) > MOST_NUMBERS:
+    if (count := count_labels(task)) > MOST_NUMBERS:
         raise NoBaselineError(f"none is for {count} numbers at once")
     names = columns.usable(spec)
     if not names:
         raise NoBaselineError("no input is a number, a class or a text")
-    classes = classes_of(task)
+    classes = count_classes(task)
     wanted = _MOST_VALUES // (columns.width(spec, names) * classes)
     rows = training_rows(splits, names, max(_FEWEST_ROWS, min(MOST_ROWS, wanted)), clock)
     known = Columns(spec, rows, classes)
@@ -178,7 +178,7 @@ def _of_columns(task: Task, known: Columns, rows: Rows, without: Sequence[str]) 
         _Way(
             name=name,
             made_by=f"scikit-learn {by}{_without(out)}",
-            fit=partial(fitted, kind(known), task, rows),
+            fit=partial(fit_outputs, kind(known), task, rows),
         )
         for name, by, kind, out in kinds
     ]

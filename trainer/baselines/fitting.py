@@ -124,7 +124,7 @@ def _in_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
         size = min(most - done, int(clock.left * _SAFE / max(each, 1e-6)))
 
 
-def labels_of(task: Task) -> int:
+def count_labels(task: Task) -> int:
     """Return how many numbers or classes are predicted one by one.
 
     Raises:
@@ -133,7 +133,7 @@ def labels_of(task: Task) -> int:
     if not type(task).__module__.startswith("flotilla.trainer.tasks."):
         raise NoBaselineError("the task is your own")
     if "" not in task.parts:
-        return sum(labels_of(part) for part in task.parts.values())
+        return sum(count_labels(part) for part in task.parts.values())
     if isinstance(task, MultilabelClassification | Regression):
         return int(np.prod(task.output_shape))
     if isinstance(task, BinaryClassification) or (
@@ -143,20 +143,20 @@ def labels_of(task: Task) -> int:
     raise NoBaselineError(f"none is for {task.name}")
 
 
-def classes_of(task: Task) -> int:
+def count_classes(task: Task) -> int:
     """Return the most classes that a label has: trees, or rows of a linear model."""
     if "" not in task.parts:
-        return max(classes_of(part) for part in task.parts.values())
+        return max(count_classes(part) for part in task.parts.values())
     return task.num_classes if isinstance(task, Classification) else 1
 
 
-def fitted(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, int]:
+def fit_outputs(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, int]:
     """Return what gives outputs of a task for further rows, and of how many rows it has learnt."""
     x = kind.known(rows, clock)
     count = x.shape[0]
     weights = rows.weights[:count]
     equal = bool((weights == weights[0]).all())
-    left = labels_of(task)
+    left = count_labels(task)
 
     def one(values: Array, *, is_class: bool) -> Any:
         nonlocal left

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.data.read import values_of
+from flotilla.trainer.data.read import parse_features
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
@@ -130,7 +130,7 @@ def batches(
     at_once = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // max(size, 1)))
 
     def parsed(batch: tf.Tensor) -> dict[str, tf.Tensor]:
-        found = values_of(spec, roles, batch)
+        found = parse_features(spec, roles, batch)
         return {
             name: tf.strings.substr(each, 0, TEXT_BYTES) if each.dtype == tf.string else each
             for name, each in found.items()

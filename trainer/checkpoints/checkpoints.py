@@ -21,10 +21,10 @@ from flotilla.trainer.checkpoints.contents import PREFIX, StoredVariable, is_dat
 from flotilla.trainer.checkpoints.decisions import MAX_AWAITED, Retention
 from flotilla.trainer.checkpoints.history import HISTORY_FILE, RowFile, read_validations
 from flotilla.trainer.checkpoints.index import (
-    index_of,
     list_checkpoints,
     publish_anew,
     read_checkpoint,
+    read_index,
 )
 from flotilla.trainer.checkpoints.part_saver import PartSaver
 from flotilla.trainer.checkpoints.servers import PartServers
@@ -41,9 +41,9 @@ from flotilla.trainer.runtime.errors import (
     ClusterLostError,
     RunInterruptedError,
     UserError,
-    diverged,
+    describe_divergence,
 )
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 
 # What a checkpoint of another configuration may lack.
 _OPTIONAL = (AVERAGE, LOSS_SCALE)
@@ -180,7 +180,7 @@ class Checkpoints:
         own = {"global_step": step, "fingerprint": self._fingerprint, **fields}
         own |= {"dataset": self.dataset} if self.dataset else {}
         files = {statistics.FILE: self.learnt.data} if self.learnt.data else {}
-        with reported(f"save {uri}"):
+        with report_errors(f"save {uri}"):
             if self.parts and self.parts.takes(variables):
                 self.parts.save(uri, variables, own, files)
             else:
@@ -219,7 +219,7 @@ class Checkpoints:
     def not_finite(self, path: str, step: int) -> UserError:
         """Return the error of a variable that is not finite."""
         last = next((uri for uri, _ in reversed(self._candidates())), "")
-        return UserError(diverged(f"{path} is not finite", step, last))
+        return UserError(describe_divergence(f"{path} is not finite", step, last))
 
     def require(self) -> None:
         """Raise where the lease is known to be lost, or where a save by parts has failed."""
@@ -232,7 +232,7 @@ class Checkpoints:
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # A later one was passed over, and must not replace one that can be read.
-        readable = [each for each in index_of(self.uri) if each.global_step <= step]
+        readable = [each for each in read_index(self.uri) if each.global_step <= step]
         for old in self._retention.outdated(readable):
             storage.delete(old)
 
@@ -334,7 +334,7 @@ def two_for_one(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
     return "; two classes have one logit now, and set task.name: classification for one each"
 
 
-def resumed(
+def select_resumed(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], training: TrainingConfig
 ) -> dict[str, tf.Variable]:
     """Return those of `variables` that are restored when a run is resumed.
@@ -385,12 +385,12 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
     """Assign the checkpoint at `uri` to the variables of a model; raises `UserError`."""
     found = fetch(uri, scratch / "checkpoint")
     named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
-    restore(found, handed_on(found, named), io_device=None)
-    table_state.restored(model)
+    restore(found, select_exported(found, named), io_device=None)
+    table_state.restore_tables(model)
     return found
 
 
-def handed_on(
+def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
     """Return variables of a model by what they get outside of training: averages where kept."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import newest_checkpoint, read_checkpoint
-from flotilla.trainer.runtime.json_records import from_tree
+from flotilla.trainer.runtime.json_records import parse_record
 
 PREFIX = "variables"
 # The field of a manifest that has, for each server that was lost since the checkpoint before, the
@@ -88,7 +88,7 @@ def is_variable(key: str) -> bool:
     return key.startswith(_ROOT)
 
 
-def path_of(key: str) -> str:
+def find_path(key: str) -> str:
     """Return the path of the variable that has this key."""
     escaped = key.removeprefix(_ROOT).partition("/")[0]
     return re.sub(r"\.\.|\.S", lambda part: _ESCAPED[part[0]], escaped)
@@ -102,17 +102,17 @@ def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
     }
 
 
-def of_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
+def read_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
     """Return the variables that the fields of a manifest name, without those that are damaged."""
     tree = fields.get("variables")
     found = {
-        path: from_tree(StoredVariable, each)
+        path: parse_record(StoredVariable, each)
         for path, each in (tree.items() if isinstance(tree, dict) else ())
     }
     return {path: each for path, each in found.items() if each and each.is_possible}
 
 
-def parts_of(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:
+def find_parts(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:
     """Return the numbers of the parts that hold these paths; None where one is not known."""
     numbers = {variables[path].part if path in variables else None for path in paths}
     return None if None in numbers else {each for each in numbers if each is not None}
@@ -129,5 +129,5 @@ def contents(uri: str) -> Contents:
         created=manifest.created,
         bytes=manifest.total_bytes,
         parts=tuple(each.bytes for each in manifest.files if is_data(each.path)),
-        variables=of_field(manifest.fields),
+        variables=read_field(manifest.fields),
     )

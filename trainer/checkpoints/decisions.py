@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints.index import IndexEntry, index_of, none_below, read_checkpoint
+from flotilla.trainer.checkpoints.index import IndexEntry, none_below, read_checkpoint, read_index
 from flotilla.trainer.config.schema import TrainingConfig
-from flotilla.trainer.report.wording import spoken
+from flotilla.trainer.report.wording import spell_metric
 
 # So many checkpoints are kept for an evaluator that has not measured them; one that never does must
 # not fill the disk.
@@ -84,8 +84,8 @@ def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
 def _best_by(best: IndexEntry) -> tuple[str, str]:
     """Return by what the best one was selected, and why not by the main metric, or nothing."""
     by, main = best.by, best.main
-    why = "" if by == main else f": a validation does not measure {spoken(main.name)}"
-    return f"best by validation {spoken(by.name)}", why
+    why = "" if by == main else f": a validation does not measure {spell_metric(main.name)}"
+    return f"best by validation {spell_metric(by.name)}", why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ class HandedOn:
     best: IndexEntry | None
 
 
-def handed_on(uri: str, choice: str, main_metric: str = "") -> HandedOn:
+def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> HandedOn:
     """Return the checkpoint below `uri` that training hands on, and emit which one it is.
 
     With `choice` "best" it is the best by the validation's main metric that is not damaged; else,
@@ -117,7 +117,7 @@ def handed_on(uri: str, choice: str, main_metric: str = "") -> HandedOn:
     none, or a last one that is damaged. `main_metric` is that of a run whose training was over
     when it was resumed with another one.
     """
-    found = index_of(uri, main_metric)
+    found = read_index(uri, main_metric)
     if not found:
         raise none_below(uri)
     ranked = best_first(found) if choice == "best" else []

@@ -49,7 +49,7 @@ def read_checkpoint(uri: str) -> Manifest:
 def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
     """Return the checkpoints below `uri` whose manifest names a global step, oldest first."""
     found = []
-    for at, manifest in storage.published(uri, KIND):
+    for at, manifest in storage.list_published(uri, KIND):
         step = manifest.fields.get("global_step")
         if type(step) is int and step >= 0:
             found.append((at, step, manifest))
@@ -116,7 +116,7 @@ class IndexEntry:
         return self.main if self.main.column in self.validation else BY_LOSS
 
 
-def index_of(uri: str, main_metric: str = "") -> list[IndexEntry]:
+def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first.
 
     They are compared by `main_metric`, or by the one that the newest of them names.

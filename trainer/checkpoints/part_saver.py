@@ -35,17 +35,17 @@ from flotilla.trainer.checkpoints.index import KIND
 from flotilla.trainer.checkpoints.part_server import Reply, Request
 from flotilla.trainer.checkpoints.servers import (
     PartServers,
+    count_bytes,
+    find_server,
     lost,
     merge,
     operating_on,
-    server_of,
     side_by_side,
-    size_of,
 )
-from flotilla.trainer.checkpoints.tensor_bundle import GRAPH, WRITE, Layout, Variables, layout_of
+from flotilla.trainer.checkpoints.tensor_bundle import GRAPH, WRITE, Layout, Variables, make_layout
 from flotilla.trainer.checkpoints.uploads import UploadQueue
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 
 
 class Owner(Protocol):
@@ -109,15 +109,15 @@ class PartSaver:
 
     def takes(self, variables: Variables) -> bool:
         """Say whether variables are saved by parts."""
-        held = {path: each for path, each in variables.items() if server_of(each) is not None}
-        return bool(held) and size_of(held) >= self.least and self.servers.are_ready()
+        held = {path: each for path, each in variables.items() if find_server(each) is not None}
+        return bool(held) and count_bytes(held) >= self.least and self.servers.are_ready()
 
     def save(
         self, uri: str, variables: Variables, fields: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> None:
         """Take a snapshot, and publish it at `uri` behind training; raises `UserError`."""
         self.settle()
-        servers = {path: server_of(each) or 0 for path, each in variables.items()}
+        servers = {path: find_server(each) or 0 for path, each in variables.items()}
         parts = {server: part for part, server in enumerate(sorted(set(servers.values())))}
         stored = {
             path: StoredVariable.of(each, part=parts[servers[path]])
@@ -139,7 +139,7 @@ class PartSaver:
 
     def layout_of(self, variables: Variables) -> Layout:
         """Return the layout of variables, made once; raises `UserError`."""
-        return layout_of(variables, self.servers.io_device, self._scratch)
+        return make_layout(variables, self.servers.io_device, self._scratch)
 
     def require(self) -> None:
         """Raise what has failed behind training, if anything has."""
@@ -229,7 +229,7 @@ class PartSaver:
     def _add_small(self, save: _Save) -> list[storage.FileEntry]:
         """Add what is no data of a server, which is written on this machine first."""
         with (
-            reported(f"save {save.uri}"),
+            report_errors(f"save {save.uri}"),
             tempfile.TemporaryDirectory(dir=self._scratch) as name,
         ):
             folder = Path(name)

@@ -31,8 +31,8 @@ from pathlib import Path
 
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import from_tree, parse, tree_of
-from flotilla.trainer.storage.errors import PASSING, reported
+from flotilla.trainer.runtime.json_records import parse, parse_record, tree_of
+from flotilla.trainer.storage.errors import PASSING, report_errors
 
 FOLDER = "parts"
 READY = f"{FOLDER}/ready.json"
@@ -101,7 +101,7 @@ class Reply:
     @classmethod
     def from_json(cls, data: bytes) -> Reply:
         """Read an answer; raises `ValueError` where it is none."""
-        found = from_tree(cls, parse(data))
+        found = parse_record(cls, parse(data))
         if found is None:
             raise ValueError(f"{data!r} is no answer of a server")
         return found
@@ -164,7 +164,7 @@ class PartServer:
         """Answer one whole request, of those that do or do not wait for an upload; say whether."""
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
-                request = from_tree(Request, parse(path.read_bytes()))
+                request = parse_record(Request, parse(path.read_bytes()))
             except (ValueError, FileNotFoundError):
                 request = None
             if request is None:
@@ -215,7 +215,9 @@ class PartServer:
 
     def _answer(self, request: Request) -> Reply:
         try:
-            with reported(f"{request.action} a part of a checkpoint in {self._folder / FOLDER}"):
+            with report_errors(
+                f"{request.action} a part of a checkpoint in {self._folder / FOLDER}"
+            ):
                 return _ACTIONS[request.action](self._folder, request)
         except UserError as error:
             transient = isinstance(error, storage.Unavailable) or _may_pass(error.__cause__)

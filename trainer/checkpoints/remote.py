@@ -48,7 +48,7 @@ class LogFiles:
             self._has_failed = True
 
 
-def checkpoints_of(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
+def open_checkpoints(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
     """Return the checkpoints below `uri`; `alone`: no other task looks for the newest one."""
     if storage.local_path(uri):
         return Checkpoints(uri, **settings)

@@ -27,12 +27,12 @@ from flotilla.trainer.checkpoints.tensor_bundle import (
     Layout,
     Variables,
     assign,
-    of_files,
+    report_file_errors,
 )
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
 from flotilla.trainer.runtime.json_records import parse_mapping
-from flotilla.trainer.storage.retry import until_deadline
-from flotilla.trainer.strategies.placement import fetched, operating_at, server_device
+from flotilla.trainer.storage.retry import retry_until_deadline
+from flotilla.trainer.strategies.placement import fetch_value, run_on_device, server_device
 
 # Between two looks for an answer: first and last; and until a server is probed.
 FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0
@@ -40,13 +40,13 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-def server_of(variable: tf.Variable) -> int | None:
+def find_server(variable: tf.Variable) -> int | None:
     """Return the number of the parameter server that holds a variable; None elsewhere."""
     device = tf.DeviceSpec.from_string(variable.device)
     return device.task if device.job == "ps" else None
 
 
-def size_of(variables: Variables) -> int:
+def count_bytes(variables: Variables) -> int:
     """Return the bytes of the values of variables."""
     return sum((each.shape.num_elements() or 0) * each.dtype.size for each in variables.values())
 
@@ -104,7 +104,7 @@ class PartServers:
 
     def restore(self, uri: str, layout: Layout, wanted: Variables) -> None:
         """Assign values of the checkpoint at `uri` on the servers that hold the variables."""
-        places = {path: server_of(each) or 0 for path, each in wanted.items()}
+        places = {path: find_server(each) or 0 for path, each in wanted.items()}
 
         def of_server(server: int) -> None:
             own = {path: each for path, each in wanted.items() if places[path] == server}
@@ -115,7 +115,7 @@ class PartServers:
     def _restore(self, server: int, uri: str, own: Variables, layout: Layout) -> None:
         manifest = storage.read_manifest(uri)
         data = [each.path for each in manifest.files if contents.is_data(each.path)]
-        numbers = contents.parts_of(contents.of_field(manifest.fields), own)
+        numbers = contents.find_parts(contents.read_field(manifest.fields), own)
         named = {contents.data_file(each, len(data)) for each in numbers or ()}
         files = (INDEX_FILE, *(path for path in data if numbers is None or path in named))
         shared = storage.local_path(uri)
@@ -138,7 +138,7 @@ class PartServers:
     def on_files(self, server: int, action: str, path: str, work: Callable[[], Result]) -> Result:
         """Return what `work` makes of files of a server, again while its error may pass."""
         place = partial(self.place, server, path)
-        return until_deadline(place(), partial(_once, server, action, place, work))
+        return retry_until_deadline(place(), partial(_once, server, action, place, work))
 
     def _write(self, server: int, path: str, data: str) -> None:
         self.on_files(server, WRITE, path, lambda: tf.io.write_file(path, data))
@@ -150,7 +150,7 @@ class PartServers:
             # To read what is not there would log an error on the server.
             if not len(tf.io.matching_files(path)):
                 return None
-            data: bytes = fetched(tf.io.read_file(path))
+            data: bytes = fetch_value(tf.io.read_file(path))
             return data
 
         return self.on_files(server, READ, path, read)
@@ -158,7 +158,7 @@ class PartServers:
 
 # No function within another: what that encloses is kept by an error, see `side_by_side`.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
-    with lost(server), operating_on(server), of_files(action, where):
+    with lost(server), operating_on(server), report_file_errors(action, where):
         return work()
 
 
@@ -187,7 +187,7 @@ def _drop_locals(error: BaseException) -> None:
 
 def operating_on(server: int) -> AbstractContextManager[None]:
     """Run operations on a server, not in line with those of other threads."""
-    return operating_at(server_device(server))
+    return run_on_device(server_device(server))
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
         # TensorFlow renames them.
         Path(f"{prefix}{part_server.DATA}").touch()
-    with of_files(WRITE, lambda: folder), tf.device(servers.io_device):
+    with report_file_errors(WRITE, lambda: folder), tf.device(servers.io_device):
         tf.raw_ops.MergeV2Checkpoints(
             checkpoint_prefixes=prefixes,
             destination_prefix=str(folder / PREFIX),

@@ -25,7 +25,7 @@ from flotilla.trainer.checkpoints.contents import PREFIX
 from flotilla.trainer.models.embedding_table import may_lack
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import PASSING
-from flotilla.trainer.storage.retry import until_deadline
+from flotilla.trainer.storage.retry import retry_until_deadline
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 # A full disk, a folder that may not be written, a file over the limit of its size.
@@ -49,7 +49,7 @@ Variables = Mapping[str, tf.Variable]
 
 
 @contextmanager
-def of_files(action: str, where: Callable[[], object]) -> Iterator[None]:
+def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[None]:
     """Turn an error of a file that TensorFlow reads or writes into a `UserError`; others pass.
 
     `action` is `WRITE` or `READ`; `where` returns the words for the folder. It is
@@ -88,7 +88,7 @@ class Layout:
         """Read the index of a checkpoint, whose data may be absent."""
         reader = tf.train.load_checkpoint(str(prefix))
         shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-        keys = {contents.path_of(key): key for key in shapes if contents.is_variable(key)}
+        keys = {contents.find_path(key): key for key in shapes if contents.is_variable(key)}
         return cls(
             keys=keys,
             shapes={path: shapes[key] for path, key in keys.items()},
@@ -126,22 +126,22 @@ def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | N
 
 def write(variables: Variables, prefix: Path, io_device: str | None) -> None:
     """Write a bundle of variables once; raises `UserError` where it cannot be written."""
-    until_deadline(
+    retry_until_deadline(
         str(prefix.parent), partial(_write, variables, prefix, io_device, place=prefix.parent)
     )
 
 
 def _write(variables: Variables, prefix: Path, io_device: str | None, *, place: Path) -> None:
     options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-    with of_files(WRITE, lambda: place), tf.device(io_device):
+    with report_file_errors(WRITE, lambda: place), tf.device(io_device):
         tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
 
 
-def layout_of(variables: Iterable[str], io_device: str | None, scratch: Path) -> Layout:
+def make_layout(variables: Iterable[str], io_device: str | None, scratch: Path) -> Layout:
     """Return the layout by which the same variables are saved each time; raises `UserError`."""
     scratch.mkdir(parents=True, exist_ok=True)
     make = partial(_layout_of, tuple(sorted(variables)), io_device, scratch)
-    return until_deadline(str(scratch), make)
+    return retry_until_deadline(str(scratch), make)
 
 
 @cache
@@ -167,7 +167,7 @@ class BundleWriter:
     def prepare(self, variables: Variables, io_device: str | None) -> None:
         """Make what is the same each time; raises `UserError`."""
         self._reader_of(variables, io_device)
-        layout_of(variables, io_device, self._scratch)
+        make_layout(variables, io_device, self._scratch)
 
     def read(self, variables: Variables, io_device: str | None) -> Values:
         """Return what variables are now, where nothing changes them until it is written."""
@@ -175,11 +175,11 @@ class BundleWriter:
 
     def write(self, values: Values, prefix: Path, io_device: str | None) -> None:
         """Write a bundle; raises `UserError` where it cannot be written."""
-        layout = layout_of(values.by_path, io_device, self._scratch)
+        layout = make_layout(values.by_path, io_device, self._scratch)
         names = [*(layout.keys[path] for path in values.by_path), GRAPH]
 
         def write_once() -> None:
-            with of_files(WRITE, lambda: prefix.parent), tf.device(io_device):
+            with report_file_errors(WRITE, lambda: prefix.parent), tf.device(io_device):
                 tf.raw_ops.SaveV2(
                     prefix=str(prefix),
                     tensor_names=names,
@@ -187,7 +187,7 @@ class BundleWriter:
                     tensors=[*values.by_path.values(), tf.constant(layout.graph)],
                 )
 
-        until_deadline(str(prefix.parent), write_once)
+        retry_until_deadline(str(prefix.parent), write_once)
 
     def _reader_of(self, variables: Variables, io_device: str | None) -> _Reader:
         if self._reader is None or not self._reader.is_of(variables, io_device):

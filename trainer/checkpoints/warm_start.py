@@ -87,7 +87,7 @@ def check(value: str | Mapping[str, Any], paths: Sequence[str]) -> None:
                 )
 
 
-def fetched(value: str | Mapping[str, Any], scratch: Path) -> Source | None:
+def fetch_weights(value: str | Mapping[str, Any], scratch: Path) -> Source | None:
     """Fetch and verify the weights to begin with; None for an empty value; raises `UserError`."""
     weights = initial_weights(value)
     if not weights.source:
@@ -145,7 +145,7 @@ def load(
     partial = source.weights.is_partial
     selection = _selected(source.weights, here, there) if partial else _all(source.uri, here, there)
     wanted = {f"{_MODEL}{path}": own[path] for path in selection.taken}
-    handed_on = checkpoints.handed_on(found, wanted)
+    handed_on = checkpoints.select_exported(found, wanted)
     checkpoints.restore(found, handed_on, io_device=io_device, servers=servers)
     left = {why: len(paths) for why, paths in selection.left.items()}
     what = str(selection)
@@ -222,7 +222,7 @@ def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> Re
             model = keras_file.read(source.file)
     # The file, and the classes that it names, may fail in any way.
     except Exception as error:
-        words = user_code.message_of(error).partition(". ")[0]
+        words = user_code.short_message(error).partition(". ")[0]
         raise ConfigError(
             f"{_KEY}: Keras cannot read {source.uri}: {words}; classes of your own have to be "
             "registered (keras.saving.register_keras_serializable) by the module of model.name"

@@ -87,7 +87,7 @@ def call(  # noqa: PLR0913
             environment=environment(variables),
         )
         with log.open("ab") as output:
-            process = forked.started(wanted, output.fileno())
+            process = forked.start_process(wanted, output.fileno())
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:

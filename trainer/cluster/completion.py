@@ -13,7 +13,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.events import to_tree
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import record_in
+from flotilla.trainer.runtime.json_records import read_record
 
 FILE = "end.json"
 ALL_STEPS, EARLY_STOP = "all steps", "early stop"
@@ -59,14 +59,14 @@ def record(job: Job, checkpoint: str) -> Completion:
 def is_over(job: Job) -> bool:
     """Return whether training is over, by its record and the newest checkpoint."""
     try:
-        found = record_in(Completion, storage.read_bytes(_place(job)))
+        found = read_record(Completion, storage.read_bytes(_place(job)))
     except storage.Missing:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False
     # By time and not by step: training may have passed over a damaged one of a later step.
     newest = max(
-        storage.published(job.checkpoints),
+        storage.list_published(job.checkpoints),
         key=lambda pair: (pair[1].created, pair[0]),
         default=None,
     )

@@ -24,7 +24,7 @@ class NotKnownError(ConfigError):
 def require(config: Config, dataset: str = "") -> None:
     """Raise `ConfigError` where it does not fit; say so where it is not known."""
     try:
-        tried(config, dataset)
+        try_fit(config, dataset)
     except NotKnownError as error:
         _say_not_known(error)
 
@@ -46,7 +46,7 @@ def begin(
 
     def work() -> None:
         try:
-            tried(config, dataset)
+            try_fit(config, dataset)
         except NotKnownError as error:
             if not is_over():
                 _say_not_known(error)
@@ -58,7 +58,7 @@ def begin(
     return thread
 
 
-def tried(
+def try_fit(
     config: Config, dataset: str = "", seconds: float = SECONDS, *, elsewhere: bool = False
 ) -> dict[str, Any]:
     """Return what fits, without a GPU: see `flotilla.trainer.training.dry_run.fit`.

@@ -22,10 +22,10 @@ class Job:
     @property
     def run_id(self) -> str:
         """The id of the run: the folder that holds its checkpoints."""
-        return run_of(self.checkpoints)
+        return find_run_id(self.checkpoints)
 
 
-def run_of(checkpoints: str) -> str:
+def find_run_id(checkpoints: str) -> str:
     """Return the id of the run that has its checkpoints below this URI."""
     path, _, _ = checkpoints.partition("?")
     return path.rstrip("/").rsplit("/", 2)[-2]

@@ -28,8 +28,8 @@ from functools import cache, partial
 from flotilla.trainer import events, storage
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
-from flotilla.trainer.runtime.json_records import number_in, record_in, time_at
-from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.runtime.json_records import make_time, parse_number, read_record
+from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.storage.local import is_gone, is_living, writer
 
 FOLDER = ".lock"
@@ -103,7 +103,7 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
     """Return the holders below the folder `uri` by number; None for one that cannot be read."""
     found: dict[int, LeaseHolder | None] = {}
     for name in storage.names(storage.join(uri, FOLDER)):
-        if (number := number_in(name.removesuffix(_SUFFIX))) is not None:
+        if (number := parse_number(name.removesuffix(_SUFFIX))) is not None:
             try:
                 data = storage.read_bytes(storage.join(uri, FOLDER, name))
             except storage.Missing:
@@ -111,7 +111,7 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
             except storage.Corrupt:
                 found[number] = None
             else:
-                found[number] = record_in(LeaseHolder, data)
+                found[number] = read_record(LeaseHolder, data)
     return found
 
 
@@ -137,7 +137,7 @@ def lease_uri(uri: str, number: int) -> str:
 
 def clock_time(seconds: float) -> str:
     """Format a time, in seconds since 1970."""
-    found = time_at(seconds)
+    found = make_time(seconds)
     return f"{found:%Y-%m-%d %H:%M:%S} UTC" if found else f"{seconds:g} s after 1970"
 
 
@@ -309,7 +309,7 @@ def acquire_waiting(
             raise refused
         interrupts: list[None] = []
         # Logging would swallow an exception that a signal handler raises.
-        with on_interrupt(partial(interrupts.append, None)):
+        with handle_interrupts(partial(interrupts.append, None)):
             if first is None:
                 until = clock_time(holder.until)
                 log.warning(
@@ -334,7 +334,7 @@ def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
 
 
 @contextmanager
-def held(uri: str, run: str) -> Iterator[Lease]:
+def hold_lease(uri: str, run: str) -> Iterator[Lease]:
     """Hold the lease of the folder `uri` in this block, renewed by a thread.
 
     See `acquire_waiting` for what it raises. An attempt that ends by `ClusterLostError` does not

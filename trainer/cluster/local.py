@@ -20,7 +20,7 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.process import LOG, TaskProcess, require_gpus
 from flotilla.trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader, topology_of
+from flotilla.trainer.config.topology import Cluster, Task, find_topology, from_tf_config, leader
 from flotilla.trainer.events.event_lines import LogLines
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def held_cluster(tasks: dict[str, int]) -> Iterator[Cluster]:
+def reserve_cluster(tasks: dict[str, int]) -> Iterator[Cluster]:
     """Yield a cluster of `tasks` (role to count), on ports that are reserved in the block."""
     with ExitStack() as sockets:
         addresses = {
@@ -88,9 +88,9 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
             )
         yield cluster, {"chief": 1}
         return
-    topology = topology_of(config.training.strategy)
+    topology = find_topology(config.training.strategy)
     tasks = topology.tasks(servers=config.cluster.parameter_servers, workers=config.cluster.workers)
-    with held_cluster(tasks) as cluster:
+    with reserve_cluster(tasks) as cluster:
         yield cluster, {"chief": 1} if config.cluster.in_process and topology.servers else tasks
 
 
@@ -143,7 +143,7 @@ class TaskLogs:
 
 
 @contextmanager
-def relayed(workdir: Path, sink: LineSink) -> Iterator[None]:
+def relay_logs(workdir: Path, sink: LineSink) -> Iterator[None]:
     """Pass on the logs of the tasks below `workdir` until the block ends, to their last line."""
     logs = TaskLogs(workdir, sink)
     follower = Loop(

@@ -20,10 +20,10 @@ from flotilla.trainer.cluster.forks import forked
 from flotilla.trainer.cluster.forks.fork_request import Request
 from flotilla.trainer.cluster.launcher import Job, task_command
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Cluster, Task, topology_of
+from flotilla.trainer.config.topology import Cluster, Task, find_topology
 from flotilla.trainer.runtime import cores, signals, user_code
 from flotilla.trainer.runtime.errors import RETRYABLE, ConfigError, UserError
-from flotilla.trainer.runtime.output.stamps import parted
+from flotilla.trainer.runtime.output.stamps import split_stamp
 
 _GPUS = "/dev/nvidia[0-9]*"
 
@@ -57,7 +57,7 @@ def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
 
 def gpu_count(config: Config, task: Task) -> int:
     """Return how many GPUs a task gets: workers compute, and a chief that has none."""
-    topology = topology_of(config.training.strategy)
+    topology = find_topology(config.training.strategy)
     computes = task.role == "worker" or (task.role == "chief" and not topology.workers)
     return config.cluster.gpus_per_worker if computes else 0
 
@@ -156,7 +156,7 @@ class TaskProcess:
         self.log = self.folder / LOG
         self._job = job
         self._cluster = cluster
-        leads = topology_of(job.config.training.strategy).leads(task)
+        leads = find_topology(job.config.training.strategy).leads(task)
         self._serves = task.role != "evaluator" and not leads
         self._started: forked.Process | None = None
         self._killed: End | None = None
@@ -190,7 +190,7 @@ class TaskProcess:
                 own_session=True,
                 descriptors=(beats,),
             )
-            self._started = forked.started(wanted, output.fileno())
+            self._started = forked.start_process(wanted, output.fileno())
         if self._serves:
             pin_to_cores(self._started.pid, self._cluster, self.task)
         return self._started
@@ -250,7 +250,7 @@ class TaskProcess:
         with self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
             text = log.read().decode("utf-8", errors="replace")
-        return [parted(line)[1] for line in text.strip().splitlines()[-count:]]
+        return [split_stamp(line)[1] for line in text.strip().splitlines()[-count:]]
 
     def _command(self) -> list[str]:
         return task_command(self._job, self.folder / CONFIG, self.folder)

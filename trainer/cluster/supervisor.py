@@ -38,9 +38,9 @@ from flotilla.trainer.runtime.errors import (
     USAGE,
     RunInterruptedError,
     UserError,
-    kind_of,
+    error_for_exit,
 )
-from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.runtime.signals import handle_interrupts
 
 # A leader that was asked to stop has this long to publish its last checkpoint.
 GRACE_SECONDS = 60.0
@@ -163,7 +163,7 @@ class Supervisor:
         Raises `UserError` for a task that failed for good, and `RunInterruptedError` at SIGINT or
         SIGTERM.
         """
-        with on_interrupt(lambda: self._events.put(None)):
+        with handle_interrupts(lambda: self._events.put(None)):
             try:
                 self._supervise()
             finally:
@@ -204,7 +204,7 @@ class Supervisor:
             message = process.termination_message() or (
                 f"{end.cause}; its last line: {process.last_line()}"
             )
-            raise kind_of(end.code)(f"{message} ({process.task}, log {process.log})")
+            raise error_for_exit(end.code)(f"{message} ({process.task}, log {process.log})")
         if not end.planned:
             self._count_incident(process, end)
         self._restarts_at_start[process.task] = self._restarts

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.masking import mask
 
 FILE = "termination.txt"
 ROOM = 4096
@@ -35,7 +35,7 @@ def write(workdir: Path, message: str) -> None:
     with suppress(OSError):
         path.touch()
         with path.open("r+b") as file:
-            file.write(_filled(" ".join(masked(message).split())))
+            file.write(_filled(" ".join(mask(message).split())))
 
 
 def read(workdir: Path) -> str:

@@ -39,7 +39,7 @@ class Bundle:
     remarks: tuple[str, ...] = ()
 
 
-def digest_of(contents: Mapping[str, str]) -> str:
+def compute_digest(contents: Mapping[str, str]) -> str:
     """Return the digest of a bundle, from the SHA-256 of each file by its path."""
     text = json.dumps(sorted(contents.items()), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -50,7 +50,7 @@ def publish(folder: Path, root: str) -> Bundle:
     collected = collect(folder)
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
         hashes = {each.path: _copied(each, Path(scratch)) for each in collected.files}
-        digest = digest_of(hashes)
+        digest = compute_digest(hashes)
         uri = storage.join(root, FOLDER, digest)
         manifest = storage.publish(Path(scratch), uri, kind=KIND, fields={"digest": digest})
     return Bundle(
@@ -125,7 +125,7 @@ def _shadow(name: str) -> str:
     )
 
 
-def configured(text: str) -> Config:
+def load_bundle(text: str) -> Config:
     """Return the configuration of a step, whose bundle is on the path now; raises `UserError`."""
     config = Config.model_validate_json(text)
     enter(config.code)
@@ -146,7 +146,7 @@ def enter(uri: str) -> None:
             "submit again with --code"
         ) from None
     hashes = {each.path: _hash(folder / each.path) for each in manifest.files}
-    if digest_of(hashes) != digest:
+    if compute_digest(hashes) != digest:
         # The next process fetches it anew.
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(

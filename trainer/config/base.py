@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from flotilla.trainer.runtime.errors import nearest
-from flotilla.trainer.runtime.masking import credentials_in, masked
+from flotilla.trainer.runtime.masking import find_credentials, mask
 
 #: The largest whole number that a run parameter may be: KFP passes numbers as doubles.
 MOST = 2**53
@@ -103,7 +103,7 @@ Free = Annotated[dict[str, Any], AfterValidator(_finite)]
 def require_writable(tree: Any) -> None:
     """Refuse what may not be written down, or would be replaced; raises `ValueError`."""
     for path, text in _texts(tree):
-        if why := credentials_in(text):
+        if why := find_credentials(text):
             raise ValueError(f"{path}: {why}; {_REMEDY}")
         if "{{" in text:
             raise ValueError(
@@ -118,7 +118,7 @@ def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
         yield path, value
     elif isinstance(value, dict):
         for name, each in value.items():
-            here = ".".join(filter(None, (path, masked(str(name)))))
+            here = ".".join(filter(None, (path, mask(str(name)))))
             yield path or here, str(name)
             yield from _texts(each, here)
     elif isinstance(value, list | tuple):

@@ -47,7 +47,7 @@ _FLAG = re.compile(r"--[A-Za-z]\w*(=.+)?")
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?")
 
 
-def bytes_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the bytes of a size such as 300MB (of 10^6) or 2GiB (of 2^30); raises `ValueError`."""
     found = _BYTES.fullmatch(text.strip())
     if not found or (found[3] and not found[2]):
@@ -304,7 +304,7 @@ class DataConfig(Section):
     @field_validator("disk")
     @classmethod
     def _size(cls, value: str) -> str:
-        if value and bytes_of(value) < 1:
+        if value and parse_size(value) < 1:
             raise ValueError(f"{value!r} holds nothing")
         return value
 

@@ -126,7 +126,7 @@ def to_local_form(config: Config) -> dict[str, Any]:
 
 def from_form(values: Mapping[str, Any]) -> Config:
     """Return the configuration of a form, as KFP passes it; raises `ConfigError`."""
-    settings = tree_of(values[SETTINGS])
+    settings = parse_settings(values[SETTINGS])
     if WHOLE in values[SETTINGS]:
         return parse_config(settings)
     tree = deepcopy(settings)
@@ -151,7 +151,7 @@ def from_form(values: Mapping[str, Any]) -> Config:
     return parse_config(tree)
 
 
-def tree_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree that a value of `settings` holds; raises `ConfigError`."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"settings: {settings!r} is not a mapping of sections")

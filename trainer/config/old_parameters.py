@@ -46,12 +46,12 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tup
             yield key, field
 
 
-def is_of_before(values: Mapping[str, Any]) -> bool:
+def are_old_parameters(values: Mapping[str, Any]) -> bool:
     """Return whether these are run parameters of a pipeline of before the form."""
     return "training_steps" in values
 
 
-def configuration_of(values: Mapping[str, Any]) -> Config:
+def convert_parameters(values: Mapping[str, Any]) -> Config:
     """Return the configuration that they were; raises `ConfigError`."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
@@ -65,10 +65,10 @@ def configuration_of(values: Mapping[str, Any]) -> Config:
     return parse_config(tree)
 
 
-def remarks_of(values: Mapping[str, Any]) -> tuple[str, ...]:
+def describe_ignored(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a line for each parameter of the pods that had another value than its default."""
     return tuple(
-        f"{name}={values[name]} is no run parameter any more: {spelled(name)}"
+        f"{name}={values[name]} is no run parameter any more: {describe_replacement(name)}"
         for name, (_, default) in OPTIONS.items()
         if values.get(name, default) != default
     )
@@ -88,7 +88,7 @@ def _deep(value: Any, field: Any) -> Any:
     return parse_value(value)
 
 
-def spelled(name: str) -> str:
+def describe_replacement(name: str) -> str:
     """Return how what was this run parameter, or is a field of the form, is set now."""
     if name == "image":
         return "now --image IMAGE"

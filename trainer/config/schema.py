@@ -29,7 +29,7 @@ from flotilla.trainer.config.data import DYNAMIC, DataConfig
 from flotilla.trainer.config.model import RECOMMENDERS, ModelConfig, WarmStart
 from flotilla.trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
 from flotilla.trainer.config.thresholds import GateConfig
-from flotilla.trainer.config.topology import TOPOLOGIES, topology_of
+from flotilla.trainer.config.topology import TOPOLOGIES, find_topology
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, name_of
 
@@ -370,7 +370,7 @@ class Config(Section):
         if not self.cluster.existing_servers:
             return self
         strategy = self.training.strategy
-        if not topology_of(strategy).servers:
+        if not find_topology(strategy).servers:
             raise ValueError(f"cluster.existing_servers: {strategy} has no servers")
         if self.cluster.in_process:
             raise ValueError(
@@ -399,7 +399,7 @@ class Config(Section):
     def _servers_of_placement(self) -> Config:
         """`cluster.placement` names servers that are among `cluster.parameter_servers`."""
         # Servers that run already are counted where they are joined.
-        if topology_of(self.training.strategy).servers and not self.cluster.existing_servers:
+        if find_topology(self.training.strategy).servers and not self.cluster.existing_servers:
             self.cluster.refuse_placement()
         return self
 
@@ -416,7 +416,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _a_shard_for_each_worker(self) -> Config:
         """`cluster.workers` is at most `data.shards`, where `data.partition` is `disjoint`."""
-        shared = topology_of(self.training.strategy).workers and self.data.partition == "disjoint"
+        shared = find_topology(self.training.strategy).workers and self.data.partition == "disjoint"
         if shared and self.cluster.workers > self.data.shards:
             raise ValueError(
                 f"cluster.workers: {self.cluster.workers} workers cannot share "
@@ -467,7 +467,7 @@ class Config(Section):
     def _a_worker_for_each_gradient(self) -> Config:
         """`training.replicas_to_aggregate` of `sync_parameter_server` is at most the workers."""
         wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
-        if topology_of(self.training.strategy).capabilities.aggregates and wanted > workers:
+        if find_topology(self.training.strategy).capabilities.aggregates and wanted > workers:
             raise ValueError(
                 f"training.replicas_to_aggregate: {workers} workers cannot give {wanted} "
                 f"gradients; set it to {workers} or less (0: one of each worker)"

@@ -234,7 +234,7 @@ TOPOLOGIES = {
 OWN = Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True)
 
 
-def topology_of(strategy: str) -> Topology:
+def find_topology(strategy: str) -> Topology:
     """Return the topology of a strategy; a user's own class gets chief, servers and workers."""
     return TOPOLOGIES.get(strategy) or Topology(implementation=strategy, capabilities=OWN)
 

@@ -130,7 +130,7 @@ def _bytes_of(dtype: str) -> int:
     return {"string": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
 
 
-def stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
+def choose_stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
     """Return how a feature is stored.
 
     Scalars become numbers that every tool can show. Those that an int64 or a float32 would change
@@ -296,7 +296,7 @@ def _spec(
     return FeatureSpec(
         shape=shape,
         dtype=dtype,
-        stored=stored or stored_form(shape, dtype),
+        stored=stored or choose_stored_form(shape, dtype),
         num_classes=classes,
         labels=names,
         padding=padding,

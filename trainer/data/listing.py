@@ -33,9 +33,9 @@ from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse
 from flotilla.trainer.storage import patterns
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 from flotilla.trainer.storage.patterns import Pattern
-from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.publishing import choose_store
 from flotilla.trainer.storage.uri import local_path
 
 SCHEMA = 1
@@ -220,7 +220,7 @@ def publish(listing: Listing, root: str) -> None:
         storage.publish(Path(folder), uri, kind=KIND, fields=fields)
 
 
-def published(root: str, digest: str) -> Listing:
+def read_listing(root: str, digest: str) -> Listing:
     """Return the listing with a digest; raises `UserError` where none is kept below `root`."""
     uri = _place(root, digest)
     try:
@@ -232,7 +232,7 @@ def published(root: str, digest: str) -> Listing:
         ) from None
 
 
-def spans_of(root: str, digest: str) -> dict[str, str]:
+def list_spans(root: str, digest: str) -> dict[str, str]:
     """Return the digest of each span of a listing that is kept; none where it is not."""
     try:
         return dict(storage.read_manifest(_place(root, digest)).fields.get("spans", {}))
@@ -279,9 +279,9 @@ def _matching(pattern: Pattern, split: str, hidden: Counter[str]) -> list[Source
 
 def _listed(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
     """Yield the files below the root of a pattern which are not hidden."""
-    with reported(f"list {pattern.key} {pattern.text}"):
+    with report_errors(f"list {pattern.key} {pattern.text}"):
         try:
-            for found in store_for(pattern.root).files(pattern.root):
+            for found in choose_store(pattern.root).files(pattern.root):
                 if _is_hidden(found.path):
                     hidden[Path(found.path).suffix.lower()] += 1
                 else:

@@ -32,7 +32,7 @@ from flotilla.trainer.features.dataset_spec import KIND, SCHEMA
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
 from flotilla.trainer.storage import Manifest
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 
 if TYPE_CHECKING:
     from flotilla.trainer.data.preparation.assembly import Written
@@ -85,7 +85,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
     if known:
         return known
     with mistakes_of_data(), _folder(scratch) as folder:
-        source = source_of(config, root, folder)
+        source = open_source(config, root, folder)
         found = _reusable(config, source.identity, root)
         if found:
             return found
@@ -136,7 +136,7 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
     shards = folder / "shards"
     shards.mkdir()
     finished = storage.join(root, "preparing", storage.name_of(uri))
-    with reported(f"prepare {source.name}"):
+    with report_errors(f"prepare {source.name}"):
         save_record_features(selection, shards)
         written = _write(config, source, finished, shards)
     # Only now, and only if no other process has repaired it in the meantime.
@@ -150,7 +150,7 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
     return PreparedDataset(uri, manifest, False)
 
 
-def source_of(config: DataConfig, root: str, folder: Path) -> Source:
+def open_source(config: DataConfig, root: str, folder: Path) -> Source:
     """Return what the dataset of a configuration is made from; `folder` is for what it fetches.
 
     `root` is `storage.root`, below which the listing of `data.version` is; it may be empty.
@@ -173,7 +173,7 @@ def _given(config: DataConfig, root: str, folder: Path) -> Source:
         from flotilla.trainer.data.files.file_source import FileSource  # noqa: PLC0415
 
         version = config.version if root else ""
-        files = listing.published(root, version) if version else listing.list_source(config)
+        files = listing.read_listing(root, version) if version else listing.list_source(config)
         return FileSource(config, files, folder)
     return BuilderSource(config, _tfds_dir(folder))
 
@@ -188,7 +188,7 @@ def newest_version(config: DataConfig, scratch: Path) -> str:
         return str(datasets.builder(config, _tfds_dir(folder)).version)
 
 
-def selected(config: DataConfig, scratch: Path) -> Selection:
+def select_features(config: DataConfig, scratch: Path) -> Selection:
     """Return the features that a dataset would have, by its builder; nothing is downloaded.
 
     Raises:
@@ -196,7 +196,7 @@ def selected(config: DataConfig, scratch: Path) -> Selection:
         UserError: it is of no use here.
     """
     with _folder(scratch) as folder:
-        return source_of(config, "", folder).select()
+        return open_source(config, "", folder).select()
 
 
 def _place(config: DataConfig, identity: Mapping[str, Any], root: str) -> str:
@@ -211,7 +211,7 @@ def _reusable(config: DataConfig, identity: Mapping[str, Any], root: str) -> Pre
 
 @contextmanager
 def _folder(scratch: Path) -> Iterator[Path]:
-    with reported(f"write below {scratch}"):
+    with report_errors(f"write below {scratch}"):
         scratch.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="prepare-", dir=scratch))
     try:
@@ -280,7 +280,7 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
 
 def _finished(uri: str, folder: Path) -> Iterator[tuple[str, Path]]:
     """Fetch the parts that an earlier attempt has finished; yield their names and folders."""
-    for part, _ in storage.published(uri, "part"):
+    for part, _ in storage.list_published(uri, "part"):
         place = folder / storage.name_of(part)
         try:
             storage.fetch(part, place)

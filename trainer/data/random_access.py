@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.data.read import example_of, fits_in_memory, whole_in_memory
+from flotilla.trainer.data.read import fits_in_memory, to_keras_batch, whole_in_memory
 from flotilla.trainer.data.tfrecords import places
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 
@@ -61,7 +61,7 @@ def by_number(spec: DatasetSpec, folder: str, *, in_memory: bool | None = None) 
         return ByNumber(held=lambda: whole_in_memory(spec, files), read=_gathered, run=1)
 
     def read(index: tf.Tensor, numbers: tf.Tensor) -> Any:
-        return example_of(spec, _records(files, index, numbers))
+        return to_keras_batch(spec, _records(files, index, numbers))
 
     return ByNumber(held=lambda: _index(f"{folder}/{INDEX_FILE}"), read=read, run=RUN)
 

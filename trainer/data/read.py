@@ -72,7 +72,7 @@ def training_batches(  # noqa: PLR0913
     shuffle_buffer: int | None = None,
     buckets: Sequence[int] = (),
 ) -> tf.data.Dataset:
-    """Return batches without end, in a new order in every epoch; see `example_of` for their form.
+    """Return endless batches, in a new order in every epoch; see `to_keras_batch` for their form.
 
     An epoch holds each example once. Batches are full, so that one may reach into the next epoch:
     nothing is skipped at the seam. The same seed gives the same order.
@@ -94,11 +94,11 @@ def training_batches(  # noqa: PLR0913
     else:
         batches = _shuffled(files, seed + taken, held)
         if buckets and lengths.varying(spec):
-            batches = lengths.bucketed(spec, batches, buckets, batch_size)
+            batches = lengths.bucket_batches(spec, batches, buckets, batch_size)
         else:
             batches = batches.batch(batch_size, drop_remainder=True)
         batches = batches.map(
-            lambda records: example_of(spec, records), num_parallel_calls=_parallel(spec)
+            lambda records: to_keras_batch(spec, records), num_parallel_calls=_parallel(spec)
         )
     batches = batches.prefetch(2)
     return on_own_threads(batches) if isinstance(files, Streaming) else batches
@@ -124,17 +124,19 @@ def evaluation_batches(
     else:
         records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
         mine = records.shard(of, tf.cast(part, tf.int64))
-    batches = mine.map(lambda batch: example_of(spec, batch), num_parallel_calls=_parallel(spec))
+    batches = mine.map(
+        lambda batch: to_keras_batch(spec, batch), num_parallel_calls=_parallel(spec)
+    )
     batches = batches.prefetch(2)
     return on_own_threads(batches) if isinstance(files, Streaming) else batches
 
 
-def columns_of(
+def read_columns(
     spec: DatasetSpec, files: Files, columns: Sequence[str], batch_size: int = 4096
 ) -> Iterator[dict[str, Any]]:
     """Yield some columns alone of all examples, in the order of the files."""
     records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
-    yield from records.map(partial(values_of, spec, columns)).as_numpy_iterator()
+    yield from records.map(partial(parse_features, spec, columns)).as_numpy_iterator()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -147,10 +149,10 @@ def labelled_columns(
     to the longest of all examples, so that the outputs of all batches have one shape.
     """
     found = lengths.longest(spec, _paths(files).flat_map(tf.data.TFRecordDataset))
-    spec = lengths.at_full_length(spec, found)
+    spec = lengths.fix_lengths(spec, found)
 
     def with_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
-        return example_of(spec, records), values_of(spec, columns, records)
+        return to_keras_batch(spec, records), parse_features(spec, columns, records)
 
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
     batches = records.batch(batch_size).map(with_columns, num_parallel_calls=_parallel(spec))
@@ -210,7 +212,9 @@ def whole_in_memory(spec: DatasetSpec, files: Files) -> tf.data.Dataset:
 
 def _parsed(spec: DatasetSpec, records: tf.data.Dataset, examples: int) -> tf.data.Dataset:
     batches = records.batch(_DECODED if _has_images(spec) else examples)
-    parsed = batches.map(lambda each: example_of(spec, each), num_parallel_calls=_parallel(spec))
+    parsed = batches.map(
+        lambda each: to_keras_batch(spec, each), num_parallel_calls=_parallel(spec)
+    )
     return parsed.rebatch(examples)
 
 
@@ -230,19 +234,21 @@ def _shuffled(files: Files | Streaming, seed: int | tf.Tensor, held: int) -> tf.
         return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()
 
 
-def example_of(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
+def to_keras_batch(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
     """Return a batch as Keras has it: inputs, labels, and weights where there are some.
 
     Several inputs or labels are mappings by feature name. Weights are float32.
     """
-    values = values_of(spec, spec.roles, records)
+    values = parse_features(spec, spec.roles, records)
     inputs, labels = (_one_or_all(names, values) for names in (spec.inputs, spec.targets))
     if not spec.weight:
         return inputs, labels
     return inputs, labels, tf.cast(values[spec.weight], tf.float32)
 
 
-def values_of(spec: DatasetSpec, names: Sequence[str], records: tf.Tensor) -> dict[str, tf.Tensor]:
+def parse_features(
+    spec: DatasetSpec, names: Sequence[str], records: tf.Tensor
+) -> dict[str, tf.Tensor]:
     """Return some features of records; of two classes 1 is the positive one."""
     values = parse({name: spec.features[name] for name in names}, records)
     return {name: _swapped(v) if name in spec.swapped else v for name, v in values.items()}

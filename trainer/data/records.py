@@ -123,7 +123,7 @@ def _restore(feature: FeatureSpec, column: tf.Tensor) -> tf.Tensor:
     if feature.stored == "image":
         return images.decode(feature, column)
     if feature.stored == "sequence":
-        return lengths.padded(feature, column)
+        return lengths.pad_column(feature, column)
     dtype = tf.as_dtype(feature.dtype)
     if feature.stored != "raw":
         return tf.cast(column, dtype)

@@ -130,7 +130,7 @@ def split_of_folder(name: str) -> str:
     return _ALIASES[found[1]] if found else ""
 
 
-def by_share(found: NDArray[np.uint64], *, validation: float, test: float) -> NDArray[np.int8]:
+def split_by_hash(found: NDArray[np.uint64], *, validation: float, test: float) -> NDArray[np.int8]:
     """Return the split of each hash: the lowest are test, the next validation."""
     place = found.astype(np.float64) / 2.0**64
     splits = np.full(len(found), TRAIN, np.int8)
@@ -139,7 +139,7 @@ def by_share(found: NDArray[np.uint64], *, validation: float, test: float) -> ND
     return splits
 
 
-def by_bounds(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[np.int8]:
+def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[np.int8]:
     """Return the split of each time: from the first bound validation, from the second test."""
     splits = np.full(len(values), TRAIN, np.int8)
     splits[values >= bounds[0]] = VALIDATION
@@ -166,7 +166,7 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
     return (0.0 if "validation" in named else validation), 0.0 if "test" in named else drawn
 
 
-def bounds_of(
+def find_bounds(
     times: Sequence[float], counts: NDArray[np.int64], *, validation: float, test: float
 ) -> tuple[float, float]:
     """Return the times from which on examples are validation and test; equal ones stay together.

@@ -23,7 +23,7 @@ class DamagedError(ValueError):
     """A record is damaged; the message is its number, and why."""
 
 
-def framed(record: bytes) -> bytes:
+def frame_record(record: bytes) -> bytes:
     """Return a record as it is in a file."""
     head = struct.pack("<Q", len(record))
     return b"".join((head, _FOOT.pack(_masked(head)), record, _FOOT.pack(_masked(record))))

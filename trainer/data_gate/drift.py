@@ -21,7 +21,7 @@ _FEWEST_ROWS = 50
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
-def compared(
+def compare_samples(
     new: FeatureProfile, old: FeatureProfile, sizes: tuple[float, float] = (np.inf, np.inf)
 ) -> tuple[float, float] | None:
     """Return size and probability of the difference of a feature in two samples; None for no test.
@@ -63,7 +63,7 @@ def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, floa
         yield {**counts, "\nothers": whole - sum(counts.values())}
 
 
-def by_feature(question: Question) -> Iterator[Finding]:
+def compare_features(question: Question) -> Iterator[Finding]:
     """Compare each feature with that of the champion's dataset."""
     champion = question.champion
     pairs = [pair for pair in question.pairs() if _is_tested(question, pair[0])]
@@ -79,7 +79,7 @@ def by_feature(question: Question) -> Iterator[Finding]:
         yield Finding("drift", says, name, "train", size, question.limit("drift"))
 
 
-def between_splits(question: Question) -> Iterator[Finding]:
+def compare_splits(question: Question) -> Iterator[Finding]:
     """Compare each feature of the test split with that of training.
 
     Where the later examples are the test, nearly everything is distributed otherwise.
@@ -113,7 +113,7 @@ def _is_tested(question: Question, name: str) -> bool:
 def _moved(
     pairs: Iterable[Pair], question: Question, sizes: tuple[float, float]
 ) -> Iterator[tuple[str, float, FeatureProfile, FeatureProfile]]:
-    found = {name: (compared(new, old, sizes), new, old) for name, new, old in pairs}
+    found = {name: (compare_samples(new, old, sizes), new, old) for name, new, old in pairs}
     tests = {name: each for name, each in found.items() if each[0] is not None}
     chances = {name: each[0][1] for name, each in tests.items() if each[0]}
     for name in sorted(holm(chances, question.significance), key=lambda each: chances[each]):

@@ -146,7 +146,7 @@ def leakage(question: Question) -> Iterator[Finding]:
     for first, second in combinations([name for name in splits if len(splits[name].hashes)], 2):
         one, other = splits[first], splits[second]
         known, asked = (one, other) if one.examples >= other.examples else (other, one)
-        found = copied(question.dataset, asked, known, question.significance, limit)
+        found = find_copies(question.dataset, asked, known, question.significance, limit)
         if found:
             names = (second, first) if asked is other else (first, second)
             says = (
@@ -159,7 +159,7 @@ def leakage(question: Question) -> Iterator[Finding]:
             )
 
 
-def copied(
+def find_copies(
     dataset: DatasetProfile,
     asked: SplitProfile,
     known: SplitProfile,
@@ -175,7 +175,7 @@ def copied(
         significance: how probable by chance so many may be.
         limit: by how much their share has to be larger than what was to be expected.
     """
-    examples, found = shared(asked, known)
+    examples, found = count_shared(asked, known)
     whole, again = _again(known)
     # An example has an equal one elsewhere as often as one there has, if that is chance.
     expected = again / whole if whole else 0.0
@@ -189,7 +189,9 @@ def copied(
     return Copies(found=found, asked=examples, whole=asked.examples, expected=expected)
 
 
-def copied_only(dataset: DatasetProfile, known: SplitProfile, significance: float) -> Copies | None:
+def find_new_copies(
+    dataset: DatasetProfile, known: SplitProfile, significance: float
+) -> Copies | None:
     """Return the test examples of a dataset that are in `known`, and not in its training split.
 
     None where as many are only in the training split: equal values by chance are in both as often.
@@ -211,7 +213,7 @@ def copied_only(dataset: DatasetProfile, known: SplitProfile, significance: floa
     return Copies(found=found, asked=examples, whole=asked.examples, expected=0.0)
 
 
-def shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
+def count_shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
     """Return examples of `asked`, as far as both know hashes, and how many of them are in both."""
     within = asked.hashes <= min(_last(asked), _last(known))
     copies = asked.copies[within]

@@ -79,7 +79,7 @@ def read(place: str) -> ExpectedFeatures | None:
         raise ConfigError(f"data.schema_file: {place}: {where}: {said}") from None
 
 
-def inferred(dataset: DatasetProfile) -> str:
+def infer_schema(dataset: DatasetProfile) -> str:
     """Return the schema that a dataset keeps to, as YAML for a person to change."""
     tree: dict[str, Any] = {}
     for name, each in dataset.features("train").items():

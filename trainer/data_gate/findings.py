@@ -135,7 +135,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
-def dropped(name: str) -> str:
+def advise_dropping(name: str) -> str:
     """Return the words that say how to leave a column out."""
     plain = name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
     return f"set data.drop: [{plain}]"

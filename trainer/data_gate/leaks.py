@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from flotilla.trainer.data_gate.findings import Finding, Question, dropped
+from flotilla.trainer.data_gate.findings import Finding, Question, advise_dropping
 from flotilla.trainer.data_gate.profile import DatasetProfile
 from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
@@ -47,7 +47,7 @@ def label_leakage(question: Question) -> Iterator[Finding]:
                 continue
             says = (
                 f"{name!r} decides {target!r} ({how}): if it is not known before the label is, "
-                f"{dropped(name)}"
+                f"{advise_dropping(name)}"
             )
             yield Finding("label_leakage", says, name, "train", each.association.get(target), limit)
 

@@ -14,7 +14,7 @@ import numpy as np
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 from flotilla.trainer.report.pages import environment
-from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.masking import mask
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 # A page of more features than this is not read; those with findings come first.
@@ -49,7 +49,7 @@ def render(
         width=WIDTH,
         height=HEIGHT,
     )
-    return masked(text).encode(errors="backslashreplace")
+    return mask(text).encode(errors="backslashreplace")
 
 
 def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class DatasetProfile:
         return dict(zip(self.class_names(target), counts, strict=False))
 
 
-def profile_of(uri: str) -> DatasetProfile:
+def make_profile(uri: str) -> DatasetProfile:
     """Return the profile of a published dataset, by the statistics that are beside its shards.
 
     Raises:

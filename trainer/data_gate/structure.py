@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flotilla.trainer.data_gate.expected import ExpectedFeature
-from flotilla.trainer.data_gate.findings import Finding, Question, dropped, percent, share, some
+from flotilla.trainer.data_gate.findings import (
+    Finding,
+    Question,
+    advise_dropping,
+    percent,
+    share,
+    some,
+)
 from flotilla.trainer.data_gate.profile import FeatureProfile
 from flotilla.trainer.features.dataset_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import nearest
@@ -36,7 +43,7 @@ def features(question: Question) -> Iterator[Finding]:
     for name in found:
         if name not in known:
             says = (
-                f"the champion's dataset has no feature {name!r}: {dropped(name)} if the "
+                f"the champion's dataset has no feature {name!r}: {advise_dropping(name)} if the "
                 "model should not learn from it"
             )
             yield Finding("new_feature", says, name, value=_type(found[name]))

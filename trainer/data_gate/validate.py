@@ -33,7 +33,7 @@ from flotilla.trainer.data_gate import (
     values,
 )
 from flotilla.trainer.data_gate.findings import Finding, Question, Rule, some
-from flotilla.trainer.data_gate.profile import DatasetProfile, profile_of
+from flotilla.trainer.data_gate.profile import DatasetProfile, make_profile
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
 
@@ -55,11 +55,11 @@ _RULES: tuple[Rule, ...] = (
     labels.association,
     leaks.label_leakage,
     values.unit,
-    values.beyond,
+    values.find_out_of_range,
     values.new_values,
-    drift.by_feature,
+    drift.compare_features,
     drift.together,
-    drift.between_splits,
+    drift.compare_splits,
 )
 
 
@@ -98,11 +98,11 @@ def opponent(root: str, name: str) -> Opponent:
     if not number:
         return Opponent(note=f"{name} has no champion yet")
     try:
-        champion = registry.promoted_version(root, name, number)
+        champion = registry.read_promoted(root, name, number)
         uri = str(champion.manifest.fields.get("lineage", {}).get("dataset", ""))
         if not uri:
             return Opponent(version=number, note=f"version {number} names no dataset")
-        return Opponent(version=number, uri=uri, profile=profile_of(uri))
+        return Opponent(version=number, uri=uri, profile=make_profile(uri))
     except storage.Unavailable:
         raise
     except UserError as error:
@@ -116,17 +116,17 @@ def check(config: Config, dataset: str, champion: Opponent) -> Validation:
         UserError: the dataset, or the schema file, cannot be read.
     """
     schema = expected.read(config.data.schema_file)
-    found = profile_of(dataset)
+    found = make_profile(dataset)
     rules = config.data.gate
     question = Question(
         dataset=found, champion=champion.profile, limits=rules, gate=config.gate, schema=schema,
         splits=config.data.splits,
     )  # fmt: skip
-    facts = _facts(findings_of(question), rules, found, champion)
+    facts = _facts(find_all(question), rules, found, champion)
     return Validation(
         facts=facts,
         page=page.render(facts, found, champion.profile),
-        schema=expected.inferred(found),
+        schema=expected.infer_schema(found),
     )
 
 
@@ -146,7 +146,7 @@ def publish(validation: Validation, uri: str) -> None:
         storage.publish(Path(folder), uri, kind=KIND, fields=fields)
 
 
-def findings_of(question: Question) -> list[Finding]:
+def find_all(question: Question) -> list[Finding]:
     """Return what all rules find that are not off."""
     found = (finding for rule in _RULES for finding in rule(question))
     return [each for each in found if question.limits.action(each.rule) != OFF]

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from flotilla.trainer.data_gate.findings import Finding, Question, dropped, percent, share, some
+from flotilla.trainer.data_gate.findings import (
+    Finding,
+    Question,
+    advise_dropping,
+    percent,
+    share,
+    some,
+)
 from flotilla.trainer.data_gate.profile import FeatureProfile
 from flotilla.trainer.data_gate.two_samples import kolmogorov_smirnov, more_often, only_in_one
 from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
@@ -69,7 +76,7 @@ def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
     return best[1] if best else None
 
 
-def beyond(question: Question) -> Iterator[Finding]:
+def find_out_of_range(question: Question) -> Iterator[Finding]:
     """Find values beyond those of the champion's dataset: more than chance puts there."""
     pairs = [
         pair
@@ -104,7 +111,8 @@ def missing(question: Question) -> Iterator[Finding]:
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present and _is_missed(question, name, split):
-                says = f"{name!r} has no value in {split}: {dropped(name)}, or check its source"
+                advice = f"{advise_dropping(name)}, or check its source"
+                says = f"{name!r} has no value in {split}: {advice}"
                 yield Finding("empty", says, name, split, 0)
     pairs = list(question.pairs())
     limit = question.limit("missing_values")
@@ -142,7 +150,7 @@ def constant(question: Question) -> Iterator[Finding]:
         if _is_constant(each) and not (name in known and _is_constant(known[name])):
             says = (
                 f"{name!r} has one value in all examples, from which a model learns nothing; "
-                f"{dropped(name)}, or check its source"
+                f"{advise_dropping(name)}, or check its source"
             )
             yield Finding("constant", says, name, "train", next(iter(each.counts), each.least))
 

@@ -172,13 +172,13 @@ class Lookups:
         return call
 
 
-def tables_of(model: keras.Model) -> list[Table]:
+def find_tables(model: keras.Model) -> list[Table]:
     """Return the tables of a built model; none where one of them has to be used in its place."""
-    tables = plain_tables_of(model)
+    tables = find_plain_tables(model)
     return tables if len(tables) == sum(map(_is_table, model._flatten_layers())) else []
 
 
-def plain_tables_of(model: keras.Model) -> list[Table]:
+def find_plain_tables(model: keras.Model) -> list[Table]:
     """Return the tables of a built model whose rows only the optimizer changes."""
     layers = model._flatten_layers()
     if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
@@ -187,9 +187,9 @@ def plain_tables_of(model: keras.Model) -> list[Table]:
     return [each for each in found if each is not None]
 
 
-def lookups_of(model: keras.Model) -> Lookups | None:
+def find_lookups(model: keras.Model) -> Lookups | None:
     """Return the lookups of a model, if any, after all else that replaces a layer's lookup."""
-    tables = tables_of(model)
+    tables = find_tables(model)
     return Lookups(tables) if tables else None
 
 

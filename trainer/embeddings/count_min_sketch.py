@@ -48,7 +48,7 @@ class Sieve:
         """
         seen, window = self._seen, self._window
         blocks = int(seen.shape[0])
-        block, own = mixed(keys + 1, blocks), _cells_of(keys)
+        block, own = hash_keys(keys + 1, blocks), _cells_of(keys)
         least = tf.bitwise.bitwise_or(tf.gather(seen, block), tf.bitwise.invert(own))
         counts = tf.cast(counts, tf.int64)
         times = tf.cast(tf.reduce_min(least, axis=1), tf.int64) + counts
@@ -79,7 +79,7 @@ class Sieve:
         return times >= self._min_count, change
 
 
-def sieve_of(capacity: int) -> tuple[int, int]:
+def size_sketch(capacity: int) -> tuple[int, int]:
     """Return how many blocks the sieve of so many slots has, and cells of a block."""
     return max(FEWEST_BLOCKS, capacity), CELLS
 
@@ -91,14 +91,14 @@ def _cells_of(keys: tf.Tensor) -> tf.Tensor:
     """
     part = CELLS // CELLS_OF_ID
     bits = part.bit_length() - 1
-    drawn = mixed(keys + 2**40, CELLS**CELLS_OF_ID)[:, tf.newaxis]
+    drawn = hash_keys(keys + 2**40, CELLS**CELLS_OF_ID)[:, tf.newaxis]
     shifted = tf.bitwise.right_shift(drawn, np.arange(CELLS_OF_ID) * bits)
     places = tf.bitwise.bitwise_and(shifted, np.int64(part - 1))
     chosen = tf.one_hot(places, part, on_value=np.uint8(255), off_value=np.uint8(0))
     return tf.reshape(chosen, [-1, CELLS])
 
 
-def mixed(keys: Any, below: int) -> Any:
+def hash_keys(keys: Any, below: int) -> Any:
     """Return a number from 0 to `below - 1` for each key [n], alike on every machine.
 
     Neighbours are as far apart as any (the finalizer of Steele et al. 2014, "Fast Splittable

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.runtime.errors import ConfigError
 
 # What a variable has that got no values: its initializer.
@@ -22,51 +22,53 @@ BEGINS = "begins_by"
 log = logging.getLogger(__name__)
 
 
-def tables_of(model: keras.Model) -> list[Any]:
+def list_tables(model: keras.Model) -> list[Any]:
     """Return the layers of a model that are tables that grow."""
     return [layer for layer in model._flatten_layers() if getattr(layer, "grows", False)]
 
 
-def parts_of(model: keras.Model) -> list[Any]:
+def list_shards(model: keras.Model) -> list[Any]:
     """Return the shards of these layers."""
-    return [part for table in tables_of(model) for part in table.parts()]
+    return [part for table in list_tables(model) for part in table.parts()]
 
 
-def state_of(model: keras.Model) -> list[keras.Variable]:
+def list_state(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of a model that are not trained, and that workers pull and push."""
-    kept = {id(each) for table in tables_of(model) for each in table.bookkeeping()}
+    kept = {id(each) for table in list_tables(model) for each in table.bookkeeping()}
     return [each for each in model.non_trainable_variables if id(each) not in kept]
 
 
 def together(model: keras.Model) -> list[list[tf.Variable]]:
     """Return groups of variables, each of which has to be on one server."""
-    return [group for table in tables_of(model) for group in table.together()]
+    return [group for table in list_tables(model) for group in table.together()]
 
 
 def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf.Variable) -> None:
     """Give the tables of a built model the counter of steps, and the slots of their rows."""
-    tables = tables_of(model)
+    tables = list_tables(model)
     for table in tables:
-        table.connect(steps, lambda variable: list(slots_of(optimizer, variable)), tables[0])
+        table.connect(steps, lambda variable: list(list_slots(optimizer, variable)), tables[0])
 
 
-def restored(model: keras.Model, is_meant: Callable[[str], bool] = lambda _device: True) -> None:
+def restore_tables(
+    model: keras.Model, is_meant: Callable[[str], bool] = lambda _device: True
+) -> None:
     """Let tables on such devices find their rows again, after variables were assigned."""
-    for table in tables_of(model):
+    for table in list_tables(model):
         table.restored(is_meant)
 
 
 def metrics(model: keras.Model) -> Mapping[str, Any]:
     """Return the metrics of the tables for the history, by their names; empty without one."""
-    found = {table.name: table.metrics() for table in tables_of(model)}
+    found = {table.name: table.metrics() for table in list_tables(model)}
     return {"tables": found} if found else {}
 
 
 def require(config: Config, model: keras.Model) -> None:
     """Raise `ConfigError` where the tables of a model cannot be trained as it is configured."""
     workers, needed = config.cluster.workers, config.training.replicas_to_aggregate
-    may = topology_of(config.training.strategy).capabilities
-    for table in tables_of(model):
+    may = find_topology(config.training.strategy).capabilities
+    for table in list_tables(model):
         if may.mixes_steps and table.min_age <= workers > 1:
             log.warning(
                 "the table %s gives a row to another id after %d steps without use, and with %d "
@@ -93,7 +95,7 @@ def require(config: Config, model: keras.Model) -> None:
             )
 
 
-def slots_of(
+def list_slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
     """Return what an optimizer has for a variable, and what it begins with: None for its value."""

@@ -9,11 +9,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from flotilla.trainer.baselines.baselines import Baseline, baselines_of
+from flotilla.trainer.baselines.baselines import Baseline, fit_baselines
 from flotilla.trainer.baselines.rows import Splits
 from flotilla.trainer.config.thresholds import SHARES, ChampionRule
 from flotilla.trainer.evaluation.comparison import Opponents, compare
-from flotilla.trainer.evaluation.predictions import measured, unsound
+from flotilla.trainer.evaluation.predictions import measure_predictions, unsound
 from flotilla.trainer.evaluation.threshold import chosen_by
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import UserError
@@ -45,12 +45,12 @@ class _First:
                 return
 
 
-def judged_baselines(objective: Objective, own: Examples, splits: Splits) -> list[dict[str, Any]]:
+def judge_baselines(objective: Objective, own: Examples, splits: Splits) -> list[dict[str, Any]]:
     """Return the baselines of a task, each with its metrics, and the model compared with it.
 
     `beats` is whether the baseline is better than the model by more than the interval.
     """
-    return [_judged(objective, own, each) for each in baselines_of(objective.task, splits)]
+    return [_judged(objective, own, each) for each in fit_baselines(objective.task, splits)]
 
 
 def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str, Any]:
@@ -77,13 +77,13 @@ def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str
         decided = [name for name, part in objective.task.parts.items() if part.positive_by]
         theirs = objective.at(chosen_by(decided, *baseline.validation))
     try:
-        metrics = measured(theirs, other)["metrics"]
+        metrics = measure_predictions(theirs, other)["metrics"]
         paired = _paired(objective, model, theirs, other)
         return {**found, "metrics": metrics, "paired": paired, "beats": _is_worse(paired)}
     # As few users or items as a sample has may define no metric; and a model that was trained for
     # hours is not lost for what is measured of another one.
     except Exception as error:
-        why = str(error) if isinstance(error, UserError) else user_code.line_of(error)
+        why = str(error) if isinstance(error, UserError) else user_code.format_error(error)
         return {**found, "skipped": why}
 
 

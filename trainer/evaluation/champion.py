@@ -16,13 +16,13 @@ from flotilla.trainer.config.thresholds import ChampionRule
 from flotilla.trainer.evaluation.classes import compare_classes
 from flotilla.trainer.evaluation.comparison import Opponents, compare
 from flotilla.trainer.evaluation.contamination import Judges
-from flotilla.trainer.evaluation.predictions import Answer, Predictions, measured
-from flotilla.trainer.evaluation.signature import SERVING, described
-from flotilla.trainer.evaluation.threshold import of_manifest
+from flotilla.trainer.evaluation.predictions import Answer, Predictions, measure_predictions
+from flotilla.trainer.evaluation.signature import SERVING, describe_inputs
+from flotilla.trainer.evaluation.threshold import read_thresholds
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.features.class_names import are_same
 from flotilla.trainer.features.dataset_spec import DatasetSpec
-from flotilla.trainer.promotion.registry import labels_in
+from flotilla.trainer.promotion.registry import read_labels
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Task
@@ -45,7 +45,7 @@ class Champion:
     thresholds: Mapping[str, Threshold] = field(default_factory=dict)
 
 
-def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
+def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
     """Fetch and load the model published at `uri`, to answer examples; raises `UserError`.
 
     One that takes other inputs, or is of another task, is no error: the gate has to refuse.
@@ -53,7 +53,7 @@ def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champ
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
         raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it can be no champion")
-    with storage.formed(f"the manifest of {uri}"):
+    with storage.check_form(f"the manifest of {uri}"):
         classes = _classes(uri, manifest, task)
         if difference := _difference(manifest, classes, task, spec):
             return Champion(uri=uri, answer=None, incomparable=difference)
@@ -73,7 +73,7 @@ def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champ
             return _turned(task.outputs_of(answers), turned)
 
     decided = [name for name, part in task.parts.items() if part.positive_by]
-    thresholds = of_manifest(manifest.fields, decided)
+    thresholds = read_thresholds(manifest.fields, decided)
     for name in turned:
         thresholds[name] = Threshold(1 - thresholds[name].value)
     return Champion(uri=uri, answer=answer, incomparable="", thresholds=thresholds)
@@ -93,12 +93,12 @@ def _with_remedy(uri: str) -> Iterator[None]:
     # A foreign SavedModel may raise anything.
     except Exception as error:
         raise UserError(
-            f"the champion {uri} cannot be evaluated: {user_code.line_of(error)}; make another "
-            "version champion with `flotilla models promote`"
+            f"the champion {uri} cannot be evaluated: {user_code.format_error(error)}; make "
+            "another version champion with `flotilla models promote`"
         ) from error
 
 
-def compared(
+def compare_champion(
     champion: Champion,
     objective: Objective,
     found: Predictions,
@@ -117,7 +117,10 @@ def compared(
     others = objective.at(champion.thresholds)
     opponents = Opponents(objective=objective, own=found.own, other=found.champion, theirs=others)
     with Work("comparing with the champion"):
-        metrics, paired = measured(others, found.champion)["metrics"], compare(opponents, rule)
+        metrics, paired = (
+            measure_predictions(others, found.champion)["metrics"],
+            compare(opponents, rule),
+        )
     return {
         "uri": champion.uri,
         "incomparable": "",
@@ -133,7 +136,7 @@ _Classes = Mapping[str, tuple[Sequence[str], Sequence[str]]]
 
 def _classes(uri: str, manifest: storage.Manifest, task: Task) -> _Classes:
     """Return the classes of each output, the champion's and this model's."""
-    alone = labels_in(uri)
+    alone = read_labels(uri)
     theirs = manifest.fields.get("labels") or {}
     return {
         name: (theirs.get(name, [] if name else alone), part.labels)
@@ -145,7 +148,7 @@ def _difference(
     manifest: storage.Manifest, classes: _Classes, task: Task, spec: DatasetSpec
 ) -> str:
     fields = manifest.fields
-    takes = described(spec)
+    takes = describe_inputs(spec)
     if _by_feature(fields["inputs"]) != _by_feature(takes):
         return f"it takes {_named(fields['inputs'])}, and this model {_named(takes)}"
     for each in fields.get("reads", ()):

@@ -51,7 +51,7 @@ def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
         found = noninferiority.shares(pairs, rule.confidence)
     else:
         both = own.estimate(), other.estimate()
-        found = noninferiority.paired(*both, rule.confidence, better, rule.share)
+        found = noninferiority.compare_paired(*both, rule.confidence, better, rule.share)
     return {
         "metric": metric,
         "better": better,

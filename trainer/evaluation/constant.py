@@ -38,9 +38,9 @@ from flotilla.trainer.tasks.base import (
     Part,
     Remade,
     Whole,
-    drawn,
-    mean_of,
-    weights_of,
+    example_weights,
+    sample_examples,
+    weighted_mean,
 )
 from flotilla.trainer.tasks.objective import Objective, at
 
@@ -56,7 +56,7 @@ _BUILT_IN = "flotilla.trainer.tasks."
 _log = logging.getLogger(__name__)
 
 
-def compared(
+def compare_constant(
     objective: Objective, own: Examples, metrics: Mapping[str, float | None], metric: str
 ) -> dict[str, Any]:
     """Return what `metrics.json` says of the best constant, by the main metric of a model."""
@@ -131,7 +131,7 @@ def _mean(own: Examples) -> Constant:
 
     some = next(iter(own.parts())).outputs
     places = range(len(tf.nest.flatten(some)))
-    rows = [mean_of(own, partial(output, place=each)) for each in places]
+    rows = [weighted_mean(own, partial(output, place=each)) for each in places]
     return Constant("always the mean of its answers", tf.nest.pack_sequence_as(some, rows))
 
 
@@ -154,7 +154,9 @@ def _condensed(objective: Objective, own: Examples) -> Examples:
     totals: dict[Any, float] = {}
     for part in own.parts():
         labels, place = np.unique(part.labels, return_inverse=True)
-        for label, total in zip(labels.tolist(), np.bincount(place, weights_of(part)), strict=True):
+        for label, total in zip(
+            labels.tolist(), np.bincount(place, example_weights(part)), strict=True
+        ):
             totals[label] = totals.get(label, 0.0) + total
     weights = np.array([*totals.values()])
     # The loss is divided by the number of examples, and not by what they weigh.
@@ -175,7 +177,7 @@ def _measured(objective: Objective, examples: Examples) -> dict[str, float | Non
             if _is_built_in(objective):
                 raise
             # A task of the user's may not expect the same answer for all examples.
-            _log.warning("of a constant: %s", user_code.line_of(error))
+            _log.warning("of a constant: %s", user_code.format_error(error))
     return found
 
 
@@ -189,10 +191,10 @@ def shuffled(
     """Return the comparison by shuffled outputs; nothing of what is compared by example."""
     task, some = objective.task, next(iter(own.parts()))
     size = max(np.size(tf.nest.flatten(at(some.labels, slice(1)))[0]), 1)
-    part = drawn(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))
+    part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))
     if (tested := task.tested_by(metric, part)) is None:
         return {}
-    generator, count = np.random.default_rng(0), len(weights_of(part))
+    generator, count = np.random.default_rng(0), len(example_weights(part))
     found = tested(np.arange(count))
     others = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
     values, evidence = np.sort(np.array(others, np.float64), axis=0).T

@@ -15,9 +15,9 @@ import numpy as np
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data_gate import DataGateConfig
-from flotilla.trainer.data_gate.examples import Copies, copied, copied_only, shared
-from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile, profile_of
-from flotilla.trainer.report.wording import rounded, spoken
+from flotilla.trainer.data_gate.examples import Copies, count_shared, find_copies, find_new_copies
+from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile, make_profile
+from flotilla.trainer.report.wording import round_value, spell_metric
 from flotilla.trainer.runtime.errors import UserError
 
 _TRAIN, _TEST = "train", "test"
@@ -35,7 +35,7 @@ class Judges:
     def of(cls, uri: str, limits: DataGateConfig) -> Judges | None:
         """Return those of the dataset at a URI; None where it does not keep which they are."""
         try:
-            return cls(dataset=profile_of(uri), limits=limits)
+            return cls(dataset=make_profile(uri), limits=limits)
         except storage.Missing:
             return None
 
@@ -44,7 +44,7 @@ class Judges:
         fields, lines = _fields_of(checkpoint), []
         test, train = (self.dataset.splits[split] for split in (_TEST, _TRAIN))
         limit = self.limits.limit("leakage")
-        if found := copied(self.dataset, test, train, self._significance, limit):
+        if found := find_copies(self.dataset, test, train, self._significance, limit):
             lines.append(
                 f"{found} are in the training split as well: the metrics are too good; split by "
                 "data.group, or remove the copies"
@@ -63,7 +63,7 @@ class Judges:
 
     def _trained_on(self, datasets: Iterable[DatasetProfile]) -> Copies | None:
         known = _together(each.splits[_TRAIN] for each in datasets)
-        return copied_only(self.dataset, known, self._significance) if known else None
+        return find_new_copies(self.dataset, known, self._significance) if known else None
 
     def of_champion(self, uri: str, metric: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return `own`, which is what a champion reached in its own run, and `remarks`.
@@ -75,7 +75,7 @@ class Judges:
         own: dict[str, Any] = {"date": manifest.created[:10], "metrics": lineage.get("metrics", {})}
         uri = str(fields.get("made_from", {}).get("dataset", ""))
         try:
-            there = profile_of(uri)
+            there = make_profile(uri)
         except storage.Unavailable:
             raise
         except UserError:
@@ -101,7 +101,7 @@ class Judges:
         """Say whether most of the test examples of another dataset are not among these."""
         if _TEST not in there.splits:
             return False
-        asked, found = shared(there.splits[_TEST], self.dataset.splits[_TEST])
+        asked, found = count_shared(there.splits[_TEST], self.dataset.splits[_TEST])
         return 2 * found < asked
 
     def _on_others(self, own: Mapping[str, Any], metric: str, now: Any) -> str:
@@ -114,7 +114,7 @@ class Judges:
         )
         if value is None or now is None:
             return line
-        return f"{line}: {spoken(metric)} {rounded(value)} there, {rounded(now)} here"
+        return f"{line}: {spell_metric(metric)} {round_value(value)} there, {round_value(now)} here"
 
 
 def _described(examples: int, spans: Iterable[str]) -> str:
@@ -144,7 +144,7 @@ def _fields_of(checkpoint: str) -> Mapping[str, Any]:
 def _profiles(uris: Iterable[str]) -> Iterator[DatasetProfile]:
     for uri in dict.fromkeys(uris):
         try:
-            yield profile_of(uri)
+            yield make_profile(uri)
         except storage.Unavailable:
             raise
         except UserError:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.evaluation.noninferiority import Estimate, Floats, mean, unbiased
-from flotilla.trainer.tasks.base import Array, Examples, Part, Task, Whole, drawn
+from flotilla.trainer.evaluation.noninferiority import Estimate, Floats, correct_bias, mean
+from flotilla.trainer.tasks.base import Array, Examples, Part, Task, Whole, sample_examples
 from flotilla.trainer.tasks.compiled import State
 from flotilla.trainer.tasks.exact.areas import influences
 from flotilla.trainer.tasks.objective import Objective, at
@@ -95,7 +95,7 @@ class Metric:
         most = max(_MOST_SCORES // len(task.labels), 1)
         if self.examples.count <= most or self.units is not None:
             return _mean_area(area, *_scored(task, name, self.examples.parts()))
-        found = _mean_area(area, *_scored(task, name, [drawn(self.examples, most)]))
+        found = _mean_area(area, *_scored(task, name, [sample_examples(self.examples, most)]))
         scale = np.sqrt(len(found.influences) / self.examples.count)
         return found._replace(
             value=self._measured(self.examples), influences=found.influences * scale
@@ -138,7 +138,7 @@ class Metric:
 
         The groups are of some examples; by how much the spread is smaller for all comes last.
         """
-        some = drawn(self.examples, _MOST_EXAMPLES)
+        some = sample_examples(self.examples, _MOST_EXAMPLES)
         count = _count_of(some)
         order = np.random.default_rng(0).permutation(count)
         groups = np.array_split(order, min(_FEW_GROUPS, count))
@@ -183,7 +183,7 @@ def _mean_area(area: str, labels: Array, scores: Floats, weights: Floats) -> Est
         found, of_each = influences(yes, score, weights)
         values.append(getattr(found, area))
         # The rarer class decides how sure it is, and one of one example says nothing of others.
-        added += getattr(of_each, area) * weights * np.where(yes, *map(unbiased, kinds))
+        added += getattr(of_each, area) * weights * np.where(yes, *map(correct_bias, kinds))
         fewest = min(kinds) if scores.shape[1] == 1 else fewest
     if not values:
         return Estimate(np.nan, added, 0)

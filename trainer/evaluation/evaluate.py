@@ -24,15 +24,20 @@ from flotilla.trainer.checkpoints import index
 from flotilla.trainer.checkpoints.checkpoints import RestoredCheckpoint, restore_model
 from flotilla.trainer.config.main_metric import main_first
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.read import columns_of, labelled_columns, stage_shards
+from flotilla.trainer.data.read import labelled_columns, read_columns, stage_shards
 from flotilla.trainer.evaluation import constant
-from flotilla.trainer.evaluation.baseline import judged_baselines
-from flotilla.trainer.evaluation.champion import champion_of, compared
+from flotilla.trainer.evaluation.baseline import judge_baselines
+from flotilla.trainer.evaluation.champion import compare_champion, load_champion
 from flotilla.trainer.evaluation.contamination import Judges
-from flotilla.trainer.evaluation.predictions import Predictions, Writer, measured, predict
+from flotilla.trainer.evaluation.predictions import (
+    Predictions,
+    Writer,
+    measure_predictions,
+    predict,
+)
 from flotilla.trainer.evaluation.signature import by_output
-from flotilla.trainer.evaluation.slices import sliced
-from flotilla.trainer.evaluation.threshold import thresholds_of
+from flotilla.trainer.evaluation.slices import slice_metrics
+from flotilla.trainer.evaluation.threshold import choose_thresholds
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.features.class_names import ClassIndex
 from flotilla.trainer.features.dataset_spec import DatasetSpec, slice_features
@@ -69,22 +74,22 @@ def evaluate(  # noqa: PLR0913, PLR0917
     no-op that returns the metrics published before. All but `scratch` are URIs. Raises `UserError`.
     """
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
-    made_from = {**inputs_from, **asked(config, champion)}
-    if made_before(output, KIND, made_from):
+    made_from = {**inputs_from, **describe_request(config, champion)}
+    if is_reusable(output, KIND, made_from):
         return _read(output)
     if not spec.examples(SPLIT):
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
     features = slice_features(spec.features, spec.targets, config.evaluation.slices)
-    objective = tasks.objective_of(config, spec)
+    objective = tasks.make_objective(config, spec)
     model, step = restored(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
-    objective = objective.at(thresholds_of(objective, model, spec, dataset, scratch, size))
+    objective = objective.at(choose_thresholds(objective, model, spec, dataset, scratch, size))
     read = [*dict.fromkeys([*features, *objective.task.columns])]
     batches = labelled_columns(spec, files, batch_size=size, columns=read)
     if objective.task.learns:
         objective.task.learn(_trained_on(spec, objective.task.learns, dataset, scratch))
-    opponent = champion_of(champion, objective.task, spec, scratch) if champion else None
+    opponent = load_champion(champion, objective.task, spec, scratch) if champion else None
     answer = opponent.answer if opponent else None
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder, columns = Path(name, "evaluation"), Path(name, "columns")
@@ -92,17 +97,17 @@ def evaluate(  # noqa: PLR0913, PLR0917
         with closing(writer), _naming(dataset), Work(_PREDICTING, "rows", writer.rows) as work:
             found = predict(objective, model, spec, batches, writer, answer, work.add)
         _require_sound(spec, found, dataset, checkpoint)
-        summary = {**summarized(spec, objective, found, features), "global_step": step}
+        summary = {**summarize_predictions(spec, objective, found, features), "global_step": step}
         judges = Judges.of(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
-            there = compared(opponent, objective, found, config.gate.champion, judges)
+            there = compare_champion(opponent, objective, found, config.gate.champion, judges)
             summary["champion"] = there
             beaten = constant.is_beaten(summary["constant"], there.get("metrics", {}))
             summary["constant"]["champion"] = beaten
         if config.evaluation.baseline == "auto":
             splits = Splits(spec=spec, uri=dataset, scratch=scratch)
-            summary["baselines"] = judged_baselines(objective, found.own, splits)
+            summary["baselines"] = judge_baselines(objective, found.own, splits)
         summary = finite(summary)
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
@@ -116,10 +121,10 @@ def _trained_on(
     """Read columns of the training split, of a large one those of some shards."""
     few = -(-spec.examples(TRAIN) // _MOST_LEARNT)
     files = stage_shards(dataset, scratch / TRAIN, TRAIN, of=min(few, len(spec.files(TRAIN))))
-    yield from columns_of(spec, files, columns)
+    yield from read_columns(spec, files, columns)
 
 
-def asked(config: Config, champion: str) -> dict[str, str]:
+def describe_request(config: Config, champion: str) -> dict[str, str]:
     """Return what an evaluation depends on besides the examples and the model.
 
     The rule of the champion has the direction of a metric of the user's, for the constant too.
@@ -148,7 +153,7 @@ def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:
 
 
 def _read(uri: str) -> Evaluation:
-    with storage.formed(f"metrics.json of {uri}"):
+    with storage.check_form(f"metrics.json of {uri}"):
         measured = storage.read_json(uri, "metrics.json")["metrics"]
         return Evaluation(uri=uri, metrics=_defined(measured))
 
@@ -170,10 +175,10 @@ def read_inputs(
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     learnt = index.learnt_of_checkpoint(checkpoint, dataset)
-    return tasks.with_positive(config.task, DatasetSpec.from_manifest(data, learnt)), made_from
+    return tasks.set_positive(config.task, DatasetSpec.from_manifest(data, learnt)), made_from
 
 
-def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
+def is_reusable(output: str, kind: str, made_from: dict[str, str]) -> bool:
     """Say whether `output` was made from the same inputs: a step that is tried again."""
     try:
         there = storage.read_manifest(output)
@@ -248,13 +253,16 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
         )
 
 
-def summarized(
+def summarize_predictions(
     spec: DatasetSpec, objective: Objective, found: Predictions, features: Sequence[str]
 ) -> dict[str, Any]:
     """Return what `metrics.json` says of the predictions, sliced by some features."""
     names = {feature: spec.features[feature].labels for feature in features}
     with Work("measuring"):
-        summary, slices = measured(objective, found.own), sliced(objective, found.own, names)
+        summary, slices = (
+            measure_predictions(objective, found.own),
+            slice_metrics(objective, found.own, names),
+        )
     main = objective.main_metric
     return {
         "split": SPLIT,
@@ -263,7 +271,7 @@ def summarized(
         "examples": found.own.count,
         **summary,
         "metrics": main_first(summary["metrics"], main),
-        "constant": constant.compared(objective, found.own, summary["metrics"], main),
+        "constant": constant.compare_constant(objective, found.own, summary["metrics"], main),
         "slices": slices,
     }
 

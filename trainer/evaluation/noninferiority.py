@@ -69,10 +69,10 @@ def mean(values: Floats, weights: Floats | None = None) -> Estimate:
     shares = weights / max(weights.sum(), _TINY)
     value = float(shares @ values)
     fewest = int(np.count_nonzero(weights))
-    return Estimate(value, shares * (values - value) * unbiased(fewest), fewest)
+    return Estimate(value, shares * (values - value) * correct_bias(fewest), fewest)
 
 
-def unbiased(count: int) -> float:
+def correct_bias(count: int) -> float:
     """Return how much larger the standard error of so many units is than their spread."""
     return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
@@ -117,7 +117,7 @@ def _scores(own: Floats, other: Floats, count: Floats, assumed: Floats) -> Float
     return result
 
 
-def paired(
+def compare_paired(
     own: Estimate, other: Estimate, confidence: float, better: Direction, lost: float = 0.0
 ) -> Compared:
     """Compare a metric by what each unit adds to that of both models.

@@ -15,7 +15,7 @@ import tensorflow as tf
 from flotilla.trainer.evaluation.slices import condensing, text
 from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
 from flotilla.trainer.features.names import layer_name
-from flotilla.trainer.models.registry import refused_input
+from flotilla.trainer.models.registry import report_bad_input
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Array, Examples, Part, SplitError, Task
 from flotilla.trainer.tasks.objective import Objective, in_single_precision
@@ -297,7 +297,7 @@ class Writer:
         }
 
 
-def forward_of(objective: Objective, model: keras.Model) -> Callable[[Any], Any]:
+def make_forward(objective: Objective, model: keras.Model) -> Callable[[Any], Any]:
     """Return the function from inputs to the outputs of a model; raises `UserError`."""
 
     @tf.function(reduce_retracing=True)
@@ -305,7 +305,7 @@ def forward_of(objective: Objective, model: keras.Model) -> Callable[[Any], Any]
         return objective.task.outputs(in_single_precision(model(inputs, training=False)))
 
     def asked(inputs: Any) -> Any:
-        with refused_input():
+        with report_bad_input():
             return forward(inputs)
 
     return asked
@@ -327,7 +327,7 @@ def predict(  # noqa: PLR0913, PLR0917
     Raises `SplitError` where a label is none of the task's, or nothing weighs anything, else
     `UserError`.
     """
-    forward = forward_of(objective, model)
+    forward = make_forward(objective, model)
     worst = Worst(spec, objective.task)
     own_bad = other_bad = 0
     weight = 0.0
@@ -360,7 +360,7 @@ def predict(  # noqa: PLR0913, PLR0917
     )
 
 
-def measured(objective: Objective, examples: Examples) -> dict[str, Any]:
+def measure_predictions(objective: Objective, examples: Examples) -> dict[str, Any]:
     """Return what `metrics.json` says: `metrics`, `intervals`, and the details of the task."""
     tally = objective.tally()
     for part in condensing(examples, [tally]):

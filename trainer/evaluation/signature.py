@@ -15,7 +15,7 @@ SERIALIZED = "serialized_examples"
 LABELS = "labels.txt"
 
 
-def described(spec: DatasetSpec) -> list[dict[str, Any]]:
+def describe_inputs(spec: DatasetSpec) -> list[dict[str, Any]]:
     """Return what the manifest of a model says of its inputs: each feature, and its argument."""
     return [
         {
@@ -28,7 +28,7 @@ def described(spec: DatasetSpec) -> list[dict[str, Any]]:
     ]
 
 
-def labels_of(task: Task) -> dict[str, list[str]]:
+def list_labels(task: Task) -> dict[str, list[str]]:
     """Return the names of the classes of each of several outputs.
 
     Those of a single one are in `LABELS`, but where one of them is no single line of a file.
@@ -40,7 +40,7 @@ def labels_of(task: Task) -> dict[str, list[str]]:
     }
 
 
-def positive_of(task: Task) -> Any:
+def find_positive(task: Task) -> Any:
     """Return the name of the positive class; of several outputs those that have one, by output."""
     found = {name: part.labels[1] for name, part in task.parts.items() if part.positive_by}
     return found.get("", found)
@@ -68,7 +68,7 @@ def links_of(task: Task) -> dict[str, Any]:
     return found
 
 
-def kinds_of(task: Task) -> dict[str, str]:
+def list_kinds(task: Task) -> dict[str, str]:
     """Return the kind of task of each output, or none; that of a single one has no name."""
     return {name: _kind(type(part)) for name, part in task.parts.items()}
 

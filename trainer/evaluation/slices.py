@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from flotilla.trainer.tasks.base import Examples, Part, Tally, drawn
+from flotilla.trainer.tasks.base import Examples, Part, Tally, sample_examples
 from flotilla.trainer.tasks.objective import Objective, at
 
 # Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
@@ -35,7 +35,7 @@ class Cut:
     places: Callable[[Values], Places]
 
 
-def sliced(
+def slice_metrics(
     objective: Objective, examples: Examples, names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each column: `value`, `examples`, `metrics` and `intervals` of a part."""
@@ -99,7 +99,7 @@ def _count(counter: Counter[Any], values: Values) -> None:
 
 
 def _cut(counter: Counter[Any], names: tuple[str, ...], column: str, examples: Examples) -> Cut:
-    values = drawn(examples).columns[column]
+    values = sample_examples(examples).columns[column]
     if names:
         return Cut(names=names, places=lambda some: some.astype(np.int64))
     if len(counter) <= MOST_VALUES:

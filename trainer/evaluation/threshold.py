@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
-from flotilla.trainer.evaluation.predictions import forward_of
+from flotilla.trainer.evaluation.predictions import make_forward
 from flotilla.trainer.evaluation.signature import by_output
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.features.dataset_spec import DatasetSpec
@@ -34,7 +34,7 @@ _CLOSE = 1e-12
 log = logging.getLogger(__name__)
 
 
-def thresholds_of(  # noqa: PLR0913, PLR0917
+def choose_thresholds(  # noqa: PLR0913, PLR0917
     objective: Objective,
     model: keras.Model,
     spec: DatasetSpec,
@@ -51,7 +51,7 @@ def thresholds_of(  # noqa: PLR0913, PLR0917
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     every = -(-spec.examples(SPLIT) // MOST_EXAMPLES)
     batches = evaluation_batches(spec, files, batch_size=batch_size, of=every)
-    forward = forward_of(objective, model)
+    forward = make_forward(objective, model)
     found: dict[str, list[tuple[Array, Floats, Floats]]] = {name: [] for name in parts}
     total = spec.examples(SPLIT) // every
     with Work(f"predicting the {SPLIT} split", "rows", total) as work:
@@ -122,7 +122,7 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
     return float(half[able[np.argmin(np.abs(half[able] - _EVEN))]])
 
 
-def of_manifest(fields: Mapping[str, Any], names: Iterable[str]) -> dict[str, Threshold]:
+def read_thresholds(fields: Mapping[str, Any], names: Iterable[str]) -> dict[str, Threshold]:
     """Return the thresholds of outputs of an exported model; 0.5 for one of an earlier version."""
     said = by_output(fields.get("threshold", {}))
     return {name: Threshold(float(said.get(name, _EVEN))) for name in names}

@@ -26,8 +26,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, dataclass_transform
 
-from flotilla.trainer.runtime.json_records import from_tree, parse_mapping, tree_of
-from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.json_records import parse_mapping, parse_record, tree_of
+from flotilla.trainer.runtime.masking import mask
 
 VARIABLE = "FLOTILLA_EVENTS"
 MARK = '{"event": '
@@ -374,7 +374,7 @@ def emit(event: Event, *, in_log: str | None = None) -> None:
 
 
 @contextmanager
-def heard_by(listener: Callable[[Event], None]) -> Iterator[None]:
+def listen(listener: Callable[[Event], None]) -> Iterator[None]:
     """Have a function called with each event that this process emits in the block."""
     _listeners.append(listener)
     try:
@@ -422,7 +422,7 @@ def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
     the run, after the events of that start: a week of progress is read in a second. Raises
     `OSError`.
     """
-    whole = {name_of(kind).encode() for kind in every}
+    whole = {event_name(kind).encode() for kind in every}
     newest: dict[bytes, bytes] = {}
     if not path.is_file():
         return
@@ -493,11 +493,11 @@ def newest_progress(path: Path) -> list[Progress | WorkProgress]:
 
 
 def _place_of_progress(path: Path, kind: type[Event]) -> Path:
-    return path.with_name(f"{path.name}.{name_of(kind)}")
+    return path.with_name(f"{path.name}.{event_name(kind)}")
 
 
 def _line(event: Event) -> bytes:
-    return f"{masked(json.dumps(to_tree(event), default=str))}\n".encode()
+    return f"{mask(json.dumps(to_tree(event), default=str))}\n".encode()
 
 
 def _parsed(line: bytes) -> Event | None:
@@ -514,10 +514,10 @@ def parse(line: str) -> Event | None:
     except ValueError:
         return None
     kind = _kinds().get(str(tree["event"]))
-    return from_tree(kind, tree) if kind and "time" in tree else None
+    return parse_record(kind, tree) if kind and "time" in tree else None
 
 
-def name_of(kind: type[Event]) -> str:
+def event_name(kind: type[Event]) -> str:
     """Return the name of a kind of event in its line."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
@@ -525,9 +525,9 @@ def name_of(kind: type[Event]) -> str:
 def to_tree(record: Any) -> dict[str, Any]:
     """Return the fields of a record, to be written as a JSON object; of an event the name too."""
     tree = tree_of(record)
-    return {"event": name_of(type(record)), **tree} if isinstance(record, Event) else tree
+    return {"event": event_name(type(record)), **tree} if isinstance(record, Event) else tree
 
 
 @cache
 def _kinds() -> dict[str, type[Event]]:
-    return {name_of(kind): kind for kind in Event.__subclasses__()}
+    return {event_name(kind): kind for kind in Event.__subclasses__()}

@@ -10,7 +10,7 @@ from typing import Any
 from flotilla.trainer import events
 from flotilla.trainer.events import Event, Progress, WorkProgress
 from flotilla.trainer.events.progress.durations import duration
-from flotilla.trainer.events.progress.wording import line_of as work_line
+from flotilla.trainer.events.progress.wording import format_line as work_line
 from flotilla.trainer.events.progress.work import LOG_SECONDS
 
 # Progress is a line at most so often.
@@ -90,12 +90,12 @@ _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
 }
 
 
-def line_of(event: Event) -> str:
+def format_event(event: Event) -> str:
     """Return the line of an event; empty for one that has none, such as progress."""
     return _LINES.get(type(event), lambda _event: "")(event)
 
 
-def metrics_of(progress: Progress) -> str:
+def format_metrics(progress: Progress) -> str:
     """Return loss, speed and, where it is known, the time left."""
     left = f"  {duration(progress.seconds_left)} left" if progress.seconds_left >= 0 else ""
     return f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s{left}"
@@ -114,12 +114,12 @@ def epoch_of(progress: Progress) -> str:
     return f"epoch {epoch:.3g} of {progress.epochs:.3g}" if progress.epochs else ""
 
 
-def of_first_stretch(progress: Progress) -> Progress:
+def is_first_stretch(progress: Progress) -> Progress:
     """Return the first progress of an attempt, which builds the functions: the speed is no base."""
     return replace(progress, seconds_left=-1.0)
 
 
-def work_of(progress: Progress) -> WorkProgress:
+def as_work(progress: Progress) -> WorkProgress:
     """Return the progress of training as that of any other work."""
     return WorkProgress(
         what="training",
@@ -150,14 +150,14 @@ class LogLines:
         if isinstance(event, WorkProgress):
             return self._work(event)
         wording = _LINES_OF_LOG.get(type(event))
-        return wording(event) if wording else line_of(event)
+        return wording(event) if wording else format_event(event)
 
     def _progress(self, event: Progress) -> str:
         if event.time - self._progress_at < LINE_SECONDS:
             return ""
-        event = of_first_stretch(event) if self._progress_at < 0 else event
+        event = is_first_stretch(event) if self._progress_at < 0 else event
         self._progress_at = event.time
-        return f"{reached(event)}  {metrics_of(event)}"
+        return f"{reached(event)}  {format_metrics(event)}"
 
     def _work(self, event: WorkProgress) -> str:
         if event.is_over:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from flotilla.trainer import events
 from flotilla.trainer.events import Event
-from flotilla.trainer.events.progress.wording import line_of
+from flotilla.trainer.events.progress.wording import format_line
 
 #: What a record and the report tell of a step beside its end.
 INCIDENTS = (
@@ -123,7 +123,7 @@ class RunState:
             names = ("global_step", "steps", "loss", "seconds_left", "epoch", "epochs")
             found = {name: getattr(training, name) for name in names}
         if work and work.time >= began and not work.is_over:
-            found["progress"] = line_of(work)
+            found["progress"] = format_line(work)
             if "steps" not in found and work.share >= 0:
                 found |= {"share": work.share, "seconds_left": work.seconds_left}
         return found
@@ -135,7 +135,7 @@ class RunState:
         return None if found is None or found.is_over else found
 
 
-def state_of(happened: Iterable[Event], *, newest_start: bool = False) -> RunState:
+def reduce_events(happened: Iterable[Event], *, newest_start: bool = False) -> RunState:
     """Return the state of a run after these events, or after those of its newest start alone."""
     state = RunState()
     for event in happened:

@@ -23,20 +23,27 @@ import keras
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.files.recorded_columns import recorded
+from flotilla.trainer.data.files.recorded_columns import read_recorded
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
-from flotilla.trainer.evaluation.evaluate import SPLIT, made_before, read_inputs, restored
+from flotilla.trainer.evaluation.evaluate import SPLIT, is_reusable, read_inputs, restored
 from flotilla.trainer.evaluation.signature import (
     LABELS,
-    described,
-    kinds_of,
-    labels_of,
+    describe_inputs,
+    find_positive,
     links_of,
-    positive_of,
+    list_kinds,
+    list_labels,
 )
 from flotilla.trainer.export import model_card
 from flotilla.trainer.export.formats import FORMATS, format_path
-from flotilla.trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
+from flotilla.trainer.export.parity import (
+    Batch,
+    Fresh,
+    Original,
+    answer_in_process,
+    fresh_process,
+    prove,
+)
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.models import keras_file
@@ -83,12 +90,12 @@ def export(  # noqa: PLR0913, PLR0917
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     evaluation = _require_blessed(decision, inputs_from)
     made_from = {**inputs_from, "formats": ",".join(config.export.formats)}
-    if made_before(output, KIND, made_from):
+    if is_reusable(output, KIND, made_from):
         return Exported(uri=output, parity=storage.read_json(output, "parity.json"))
     with tempfile.TemporaryDirectory(dir=scratch, prefix="export-") as name:
         folder = Path(name)
         with fresh_process(folder) as process:
-            objective = tasks.objective_of(config, spec)
+            objective = tasks.make_objective(config, spec)
             model, step = restored(config, spec, objective, checkpoint, scratch)
             facts = model_card.Facts(
                 config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step
@@ -103,7 +110,7 @@ def export(  # noqa: PLR0913, PLR0917
             (folder / statistics.FILE).write_bytes(spec.learnt.data)
         _write_json(folder / "config.json", config.model_dump(mode="json"))
         _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
-        _write_text(folder / "model_card.md", model_card.written(facts, parity, fields))
+        _write_text(folder / "model_card.md", model_card.write_card(facts, parity, fields))
         signing.sign(folder, fields)
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
@@ -117,16 +124,16 @@ def _fields(
         "name": config.name,
         "global_step": facts.step,
         "formats": list(config.export.formats),
-        "inputs": described(spec),
-        "reads": recorded(spec, storage.read_manifest(facts.dataset), config.data),
+        "inputs": describe_inputs(spec),
+        "reads": read_recorded(spec, storage.read_manifest(facts.dataset), config.data),
         "task": subject.task.name,
         **subject.objective.judged_by,
         "outputs": subject.columns(),
         "num_labels": len(subject.task.labels),
-        "labels": labels_of(subject.task),
-        "kinds": kinds_of(subject.task),
+        "labels": list_labels(subject.task),
+        "kinds": list_kinds(subject.task),
         "links": links_of(subject.task),
-        "positive": positive_of(subject.task),
+        "positive": find_positive(subject.task),
         "threshold": _thresholds(evaluation),
         "saved_model": format_path("saved_model", config.name, facts.step),
         "decision": facts.decision,
@@ -138,7 +145,7 @@ def _fields(
 def _thresholds(evaluation: str) -> Any:
     """Return the threshold that an evaluation chose; of several outputs theirs, by output."""
     measured = storage.read_json(evaluation, "metrics.json")
-    with storage.formed(f"metrics.json of {evaluation}"):
+    with storage.check_form(f"metrics.json of {evaluation}"):
         outputs = {"": measured, **measured.get("outputs", {})}
         found = {
             name: float(each["threshold"]["value"])
@@ -158,7 +165,7 @@ def _proved(
     if subject.task.labels:
         lines = [" ".join(label.splitlines()) for label in subject.task.labels]
         (folder / LABELS).write_text("\n".join([*lines, ""]), encoding="utf-8")
-    parity["smoke"] = answered(subject, folder, fields["saved_model"], process)
+    parity["smoke"] = answer_in_process(subject, folder, fields["saved_model"], process)
     return parity
 
 
@@ -200,7 +207,7 @@ def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:
             f"{decision} is a {kind} and not a {gate.KIND}: pass on what the gate wrote"
         )
     decided = storage.read_json(decision, "decision.json")
-    with storage.formed(f"decision.json of {decision}"):
+    with storage.check_form(f"decision.json of {decision}"):
         if decided["decision"] != gate.BLESSED:
             reasons = "; ".join(decided["reasons"])
             raise UserError(f"nothing is exported: the gate refused the model ({reasons})")

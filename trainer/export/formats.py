@@ -29,7 +29,7 @@ from flotilla.trainer.tasks.objective import in_single_precision
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
-def converted(
+def convert_to_tflite(
     serve: Callable[..., Any], takes: Sequence[tf.TensorSpec], calibration: Arrays | None
 ) -> bytes:
     """Return a serving function as a TFLite file with the signature `serving_default`.
@@ -104,7 +104,7 @@ class Subject:
 
     def answers(self, inputs: Inputs) -> Answers:
         """Return what every form answers to inputs by feature name."""
-        return answers_of(self.model, self.task, inputs)
+        return compute_answers(self.model, self.task, inputs)
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
         """Return inputs by feature name as the arguments of the signature."""
@@ -141,15 +141,17 @@ def format_path(form: str, name: str, version: int) -> str:
     return FORMATS[form].path or f"serving/{name}/{version}"
 
 
-def called(model: keras.Model, task: Task, inputs: Inputs) -> Any:
+def call_model(model: keras.Model, task: Task, inputs: Inputs) -> Any:
     """Return the outputs of a model for inputs by feature name."""
     given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
     return task.outputs(in_single_precision(model(given, training=False)))
 
 
-def answers_of(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
+def compute_answers(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
     """Return the answers of a model, as arrays."""
-    return {name: each.numpy() for name, each in task.answers(called(model, task, inputs)).items()}
+    return {
+        name: each.numpy() for name, each in task.answers(call_model(model, task, inputs)).items()
+    }
 
 
 def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
@@ -157,7 +159,7 @@ def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
     model, task, spec = subject.model, subject.task, subject.spec
 
     def serve(*values: tf.Tensor) -> dict[str, tf.Tensor]:
-        return task.answers(called(model, task, dict(zip(spec.inputs, values, strict=True))))
+        return task.answers(call_model(model, task, dict(zip(spec.inputs, values, strict=True))))
 
     takes = [
         tf.TensorSpec((None, *spec.features[name].shape), spec.features[name].dtype, name=argument)
@@ -217,7 +219,7 @@ def _write_keras(subject: Subject, path: Path, _calibration: Inputs | None) -> N
 
 def _read_keras(subject: Subject, path: Path) -> tuple[Predictor, ...]:
     loaded = keras_file.read(path)
-    return (lambda inputs: answers_of(loaded, subject.task, inputs),)
+    return (lambda inputs: compute_answers(loaded, subject.task, inputs),)
 
 
 def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> None:
@@ -226,11 +228,11 @@ def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> Non
     if calibration is not None:
         named = subject.arguments(calibration)
     try:
-        content = converted(serve, takes, named)
+        content = convert_to_tflite(serve, takes, named)
     except ConverterError:
         # A recurrent layer makes lists of tensors, and TFLite has to know the shapes of these.
         one = [tf.TensorSpec((1, *each.shape[1:]), each.dtype, name=each.name) for each in takes]
-        content = converted(serve, one, named)
+        content = convert_to_tflite(serve, one, named)
     path.write_bytes(content)
 
 

@@ -14,7 +14,13 @@ from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.evaluation.signature import LABELS, SERIALIZED, SERVING, by_output
 from flotilla.trainer.report import headline, views
-from flotilla.trainer.report.wording import NOTHING, formatted, interval_text, rounded, spoken
+from flotilla.trainer.report.wording import (
+    NOTHING,
+    format_value,
+    interval_text,
+    round_value,
+    spell_metric,
+)
 from flotilla.trainer.runtime.masking import one_line
 
 _TEMPLATE = "model_card.md.j2"
@@ -33,7 +39,7 @@ class Facts:
     step: int
 
 
-def written(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+def write_card(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     """Return the card of a model, as Markdown.
 
     `parity` is what `parity.prove` returns, with `smoke`; `fields` are those of the
@@ -63,7 +69,7 @@ def written(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) 
 def _headline(name: str, measured: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
     # A decision of an earlier version has none.
     facts = {"name": name, "verdict": decided["decision"], "rules": decided["rules"]}
-    return headline.headline({**facts, "measured": headline.measured(measured)})
+    return headline.headline({**facts, "measured": headline.describe_metric(measured)})
 
 
 def template() -> jinja2.Template:
@@ -78,10 +84,10 @@ def template() -> jinja2.Template:
     made.filters.update(
         cell=_cell,
         code=lambda text: " ".join(one_line(str(text)).replace("`", "'").split()),
-        formatted=formatted,
+        formatted=format_value,
         interval=lambda pair: interval_text(pair) or NOTHING,
-        number=rounded,
-        words=lambda name: _cell(spoken(name)),
+        number=round_value,
+        words=lambda name: _cell(spell_metric(name)),
     )
     made.globals.update(
         labels_file=LABELS, most_names=_MOST_NAMES, serialized=SERIALIZED, serving=SERVING

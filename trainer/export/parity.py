@@ -35,12 +35,12 @@ from flotilla.trainer.export.formats import (
     Inputs,
     Predictor,
     Subject,
-    called,
+    call_model,
     operations,
 )
 from flotilla.trainer.models.embedding_table import shrink
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.runtime.user_code import line_of
+from flotilla.trainer.runtime.user_code import format_error
 from flotilla.trainer.tasks.base import Part
 from flotilla.trainer.tasks.objective import Objective
 
@@ -133,7 +133,7 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
         count += len(next(iter(inputs.values())))
         outputs = subject.task.outputs_of(_asked(name, ask, inputs))
         own.append(objective.sums(Part(labels, outputs, weights, {})))
-        exact = called(subject.model, subject.task, inputs)
+        exact = call_model(subject.model, subject.task, inputs)
         original.append(objective.sums(Part(labels, exact, weights, {})))
     rounded, whole = (objective.means(np.sum(each, axis=0)) for each in (own, original))
     if metric not in rounded or metric not in whole:
@@ -152,7 +152,7 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
     return {**found, "lost": lost, "examples": count}
 
 
-def answers_as(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
+def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
     """Raise `ConfigError` where a model cannot be written in a form that answers some examples.
 
     An untrained model may answer anything: only gross differences count, and not of TFLite.
@@ -190,7 +190,7 @@ def _written(
         form.write(subject, path, calibration if form.calibrated else None)
         return form.read(subject, path)
     except (OSError, tf.errors.OpError) as error:
-        raise UserError(f"the model cannot be written as {name}: {line_of(error)}") from error
+        raise UserError(f"the model cannot be written as {name}: {format_error(error)}") from error
     # The user's own classes run here, and may fail in any way.
     except (Exception, SystemExit) as error:
         raise _not_alike(name, error) from error
@@ -205,7 +205,7 @@ def _asked(name: str, ask: Predictor, inputs: Inputs) -> Answers:
 
 def _not_alike(name: str, error: BaseException) -> ConfigError:
     lacking = sorted({*_NOT_LITE.findall(str(error))}) if name in _LITE else []
-    why = f"TensorFlow Lite has no {', '.join(lacking)}" if lacking else line_of(error)
+    why = f"TensorFlow Lite has no {', '.join(lacking)}" if lacking else format_error(error)
     if "'untracked' resource" in str(error):
         why = "it uses a table or a variable that no attribute of the model or a layer of it holds"
     remedy = "; give its own classes a get_config" if name == "keras" else ""
@@ -265,7 +265,9 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_USE_LEGACY_KERAS": "1"}
 
 
-def answered(subject: Original, folder: Path, saved_model: str, process: Fresh) -> dict[str, Any]:
+def answer_in_process(
+    subject: Original, folder: Path, saved_model: str, process: Fresh
+) -> dict[str, Any]:
     """Write `request.json` into `folder`, let a fresh process answer it, and hold the answers.
 
     Returns:

@@ -26,14 +26,14 @@ _END = ".,;:! '\""
 _JOINS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 
-def squeezed(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Return a text without spaces around it, one at a time in it, in one form of Unicode."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_UNSEEN))
     return " ".join(text.split())
 
 
-def number_in(text: str) -> str:
+def normalize_number(text: str) -> str:
     """Return the one spelling of a number: `1` of `+1`, `01` and `1.0`; empty of another text."""
     if not _NUMBER.fullmatch(text):
         return ""
@@ -41,11 +41,11 @@ def number_in(text: str) -> str:
     return "0" if found == "-0" else found
 
 
-def key_of(text: str) -> str:
+def class_key(text: str) -> str:
     """Return what all spellings of a class have in common, whatever other classes there are."""
-    short = squeezed(text)
+    short = normalize_text(text)
     word = short.lower()
-    return word if word in _WORDS else number_in(short) or short
+    return word if word in _WORDS else normalize_number(short) or short
 
 
 def is_truth(keys: Iterable[str]) -> bool:
@@ -61,8 +61,8 @@ class Spellings:
     def __init__(self, texts: Iterable[str]) -> None:
         """Take all texts that are not missing."""
         self.by_key: dict[str, list[str]] = {}
-        for text in sorted({squeezed(each) for each in texts}):
-            self.by_key.setdefault(key_of(text), []).append(text)
+        for text in sorted({normalize_text(each) for each in texts}):
+            self.by_key.setdefault(class_key(text), []).append(text)
         self.is_truth = is_truth(self.by_key)
         #: Whether all are numbers, and whether all of these are whole.
         self.are_numbers = all(map(_NUMBER.fullmatch, self.by_key))
@@ -119,7 +119,7 @@ def lookalikes(names: Iterable[str]) -> list[list[str]]:
 
 
 def _folded(name: str) -> str:
-    key = key_of(name)
+    key = class_key(name)
     if _NUMBER.fullmatch(key) or key in _WORDS:
         return str(bool(_SENSES[key])) if key in _WORDS else key
     folded = unicodedata.normalize("NFKC", key).casefold()
@@ -132,7 +132,7 @@ class ClassIndex:
     def __init__(self, names: Sequence[str]) -> None:
         """Take the names in their order, such as those of a prepared dataset or a model."""
         self._exact = {name: number for number, name in enumerate(names)}
-        keys = [key_of(name) for name in names]
+        keys = [class_key(name) for name in names]
         senses = [_SENSES.get(key.lower(), -1) for key in keys]
         self._is_truth = is_truth(keys) and len(set(senses)) == len(senses)
         own: Sequence[str | int] = senses if self._is_truth else keys
@@ -144,7 +144,7 @@ class ClassIndex:
         """Return the number of a class, -1 of a text that is none."""
         if text in self._exact:
             return self._exact[text]
-        key = key_of(text)
+        key = class_key(text)
         return self._known.get(_SENSES.get(key.lower(), -1) if self._is_truth else key, -1)
 
 

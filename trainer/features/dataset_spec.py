@@ -16,7 +16,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.thresholds import split_rule
 from flotilla.trainer.features.statistics.statistics import NOTHING, Learnt
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
-from flotilla.trainer.runtime.json_records import from_tree
+from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.storage import Corrupt, Manifest
 
 KIND = "dataset"
@@ -132,7 +132,7 @@ class DatasetSpec:
             raise UserError(
                 f"the dataset has schema {found} and this version reads {SCHEMA}: prepare it again"
             )
-        said = from_tree(_Fields, dict(manifest.fields))
+        said = parse_record(_Fields, dict(manifest.fields))
         if said is None:
             raise Corrupt(
                 "the manifest of the dataset lacks a field, or has one of another type: prepare it "

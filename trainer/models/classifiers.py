@@ -22,7 +22,7 @@ from flotilla.trainer.models.spec import (
     InputSpec,
     Shape,
     initializer,
-    layer_of,
+    layer_name,
     scaled_input,
     share,
     size,
@@ -50,7 +50,7 @@ def outputs(spec: InputSpec, x: keras.KerasTensor, **named: Any) -> Any:
     """
     if isinstance(spec.output_shape, Mapping):
         return {
-            name: _linear(x, shape, layer_of(name, "output"), named)
+            name: _linear(x, shape, layer_name(name, "output"), named)
             for name, shape in spec.output_shape.items()
         }
     return _linear(x, spec.output_shape, "logits", named)

@@ -33,13 +33,13 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MIN_AGE, require_sizes, require_table
 from flotilla.trainer.embeddings import table_shard
-from flotilla.trainer.embeddings.count_min_sketch import mixed, sieve_of
+from flotilla.trainer.embeddings.count_min_sketch import hash_keys, size_sketch
 from flotilla.trainer.embeddings.sharded_embedding import table_of
 from flotilla.trainer.embeddings.shared_branch import SharedBranch
 from flotilla.trainer.embeddings.table_shard import Asked, Noted, Rules, Shard
 from flotilla.trainer.embeddings.unique_rows import spread
-from flotilla.trainer.models.spec import InputSpec, initializer, layer_of
-from flotilla.trainer.models.vocabulary import stripped
+from flotilla.trainer.models.spec import InputSpec, initializer, layer_name
+from flotilla.trainer.models.vocabulary import strip_spaces
 from flotilla.trainer.runtime.errors import ConfigError
 
 KEYS = ("int64", "string")
@@ -153,7 +153,7 @@ class EmbeddingTable(keras.layers.Layer):
             used=note("used", (size + 1,), "minus_one"),
             tally=note("tally", (table_shard.COUNTS,), "zeros"),
             checks=note("checks", (size + 1,), "zeros") if is_text else None,
-            seen=note("sieve", sieve_of(size), "zeros", "uint8") if has_filter else None,
+            seen=note("sieve", size_sketch(size), "zeros", "uint8") if has_filter else None,
         )
 
     def call(self, ids: tf.Tensor, training: bool | None = None) -> tf.Tensor:
@@ -179,13 +179,13 @@ class EmbeddingTable(keras.layers.Layer):
         most optimizers, before it adds up what belongs to one row.
         """
         if self.keys == "string":
-            unique, places, counts = tf.unique_with_counts(stripped(ids))
+            unique, places, counts = tf.unique_with_counts(strip_spaces(ids))
             keys = tf.strings.to_hash_bucket_fast(unique, _FINGERPRINTS)
             checks = tf.strings.to_hash_bucket_strong(unique, _FINGERPRINTS, key=_SIP_KEY)
         else:
             keys, places, counts = tf.unique_with_counts(tf.cast(ids, tf.int64))
             checks = tf.zeros([0], tf.int64)
-        shard_of = tf.cast(mixed(keys + _SHARD_SALT, self.shards), tf.int32)
+        shard_of = tf.cast(hash_keys(keys + _SHARD_SALT, self.shards), tf.int32)
         parts = tf.dynamic_partition(tf.range(tf.size(keys)), shard_of, self.shards)
         asked = [
             Asked(
@@ -239,7 +239,7 @@ class EmbeddingTable(keras.layers.Layer):
         if proof is not None and any(map(len, live)):
             is_it = keras.ops.equal(places, self._looked_up("checks", live)(proof))
             places = keras.ops.where(is_it, places, keras.ops.zeros_like(places))
-        shard = mixed(keys + _SHARD_SALT, self.shards)
+        shard = hash_keys(keys + _SHARD_SALT, self.shards)
         places = keras.ops.where(places > 0, places + (self.shards - 1), shard)
         rows = [each.noted.rows.numpy() for each in self._parts]
         known = [each[there] for each, there in zip(rows, live, strict=True)]
@@ -376,7 +376,7 @@ def growing(
         return EmbeddingTable(
             dimension=dimension,
             keys="string" if dtype == "string" else "int64",
-            name=layer_of(name, "embedding"),
+            name=layer_name(name, "embedding"),
             **{"shards": shards, **arguments, "initializer": drawn},
         )
     except ValueError as error:

@@ -25,7 +25,7 @@ from flotilla.trainer.models.keras_file import inputs_by_feature
 from flotilla.trainer.models.normalization import Normalization
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime import user_code
-from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest, without_memory
+from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out_of_memory, nearest
 
 # What Keras says of a class or a function that is neither its own nor registered.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
@@ -36,7 +36,7 @@ _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
 
 @contextmanager
-def refused_input() -> Iterator[None]:
+def report_bad_input() -> Iterator[None]:
     """Make a `UserError` of an assertion that failed in a model's graph, wherever that has run.
 
     TensorFlow repeats it many times, with the stack of every task on its way.
@@ -48,7 +48,7 @@ def refused_input() -> Iterator[None]:
         if not found:
             raise
         words = " ".join([found[1], *re.findall(r"\[([^]]*)\]", found[2])])
-        place = user_code.place_of(error)
+        place = user_code.find_place(error)
         where = f" ({place})" if place else ""
         raise UserError(f"the model refused its input: {words}{where}") from error
 
@@ -91,7 +91,7 @@ def build(
         raise ConfigError(f"model {config.name}: {error}") from None
     # Whatever a user's function raises is for the user to put right.
     except (Exception, SystemExit) as error:
-        line = without_memory(error) or user_code.line_of(error)
+        line = describe_out_of_memory(error) or user_code.format_error(error)
         raise ConfigError(f"model {config.name}: {line}") from error
     model = _with_names(model, spec)
     _check_output(config.name, model, spec, check)
@@ -188,14 +188,14 @@ def _unreadable(model: keras.Model) -> str:
         except Exception as error:
             # What it holds is a few errors deep, with all that Keras wrote of what holds it.
             lacking = _UNKNOWN.search(str(error))
-            words = lacking[0] if lacking else user_code.message_of(error).partition(". ")[0]
+            words = lacking[0] if lacking else user_code.short_message(error).partition(". ")[0]
             what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"
             return f"{what} cannot be written in the format keras and read back: {words}"
     return ""
 
 
 def _function(name: str) -> ModelFunction:
-    found = user_code.function_for(f"model {name}", MODELS.get(name, name))
+    found = user_code.find_function(f"model {name}", MODELS.get(name, name))
     if isinstance(found, keras.Model):
         raise ConfigError(f"model {name}: it is a model, not a function that returns one")
     return found
@@ -209,7 +209,7 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> No
         outputs = model(spec.symbols())
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"model {name}: it does not take {_inputs(spec)}: {user_code.line_of(error)}"
+            f"model {name}: it does not take {_inputs(spec)}: {user_code.format_error(error)}"
         ) from error
     if keras.tree.is_nested(outputs) and not isinstance(spec.output_shape, Mapping):
         names = f" ({', '.join(map(repr, outputs))})" if isinstance(outputs, Mapping) else ""

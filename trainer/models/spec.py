@@ -96,7 +96,7 @@ class InputSpec:
     `normalization` are what the training split says of any feature, by name: constants of the
     model, which it is exported with.
 
-    Names may be of any signs. Layers are called by `layer_of`, and the layers of inputs as their
+    Names may be of any signs. Layers are called by `layer_name`, and the layers of inputs as their
     features as long as the model has no other layer of that name: `inputs_apart` where it has.
     """
 
@@ -176,7 +176,7 @@ class InputSpec:
             ConfigError: the feature is none of texts.
         """
         return Vocabulary(
-            _frequent(self._text(name).counts, most), name=layer_of(name, "vocabulary")
+            _frequent(self._text(name).counts, most), name=layer_name(name, "vocabulary")
         )
 
     def words(
@@ -195,7 +195,7 @@ class InputSpec:
         what = "pairs" if ngram > 1 else "words"
         return Words(
             _frequent(counts, most, least), length, ngram=ngram,
-            letters=_are_letters(found), name=layer_of(name, what),
+            letters=_are_letters(found), name=layer_name(name, what),
         )  # fmt: skip
 
     def normalization(self, name: str) -> Normalization:
@@ -213,7 +213,7 @@ class InputSpec:
         # A constant says nothing, and must not become large where it changes later.
         std = [each or 1.0 for each in found.stds] or found.std or 1.0
         mean = found.means or found.mean or 0.0
-        return Normalization(mean, std, name=layer_of(name, "normalization"))
+        return Normalization(mean, std, name=layer_name(name, "normalization"))
 
     def _text(self, name: str) -> FeatureStatistics:
         found = self.statistics(name)
@@ -240,7 +240,7 @@ class InputSpec:
         return found
 
 
-def layer_of(name: str, what: str) -> str:
+def layer_name(name: str, what: str) -> str:
     """Return a name for a layer that is made for a feature or an output, of any name."""
     return f"{names.layer_name(name)}_{what}"
 

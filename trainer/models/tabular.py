@@ -23,7 +23,7 @@ from flotilla.trainer.features.names import length_name
 from flotilla.trainer.features.statistics.statistics import NUMBER, are_repeated
 from flotilla.trainer.models.classifiers import hidden, outputs
 from flotilla.trainer.models.normalization import Normalization
-from flotilla.trainer.models.spec import InputSpec, layer_of, size
+from flotilla.trainer.models.spec import InputSpec, layer_name, size
 from flotilla.trainer.models.text import text_features
 from flotilla.trainer.runtime.errors import ConfigError
 
@@ -110,7 +110,7 @@ def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
     if not known or known.kind != NUMBER or x.shape[1:] != (1,):
         return x
     return keras.layers.Rescaling(
-        known.std or 1.0, known.mean or 0.0, dtype="float32", name=layer_of(target, "units")
+        known.std or 1.0, known.mean or 0.0, dtype="float32", name=layer_name(target, "units")
     )(x)
 
 
@@ -222,7 +222,7 @@ class _Places:
     def _rows(self, name: str, numbers: Any, rows: int) -> Any:
         # A class that training has not seen is no reason to fail when the model serves.
         layer = ShardedEmbedding(
-            rows, self._dimension, shards=1, unknown="wrap", name=layer_of(name, "embedding")
+            rows, self._dimension, shards=1, unknown="wrap", name=layer_name(name, "embedding")
         )
         return layer(numbers)
 
@@ -233,7 +233,7 @@ class _Places:
                 f"{shape}; write your own"
             )
         length = self._given.get(length_name(name))
-        known = KnownPlaces(name=layer_of(name, "places"))([x] if length is None else [x, length])
+        known = KnownPlaces(name=layer_name(name, "places"))([x] if length is None else [x, length])
         x = self._spec.normalization(name)(x)
         x = keras.ops.where(keras.ops.isnan(x), 0.0, x)
         if len(shape) < _VECTORS:
@@ -242,7 +242,7 @@ class _Places:
         for index in range(_CONVOLUTIONS):
             layer = keras.layers.Conv1D(
                 2 * self._dimension, _WIDTH, padding="same", activation="relu",
-                name=layer_of(name, f"convolution_{index}"),
+                name=layer_name(name, f"convolution_{index}"),
             )  # fmt: skip
             x = layer(x) * known
         count = keras.ops.maximum(keras.ops.sum(known, axis=1), 1)
@@ -250,7 +250,7 @@ class _Places:
 
     def _numbers(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:
-            x = keras.layers.Flatten(name=layer_of(name, "flat"))(x)
+            x = keras.layers.Flatten(name=layer_name(name, "flat"))(x)
         else:
             x = keras.ops.expand_dims(x, -1)
         is_float = "float" in x.dtype
@@ -281,7 +281,7 @@ class _Cut:
         self.ends = self._edges[[0, -1]].astype(np.float32)
         # Without its outliers, beside which other numbers would be equal ones in single precision.
         self.layer = Normalization(
-            float(middle), float(spread), dtype="float32", name=layer_of(name, "normalization")
+            float(middle), float(spread), dtype="float32", name=layer_name(name, "normalization")
         )
 
     def pieces(self) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.statistics.statistics import FeatureStatistics
-from flotilla.trainer.models.spec import InputSpec, layer_of
+from flotilla.trainer.models.spec import InputSpec, layer_name
 
 # Examples that a term needs to be known.
 _LEAST = 2
@@ -50,14 +50,14 @@ def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: 
     numbers = keras.ops.concatenate([first, keras.ops.where(second > 1, second + size, 0)], axis=1)
     numbers = keras.ops.sort(numbers, axis=1)
     steps, values = _levels(known, size)
-    level = keras.layers.Discretization(steps, name=layer_of(name, "level"))
+    level = keras.layers.Discretization(steps, name=layer_name(name, "level"))
     weights = keras.ops.take(np.array(values, np.float32), level(numbers), axis=0)
     # What a text repeats stands side by side.
     is_new = keras.ops.not_equal(numbers[:, 1:], numbers[:, :-1])
     is_new = keras.ops.pad(is_new, [(0, 0), (1, 0)], constant_values=True)
     weights = weights * keras.ops.cast(is_new, weights.dtype)
     length = keras.ops.sqrt(keras.ops.sum(keras.ops.square(weights), axis=1, keepdims=True) + 1e-6)
-    weights = keras.layers.Dropout(_DROPOUT, name=layer_of(name, "dropout"))(
+    weights = keras.layers.Dropout(_DROPOUT, name=layer_name(name, "dropout"))(
         weights * _LENGTH / length
     )
     rows = _rows(name, size + pairs.size, dimension)(numbers)
@@ -81,7 +81,7 @@ def _levels(known: FeatureStatistics, size: int) -> tuple[list[int], list[float]
 
 def _rows(name: str, rows: int, dimension: int) -> ShardedEmbedding:
     return ShardedEmbedding(
-        rows, dimension, shards=1, unknown="wrap", name=layer_of(name, "embedding")
+        rows, dimension, shards=1, unknown="wrap", name=layer_name(name, "embedding")
     )
 
 

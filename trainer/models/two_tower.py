@@ -33,7 +33,7 @@ import tensorflow as tf
 
 from flotilla.trainer.embeddings.sharded_embedding import UNKNOWN, ShardedEmbedding
 from flotilla.trainer.models.embedding_table import growing
-from flotilla.trainer.models.spec import InputSpec, layer_of, size, sizes
+from flotilla.trainer.models.spec import InputSpec, layer_name, size, sizes
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 # Of the values of texts, which are counted by a sketch, so many have to have a row.
@@ -97,7 +97,7 @@ def two_tower(  # noqa: PLR0913
 
 
 def _table(name: str, rows: int, dimension: int, shards: int, unknown: str) -> ShardedEmbedding:
-    own = layer_of(name, "embedding")
+    own = layer_name(name, "embedding")
     return ShardedEmbedding(rows, dimension, shards=shards, unknown=unknown, name=own)
 
 
@@ -107,8 +107,8 @@ def _matched(
     """Return a vector of what is known of each side, and the dot product of both."""
     vectors = []
     for side, known in sides.items():
-        x = _hidden("hidden_units", hidden_units, known, layer_of(side, "hidden"))
-        vectors.append(keras.layers.Dense(dimension, name=layer_of(side, "vector"))(x))
+        x = _hidden("hidden_units", hidden_units, known, layer_name(side, "hidden"))
+        vectors.append(keras.layers.Dense(dimension, name=layer_name(side, "vector"))(x))
     return vectors, keras.layers.Dot(axes=1, name="match")(vectors)
 
 
@@ -316,7 +316,7 @@ def two_tower_ranker(  # noqa: PLR0913
 def _joined(side: str, known: list[Any]) -> Any:
     if len(known) == 1:
         return known[0]
-    return keras.layers.Concatenate(name=layer_of(side, "known"))(known)
+    return keras.layers.Concatenate(name=layer_name(side, "known"))(known)
 
 
 def _parts(

@@ -30,7 +30,7 @@ _LETTER = f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])"
 _NO_TEXT = "\uffff"
 
 
-def stripped(texts: tf.Tensor) -> tf.Tensor:
+def strip_spaces(texts: tf.Tensor) -> tf.Tensor:
     """Return texts without spaces around them, as those of files are when they are read."""
     return tf.strings.regex_replace(texts, rf"^{_SPACE}+|{_SPACE}+$", "")
 
@@ -41,7 +41,7 @@ class _Known:
     def __init__(self, values: Sequence[str], first: int) -> None:
         """Number the values from `first` on."""
         with tf.init_scope(), tf.device("CPU:0"):
-            known = stripped(tf.constant([*values], tf.string))
+            known = strip_spaces(tf.constant([*values], tf.string))
             found = tf.strings.to_hash_bucket_fast(known, _FINGERPRINTS)
             fingerprints: NDArray[np.int64] = found.numpy()
         order = np.argsort(fingerprints, kind="stable")
@@ -51,7 +51,7 @@ class _Known:
 
     def numbers(self, texts: tf.Tensor, unknown: int) -> tf.Tensor:
         """Return the number of each text [n], `unknown` where there is none."""
-        found = tf.strings.to_hash_bucket_fast(stripped(texts), _FINGERPRINTS)
+        found = tf.strings.to_hash_bucket_fast(strip_spaces(texts), _FINGERPRINTS)
         places = tf.searchsorted(self._sorted, found)
         known = tf.equal(tf.gather(self._sorted, places), found)
         return tf.where(known, tf.gather(self._numbers, places), np.int64(unknown))
@@ -59,7 +59,7 @@ class _Known:
 
 def _apart(values: Sequence[str]) -> list[str]:
     """Return the values as layers of Keras take them: none twice, and all in their places."""
-    texts = [each.decode() for each in stripped(tf.constant([*values], tf.string)).numpy()]
+    texts = [each.decode() for each in strip_spaces(tf.constant([*values], tf.string)).numpy()]
     first = {each: place for place, each in reversed([*enumerate(texts)])}
     # Keras takes no empty vocabulary.
     return [
@@ -146,7 +146,7 @@ class Words(keras.layers.Layer):
 
     def call(self, texts: tf.Tensor) -> tf.Tensor:
         """Return the numbers of the words, filled up with 0."""
-        plain = tf.strings.regex_replace(tf.strings.lower(stripped(texts)), PUNCTUATION, "")
+        plain = tf.strings.regex_replace(tf.strings.lower(strip_spaces(texts)), PUNCTUATION, "")
         if self.letters:
             plain = tf.strings.regex_replace(plain, _LETTER, r" \1 ")
         words = tf.strings.split(plain)

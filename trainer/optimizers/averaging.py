@@ -43,7 +43,7 @@ def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float) -> Non
     optimizer._update_model_variables_moving_average = update
 
 
-def averages_of(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
+def find_averages(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
     """Return the averages by the paths of their variables."""
     return {variable.path: average for average, variable in _pairs(optimizer)}
 
@@ -65,7 +65,7 @@ def begin_averages(variables: Mapping[str, tf.Variable], restored: Collection[st
 
 
 @contextmanager
-def averaged(variables: Mapping[str, tf.Variable]) -> Iterator[None]:
+def swap_averages(variables: Mapping[str, tf.Variable]) -> Iterator[None]:
     """Exchange weights and averages within the block, in which nothing may be trained or saved."""
     _exchange(variables)
     try:

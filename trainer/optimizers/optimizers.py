@@ -59,14 +59,14 @@ def build_optimizer(
 ) -> keras.optimizers.Optimizer:
     """Return the optimizer, or the model's own, with its schedule; raises `ConfigError`."""
     if training.optimizer.name == OF_MODEL:
-        optimizer = _made_again(accepted(training, of_model))
+        optimizer = _made_again(accept_compiled(training, of_model))
     else:
         optimizer = _by_name(training)
     _keep_sparse(optimizer)
     return optimizer
 
 
-def accepted(
+def accept_compiled(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None
 ) -> keras.optimizers.Optimizer:
     """Return the optimizer of a compiled model; raises `ConfigError` where it cannot be taken."""
@@ -103,7 +103,7 @@ def _made_again(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
     except Exception as error:
         raise ConfigError(
             f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be made "
-            f"again from its get_config: {user_code.line_of(error)}"
+            f"again from its get_config: {user_code.format_error(error)}"
         ) from error
     if pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None):
         made.exclude_from_weight_decay(var_names=[pattern.pattern])

@@ -31,7 +31,7 @@ Answers = Mapping[str, NDArray[Any]]
 Columns = dict[str, pa.Array]
 
 
-def columns_of(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
+def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
     """Return the columns for the answers to a batch; `lengths` are those of its examples."""
     if set(model.kinds) == {""}:
         return _columns(model, "", answers, lengths)

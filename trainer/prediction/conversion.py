@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.examples import images
 from flotilla.trainer.data.files.column_scan import EXACT, is_list
-from flotilla.trainer.data.files.conversion import Values, converted, padded
+from flotilla.trainer.data.files.conversion import Values, convert_rows, pad_values
 from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.data.files.recorded_columns import RecordedInput
-from flotilla.trainer.data.files.written_lists import numbers_in
+from flotilla.trainer.data.files.written_lists import parse_numbers
 from flotilla.trainer.features.dataset_spec import FeatureSpec
 
 
@@ -46,7 +46,7 @@ def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: 
     if spec.shape:
         return _lists(spec, array, pads=wanted.feature in config.shapes)
     try:
-        return _in_range(spec, array, converted(column, array, required=False))
+        return _in_range(spec, array, convert_rows(column, array, required=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         size = len(array)
         why = f"is {array.type}, and the model takes {column.type}"
@@ -107,7 +107,7 @@ def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
             values = np.vectorize(_encoded, otypes=[object])(values) if is_text else values
             values = values.astype(dtype) if values.size or not spec.varies else empty
             if pads and not spec.varies and values.ndim == len(spec.shape):
-                values = padded(values, spec.sizes)
+                values = pad_values(values, spec.sizes)
         except (TypeError, ValueError, OverflowError):
             values = None
         if values is None or not _fits(spec, values.shape):
@@ -129,7 +129,7 @@ def _listed(row: Any, spec: FeatureSpec) -> Any:
         return row
     if spec.dtype == "string":
         return json.loads(row)
-    if (found := numbers_in(row)) is None:
+    if (found := parse_numbers(row)) is None:
         raise ValueError
     return found
 

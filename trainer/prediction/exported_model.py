@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.files.recorded_columns import RecordedInput, inputs_of
+from flotilla.trainer.data.files.recorded_columns import RecordedInput, make_inputs
 from flotilla.trainer.evaluation.signature import LABELS, SERVING
-from flotilla.trainer.evaluation.threshold import of_manifest
-from flotilla.trainer.models.registry import refused_input
-from flotilla.trainer.promotion.registry import kinds_in
+from flotilla.trainer.evaluation.threshold import read_thresholds
+from flotilla.trainer.models.registry import report_bad_input
+from flotilla.trainer.promotion.registry import read_kinds
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.signing import signing
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 
 KIND = "model"
 Arrays = Mapping[str, NDArray[Any]]
@@ -68,11 +68,11 @@ class ExportedModel:
             self.names[each.feature]: tf.constant(inputs[each.feature], each.spec.dtype)
             for each in self.inputs
         }
-        with _refusals(self.uri), refused_input():
+        with _refusals(self.uri), report_bad_input():
             return {name: each.numpy() for name, each in self.signature(**given).items()}
 
 
-def fetched(uri: str, folder: Path) -> ExportedModel:
+def fetch_model(uri: str, folder: Path) -> ExportedModel:
     """Fetch the model published at `uri` into `folder`, verified, and load it.
 
     Raises:
@@ -93,21 +93,21 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     signing.fetch(
         uri, folder, manifest, only=lambda path: path in few or path.startswith(f"{place}/")
     )
-    with reported(f"use {uri}", storage.Corrupt), storage.formed(f"config.json of {uri}"):
+    with report_errors(f"use {uri}", storage.Corrupt), storage.check_form(f"config.json of {uri}"):
         config = parse_config(parse_mapping((folder / "config.json").read_bytes()))
     with _refusals(uri):
         signature = tf.saved_model.load(folder / place).signatures[SERVING]
     labels = folder / LABELS
-    with storage.formed(f"the manifest of {uri}"):
-        kinds = kinds_in(fields)
+    with storage.check_form(f"the manifest of {uri}"):
+        kinds = read_kinds(fields)
         return ExportedModel(
             uri=uri,
             config=config,
-            inputs=inputs_of(fields["reads"]),
+            inputs=make_inputs(fields["reads"]),
             kinds=kinds,
             labels=fields.get("labels")
             or {"": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else []},
-            thresholds={name: each.value for name, each in of_manifest(fields, kinds).items()},
+            thresholds={name: each.value for name, each in read_thresholds(fields, kinds).items()},
             dataset=str(fields.get("made_from", {}).get("dataset", "")),
             signature=signature,
             names={each["feature"]: each["name"] for each in fields["inputs"]},
@@ -124,5 +124,5 @@ def _refusals(uri: str) -> Iterator[None]:
         raise
     # A SavedModel may raise anything.
     except Exception as error:
-        line = " ".join(str(user_code.line_of(error)).split())[:500]
+        line = " ".join(str(user_code.format_error(error)).split())[:500]
         raise UserError(f"the model {uri} cannot be asked: {line}") from error

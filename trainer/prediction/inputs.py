@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import listing
-from flotilla.trainer.data.files.file_pieces import FilePieces, of_listing
+from flotilla.trainer.data.files.file_pieces import FilePieces, choose_reader
 from flotilla.trainer.data.files.formats.class_folders import PATH, ImageFilesReader
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows
 from flotilla.trainer.data.files.recorded_columns import RecordedInput
@@ -244,7 +244,7 @@ def _listed(model: ExportedModel, request: Request, scratch: Path) -> FilePieces
     files = [file for config in configs for file in listing.list_source(config).files]
     # Its messages name all inputs.
     whole = configs[0].model_copy(update={"source": ", ".join(request.inputs[:3])})
-    found = of_listing(whole, files, scratch)
+    found = choose_reader(whole, files, scratch)
     if not isinstance(found.reader, ImageFilesReader):
         return found
     pictures = [each for each in model.inputs if each.column.type == "image"]
@@ -269,7 +269,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def batch_size_for(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
+def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
     """Return how many examples make a batch: as asked, or as usual within 64 MiB of inputs."""
     if asked:
         return asked

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from flotilla.trainer.data.files.column_scan import is_list
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import finite
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 
 # A row group of parquet is as large as it can be within this.
 _GROUP_BYTES = 16 << 20
@@ -129,13 +129,13 @@ WRITERS: dict[str, type[Writer]] = {
 
 
 @contextmanager
-def rows_to(path: Path, form: str) -> Iterator[Writer]:
+def write_rows(path: Path, form: str) -> Iterator[Writer]:
     """Give a writer of a file, which appears at `path` when the block has ended without an error.
 
     Raises:
         UserError: it cannot be written.
     """
-    with reported(f"write {path}"):
+    with report_errors(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")

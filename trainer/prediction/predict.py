@@ -19,20 +19,20 @@ from typing import Any
 import pyarrow as pa
 
 from flotilla.trainer.events.progress.work import Work
-from flotilla.trainer.prediction.answers import columns_of, unsound
-from flotilla.trainer.prediction.exported_model import ExportedModel, fetched
+from flotilla.trainer.prediction.answers import make_columns, unsound
+from flotilla.trainer.prediction.exported_model import ExportedModel, fetch_model
 from flotilla.trainer.prediction.inputs import (
     Batch,
     Examples,
     FileExamples,
     SplitExamples,
-    batch_size_for,
+    choose_batch_size,
     say,
 )
-from flotilla.trainer.prediction.output import WRITERS, Writer, rows_to
+from flotilla.trainer.prediction.output import WRITERS, Writer, write_rows
 from flotilla.trainer.prediction.request import STANDARD_OUTPUT, Request, Summary
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.runtime.json_records import record_in, tree_of
+from flotilla.trainer.runtime.json_records import read_record, tree_of
 from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.runtime.output.streams import discard
 
@@ -47,7 +47,7 @@ def answer(request: Path, workdir: Path) -> None:
     Raises:
         UserError: see `predict`.
     """
-    wanted = record_in(Request, request.read_bytes())
+    wanted = read_record(Request, request.read_bytes())
     if wanted is None:
         raise UserError(f"{request} is no request of this version")
     try:
@@ -67,10 +67,10 @@ def predict(request: Request) -> Summary:
     with tempfile.TemporaryDirectory(prefix="predict-") as name:
         scratch = Path(name)
         with Work("loading the model"):
-            model = fetched(request.model, scratch / "model")
+            model = fetch_model(request.model, scratch / "model")
         with _in_words_of_a_prediction():
             examples = _examples(model, request, scratch)
-            size = batch_size_for(
+            size = choose_batch_size(
                 model.inputs, request.batch_size, model.config.evaluation.batch_size
             )
             with _rows(request) as writer:
@@ -84,7 +84,7 @@ def _predicted(model: ExportedModel, examples: Examples, size: int, writer: Writ
         for batch in examples.batches(size):
             answers = model.ask(batch.inputs)
             lengths = batch.lengths if model.varying_answers else None
-            columns = columns_of(model, answers, lengths)
+            columns = make_columns(model, answers, lengths)
             writer.write(_joined(batch, columns))
             bad += unsound(answers)
             rows += len(batch.copied)
@@ -130,7 +130,7 @@ class _Terminal:
 @contextmanager
 def _rows(request: Request) -> Iterator[Writer]:
     if request.output != STANDARD_OUTPUT:
-        with rows_to(Path(request.output), request.form) as writer:
+        with write_rows(Path(request.output), request.form) as writer:
             yield writer
         return
     out: Any = _Terminal() if sys.stdout.isatty() else sys.stdout.buffer

@@ -59,7 +59,7 @@ def check(
     if notes:
         return Checked(notes=notes)
     try:
-        found = fitting.tried(config, dataset, seconds=seconds, elsewhere=is_remote)
+        found = fitting.try_fit(config, dataset, seconds=seconds, elsewhere=is_remote)
     except fitting.NotKnownError as error:
         return Checked(notes=(f"not known: {error}",))
     return Checked(found=found, notes=tuple(found.get("notes", ())))
@@ -98,7 +98,7 @@ def _require_columns(data: DataConfig, scratch: Path) -> None:
     found = listing.list_source(data)
     taken = found if data.spans == SINCE_CHAMPION else listing.chosen(found, data.spans, {})
     # It loads Arrow, which takes half a second.
-    from flotilla.trainer.data.files.file_pieces import one_format, pieces_of  # noqa: PLC0415
+    from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 
     form, _ = one_format(data, taken.files)
@@ -107,5 +107,5 @@ def _require_columns(data: DataConfig, scratch: Path) -> None:
         return
     few = few_files(data, taken, scratch)
     if few.listing.files:
-        pieces = pieces_of(data, few.listing, scratch)
+        pieces = select_pieces(data, few.listing, scratch)
         pieces.roles(data, *pieces.header())

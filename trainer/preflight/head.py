@@ -11,8 +11,8 @@ from typing import Any
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.files.file_pieces import FilePieces, of_listing
-from flotilla.trainer.data.files.formats.decompression import is_compressed, opened_text
+from flotilla.trainer.data.files.file_pieces import FilePieces, choose_reader
+from flotilla.trainer.data.files.formats.decompression import is_compressed, open_text
 from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.storage.uri import local_path
@@ -50,7 +50,7 @@ def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
     Raises:
         UserError: they are of no form that can be told.
     """
-    pieces = of_listing(config, found.files, scratch, found.hidden)
+    pieces = choose_reader(config, found.files, scratch, found.hidden)
     files = _of_folders(pieces.files) if pieces.is_listing else _spread(pieces.files)
     is_part = len(files) < len(pieces.files)
     kept, size = [], 0
@@ -99,7 +99,7 @@ def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
         return file
     if file.size <= _HEAD and not is_compressed(path):
         return file
-    with opened_text(path) as opened:
+    with open_text(path) as opened:
         head = opened.read(_HEAD + 1)
     if len(head) <= _HEAD:
         return file

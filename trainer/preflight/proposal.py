@@ -167,9 +167,9 @@ def guess(names: Sequence[str], source: str) -> str:
 
 
 def _header(data: DataConfig, scratch: Path) -> list[str]:
-    from flotilla.trainer.data.files.file_pieces import of_listing  # noqa: PLC0415
+    from flotilla.trainer.data.files.file_pieces import choose_reader  # noqa: PLC0415
 
-    pieces = of_listing(data, _listed(data).files, scratch)
+    pieces = choose_reader(data, _listed(data).files, scratch)
     return list(pieces.header()[0]) if not pieces.is_listing else []
 
 
@@ -181,7 +181,7 @@ def _listed(data: DataConfig) -> Any:
 def _looked_at(data: DataConfig, scratch: Path) -> Rows:
     """Return what the first rows hold; raises `UserError`."""
     # They load Arrow.
-    from flotilla.trainer.data.files.file_pieces import one_format, pieces_of  # noqa: PLC0415
+    from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 
     taken = _listed(data)
@@ -191,7 +191,7 @@ def _looked_at(data: DataConfig, scratch: Path) -> Rows:
     few = few_files(data, taken, scratch) if form != "tfrecord" else None
     if not few or not few.listing.files:
         return Rows(0, {}, is_whole=False, parsed=False, size=size)
-    pieces = pieces_of(data, few.listing, scratch)
+    pieces = select_pieces(data, few.listing, scratch)
     has_splits = any(each.split for each in pieces.files)
     if pieces.is_listing:
         folders = {each.path.rpartition("/")[0] for each in pieces.files}
@@ -416,7 +416,7 @@ def _kind(rows: Rows, name: str) -> str:
         return choice.IMAGE
     if "tensor" in kinds:
         return choice.SEQUENCE if len(scan.shapes) > 1 else choice.TENSOR
-    written = written_numbers.kind_of(scan.writing, texts=scan.kinds.get("text", 0))
+    written = written_numbers.find_kind(scan.writing, texts=scan.kinds.get("text", 0))
     if written or (kinds and kinds <= {"int", "float", "huge", "bool", "time"}):
         return choice.NUMBER
     return choice.CATEGORY if are_repeated(len(scan.values), rows.count) else choice.FREE_TEXT
@@ -430,10 +430,10 @@ def _written(rows: Rows, names: Sequence[str]) -> dict[str, str]:
     for name in names:
         scan = rows.columns[name]
         texts, whole = scan.kinds.get("text", 0), scan.kinds.get("int", 0)
-        kind = written_numbers.kind_of(scan.writing, texts=texts, whole=whole)
-        is_mixed = len(written_numbers.units_in(scan.writing)) > 1 or written_numbers.has_per_cent(
-            scan.writing, plain=bool(whole)
-        )
+        kind = written_numbers.find_kind(scan.writing, texts=texts, whole=whole)
+        is_mixed = len(
+            written_numbers.list_units(scan.writing)
+        ) > 1 or written_numbers.has_per_cent(scan.writing, plain=bool(whole))
         is_all = {*scan.kinds} <= {"text", "int"} and scan.writing.get(kind) == texts
         if kind and is_all and not is_mixed:
             found[name] = kind

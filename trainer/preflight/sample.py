@@ -59,7 +59,7 @@ class _DoubtfulError(UserError):
     """The first rows cannot be made a dataset of, and all rows might be."""
 
 
-def sampled(config: DataConfig, scratch: Path) -> Sample:
+def publish_sample(config: DataConfig, scratch: Path) -> Sample:
     """Publish a dataset of the first rows of a source below `scratch`.
 
     Raises:

@@ -4,7 +4,7 @@ The decision is a published directory with `decision.json`:
 
     {"decision": "blessed" | "refused", "reasons": [one line each],
      "headline": one sentence, "notes": [what a person has to know, whatever was decided],
-     "measured": the main metric, see `headline.measured`,
+     "measured": the main metric, see `headline.describe_metric`,
      "rules": [{"metric", "key", "bound": "min" | "max", "threshold", "value", "passed", "note",
                 "found"}],
      "champion": URI or "", "evaluation": URI, "global_step"}
@@ -30,7 +30,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.thresholds import ChampionRule, GateConfig, called_now, split_rule
 from flotilla.trainer.report import headline
 from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, DIFFERENCE, MARGIN, sentence
-from flotilla.trainer.report.wording import named
+from flotilla.trainer.report.wording import shorten_name
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
 KIND = "decision"
@@ -126,15 +126,15 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
     Raises `UserError` where a rule names a metric that was not measured, or `evaluation` is none.
     """
     measured = _measured(evaluation)
-    with storage.formed(f"metrics.json of {evaluation}"):
-        decision = _decided(config.name, measured, rules_of(config.gate, measured), output)
+    with storage.check_form(f"metrics.json of {evaluation}"):
+        decision = _decided(config.name, measured, make_rules(config.gate, measured), output)
         champion = (measured.get("champion") or {}).get("uri", "")
         origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
         _publish(decision, {"champion": champion, **origin})
     return decision
 
 
-def rules_of(config: GateConfig, measured: Mapping[str, Any]) -> tuple[Rule, ...]:
+def make_rules(config: GateConfig, measured: Mapping[str, Any]) -> tuple[Rule, ...]:
     """Return the rules for what an evaluation has measured; raises as `check` does."""
     rules = (
         *_bounds(config, measured),
@@ -157,7 +157,7 @@ def _decided(
     facts = {
         "name": name,
         "verdict": BLESSED if blessed else REFUSED,
-        "measured": headline.measured(measured),
+        "measured": headline.describe_metric(measured),
         "rules": rows,
     }
     return Decision(
@@ -165,8 +165,8 @@ def _decided(
         blessed=blessed,
         rules=rules,
         headline=headline.headline(facts),
-        notes=tuple(headline.notes_of(measured, rows)),
-        measured=headline.measured(measured),
+        notes=tuple(headline.make_notes(measured, rows)),
+        measured=headline.describe_metric(measured),
     )
 
 
@@ -240,7 +240,7 @@ def _over_constant(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[
             "other": paired["constant"],
             "answer": constant["answer"],
             **{name: paired[name] for name in ("difference", "confidence", "examples")},
-            "needed": needed(paired, 0.0),
+            "needed": required_examples(paired, 0.0),
         },
     )
 
@@ -271,7 +271,7 @@ def _against_champion(
             **{name: paired[name] for name in ("metric", "difference", "confidence", "examples")},
             "own": measured["metrics"].get(metric),
             "other": value,
-            "needed": needed(paired, margin),
+            "needed": required_examples(paired, margin),
         },
     )
     yield from _of_classes(champion, paired["confidence"])
@@ -300,7 +300,7 @@ def _of_classes(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule
         return
     worst, lost = rows[0], champion["class_counts"]["lost"]
     others = [
-        f"{named(each['label'])} {each['own']:.3g} of {each['champion']:.3g}"
+        f"{shorten_name(each['label'])} {each['own']:.3g} of {each['champion']:.3g}"
         for each in rows[1 : min(lost, _FEW)]
     ]
     if lost > _FEW:
@@ -320,7 +320,7 @@ def _of_classes(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule
     )
 
 
-def needed(paired: Mapping[str, Any], margin: float) -> int:
+def required_examples(paired: Mapping[str, Any], margin: float) -> int:
     """Return how many examples would show that no more than a margin is lost.
 
     It is 0 where there are enough, and where more of them would not change what was found.

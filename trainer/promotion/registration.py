@@ -26,7 +26,7 @@ from flotilla.trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_
 from flotilla.trainer.report.headline import headline
 from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import from_tree
+from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.signing import signing
 from flotilla.trainer.tracking import addresses, promotions
 from flotilla.trainer.tracking.hub import PromotedModel
@@ -84,13 +84,13 @@ def register(request: Request, scratch: Path) -> Registration:
 def _registered(request: Request, scratch: Path) -> Registration:
     root, name = request.root, request.config.name
     after, champion = registry.newest(root, name), registry.champion(root, name)
-    ours = champion is not None and registry.source_of(champion) == request.model
+    ours = champion is not None and registry.find_source(champion) == request.model
     rules: tuple[Rule, ...] = ()
-    with storage.formed(f"the manifest of {request.model}"):
+    with storage.check_form(f"the manifest of {request.model}"):
         decided = _decided(storage.read_manifest(request.model).fields["decision"])
     lineage = {**request.lineage, "measured": decided.get("measured") or {}}
     if not ours:
-        with storage.formed(f"what was exported to {request.model}"):
+        with storage.check_form(f"what was exported to {request.model}"):
             rules = tuple(_rules(request, champion))
         if champion:
             further, known = _compared(request, champion)
@@ -160,7 +160,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
         yield _at_most(f"difference of {form}", value, limit, "its tolerance")
-    count, wanted = len(registry.labels_in(request.model)), manifest.fields["num_labels"]
+    count, wanted = len(registry.read_labels(request.model)), manifest.fields["num_labels"]
     note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} labels"
     yield _yes("labelled", count == wanted, "the model's", note)
     limits = request.config.registry
@@ -171,7 +171,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
         taken = parity["smoke"]["milliseconds"]
         yield _at_most("milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds")
     if champion:
-        with storage.formed(f"the manifest of {champion.uri}"):
+        with storage.check_form(f"the manifest of {champion.uri}"):
             note = _changes(champion, request.model, manifest.fields)
         yield _yes("same_signature", not note, "the champion's", note)
 
@@ -182,7 +182,7 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
     positive = registry.positive_classes(before, champion.uri)
     for name, now_positive in registry.positive_classes(now, model).items():
         key, was = f"task.outputs.{name}" if name else "task", positive.get(name, now_positive)
-        kinds = tuple(registry.kinds_in(each).get(name) for each in (before, now))
+        kinds = tuple(registry.read_kinds(each).get(name) for each in (before, now))
         if kinds == ("classification", "binary_classification"):
             return (
                 f"the task{f' of {name!r}' * bool(name)} {since}, which answers an output for each "
@@ -196,7 +196,7 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
     # A model of an earlier version says none of the last three: its labels are compared below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]
-    there, here = registry.labels_in(champion.uri), registry.labels_in(model)
+    there, here = registry.read_labels(champion.uri), registry.read_labels(model)
     if not changed and there != here:
         pairs = [f"{a!r} is {b!r} now" for a, b in zip(there, here, strict=False) if a != b]
         changed = ["labels" + f" ({', '.join(pairs[:3])})" * bool(pairs)]
@@ -233,7 +233,7 @@ def _decided(uri: str) -> dict[str, Any]:
         tree = storage.read_json(uri, "decision.json")
     except storage.Missing:
         return {}
-    if from_tree(_Judged, tree) is None:
+    if parse_record(_Judged, tree) is None:
         raise storage.Corrupt(f"decision.json of {uri} has fields of other types: judge it again")
     return tree
 
@@ -249,7 +249,7 @@ def _publish(
         "measured": found.lineage["measured"],
         "rules": [*(found.decided.get("rules") or ()), *rules],
     }
-    with storage.formed(f"the decision on {request.model}"):
+    with storage.check_form(f"the decision on {request.model}"):
         line = headline(facts)
     tree = {
         "decision": facts["verdict"],
@@ -273,7 +273,7 @@ def _read(uri: str) -> Registration:
     tree = storage.read_json(uri, "registration.json")
     facts = {"uri": uri, "promoted": tree.get("decision") == PROMOTED}
     # One of an earlier version has no headline.
-    found = from_tree(Registration, {"headline": "", **tree, **facts})
+    found = parse_record(Registration, {"headline": "", **tree, **facts})
     if found is None:
         raise storage.Corrupt(f"registration.json of {uri} holds no decision: delete {uri}")
     return found
@@ -281,7 +281,7 @@ def _read(uri: str) -> Registration:
 
 def announce(root: str, name: str, number: int, hub: str) -> None:
     """Tell the trackers that a version was promoted; `hub` is `registry.hub`, or empty."""
-    at = addresses.hub_of(hub)
+    at = addresses.find_hub(hub)
     if not (at or addresses.is_tracked()):
         return
     version = registry.version(root, name, number)

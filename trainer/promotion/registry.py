@@ -40,11 +40,11 @@ from flotilla.trainer.promotion import kserve
 from flotilla.trainer.promotion.consensus import decide, decided_at
 from flotilla.trainer.promotion.gate import publish_json
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
-from flotilla.trainer.runtime.json_records import from_tree, number_in, parse_mapping
+from flotilla.trainer.runtime.json_records import parse_mapping, parse_number, parse_record
 from flotilla.trainer.signing import signing
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.manifest import MANIFEST
-from flotilla.trainer.storage.retry import in_parallel
+from flotilla.trainer.storage.retry import run_parallel
 from flotilla.trainer.storage.waiting import is_recent
 
 MODEL = "model"
@@ -88,7 +88,7 @@ def home(root: str, name: str) -> str:
 
 def names(root: str) -> list[str]:
     """Return the names of all registered models."""
-    found = storage.published(storage.join(root, "registry", "names"), NAME)
+    found = storage.list_published(storage.join(root, "registry", "names"), NAME)
     # A model is published under its name.
     return [storage.name_of(uri) for uri, _ in found]
 
@@ -156,7 +156,7 @@ def _records(
             manifest = storage.read_manifest(uri)
         except (storage.NotPublished, storage.Corrupt, storage.UnknownSchema) as error:
             return error
-        found = from_tree(fields, dict(manifest.fields))
+        found = parse_record(fields, dict(manifest.fields))
         # A folder that was copied to another number is none of that number.
         if manifest.kind == kind and found and found.number == number:
             return _Record(uri=uri, manifest=manifest, fields=found)
@@ -166,12 +166,12 @@ def _records(
         )
 
     numbers = _numbers(above)
-    return dict(zip(numbers, in_parallel(read, numbers), strict=True))
+    return dict(zip(numbers, run_parallel(read, numbers), strict=True))
 
 
 def _numbers(above: str) -> list[int]:
     """Return the numbers of what is below a URI; another name is nobody's."""
-    found = ((name, number_in(name)) for name in storage.names(above))
+    found = ((name, parse_number(name)) for name in storage.names(above))
     return sorted(
         number for name, number in found if number and _numbered(above, number).endswith(f"/{name}")
     )
@@ -198,7 +198,7 @@ def version(root: str, name: str, number: int) -> Version:
     return found[number]
 
 
-def source_of(version: Version) -> str:
+def find_source(version: Version) -> str:
     """Return the URI of the exported model that a version is a copy of, or an empty text."""
     source = version.manifest.fields.get("source")
     return str(source.get("uri", "")) if isinstance(source, dict) else ""
@@ -245,7 +245,7 @@ def _restored(root: str, name: str, number: int) -> bool:
     decided = decided_at(claim)
     if decided is None:
         return False
-    found = from_tree(_PromotionFields, decided)
+    found = parse_record(_PromotionFields, decided)
     if found is None or found.number != number:
         raise storage.Corrupt(f"{claim} holds no promotion {number} of {name}; restore it")
     _publish_promotion(root, name, number, decided)
@@ -265,7 +265,7 @@ def _before(name: str, made: Mapping[int, Promotion], number: int) -> Promotion 
 def champion(root: str, name: str) -> Version | None:
     """Return the champion, or None before the first promotion; raises `UserError`."""
     number = champion_number(root, name)
-    return promoted_version(root, name, number) if number else None
+    return read_promoted(root, name, number) if number else None
 
 
 def champion_number(root: str, name: str) -> int:
@@ -274,7 +274,7 @@ def champion_number(root: str, name: str) -> int:
     return made[-1].version if made else 0
 
 
-def promoted_version(root: str, name: str, number: int) -> Version:
+def read_promoted(root: str, name: str, number: int) -> Version:
     """Return a version that became champion; raises `UserError` if it is gone."""
     try:
         return version(root, name, number)
@@ -442,7 +442,7 @@ def champion_positive(root: str, name: str) -> dict[str, str]:
     found = champion(root, name)
     if found is None:
         return {}
-    with storage.formed(f"the manifest of {found.uri}"):
+    with storage.check_form(f"the manifest of {found.uri}"):
         return positive_classes(found.manifest.fields, found.uri)
 
 
@@ -454,18 +454,18 @@ def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
     if "positive" in fields:
         said = fields["positive"]
         return dict(said) if isinstance(said, Mapping) else {"": said}
-    kinds = kinds_in(fields)
-    labels = {"": labels_in(uri), **fields.get("labels", {})}
+    kinds = read_kinds(fields)
+    labels = {"": read_labels(uri), **fields.get("labels", {})}
     binary = [name for name, kind in kinds.items() if kind in OF_TWO_CLASSES]
     return {name: labels[name][1] for name in binary if len(labels.get(name, ())) > 1}
 
 
-def kinds_in(fields: Mapping[str, Any]) -> Mapping[str, str]:
+def read_kinds(fields: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the kind of each output of a model; one of an earlier version names its task alone."""
     return fields.get("kinds") or {"": fields.get("task", "classification")}
 
 
-def labels_in(model: str) -> list[str]:
+def read_labels(model: str) -> list[str]:
     """Return the names of the classes of a model, a line of its file each."""
     try:
         return storage.read_file(model, "labels.txt").decode(errors="replace").splitlines()
@@ -491,7 +491,7 @@ def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     all_made = {each.number: each for each in promotions(root, name)}
     made = all_made.get(max(all_made, default=0))
     while made:
-        found = known.get(made.version) or promoted_version(root, name, made.version)
+        found = known.get(made.version) or read_promoted(root, name, made.version)
         origin = found.manifest.fields.get("made_from", {})
         if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
             return found
@@ -499,13 +499,13 @@ def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     return None
 
 
-def retired_lineages(home: str) -> dict[int, Mapping[str, Any]]:
+def read_retired(home: str) -> dict[int, Mapping[str, Any]]:
     """Return the lineage of each version below the model's URI that was, or is being, removed."""
     found: dict[int, Mapping[str, Any]] = {}
     for name in storage.names(storage.join(home, "retired")):
-        if number := number_in(name.removesuffix(".json")):
+        if number := parse_number(name.removesuffix(".json")):
             lineage = _json(storage.join(home, "retired", name)).get("lineage", {})
-            found[number] = lineage if from_tree(_Lineage, lineage) else dict[str, Any]()
+            found[number] = lineage if parse_record(_Lineage, lineage) else dict[str, Any]()
     return found
 
 
@@ -536,12 +536,12 @@ def promoting(home: str, number: int) -> Iterator[None]:
         storage.delete(mark)
 
 
-def asked_for(root: str, name: str) -> list[int]:
+def list_requested(root: str, name: str) -> list[int]:
     """Return the versions that are being promoted."""
     above = storage.join(root, "registry", "models", name, "promoting")
     found = []
     for mark in storage.names(above):
-        number = number_in(mark.partition("-")[0])
+        number = parse_number(mark.partition("-")[0])
         if number and is_recent(_json(storage.join(above, mark)).get("at"), _SECONDS):
             found.append(number)
     return found

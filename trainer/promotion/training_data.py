@@ -42,12 +42,12 @@ class TrainedData:
     spans: Mapping[str, str]
 
 
-def of_champion(root: str, name: str) -> TrainedData:
+def read_champion_data(root: str, name: str) -> TrainedData:
     """Return what the champion, without those rolled back, was trained on; else empty."""
-    return of_lineages(_lineages(root, name))
+    return read_lineage_data(_lineages(root, name))
 
 
-def of_lineages(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
+def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
     """Return what the first of these was trained on; the others are the champions before it."""
     version, spans = "", dict[str, str]()
     for lineage in lineages:
@@ -78,7 +78,7 @@ def _known_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
         each.number: each.manifest.fields.get("lineage", {})
         for each in registry.versions(root, name)
     }
-    return {**registry.retired_lineages(registry.home(root, name)), **here}
+    return {**registry.read_retired(registry.home(root, name)), **here}
 
 
 def digest(config: Config) -> str:
@@ -121,7 +121,7 @@ def end(root: str, run_id: str, decision: str) -> None:
         storage.write_bytes(uri, json.dumps({"run_id": run_id, "decision": decision}).encode())
 
 
-def finished(config: Config, root: str) -> str:
+def find_finished(config: Config, root: str) -> str:
     """Return which run has finished with this configuration; empty where none has."""
     return _read(_mark(root, config.name, digest(config))).get("run_id", "")
 

@@ -117,8 +117,10 @@ def line_chart(  # noqa: PLR0913
             for label, points in found.items()
             if points
         ),
-        columns=tuple(Tick(at=across_at(value), label=label_of(value)) for value in columns),
-        rows=tuple(Tick(at=place((x_ends[0], value))[1], label=label_of(value)) for value in rows),
+        columns=tuple(Tick(at=across_at(value), label=format_tick(value)) for value in columns),
+        rows=tuple(
+            Tick(at=place((x_ends[0], value))[1], label=format_tick(value)) for value in rows
+        ),
         flags=_flags([(across_at(value), text) for value, text in flags]),
         is_log=is_log,
     )
@@ -137,7 +139,7 @@ def number(value: object) -> float | None:
     return float(value) if abs(value) < _LARGEST else None
 
 
-def label_of(value: float) -> str:
+def format_tick(value: float) -> str:
     """Return the label of a tick: short, also where the value is large."""
     for least, unit, word in _UNITS:
         if least <= abs(value) < _UNITS[0][0] * 1e3:

@@ -12,14 +12,14 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.features.length import examples_of_step, in_words, is_resolved
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.programs import programs
-from flotilla.trainer.report.wording import formatted
+from flotilla.trainer.report.wording import format_value
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import time_at
+from flotilla.trainer.runtime.json_records import make_time
 
 Facts = Mapping[str, Any]
 
@@ -32,8 +32,8 @@ _WHOLE = 100
 
 def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
     """Return a moment in seconds since 1970 for a person."""
-    found = time_at(seconds)
-    return found.strftime(form) if found else formatted(seconds)
+    found = make_time(seconds)
+    return found.strftime(form) if found else format_value(seconds)
 
 
 def particulars(facts: Facts) -> list[tuple[str, str]]:
@@ -75,11 +75,11 @@ def cause(steps: Sequence[Facts]) -> dict[str, str]:
     if not bad:
         return {}
     step = bad[0]
-    place = place_of(str(step.get("traceback") or ""))
+    place = find_place(str(step.get("traceback") or ""))
     return {"step": str(step.get("step") or ""), "error": str(step["error"]), **place}
 
 
-def place_of(traceback: str) -> dict[str, str]:
+def find_place(traceback: str) -> dict[str, str]:
     """Return the last line of the user's own code in a traceback; nothing where there is none."""
     lines = traceback.splitlines()
     found: dict[str, str] = {}
@@ -181,7 +181,7 @@ def _strategy(config: Facts) -> str:
     training, cluster = config.get("training") or {}, config.get("cluster") or {}
     name = str(training.get("strategy") or "")
     try:
-        roles = topology_of(name).tasks(
+        roles = find_topology(name).tasks(
             servers=int(cluster.get("parameter_servers") or 0),
             workers=int(cluster.get("workers") or 0),
         )

@@ -3,8 +3,8 @@
     churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
 
 Terminal, tables, report, decisions and pages of a KFP instance take it from here. Any of the facts
-may be missing: `name`, `version`, `verdict`, `measured` (see there), `rules` that were judged, and
-`step`, where it ended.
+may be missing: `name`, `version`, `verdict`, `measured` (see `describe_metric`),
+`rules` that were judged, and `step`, where it ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.rules import CONSTANT, MARGIN, because
-from flotilla.trainer.report.wording import apart, like, named, rounded, spoken
+from flotilla.trainer.report.wording import apart, like, round_value, shorten_name, spell_metric
 from flotilla.trainer.runtime.masking import one_line
 
 Facts = Mapping[str, Any]
@@ -41,7 +41,7 @@ def headline(facts: Facts) -> str:
     return f"{one_line(subject)}: {'; '.join(parts)}"
 
 
-def measured(evaluation: Facts) -> dict[str, Any]:
+def describe_metric(evaluation: Facts) -> dict[str, Any]:
     """Return the main metric of an evaluation, next to that of the champion and of a constant.
 
     It has `metric`, `value`, `interval`, `better`, `champion` and `constant`, None where it is not
@@ -72,14 +72,14 @@ def _positive_class(output: str, evaluation: Facts) -> str:
     """Return the positive class with its threshold; empty where there is none."""
     if not evaluation.get("positive"):
         return ""
-    of = f" of {named(output)}" if output else ""
-    text = f"Positive class{of}: {named(evaluation['positive'])}"
+    of = f" of {shorten_name(output)}" if output else ""
+    text = f"Positive class{of}: {shorten_name(evaluation['positive'])}"
     threshold = evaluation.get("threshold") or {}
     if number(threshold.get("value")) is None:
         return f"{text}."
     split, count = threshold.get("chosen_on"), threshold.get("examples")
     chosen = f", chosen on {count} {split} examples" if split and count else ""
-    return f"{text}, from a probability of {rounded(threshold['value'])}{chosen}."
+    return f"{text}, from a probability of {round_value(threshold['value'])}{chosen}."
 
 
 def positive_classes(evaluation: Facts) -> list[str]:
@@ -93,7 +93,7 @@ def main_value(found: Facts) -> str:
     if not found.get("metric"):
         return ""
     text = "not defined" if number(found.get("value")) is None else _values(found)[0]
-    return f"{spoken(found['metric'])} {text}"
+    return f"{spell_metric(found['metric'])} {text}"
 
 
 def _values(found: Facts) -> list[str]:
@@ -106,7 +106,7 @@ def _interval(found: Facts) -> object:
     return found.get("interval") or like(number(found.get("value")) or 0.0)
 
 
-def constant_of(found: Facts) -> str:
+def describe_constant(found: Facts) -> str:
     """Return the value of the constant with the digits of the main metric; empty without one."""
     return _values(found)[-1] if number(found.get("constant")) is not None else ""
 
@@ -120,13 +120,13 @@ def comparisons(found: Facts) -> list[str]:
     if value is not None and champion is not None:
         parts.append(_difference(found, value - champion))
     if constant is not None:
-        parts.append(f"constant {constant_of(found)}")
+        parts.append(f"constant {describe_constant(found)}")
     return parts
 
 
 def difference(value: float, interval: object) -> str:
     """Return the size of a difference with the digits of what differs; empty where none is left."""
-    text = rounded(abs(value), interval)
+    text = round_value(abs(value), interval)
     return text if float(text) else ""
 
 
@@ -140,7 +140,7 @@ def _difference(found: Facts, value: float) -> str:
 
 def _ending(facts: Facts) -> str:
     verdict = str(facts.get("verdict") or "unknown")
-    rules, step = facts.get("rules"), named(facts["step"]) if facts.get("step") else ""
+    rules, step = facts.get("rules"), shorten_name(facts["step"]) if facts.get("step") else ""
     if verdict == "refused" and (
         broken := [each for each in rules or () if not each.get("passed")]
     ):
@@ -159,9 +159,9 @@ def has_bound(rules: Iterable[Facts]) -> bool:
     return any(key in ("gate.min", "gate.max", MARGIN) for key in keys)
 
 
-def notes_of(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
+def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
     """Return what a person has to know of a model that was judged, in sentences."""
-    found = measured(evaluation)
+    found = describe_metric(evaluation)
     champion = evaluation.get("champion") or {}
     return [
         *_unbound(found, rules),
@@ -214,7 +214,7 @@ def _reported(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
     """Say that a model or the champion does not beat a constant, where no rule says it."""
     constant = evaluation.get("constant") or {}
     paired, notes = constant.get("paired") or {}, []
-    bound, metric = number(paired.get("bound")), spoken(paired.get("metric"))
+    bound, metric = number(paired.get("bound")), spell_metric(paired.get("metric"))
     gain = 1.0 if bound is None else -bound if paired.get("better") == "lower" else bound
     if gain <= 0 and not _asks_constant(rules):
         notes = [f"The model does not beat a constant in {metric}; {CONSTANT} is set to reported."]
@@ -226,29 +226,29 @@ def _reported(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 def _beaten(evaluation: Facts) -> list[str]:
     """Say which simple models are better than this one for sure."""
     return [
-        f"A simple model is better: {made_by(each)}{_scored(evaluation, each)}."
+        f"A simple model is better: {describe_baseline(each)}{_scored(evaluation, each)}."
         for each in evaluation.get("baselines") or ()
         if each.get("beats") is True
     ]
 
 
-def made_by(baseline: Facts) -> str:
+def describe_baseline(baseline: Facts) -> str:
     """Return how a baseline was made: `linear (scikit-learn Ridge, 20 of 80 rows, 2.0 s)`."""
     rows, of, seconds = (number(baseline.get(name)) for name in ("rows", "of_rows", "seconds"))
     some = f"{rows:,.0f} of {of:,.0f} rows" if rows and of and rows < of else ""
     took = duration(seconds) if seconds else ""
     how = ", ".join(filter(None, [one_line(str(baseline.get("made_by") or "")), some, took]))
-    return f"{named(baseline.get('name'))}{f' ({how})' if how else ''}"
+    return f"{shorten_name(baseline.get('name'))}{f' ({how})' if how else ''}"
 
 
 def _scored(evaluation: Facts, baseline: Facts) -> str:
-    found = measured(evaluation)
+    found = describe_metric(evaluation)
     value = number((baseline.get("metrics") or {}).get(found.get("metric")))
     own = number(found.get("value"))
     if value is None or own is None:
         return ""
     theirs, mine = apart(value, own, interval=_interval(found))
-    return f" reaches {spoken(found['metric'])} {theirs}, this model {mine}"
+    return f" reaches {spell_metric(found['metric'])} {theirs}, this model {mine}"
 
 
 def _unjudged(champion: Facts) -> list[str]:
@@ -261,7 +261,10 @@ def _unjudged(champion: Facts) -> list[str]:
     if not few:
         return []
     count = max(number((champion.get("class_counts") or {}).get("not_judged")) or 0, len(few))
-    first = [f"{named(each.get('label'))} ({each.get('examples')})" for each in few[:_MOST_CLASSES]]
+    first = [
+        f"{shorten_name(each.get('label'))} ({each.get('examples')})"
+        for each in few[:_MOST_CLASSES]
+    ]
     names = ", ".join(first)
     more = f" and {count - len(first):.0f} more" if count > len(first) else ""
     return [f"Too few test examples to say whether the model has lost a class: {names}{more}."]

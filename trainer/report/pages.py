@@ -8,7 +8,14 @@ import jinja2
 
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.rules import sentence
-from flotilla.trainer.report.wording import formatted, interval_text, like, rounded, spoken, titled
+from flotilla.trainer.report.wording import (
+    format_value,
+    interval_text,
+    like,
+    round_value,
+    spell_metric,
+    title_metric,
+)
 from flotilla.trainer.runtime.masking import printable
 
 _OWN = Path(__file__).parent
@@ -28,12 +35,12 @@ def environment(folder: Path = _OWN) -> jinja2.Environment:
     made.globals["share"] = like(0.5)
     made.filters.update(
         duration=duration,
-        formatted=formatted,
+        formatted=format_value,
         interval=interval_text,
-        rounded=rounded,
+        rounded=round_value,
         sentence=sentence,
-        spoken=spoken,
-        titled=titled,
+        spoken=spell_metric,
+        titled=title_metric,
         words=lambda name: str(name).replace("_", " "),
     )
     return made

@@ -57,8 +57,8 @@ from flotilla.trainer.report.charts import (
     line_chart,
 )
 from flotilla.trainer.report.rules import sentence
-from flotilla.trainer.report.wording import formatted, rounded, titled
-from flotilla.trainer.runtime.masking import masked, one_line
+from flotilla.trainer.report.wording import format_value, round_value, title_metric
+from flotilla.trainer.runtime.masking import mask, one_line
 
 _TEMPLATE = "report.html.j2"
 _ACROSS = "global_step"
@@ -81,7 +81,7 @@ Facts = Mapping[str, Any]
 
 def write(facts: Facts, path: Path) -> None:
     """Write the page of a run to `path`, atomically; raises `UserError`."""
-    page = masked(render(facts))
+    page = mask(render(facts))
     storage.write_bytes(storage.uri_of(path), page.encode(errors="backslashreplace"))
 
 
@@ -98,19 +98,19 @@ def render(facts: Facts) -> str:
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
-        headline=headline_of(facts),
+        headline=make_headline(facts),
         notes=facts.get("notes") or (),
-        reasons=reasons_of(facts),
+        reasons=list_reasons(facts),
         cause=heading.cause(steps) if verdict == "failed" else {},
         commands=heading.commands(facts),
         particulars=heading.particulars(facts),
         use=heading.use(facts),
         artifacts=heading.links(facts.get("artifacts") or {}),
         data_page=(facts.get("artifacts") or {}).get("data page"),
-        warnings=warnings_of(facts),
+        warnings=list_warnings(facts),
         metrics=metrics,
         tiles=views.tiles(evaluation, metrics),
-        rules=rules_of(facts),
+        rules=list_rules(facts),
         intervals=intervals,
         size=_SIZE,
         **_trained(facts, incidents),
@@ -127,7 +127,7 @@ def render(facts: Facts) -> str:
     )
 
 
-def headline_of(facts: Facts) -> str:
+def make_headline(facts: Facts) -> str:
     """Return the sentence of a run."""
     verdict, registered = facts.get("verdict"), facts.get("registered") or {}
     ill = [each.get("step") for each in _rows(facts, "steps") if _decided(each, verdict)]
@@ -138,9 +138,9 @@ def headline_of(facts: Facts) -> str:
             "name": (facts.get("config") or {}).get("name") or facts.get("run_id"),
             "version": registered.get("version"),
             "verdict": verdict,
-            "measured": headline.measured(facts.get("evaluation") or {}),
+            "measured": headline.describe_metric(facts.get("evaluation") or {}),
             # A decision that cannot be read is not one without rules.
-            "rules": None if facts.get("rules") is None else rules_of(facts),
+            "rules": None if facts.get("rules") is None else list_rules(facts),
             "step": ill[0] if ill else "",
         }
     )
@@ -161,14 +161,14 @@ def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
     # Where nothing was evaluated, training says by which one it selects.
     said = next((e for e in (evaluation, *steps) if e.get("main_metric")), {})
     metrics = views.training(history, MainMetric.of(said or evaluation).name)
-    drawn = {titled(name): series for name, series in metrics.items()}
+    drawn = {title_metric(name): series for name, series in metrics.items()}
     charts, constant = [], _handed_on(steps)
     for title, series in {**drawn, **dict(_CHARTS)}.items():
         value = (
             is_constant(history, _ACROSS, next(iter(series))) if title == "Learning rate" else None
         )
         if value is not None:
-            constant.append(f"{title}: {rounded(value)} throughout.")
+            constant.append(f"{title}: {round_value(value)} throughout.")
             continue
         charts.append(
             line_chart(
@@ -178,7 +178,7 @@ def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
     return {
         "charts": [chart for chart in charts if chart],
         "constant": constant,
-        "flagged": views.counted(text for _, text in flags),
+        "flagged": views.count_texts(text for _, text in flags),
         "last": (last := history[-1] if history else {}),
         "epoch": heading.steps_of_epoch(last),
     }
@@ -194,17 +194,18 @@ def _handed_on(steps: Sequence[Facts]) -> list[str]:
 
 def _cost(cost: Facts) -> dict[str, Any]:
     return {
-        name: rounded(value) if isinstance(value, float) else value for name, value in cost.items()
+        name: round_value(value) if isinstance(value, float) else value
+        for name, value in cost.items()
     }
 
 
-def reasons_of(facts: Facts) -> list[str]:
+def list_reasons(facts: Facts) -> list[str]:
     """Return why a run ended as it did, in sentences: of the data, the steps, the gate."""
     error = [str(facts["error"])] if facts.get("error") else []
     return [*_of_data(facts, "reasons"), *_reasons(facts), *error]
 
 
-def warnings_of(facts: Facts) -> list[str]:
+def list_warnings(facts: Facts) -> list[str]:
     """Return what the validation of the data warns of, and what its preparation notes."""
     said = [step.get("metrics") for step in _rows(facts, "steps")]
     # Those of the gate are at the head of the page.
@@ -287,7 +288,7 @@ def _known(values: object) -> object:
     if not isinstance(values, Mapping):
         return values
     return {
-        name: rounded(each) if isinstance(each, float) else each
+        name: round_value(each) if isinstance(each, float) else each
         for name, each in values.items()
         if each not in ("", None) and each != []
     }
@@ -301,7 +302,7 @@ def _reasons(facts: Facts) -> list[str]:
     steps, registered = _rows(facts, "steps"), facts.get("registered") or {}
     if facts.get("verdict") == "refused":
         intervals = (facts.get("evaluation") or {}).get("intervals") or {}
-        broken = [sentence(each, intervals) for each in rules_of(facts) if not each.get("passed")]
+        broken = [sentence(each, intervals) for each in list_rules(facts) if not each.get("passed")]
         # A race that was lost broke no rule.
         return broken or [
             str(each) for of in (facts, registered) for each in of.get("reasons") or ()
@@ -311,10 +312,12 @@ def _reasons(facts: Facts) -> list[str]:
             str(each) for step in steps for each in (step.get("metrics") or {}).get("reasons", ())
         ]
     failed = [step for step in steps if step.get("status", "done") not in ("done", "skipped")]
-    return [f"{formatted(step.get('step'))}: {formatted(step.get('error'))}" for step in failed]
+    return [
+        f"{format_value(step.get('step'))}: {format_value(step.get('error'))}" for step in failed
+    ]
 
 
-def rules_of(facts: Facts) -> list[dict[str, Any]]:
+def list_rules(facts: Facts) -> list[dict[str, Any]]:
     """Return the rules of the gate, then those of the registry."""
     registered = facts.get("registered") or {}
     return [*_rows(facts, "rules"), *_rows(registered, "rules")]
@@ -326,8 +329,8 @@ def _incident(event: Facts) -> dict[str, str]:
     rest = {name: value for name, value in event.items() if name not in apart}
     return {
         "time": heading.clock(event.get("time")),
-        "event": formatted(event.get("event")),
-        "what": formatted(rest),
+        "event": format_value(event.get("event")),
+        "what": format_value(rest),
         "lines": "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else "",
     }
 
@@ -344,7 +347,7 @@ _MOST = 12
 _LINEAGE = ("image", "commit", "code", "dataset", "checkpoint")
 
 
-def as_markdown(facts: Facts, report: str) -> bytes:
+def to_markdown(facts: Facts, report: str) -> bytes:
     """Return the summary of a run, escaped; `report` is the URI of the whole report, or empty."""
     verdict = str(facts.get("verdict") or "unknown")
     cost, notes = facts.get("cost") or {}, facts.get("notes") or ()
@@ -356,11 +359,11 @@ def as_markdown(facts: Facts, report: str) -> bytes:
     rows = views.metric_rows(evaluation, facts.get("metrics") or {})
     blocks = [
         [f"# {plain(facts.get('run_id') or 'run')}: {plain(verdict)}"],
-        [f"**{plain(headline_of(facts))}**"],
-        [f"- {plain(each)}" for each in reasons_of(facts)[:_MOST]],
-        [f"- ⚠ {plain(each)}" for each in [*notes, *warnings_of(facts)][:_MOST]],
+        [f"**{plain(make_headline(facts))}**"],
+        [f"- {plain(each)}" for each in list_reasons(facts)[:_MOST]],
+        [f"- ⚠ {plain(each)}" for each in [*notes, *list_warnings(facts)][:_MOST]],
         table(("metric", "model", *opponents), [_row(each) for each in rows[:_MOST]]),
-        table(("rule", ""), [_rule(each, intervals) for each in rules_of(facts)[:_MOST]]),
+        table(("rule", ""), [_rule(each, intervals) for each in list_rules(facts)[:_MOST]]),
         table(("step", "ended", "duration"), [_step(each) for each in facts.get("steps") or ()]),
         table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
         table(("from", "what"), _lineage(facts)),
@@ -371,7 +374,7 @@ def as_markdown(facts: Facts, report: str) -> bytes:
 
 
 def _row(row: Facts) -> tuple[object, ...]:
-    return (titled(row["name"]), *(text for text, _ in row["cells"]))
+    return (title_metric(row["name"]), *(text for text, _ in row["cells"]))
 
 
 def _rule(rule: Facts, intervals: Facts) -> tuple[object, ...]:
@@ -392,7 +395,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     """Return the lines of a table of plain texts and values; none where there is no row."""
     if not rows:
         return []
-    texts = ([plain(v if isinstance(v, str) else formatted(v)) for v in row] for row in rows)
+    texts = ([plain(v if isinstance(v, str) else format_value(v)) for v in row] for row in rows)
     return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *texts)]
 
 

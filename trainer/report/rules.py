@@ -15,11 +15,11 @@ from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.wording import (
     apart,
     capital,
-    formatted,
+    format_value,
     interval_text,
     like,
-    named,
-    spoken,
+    shorten_name,
+    spell_metric,
 )
 
 #: The keys of the rules that compare.
@@ -63,7 +63,7 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
     if opponent := _opponent(rule):
         return _compared(rule, opponent, interval)
     value, threshold = number(rule.get("value")), number(rule.get("threshold"))
-    said, asked = "not a finite number", formatted(rule.get("threshold"))
+    said, asked = "not a finite number", format_value(rule.get("threshold"))
     if value is not None and threshold is not None:
         said, limit = apart(value, threshold, interval=interval)
         asked = asked if float(asked) == threshold else limit
@@ -85,7 +85,7 @@ def because(rule: Facts) -> str:
     if key == CONSTANT:
         return "it does not beat a constant"
     if key == CLASS_MARGIN:
-        return f"it may find less of the class {named(found.get('label'))}"
+        return f"it may find less of the class {shorten_name(found.get('label'))}"
     if opponent := _opponent(rule):
         asked = number(rule.get("threshold")) or 0.0
         is_gain = asked > 0 if rule.get("bound") == "min" else asked < 0
@@ -93,14 +93,14 @@ def because(rule: Facts) -> str:
     if number(rule.get("value")) is None:
         return f"{_name(metric)} is not a finite number"
     side = "below" if rule.get("bound") == "min" else "above"
-    return f"{_name(metric)} is {side} {formatted(rule.get('threshold'))}"
+    return f"{_name(metric)} is {side} {format_value(rule.get('threshold'))}"
 
 
 def _name(metric: str) -> str:
     if metric.startswith(EXPORTED):
         form = metric.removeprefix(EXPORTED)
         return f"the largest difference of the exported {form} from the checkpoint"
-    return _NAMES.get(metric, spoken(metric))
+    return _NAMES.get(metric, spell_metric(metric))
 
 
 def _found(rule: Facts) -> Facts:
@@ -118,14 +118,14 @@ def _opponent(rule: Facts) -> str:
 def _compared(rule: Facts, opponent: str, interval: object) -> str:
     """Return the sentence of a comparison: both values, what may be lost, what is allowed."""
     found = _found(rule)
-    metric = spoken(found.get("metric") or str(rule.get("metric")).removesuffix(DIFFERENCE))
+    metric = spell_metric(found.get("metric") or str(rule.get("metric")).removesuffix(DIFFERENCE))
     if "label" in found:
-        metric += f" of the class {named(found['label'])}"
+        metric += f" of the class {shorten_name(found['label'])}"
     own, other = number(found.get("own")), number(found.get("other"))
     begin, than = f"{capital(metric)}", f" than that of {opponent}"
     if own is not None and other is not None:
         mine, theirs = apart(own, other, interval=interval or like(own))
-        answer = f" ({named(found['answer'])})" if found.get("answer") else ""
+        answer = f" ({shorten_name(found['answer'])})" if found.get("answer") else ""
         begin, than = f"{begin} is {mine}, that of {opponent}{answer} {theirs}; it", ""
     bound, threshold = number(rule.get("value")), number(rule.get("threshold"))
     source = f" ({rule['key']})" if rule.get("key") else ""
@@ -157,7 +157,7 @@ def _too_few(found: Facts) -> str:
     examples, needed = number(found.get("examples")), number(found.get("needed"))
     if not examples or not needed or needed <= examples:
         return ""
-    of = f" of the class {named(found['label'])}" if "label" in found else ""
+    of = f" of the class {shorten_name(found['label'])}" if "label" in found else ""
     return (
         f" {examples:,.0f} test examples{of} are too few to be sure; about {needed:,.0f} would do."
     )

@@ -12,7 +12,7 @@ from flotilla.trainer.config.main_metric import LOSS, VALIDATION, MainMetric, ma
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report import headline
 from flotilla.trainer.report.charts import Chart, line_chart, number
-from flotilla.trainer.report.wording import capital, named, side_by_side, titled
+from flotilla.trainer.report.wording import capital, shorten_name, side_by_side, title_metric
 from flotilla.trainer.runtime.masking import one_line
 
 PUBLISHED = "checkpoint_published"
@@ -196,10 +196,10 @@ def remarks(evaluation: Facts) -> list[str]:
     """Return what is said below the metrics: positive classes, the constant, the baselines."""
     found = headline.positive_classes(evaluation)
     if answer := (evaluation.get("constant") or {}).get("answer"):
-        found.append(f"Constant: {named(answer)}.")
+        found.append(f"Constant: {shorten_name(answer)}.")
     for each in evaluation.get("baselines") or ():
         skipped = f" was skipped: {one_line(str(each['skipped']))}" if each.get("skipped") else ""
-        found.append(f"{capital(headline.made_by(each))}{skipped}.")
+        found.append(f"{capital(headline.describe_baseline(each))}{skipped}.")
     return found
 
 
@@ -214,7 +214,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
     for name, value in metrics.items():
         better = MainMetric.of({**evaluation, "metrics": metrics, "main_metric": name}).better
         values = [value, *(each.get(name) for each in others.values())]
-        found = headline.measured({**evaluation, "metrics": metrics, "main_metric": name})
+        found = headline.describe_metric({**evaluation, "metrics": metrics, "main_metric": name})
         rows.append(
             {
                 "name": name,
@@ -302,7 +302,7 @@ def _step_at(time: float | None, known: Sequence[tuple[float, float]]) -> float 
     return low + (high - low) * (time - begun) / (ended - begun)
 
 
-def counted(texts: Iterable[str]) -> str:
+def count_texts(texts: Iterable[str]) -> str:
     """Return each text once, with how often it was there."""
     counts: dict[str, int] = {}
     for text in texts:
@@ -339,7 +339,7 @@ def worst_table(
     ]  # fmt: skip
     columns = [
         Column(
-            title=name if is_input else titled(name),
+            title=name if is_input else title_metric(name),
             is_number=all(number(cells[at]) is not None for cells in table),
         )
         for at, (name, is_input) in enumerate(names)

@@ -26,7 +26,7 @@ _PAIR = 2
 _LONGEST_NAME = 60
 
 
-def formatted(value: object, digits: int = 6) -> str:
+def format_value(value: object, digits: int = 6) -> str:
     """Return a value, such as a setting, as a person reads it."""
     if value is None or value == "":
         return NOTHING
@@ -35,18 +35,18 @@ def formatted(value: object, digits: int = 6) -> str:
     if isinstance(value, float):
         return f"{value:.{digits}g}"
     if isinstance(value, Mapping):
-        texts = (f"{name} {formatted(each, digits)}" for name, each in value.items())
+        texts = (f"{name} {format_value(each, digits)}" for name, each in value.items())
         return ", ".join(texts) or NOTHING
     if isinstance(value, list | tuple):
-        return ", ".join(formatted(each, digits) for each in value) or NOTHING
+        return ", ".join(format_value(each, digits) for each in value) or NOTHING
     return str(value)
 
 
-def rounded(value: object, interval: object = None) -> str:
+def round_value(value: object, interval: object = None) -> str:
     """Return a number with the digits that its `interval`, a pair, leaves it; four without one."""
     plain = number(value)
     if plain is None or isinstance(value, int):
-        return formatted(value, _DIGITS)
+        return format_value(value, _DIGITS)
     places = _places(interval)
     if not math.isfinite(plain) or places is None:
         return f"{plain:.{_DIGITS}g}" if abs(plain) < 10**_DIGITS else f"{plain:.{_DIGITS + 2}g}"
@@ -70,12 +70,12 @@ def like(value: float) -> tuple[float, float]:
 def interval_text(interval: object, between: str = " to ") -> str:
     """Return both ends of an interval with the digits of its width; empty for none."""
     ends = _ends(interval)
-    return between.join(rounded(end, interval) for end in ends) if ends else ""
+    return between.join(round_value(end, interval) for end in ends) if ends else ""
 
 
 def apart(*values: float, interval: object = None) -> list[str]:
     """Return numbers with so many digits that a reader sees which one is larger."""
-    texts = [rounded(each, interval) for each in values]
+    texts = [round_value(each, interval) for each in values]
     for digits in range(2, _MOST_DIGITS + 1):
         if _tells(texts, values):
             return texts
@@ -87,24 +87,24 @@ def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[t
     """Return values with the same decimal places, and of each whether it is the best."""
     known = [each for each in values if isinstance(each, float) and number(each) is not None]
     places = interval or like(known[0] if known else 0.0)
-    best = rounded((min if better == "lower" else max)(known), places) if known else ""
-    is_one = any(rounded(each, places) != best for each in known)
-    return [(text := rounded(each, places), is_one and text == best) for each in values]
+    best = round_value((min if better == "lower" else max)(known), places) if known else ""
+    is_one = any(round_value(each, places) != best for each in known)
+    return [(text := round_value(each, places), is_one and text == best) for each in values]
 
 
-def spoken(name: object) -> str:
+def spell_metric(name: object) -> str:
     """Return the name of a metric as words: `auc@label=7` is `AUC where label is 7`."""
     metric, _, part = str(name).partition("@")
-    words = named(metric).replace("_", " ").split(" ")
+    words = shorten_name(metric).replace("_", " ").split(" ")
     known = [_NAMES.get(each, each.upper() if each in _UPPER else each) for each in words]
     feature, is_one, value = part.partition("=")
-    where = f" where {feature} is {named(value)}" if is_one else ""
+    where = f" where {feature} is {shorten_name(value)}" if is_one else ""
     return f"{' '.join(known)}{where}"
 
 
-def titled(name: object) -> str:
+def title_metric(name: object) -> str:
     """Return the name of a metric as a title."""
-    return capital(spoken(name))
+    return capital(spell_metric(name))
 
 
 def capital(text: str) -> str:
@@ -112,7 +112,7 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def named(name: object) -> str:
+def shorten_name(name: object) -> str:
     """Return the name of a class or a file as a sentence has it: on one line, and not too long."""
     text = one_line(str(name)) or "(empty)"
     return text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…"

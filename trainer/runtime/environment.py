@@ -65,7 +65,7 @@ VARIABLES: Mapping[str, Form] = {
 }
 
 
-def checked(name: str) -> str:
+def read_variable(name: str) -> str:
     """Return the value of a variable, empty where it is not set; raises `ConfigError`."""
     form, is_right = VARIABLES[name]
     text = os.environ.get(name, "")
@@ -77,4 +77,4 @@ def checked(name: str) -> str:
 def check() -> None:
     """Raise `ConfigError` for the first variable of the environment that is wrong."""
     for name in VARIABLES:
-        checked(name)
+        read_variable(name)

@@ -63,7 +63,7 @@ class ConfigError(UserError):
     exit_code = USAGE
 
 
-def kind_of(code: int | None) -> type[UserError]:
+def error_for_exit(code: int | None) -> type[UserError]:
     """Return the error by which a process ends whose task has ended with this code."""
     return {TRY_AGAIN: TransientError, USAGE: ConfigError}.get(code or DONE, UserError)
 
@@ -86,7 +86,7 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def without_memory(error: BaseException, what: str = "a tensor") -> str:
+def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
     """Return the error message of a task without memory for `what`; empty for another error."""
     found = _NO_MEMORY.search(str(error))
     if not found:
@@ -100,7 +100,7 @@ def without_memory(error: BaseException, what: str = "a tensor") -> str:
     )
 
 
-def diverged(what: str, step: int, last: str, *, at_once: bool = False) -> str:
+def describe_divergence(what: str, step: int, last: str, *, at_once: bool = False) -> str:
     """Return the error message of training that has diverged, `at_once` from its first steps on."""
     zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
     last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"

@@ -45,7 +45,7 @@ def parse_mapping(text: str | bytes) -> dict[str, Any]:
     return tree
 
 
-def from_tree(kind: type[Record], tree: object) -> Record | None:
+def parse_record(kind: type[Record], tree: object) -> Record | None:
     """Return the record of a dataclass that a JSON object holds; None where it holds none."""
     try:
         return cast(Record, _adapter(cast(Any, kind)).validate_json(json.dumps(tree)))
@@ -53,10 +53,10 @@ def from_tree(kind: type[Record], tree: object) -> Record | None:
         return None
 
 
-def record_in(kind: type[Record], text: str | bytes) -> Record | None:
+def read_record(kind: type[Record], text: str | bytes) -> Record | None:
     """Return the record of a dataclass that a JSON text holds; None where it holds none."""
     try:
-        return from_tree(kind, parse(text))
+        return parse_record(kind, parse(text))
     except ValueError:
         return None
 
@@ -93,7 +93,7 @@ def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
     return None if isinstance(tree, float) and not math.isfinite(tree) else tree
 
 
-def number_in(text: str) -> int | None:
+def parse_number(text: str) -> int | None:
     """Return the whole number that a text is, in ASCII digits as a name has it; None for another.
 
     `str.isdigit` takes digits that `int` refuses, and any length.
@@ -102,7 +102,7 @@ def number_in(text: str) -> int | None:
     return int(text) if is_one else None
 
 
-def time_of(text: object) -> datetime | None:
+def parse_time(text: object) -> datetime | None:
     """Return the time that a text says by ISO 8601, in UTC as without a zone; None for another."""
     try:
         found = datetime.fromisoformat(str(text))
@@ -112,7 +112,7 @@ def time_of(text: object) -> datetime | None:
         return None
 
 
-def time_at(seconds: object) -> datetime | None:
+def make_time(seconds: object) -> datetime | None:
     """Return the time so many seconds after 1970, in UTC; None where that is none."""
     try:
         return datetime.fromtimestamp(cast(float, seconds), UTC) if is_number(seconds) else None

@@ -1,7 +1,7 @@
 """What may not be shown: credentials, and signs that a terminal or a page obeys.
 
 A configuration or a command line with credentials is refused. Words of a library, and names and
-texts of data, are written to a terminal, a log or a page by `masked`, `printable` or `one_line`.
+texts of data, are written to a terminal, a log or a page by `mask`, `printable` or `one_line`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def one_line(text: str) -> str:
 
 
 def unbroken(text: str) -> str:
-    """Return a text, `masked`, with a space in place of ends of lines: it begins no other line."""
-    return masked(_BREAKS.sub(" ", text))
+    """Return a masked text with a space in place of ends of lines: it begins no other line."""
+    return mask(_BREAKS.sub(" ", text))
 
 
 def _escaped(found: re.Match[str]) -> str:
@@ -80,7 +80,7 @@ def _escaped(found: re.Match[str]) -> str:
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
-def credentials_in(text: str) -> str:
+def find_credentials(text: str) -> str:
     """Say which credentials a text carries in a URI: one clause for a message, or an empty text."""
     if "://" not in text:
         return ""
@@ -91,12 +91,12 @@ def credentials_in(text: str) -> str:
     return ""
 
 
-def masked(text: str) -> str:
+def mask(text: str) -> str:
     """Return `text` without the credentials in it, `printable`."""
-    return printable(without_credentials(text))
+    return printable(remove_credentials(text))
 
 
-def without_credentials(text: str) -> str:
+def remove_credentials(text: str) -> str:
     """Return `text`, as it is otherwise, without the credentials in it."""
     if "://" in text:
         text = _IN_AUTHORITY.sub(_without_user, text)

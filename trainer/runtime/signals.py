@@ -36,7 +36,7 @@ _WAKES, _AGAIN_SECONDS = 20, 0.05
 
 
 @contextmanager
-def on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
+def handle_interrupts(callback: Callable[[], object]) -> Iterator[None]:
     """Call `callback` at each SIGINT and SIGTERM in this block, in the main thread only."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:

@@ -78,7 +78,7 @@ class _Uncollected(MetaPathFinder):
             # It may load other modules too.
             with suppress(AttributeError):
                 del loader.exec_module
-            with noise.filtered():
+            with noise.filter_output():
                 _without_collections(lambda: execute(module))
 
         loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -84,13 +84,13 @@ def _look_into_folder() -> None:
         sys.meta_path.insert(0, _Finder(of_bundle=True))
 
 
-def import_for(what: str, name: str) -> ModuleType:
+def import_named(what: str, name: str) -> ModuleType:
     """Import the module that `what` of the configuration names; raises `ConfigError`."""
     try:
         return import_module(name)
     # A module of the user's may fail in any way while it is imported.
     except (Exception, SystemExit) as error:
-        message = f"{what}: cannot import {name}: {line_of(error)}{_remedy(name, error)}"
+        message = f"{what}: cannot import {name}: {format_error(error)}{_remedy(name, error)}"
         raise ConfigError(message) from error
 
 
@@ -114,21 +114,21 @@ def hidden(name: str) -> str:
     return f"{top} is a name of {'Flotilla' if top in _OWN else 'Python'} itself; rename yours"
 
 
-def line_of(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an error in one line, such as `ValueError: bad shape (blocks.py:14)`."""
-    name, text, place = type(error).__name__, message_of(error), place_of(error)
+    name, text, place = type(error).__name__, short_message(error), find_place(error)
     return f"{name}{f': {text}' if text != name else ''}{f' ({place})' if place else ''}"
 
 
-def text_of(error: BaseException) -> str:
+def full_message(error: BaseException) -> str:
     """Return all that an error says, without colours and stacks that TensorFlow does not have."""
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     return _NO_STACK.sub("", COLOURS.sub("", text))
 
 
-def message_of(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """Return what an error says, in one line and without what Keras and TensorFlow add."""
-    text = text_of(error)
+    text = full_message(error)
     if wrapped := _WITHIN.search(text) or _WRAPPED.search(text) or _GRAPH.search(text):
         return wrapped[1].strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -138,18 +138,18 @@ def message_of(error: BaseException) -> str:
     return lines[-1].removeprefix(f"{type(error).__name__}: ") if _FRAME.search(text) else lines[0]
 
 
-def place_of(error: BaseException) -> str:
+def find_place(error: BaseException) -> str:
     """Return `file:line` of the innermost frame of the user's code, empty where there is none."""
     frames = next(filter(None, map(_frames, _chain(error))), [])
     return _short_path(*frames[-1]) if frames else ""
 
 
-def traceback_of(error: BaseException) -> str:
+def find_traceback(error: BaseException) -> str:
     """Return the traceback of an error, or its cause, in the user's code, or an empty text."""
     if isinstance(error, UserError):
         cause = error.__cause__
-        return error.traceback or (traceback_of(cause) if cause else "")
-    if not place_of(error):
+        return error.traceback or (find_traceback(cause) if cause else "")
+    if not find_place(error):
         return ""
     # What an error was raised from says the same again where the error itself names the place.
     lines = traceback.format_exception(error, chain=not _frames(error))
@@ -170,7 +170,7 @@ def innermost_frame(trace: str) -> str:
     return ""
 
 
-def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
+def find_frames(error: BaseException) -> list[tuple[FrameType, int]]:
     """Return frames and lines of an error, up to the innermost of the user's code, if any."""
     for each in _chain(error):
         found = list(traceback.walk_tb(each.__traceback__))
@@ -247,21 +247,21 @@ class _Finder(MetaPathFinder):
         return None if PathFinder.find_spec(fullname, installed) else found
 
 
-def function_for(what: str, name: str) -> Callable[..., Any]:
+def find_function(what: str, name: str) -> Callable[..., Any]:
     """Return the function `module:function` of the user's; raises `ConfigError`."""
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise ConfigError(f"{what}: {name!r} names no function; write package.module:function")
-    found = found_for(what, name, "function")
+    found = find_named(what, name, "function")
     if not callable(found):
         raise ConfigError(f"{what}: {attribute} is of the type {type(found).__name__}, no function")
     return cast("Callable[..., Any]", found)
 
 
-def found_for(what: str, name: str, kind: str) -> Any:
+def find_named(what: str, name: str, kind: str) -> Any:
     """Return what `module:name` is, which should be of a kind; raises `ConfigError`."""
     module, _, attribute = name.partition(":")
-    loaded = import_for(what, module)
+    loaded = import_named(what, module)
     if not hasattr(loaded, attribute):
         words = [word for word in vars(loaded) if not word.startswith("_")]
         hint = f"; {why}" if (why := hidden(module)) else nearest(attribute, words)
@@ -316,7 +316,7 @@ def digest(what: str, module: str) -> str:
     _look_into_folder()
     if _source_file(module) is None:
         # It says what is wrong with the name.
-        import_for(what, module)
+        import_named(what, module)
     sources: dict[str, str] = {}
     left = [module]
     while left:
@@ -328,7 +328,7 @@ def digest(what: str, module: str) -> str:
             text = path.read_text(encoding="utf-8")
             tree = ast.parse(text, filename=str(path))
         except (OSError, ValueError, SyntaxError) as error:
-            raise ConfigError(f"{what}: cannot read {name}: {line_of(error)}") from None
+            raise ConfigError(f"{what}: cannot read {name}: {format_error(error)}") from None
         sources[name] = text
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
         left += _imported_by(tree, package)

@@ -24,9 +24,9 @@ from typing import Any
 
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.storage.errors import Corrupt, reported
+from flotilla.trainer.storage.errors import Corrupt, report_errors
 from flotilla.trainer.storage.manifest import MANIFEST, FileEntry, Manifest
-from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.publishing import choose_store
 
 SIGNATURE, FIELDS, PROVENANCE = "model.sig", "signed_fields.json", "signing.json"
 PRIVATE_KEY = "FLOTILLA_SIGNING_KEY"
@@ -134,8 +134,8 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
     """Raise `Corrupt` where there is a file that the manifest of a model does not name."""
     _refuse_other_versions(uri, manifest)
     named = {MANIFEST, *(entry.stored_at for entry in manifest.files)}
-    with reported(f"list {uri}"):
-        there = [file.path for file in store_for(uri).files(uri)]
+    with report_errors(f"list {uri}"):
+        there = [file.path for file in choose_store(uri).files(uri)]
     served = str(manifest.fields["saved_model"]).partition("/")[0]
     for path in sorted(set(there) - named):
         # Of a publication that was beaten: no reader and no server looks for such a name.

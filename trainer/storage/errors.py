@@ -63,7 +63,7 @@ class StoreUnavailable(StoreError):  # noqa: N818
 
 
 @contextmanager
-def reported(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
+def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
     """Turn an `OSError` into a `UserError` of a kind: "cannot ACTION: PATH: reason; remedy"."""
     try:
         yield
@@ -74,7 +74,7 @@ def reported(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
 
 
 @contextmanager
-def formed(where: str) -> Iterator[None]:
+def check_form(where: str) -> Iterator[None]:
     """Raise `Corrupt` in one line where a record has other fields, or other types, than are used.
 
     Its checksum may hold: another version, or another program, wrote it.

@@ -34,7 +34,7 @@ from flotilla.trainer.storage.store import (
     Sink,
     Stored,
     Trouble,
-    paged,
+    list_pages,
     tls_trouble,
 )
 from flotilla.trainer.storage.uri import web_address
@@ -173,7 +173,7 @@ class GcsBucket:
             )
             return [*next(found.pages, ()), *found.prefixes], found.next_page_token
 
-        return paged(lambda token: self._retry(partial(page, token)))
+        return list_pages(lambda token: self._retry(partial(page, token)))
 
     def remove(self, key: str) -> None:
         """Remove an object."""

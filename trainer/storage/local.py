@@ -22,11 +22,11 @@ from functools import cache
 from pathlib import Path
 
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import number_in
+from flotilla.trainer.runtime.json_records import parse_number
 from flotilla.trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
-from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, uncounted
+from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, count_nothing
 from flotilla.trainer.storage.uri import local_path, uri_of
-from flotilla.trainer.storage.waiting import waited
+from flotilla.trainer.storage.waiting import wait_until
 
 # Others hold a lock for as long as a rename takes.
 LOCK_SECONDS, LOCK_POLL = 15.0, 0.02
@@ -46,7 +46,7 @@ class NotAFileError(OSError):
 class FileStore:
     """Local disks, and what is mounted like one."""
 
-    def __init__(self, count: Count = uncounted) -> None:
+    def __init__(self, count: Count = count_nothing) -> None:
         """Count the bytes that are copied."""
         self.count = count
 
@@ -319,7 +319,7 @@ def locked(directory: Path) -> Iterator[None]:
         def lock_of() -> str:
             return f"the lock of {directory}, which {_lock_holder(descriptor)} has"
 
-        if not waited(lambda: _lock(descriptor) is not False, lock_of, LOCK_SECONDS, LOCK_POLL):
+        if not wait_until(lambda: _lock(descriptor) is not False, lock_of, LOCK_SECONDS, LOCK_POLL):
             raise UserError(
                 f"waited {LOCK_SECONDS:g} s for {lock_of()}: stop that process, or remove "
                 "other readers' access to the folder; then try again"
@@ -453,7 +453,7 @@ def _here(text: str) -> tuple[int, str]:
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
     is_here = machine and machine == _machine()
-    return (number_in(number) or 0, started) if is_here else (0, "")
+    return (parse_number(number) or 0, started) if is_here else (0, "")
 
 
 @cache

@@ -19,7 +19,7 @@ from typing import Any
 
 import google_crc32c
 
-from flotilla.trainer.runtime.json_records import parse, time_of
+from flotilla.trainer.runtime.json_records import parse, parse_time
 from flotilla.trainer.storage.errors import Corrupt, UnknownSchema
 
 MANIFEST = "MANIFEST.json"
@@ -48,7 +48,7 @@ def checksum(path: Path) -> Checksum:
     return Checksum(size, f"{crc:08x}")
 
 
-def checksum_of(data: bytes) -> Checksum:
+def compute_checksum(data: bytes) -> Checksum:
     """Return size and crc32c of bytes in memory."""
     return Checksum(len(data), f"{google_crc32c.value(data):08x}")
 
@@ -119,7 +119,7 @@ class Manifest:
     @property
     def created_at(self) -> datetime:
         """When it was made."""
-        return time_of(self.created) or datetime.max.replace(tzinfo=UTC)
+        return parse_time(self.created) or datetime.max.replace(tzinfo=UTC)
 
     @property
     def total_bytes(self) -> int:
@@ -158,7 +158,7 @@ class Manifest:
                 raise ValueError(f"no {', '.join(missing)}")
             files = tuple(FileEntry(**entry) for entry in tree["files"])
             fields = {name: value for name, value in tree.items() if name not in RESERVED}
-            if time_of(tree["created"]) is None:
+            if parse_time(tree["created"]) is None:
                 raise ValueError(f"{tree['created']!r:.99} is not a time")
             return cls(tree["kind"], files, fields, tree["created"])
         except (ValueError, TypeError, RecursionError) as error:

@@ -32,9 +32,9 @@ from flotilla.trainer.storage.manifest import (
     FileEntry,
     Manifest,
     checksum,
-    checksum_of,
+    compute_checksum,
 )
-from flotilla.trainer.storage.retry import Retry, describe, in_parallel
+from flotilla.trainer.storage.retry import Retry, describe, run_parallel
 from flotilla.trainer.storage.store import (
     PART_BYTES,
     UPLOAD_MARK,
@@ -47,7 +47,7 @@ from flotilla.trainer.storage.store import (
     Stored,
     TooLargeError,
     Trouble,
-    uncounted,
+    count_nothing,
 )
 from flotilla.trainer.storage.uri import join, locate
 
@@ -76,14 +76,14 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
         inside = inside and not stored.key.endswith(UPLOAD_MARK)
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
-    over = in_parallel(is_over, unnamed)
+    over = run_parallel(is_over, unnamed)
     # A writer that has ended meanwhile may have published first.
     _, named = _published(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
     ]
-    in_parallel(bucket.abort_upload, [key for key in dead if key.endswith(UPLOAD_MARK)])
-    in_parallel(bucket.remove, dead)
+    run_parallel(bucket.abort_upload, [key for key in dead if key.endswith(UPLOAD_MARK)])
+    run_parallel(bucket.remove, dead)
     return sorted(dead)
 
 
@@ -104,7 +104,7 @@ def _published(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[
             _log.warning("passed over: %s: %s", key, describe(error))
         return None
 
-    for key, files in zip(manifests, in_parallel(files_of, manifests), strict=True):
+    for key, files in zip(manifests, run_parallel(files_of, manifests), strict=True):
         directory = key.removesuffix(MANIFEST)
         if files is None:
             # It is unknown which objects belong to it.
@@ -123,7 +123,7 @@ class ObjectStore:
     """One bucket, for one operation."""
 
     def __init__(
-        self, home: str, opened: Callable[[Retrying], Bucket], count: Count = uncounted
+        self, home: str, opened: Callable[[Retrying], Bucket], count: Count = count_nothing
     ) -> None:
         """Use the bucket with the URI `home`; this sends no request."""
         self.count = count
@@ -190,7 +190,7 @@ class ObjectStore:
             path = source / entry.path
             return self._place_file(uri, path, entry, there.get(entry.path), created)
 
-        files = tuple(in_parallel(place_file, manifest.files))
+        files = tuple(run_parallel(place_file, manifest.files))
         return self._publish(uri, replace(manifest, files=files), {*there, *created})
 
     @contextmanager
@@ -255,7 +255,7 @@ class ObjectStore:
         if itself:
             self.discard(uri)
         for paths in (manifests, sorted(below.keys() - set(manifests))):
-            in_parallel(lambda path: self.discard(join(uri, path)), paths)
+            run_parallel(lambda path: self.discard(join(uri, path)), paths)
 
     def discard(self, uri: str) -> None:
         """Remove one object; needs no permission to list."""
@@ -293,7 +293,7 @@ class ObjectStore:
                     self._bucket.create_from(_key(uri), path, entry.checksum, writer(), self.count)
                 return True
             data = path.read_bytes()
-            if checksum_of(data) != entry.checksum:
+            if compute_checksum(data) != entry.checksum:
                 raise ChangedError
         except ChangedError:
             raise UserError(
@@ -326,7 +326,7 @@ class ObjectStore:
 
     def _remove_unnamed(self, uri: str, paths: Iterable[str]) -> None:
         try:
-            in_parallel(lambda path: self.discard(join(uri, path)), sorted(paths))
+            run_parallel(lambda path: self.discard(join(uri, path)), sorted(paths))
         except OSError as error:
             # The published directory is whole without this.
             _log.warning("left for `flotilla gc` below %s: %s", uri, error)

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import StoreError, StoreUnavailable
-from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.publishing import choose_store
 from flotilla.trainer.storage.retry import describe, shorter_retry
 from flotilla.trainer.storage.uri import join, local_path, name_of
 
@@ -60,7 +60,7 @@ class Probe:
         self._failed.clear()
         data = f"flotilla doctor {self.uri}\n".encode()
         with shorter_retry(SECONDS):
-            store = store_for(self.uri)
+            store = choose_store(self.uri)
             try:
                 self.is_left = self._writing = True
                 self._do("write", lambda: store.write(self.uri, data))
@@ -85,7 +85,7 @@ class Probe:
         if not self.is_left:
             return
         with shorter_retry(SECONDS):
-            store_for(self.uri).discard(self.uri)
+            choose_store(self.uri).discard(self.uri)
         for folder in self._missing:
             with suppress(OSError):
                 folder.rmdir()

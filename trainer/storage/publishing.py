@@ -21,8 +21,8 @@ from flotilla.trainer.storage.errors import (
     Missing,
     NotPublished,
     UnknownSchema,
-    formed,
-    reported,
+    check_form,
+    report_errors,
 )
 from flotilla.trainer.storage.local import FileStore, NotAFileError, is_staging, staging
 from flotilla.trainer.storage.manifest import (
@@ -31,13 +31,13 @@ from flotilla.trainer.storage.manifest import (
     FileEntry,
     Manifest,
     checksum,
-    checksum_of,
+    compute_checksum,
 )
 from flotilla.trainer.storage.object_store import ObjectStore
-from flotilla.trainer.storage.retry import in_parallel
-from flotilla.trainer.storage.s3_endpoint import endpoint_of
-from flotilla.trainer.storage.store import Bucket, Count, Retrying, Store, uncounted
-from flotilla.trainer.storage.uri import Location, join, local_path, locate, scheme_of
+from flotilla.trainer.storage.retry import run_parallel
+from flotilla.trainer.storage.s3_endpoint import find_endpoint
+from flotilla.trainer.storage.store import Bucket, Count, Retrying, Store, count_nothing
+from flotilla.trainer.storage.uri import Location, find_scheme, join, local_path, locate
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +53,10 @@ def publish(
     replaced. Returns the manifest at `uri`. Raises `Conflict` where other content is there, else
     `UserError`.
     """
-    with reported(f"publish {directory} to {uri}"):
+    with report_errors(f"publish {directory} to {uri}"):
         manifest = Manifest(kind, _scan(directory, kind), fields or {})
         with Work(f"publishing the {kind}", "bytes", manifest.total_bytes) as work:
-            store = store_for(uri, work.add)
+            store = choose_store(uri, work.add)
             if not is_published(uri) and (placed := store.place(uri, directory, manifest)):
                 return placed
     there = read_manifest(uri)
@@ -73,18 +73,18 @@ def draft(uri: str) -> Iterator[str]:
     file system it is a staging folder next to `uri`; in an object store it is `uri` itself.
     """
     with ExitStack() as opened:
-        with reported(f"write next to {uri}"):
-            where = opened.enter_context(store_for(uri).draft(uri))
+        with report_errors(f"write next to {uri}"):
+            where = opened.enter_context(choose_store(uri).draft(uri))
         yield where
 
 
 def add_file(draft: str, path: Path, name: str) -> FileEntry:
     """Move a local file to the path `name` of a draft; return its entry in the manifest."""
     with (
-        reported(f"write {name} to {draft}"),
+        report_errors(f"write {name} to {draft}"),
         Work(f"publishing {name}", "bytes", path.stat().st_size) as work,
     ):
-        return store_for(draft, work.add).add(draft, path, name)
+        return choose_store(draft, work.add).add(draft, path, name)
 
 
 def commit(
@@ -92,8 +92,8 @@ def commit(
 ) -> Manifest:
     """Publish at `uri` the files that were added to its draft; see `publish`."""
     manifest = Manifest(kind, tuple(files), fields)
-    with reported(f"publish {uri}"):
-        placed = store_for(uri).commit(draft, uri, manifest)
+    with report_errors(f"publish {uri}"):
+        placed = choose_store(uri).commit(draft, uri, manifest)
     if placed:
         return placed
     there = read_manifest(uri)
@@ -127,7 +127,7 @@ def is_published(uri: str) -> bool:
 def verify(uri: str) -> Manifest:
     """Check every file at `uri` by size and crc32c; raises `NotPublished` or `Corrupt`."""
     manifest = read_manifest(uri)
-    store = store_for(uri)
+    store = choose_store(uri)
 
     def stored(entry: FileEntry) -> Checksum | None:
         there = _stored(store, uri, entry)
@@ -135,10 +135,10 @@ def verify(uri: str) -> Manifest:
         return there
 
     with (
-        reported(f"verify {uri}"),
+        report_errors(f"verify {uri}"),
         Work(f"verifying the {manifest.kind}", "bytes", manifest.total_bytes) as work,
     ):
-        found = in_parallel(stored, manifest.files)
+        found = run_parallel(stored, manifest.files)
     for entry, checksum_there in zip(manifest.files, found, strict=True):
         refuse_difference(uri, entry, checksum_there)
     return manifest
@@ -161,13 +161,13 @@ def read_file(uri: str, path: str) -> bytes:
     except Missing:
         refuse_difference(uri, named[path], None)
         raise
-    refuse_difference(uri, named[path], checksum_of(data))
+    refuse_difference(uri, named[path], compute_checksum(data))
     return data
 
 
 def read_json(uri: str, path: str) -> dict[str, Any]:
     """Return the JSON object of a small file published at `uri`; raises as `read_file`."""
-    with formed(f"{path} of {uri}"):
+    with check_form(f"{path} of {uri}"):
         return parse_mapping(read_file(uri, path))
 
 
@@ -200,12 +200,12 @@ def fetch(
     manifest = manifest or read_manifest(uri)
     directory = Path(os.path.abspath(directory))
     wanted = [entry for entry in manifest.files if only is None or only(entry.path)]
-    with reported(f"fetch {uri} into {directory}"):
+    with report_errors(f"fetch {uri} into {directory}"):
         lacking = [entry for entry in wanted if not _is_valid(directory, entry)]
         if lacking or not directory.is_dir():
             total = sum(entry.bytes for entry in lacking)
             with Work(f"fetching the {manifest.kind}", "bytes", total) as work:
-                _fetch_files(store_for(uri, work.add), uri, lacking, directory)
+                _fetch_files(choose_store(uri, work.add), uri, lacking, directory)
     return manifest
 
 
@@ -218,7 +218,7 @@ def _fetch_files(store: Store, uri: str, entries: Sequence[FileEntry], directory
     # Inside an existing folder, which may be a mount: a rename cannot leave its file system.
     home = directory if directory.is_dir() else directory.parent
     with staging(home, directory.name, resume=True) as stage:
-        in_parallel(lambda entry: _download(store, uri, entry, stage), entries)
+        run_parallel(lambda entry: _download(store, uri, entry, stage), entries)
         _leave_only(entries, stage)
         try:
             if home != directory:
@@ -260,16 +260,16 @@ def _leave_only(entries: Sequence[FileEntry], stage: Path) -> None:
             os.rmdir(folder)
 
 
-def published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
+def list_published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
     """Return the readable published directories directly below `uri`, by name."""
     found = [join(uri, name) for name in names(uri)]
-    manifests = zip(found, in_parallel(_readable, found), strict=True)
+    manifests = zip(found, run_parallel(_readable, found), strict=True)
     return [(child, m) for child, m in manifests if m is not None and kind in (None, m.kind)]
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
     """Return the directory below `uri` that was published last, of one kind or all, if any."""
-    return max(published(uri, kind), key=lambda found: found[1].created, default=None)
+    return max(list_published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
 def _readable(uri: str) -> Manifest | None:
@@ -287,37 +287,37 @@ def collect_garbage(uri: str) -> list[str]:
 
     Files that living processes of this machine write, or that were not to be published, stay.
     """
-    with reported(f"collect garbage below {uri}"):
-        return store_for(uri).sweep(uri)
+    with report_errors(f"collect garbage below {uri}"):
+        return choose_store(uri).sweep(uri)
 
 
 def delete(uri: str) -> None:
     """Remove all files at `uri`, the manifest first; nothing there is no error."""
-    with reported(f"delete {uri}"), suppress(FileNotFoundError):
-        store_for(uri).remove(uri)
+    with report_errors(f"delete {uri}"), suppress(FileNotFoundError):
+        choose_store(uri).remove(uri)
 
 
 def read_bytes(uri: str) -> bytes:
     """Return the content of the file at `uri`; raises `Missing` or `Corrupt` (no file)."""
-    with reported(f"read {uri}"):
+    with report_errors(f"read {uri}"):
         try:
-            return store_for(uri).read(uri)
+            return choose_store(uri).read(uri)
         except (FileNotFoundError, NotADirectoryError):
             raise Missing(f"there is nothing at {uri}") from None
         except NotAFileError as error:
-            with reported(f"read {uri}", Corrupt):
+            with report_errors(f"read {uri}", Corrupt):
                 raise error from None
 
 
 def read_tagged(uri: str, most: int) -> tuple[bytes, str]:
     """Return content and tag of a file of at most so many bytes; raises what stores raise."""
-    return store_for(uri).read_tagged(uri, most)
+    return choose_store(uri).read_tagged(uri, most)
 
 
 def write_bytes(uri: str, data: bytes) -> None:
     """Create or replace the file at `uri`, atomically."""
-    with reported(f"write {uri}"):
-        store_for(uri).write(uri, data)
+    with report_errors(f"write {uri}"):
+        choose_store(uri).write(uri, data)
 
 
 def append_line(uri: str, line: bytes) -> None:
@@ -325,7 +325,7 @@ def append_line(uri: str, line: bytes) -> None:
     path = local_path(uri)
     if path is None:
         raise ValueError(f"nothing can be appended to the object {uri}")
-    with reported(f"write {uri}"):
+    with report_errors(f"write {uri}"):
         local.append_line(path, line)
 
 
@@ -334,15 +334,15 @@ def create_bytes(uri: str, data: bytes) -> bool:
 
     Not every store guarantees this for concurrent writers: read the file again to know who won.
     """
-    with reported(f"create {uri}"):
-        return store_for(uri).create(uri, data)
+    with report_errors(f"create {uri}"):
+        return choose_store(uri).create(uri, data)
 
 
 def names(uri: str) -> list[str]:
     """Return the plain names directly below `uri`, in order; empty where there is nothing."""
-    with reported(f"list {uri}"):
+    with report_errors(f"list {uri}"):
         try:
-            return store_for(uri).children(uri)
+            return choose_store(uri).children(uri)
         except FileNotFoundError:
             return []
 
@@ -400,12 +400,12 @@ def _difference(there: Manifest, new: Manifest) -> str:
     return f"fields {', '.join(fields)}"
 
 
-def store_for(uri: str, count: Count = uncounted) -> Store:
+def choose_store(uri: str, count: Count = count_nothing) -> Store:
     """Return the store that serves `uri`, for one operation; raises `UserError`.
 
     `count` is called with the bytes of files, as they are copied.
     """
-    if scheme_of(uri) == "file":
+    if find_scheme(uri) == "file":
         return FileStore(count)
     location = locate(uri)
     return ObjectStore(location.home, partial(_bucket, location), count)
@@ -422,4 +422,4 @@ def _bucket(location: Location, retry: Retrying) -> Bucket:
         raise UserError(
             f"{location.scheme}:// needs {error.name}: pip install 'kfp-flotilla[s3]'"
         ) from None
-    return S3Bucket(location.bucket, endpoint_of(location), retry)
+    return S3Bucket(location.bucket, find_endpoint(location), retry)

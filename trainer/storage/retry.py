@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import tenacity
 
-from flotilla.trainer.runtime.environment import checked
+from flotilla.trainer.runtime.environment import read_variable
 from flotilla.trainer.storage.errors import StoreUnavailable, Unavailable
 
 # How long the requests of an operation may fail before it gives up, in seconds.
@@ -57,7 +57,7 @@ class Retry:
 
     def __init__(self) -> None:
         """Read the deadline from the environment; raises `ConfigError` when it is no number."""
-        self._seconds = min(float(checked(VARIABLE) or DEADLINE), _limit.get())
+        self._seconds = min(float(read_variable(VARIABLE) or DEADLINE), _limit.get())
         self._logs = math.isinf(_limit.get())
         self._succeeded_at = time.monotonic()
         self._bytes = 0
@@ -140,7 +140,7 @@ def _send(context: Context, request: Callable[[], Result], future: Future[Result
         del future
 
 
-def until_deadline(where: str, request: Callable[[], Result]) -> Result:
+def retry_until_deadline(where: str, request: Callable[[], Result]) -> Result:
     """Return the result of `request`, called again while it raises `Unavailable`, for a time."""
     try:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
@@ -157,7 +157,7 @@ def describe(error: BaseException | None) -> str:
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
 
 
-def in_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+def run_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Return `act` of each item, in order; the first error cancels what has not begun."""
     if not items:
         return []

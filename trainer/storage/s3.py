@@ -38,7 +38,7 @@ from flotilla.trainer.storage.store import (
     Sink,
     Stored,
     Trouble,
-    paged,
+    list_pages,
     tls_trouble,
 )
 
@@ -234,7 +234,7 @@ class S3Bucket:
             both = [*found.get("Contents", []), *found.get("CommonPrefixes", [])]
             return both, found.get("NextContinuationToken") if found["IsTruncated"] else None
 
-        return paged(page)
+        return list_pages(page)
 
     def remove(self, key: str) -> None:
         """Remove an object."""

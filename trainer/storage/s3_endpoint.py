@@ -29,7 +29,7 @@ class Endpoint:
     kfp_secret: bool = False
 
 
-def endpoint_of(location: Location) -> Endpoint:
+def find_endpoint(location: Location) -> Endpoint:
     """Return the endpoint of a URI, or else of the environment, or else the default."""
     minio = location.scheme == "minio"
     given = {f"the endpoint of {location.home}": _with_scheme(location)}
@@ -48,7 +48,7 @@ def plain_http_remark(uri: str) -> str:
     """Return a line where what is stored at a URI is sent in clear, else an empty text."""
     if not speaks_s3(uri):
         return ""
-    url = endpoint_of(locate(uri)).url
+    url = find_endpoint(locate(uri)).url
     if url == KFP_ENDPOINT or not is_sent_openly(url):
         return ""
     return f"{url} is plain http: others on the way can read the data and session tokens; use https"

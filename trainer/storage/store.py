@@ -31,7 +31,7 @@ class ListedFile:
 Count = Callable[[int], None]
 
 
-def uncounted(_bytes: int) -> None:
+def count_nothing(_bytes: int) -> None:
     """Count nothing."""
 
 
@@ -232,7 +232,7 @@ class DamagedInTransitError(Exception):
     """Content or an answer was damaged between this process and the store."""
 
 
-def paged(
+def list_pages(
     page: Callable[[str | None], tuple[list[Result], str | None]],
 ) -> Iterator[Result]:
     """Yield what is on the pages of a listing; `page` returns one, and the token of the next.

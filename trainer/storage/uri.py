@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
-from flotilla.trainer.runtime.masking import credentials_in
+from flotilla.trainer.runtime.masking import find_credentials
 
 #: Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
@@ -55,7 +55,7 @@ class Location:
         return self.option(*names).lower() in ("true", "1", "yes")
 
 
-def scheme_of(uri: str) -> str:
+def find_scheme(uri: str) -> str:
     """Return the scheme of `uri`; raises `UserError` unless it is a URI of a known scheme."""
     scheme, mark, rest = uri.partition("://")
     if not mark or scheme not in SCHEMES or not rest:
@@ -76,7 +76,7 @@ def speaks_s3(text: str) -> bool:
 
 def locate(uri: str) -> Location:
     """Return bucket, key and options of a URI; raises `UserError` if it is none."""
-    scheme = scheme_of(uri)
+    scheme = find_scheme(uri)
     rest, _, query = uri.removeprefix(f"{scheme}://").partition("?")
     bucket, _, path = rest.partition("/")
     bare = _without_query(uri)
@@ -88,7 +88,7 @@ def locate(uri: str) -> Location:
 def join(uri: str, *parts: str) -> str:
     """Return the URI of names, or relative paths of names, below `uri`; raises `UserError`."""
     names = [name for part in parts for name in _names(part)]
-    scheme = scheme_of(uri)
+    scheme = find_scheme(uri)
     rest = uri.removeprefix(f"{scheme}://")
     mark = query = ""
     if scheme == "file":
@@ -100,7 +100,7 @@ def join(uri: str, *parts: str) -> str:
     return f"{scheme}://" + "/".join([rest.rstrip("/"), *names]) + mark + query
 
 
-def names_in(text: str) -> list[str]:
+def split_names(text: str) -> list[str]:
     """Return the names of the path of a URI, decoded once and as `join` was given them.
 
     Of any other text they are what slashes part.
@@ -116,7 +116,7 @@ def names_in(text: str) -> list[str]:
 def parent_of(uri: str) -> str:
     """Return the URI that `join` was given for this one, where it added one name."""
     # A file URI has no options.
-    path, mark, query = (uri, "", "") if scheme_of(uri) == "file" else uri.partition("?")
+    path, mark, query = (uri, "", "") if find_scheme(uri) == "file" else uri.partition("?")
     return path.rstrip("/").rpartition("/")[0] + mark + query
 
 
@@ -128,7 +128,7 @@ def name_of(uri: str) -> str:
 
 def local_path(uri: str) -> Path | None:
     """Return the path of a `file://` URI, and None for every other scheme."""
-    if scheme_of(uri) != "file":
+    if find_scheme(uri) != "file":
         return None
     text = uri.removeprefix("file://").removeprefix("localhost")
     raw = unquote_to_bytes(text)
@@ -148,7 +148,7 @@ def check_path(uri: str) -> None:
         bare = _without_query(uri)
         _checked_key(bare, bare.partition("://")[2].partition("/")[2])
         # One that is none may be a secret.
-        _options(scheme_of(uri), bare, uri.partition("?")[2])
+        _options(find_scheme(uri), bare, uri.partition("?")[2])
 
 
 def require_uri(option: str, value: str) -> None:
@@ -196,7 +196,7 @@ def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
 
 def web_address(text: str, where: str) -> str:
     """Return the URL of a store's server; raises `ConfigError`, which names `where` it is."""
-    if why := credentials_in(text):
+    if why := find_credentials(text):
         raise ConfigError(
             f"{where}: {why}; leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )

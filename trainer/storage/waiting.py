@@ -15,7 +15,7 @@ SAID_SECONDS = 10.0
 _log = logging.getLogger(__name__)
 
 
-def waited(
+def wait_until(
     is_over: Callable[[], bool], what: Callable[[], str], seconds: float, poll: float
 ) -> bool:
     """Wait until `is_over`, for so many seconds at most; return whether it is.

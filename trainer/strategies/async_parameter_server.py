@@ -23,7 +23,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.optimizers.loss_scale import LossScale
 from flotilla.trainer.strategies.gradients import (
     PureGradient,
@@ -41,10 +41,10 @@ from flotilla.trainer.strategies.self_scheduling import (
     UPDATES,
     Turns,
     alone,
-    on_each_worker,
+    choose_unit,
+    choose_unroll,
     portions,
-    turn_of,
-    unit_of,
+    run_on_workers,
     unit_of_speed,
 )
 from flotilla.trainer.strategies.strategy import Batch, Loss, Problem, Report
@@ -65,7 +65,7 @@ Update = Callable[[tf.data.Iterator], tf.Tensor]
 class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
-    capabilities = topology_of("async_parameter_server").capabilities
+    capabilities = find_topology("async_parameter_server").capabilities
     #: Updates of a turn of the stretch that workers are at; 0 where they rest.
     _unit = 0
     #: The global step at which it began, and the closures that were sent for it.
@@ -82,7 +82,7 @@ class AsyncParameterServer(Served):
         self.build_model(problem)
         training = self.config.training
         make = self._local_steps if training.pull_every > 1 else self._step
-        self.hand_out(make(problem), turn_of(training.steps, whole=self.pulls_whole()))
+        self.hand_out(make(problem), choose_unroll(training.steps, whole=self.pulls_whole()))
 
     def hand_out(self, update: Update, turn: int) -> None:
         """Make the closures of the workers, which apply an update of the next of their batches."""
@@ -92,7 +92,7 @@ class AsyncParameterServer(Served):
         self.keep(self._turns.held())
         if self.state and self.state.taken:
             self._turns.extend(0)
-            on_each_worker(self._workers, lambda: alone(lambda: None), HALT_SECONDS)
+            run_on_workers(self._workers, lambda: alone(lambda: None), HALT_SECONDS)
         self._look()
         self._reported = self._seen.reports
         make = self._portion if self.stream else self._loop
@@ -145,7 +145,7 @@ class AsyncParameterServer(Served):
     def _complete(self, boundary: int) -> None:
         """Apply all that is left up to a boundary, also what dead workers took."""
         while (left := boundary - self._seen.applied) > 0:
-            self._deal(left, boundary, self._unit or unit_of(left, self._workers, self._turn))
+            self._deal(left, boundary, self._unit or choose_unit(left, self._workers, self._turn))
             self._join()
 
     def _deal(self, ahead: int, boundary: int, unit: int) -> None:
@@ -227,7 +227,7 @@ class AsyncParameterServer(Served):
 
     def _portions(self, steps: int) -> Report:
         """Apply `steps` updates in portions, each with its examples."""
-        unit = unit_of(steps, self._workers, self._turn)
+        unit = choose_unit(steps, self._workers, self._turn)
         sizes = portions(steps, self._workers, unit)
         self.warming = unit > 1 and not self._has_turned
         total, left = 0.0, list(zip(accumulate(sizes, initial=0), sizes, strict=False))

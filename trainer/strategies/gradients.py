@@ -91,7 +91,7 @@ class Pulled:
 
 def pull(model: keras.Model) -> Pulled:
     """Read every variable of the model, those of each server together."""
-    return _pull(model.trainable_variables, table_state.state_of(model))
+    return _pull(model.trainable_variables, table_state.list_state(model))
 
 
 def _pull(trainable: Sequence[Any], state: Sequence[Any], after: Sequence[Any] = ()) -> Pulled:
@@ -160,7 +160,7 @@ class PureGradient:
         self._lookups = lookups
         of_tables = {id(each) for each in lookups.variables()} if lookups else set()
         self.dense = [each for each in model.trainable_variables if id(each) not in of_tables]
-        self._not_trained = table_state.state_of(model)
+        self._not_trained = table_state.list_state(model)
         self.state = [*self._not_trained, *(scale.variables if scale else ())]
         self._moving: list[int] = []
         compute = scale.over(self._compute) if scale else self._compute

@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from flotilla.trainer.config.topology import Task, topology_of
+from flotilla.trainer.config.topology import Task, find_topology
 from flotilla.trainer.strategies.parameter_server import Served
-from flotilla.trainer.strategies.placement import fetched
+from flotilla.trainer.strategies.placement import fetch_value
 from flotilla.trainer.strategies.strategy import Problem, Report
 from flotilla.trainer.strategies.towers import mean
 
@@ -21,7 +21,7 @@ from flotilla.trainer.strategies.towers import mean
 class InGraph(Served):
     """One chief whose graph spans all workers, with the variables on parameter servers."""
 
-    capabilities = topology_of("in_graph").capabilities
+    capabilities = find_topology("in_graph").capabilities
 
     def build_on_servers(self, problem: Problem) -> None:
         """Place the variables, and create the input of each worker on that worker."""
@@ -38,7 +38,7 @@ class InGraph(Served):
         self.pass_over(steps * len(self._workers) * self.batches_of_step())
         for index in self._workers:
             self._tally.add(str(Task(role="worker", index=index)), steps)
-        return Report(loss=float(fetched(total)) / steps, metrics=self.metrics())
+        return Report(loss=float(fetch_value(total)) / steps, metrics=self.metrics())
 
     def _batches(self, worker: int, problem: Problem) -> Any:
         with tf.device(f"{_device(worker)}/device:CPU:0"):

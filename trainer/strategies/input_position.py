@@ -160,7 +160,7 @@ class Stream:
 
     def endless(self, size: int, index: int = 0, of: int = 1) -> tf.data.Dataset:
         """Return batch `index`, `index + of`, ... of all that is next."""
-        plan = plan_of(self.position)
+        plan = encode_plan(self.position)
         both = tf.data.Dataset.zip((self.held().cache().repeat(), tf.data.Dataset.counter()))
         return both.map(
             lambda held, n: self.batch(held, plan, (n * of + index) * size, size)
@@ -183,7 +183,7 @@ class Batches:
         return tf.nest.map_structure(lambda *each: tf.stack(each), *found)
 
 
-def plan_of(position: Position) -> tf.Tensor:
+def encode_plan(position: Position) -> tf.Tensor:
     """Return the plan of a position as one text, for which no graph is traced again."""
     return tf.constant(np.array(position.plan(), "<i8").tobytes())
 

@@ -29,7 +29,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from flotilla.trainer.config.topology import Task, topology_of
+from flotilla.trainer.config.topology import Task, find_topology
 from flotilla.trainer.embeddings import row_updates as touched_rows
 from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.optimizers.fused_updates import fuse
@@ -223,7 +223,7 @@ def _varies(gradient: Any) -> bool:
 class Single(Replicated):
     """Model, input and updates in this process."""
 
-    capabilities = topology_of("single").capabilities
+    capabilities = find_topology("single").capabilities
 
     def replicate(self) -> tf.distribute.Strategy:
         """Return a strategy over the GPUs, or TensorFlow's default of one device."""
@@ -234,7 +234,7 @@ class Single(Replicated):
 class MultiWorkerMirrored(Replicated):
     """Workers that each have a copy of the model."""
 
-    capabilities = topology_of("multi_worker_mirrored").capabilities
+    capabilities = find_topology("multi_worker_mirrored").capabilities
 
     @property
     def publishes(self) -> bool:

@@ -14,17 +14,17 @@ import tensorflow as tf
 
 from flotilla.trainer.embeddings import row_updates as touched_rows
 from flotilla.trainer.embeddings import table_state
-from flotilla.trainer.embeddings.batch_rows import Lookups, Unforeseen, lookups_of
+from flotilla.trainer.embeddings.batch_rows import Lookups, Unforeseen, find_lookups
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.gradients import pulled_gradient_of, rows_gradient_of
-from flotilla.trainer.strategies.input_position import Tally, plan_of
+from flotilla.trainer.strategies.input_position import Tally, encode_plan
 from flotilla.trainer.strategies.placement import (
     KeptValues,
     build_at,
     build_slots,
+    choose_places,
     optimize_once,
-    places_of,
     server_device,
 )
 from flotilla.trainer.strategies.server_state import STEP, MisfitError, ServerState, is_lost
@@ -36,7 +36,7 @@ from flotilla.trainer.strategies.strategy import (
     exact_counter,
     gradient_of,
 )
-from flotilla.trainer.strategies.towers import towers_of
+from flotilla.trainer.strategies.towers import list_towers
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Served(KerasStrategy):
         except Exception as error:
             if not (self.state and self.state.taken) or is_lost(error):
                 raise
-            self.state.remove(f"the model cannot be built for it: {user_code.message_of(error)}")
+            self.state.remove(f"the model cannot be built for it: {user_code.short_message(error)}")
         self.build_on_servers(problem)
 
     def build_on_servers(self, problem: Problem) -> None:
@@ -104,7 +104,7 @@ class Served(KerasStrategy):
             return
         self.connected = self._connected()
         optimize_once()
-        self.towers = towers_of([each.name for each in tf.config.list_logical_devices()])
+        self.towers = list_towers([each.name for each in tf.config.list_logical_devices()])
         # TensorFlow would run a step once for each GPU, with a push of its own, and fails at the
         # first update of a variable. To it a worker is one replica, on its first device.
         self.connected.extended._num_gpus_per_worker = min(
@@ -117,14 +117,14 @@ class Served(KerasStrategy):
             return tf.distribute.ParameterServerStrategy(self.resolver())
         except ValueError:
             # Workers with different numbers of GPUs, of which TensorFlow names none.
-            towers_of([each.name for each in tf.config.list_logical_devices()])
+            list_towers([each.name for each in tf.config.list_logical_devices()])
             raise
 
     def build_model(self, problem: Problem, *, gradients: int = 1) -> None:
         """Build model, optimizer and counter; `gradients` of them make an update."""
         servers, named = self.cluster.count("ps"), self.config.cluster.placement
         self._kept = KeptValues(self.state.taken if self.state else ())
-        places = places_of(problem.build_model, problem.check, servers, named)
+        places = choose_places(problem.build_model, problem.check, servers, named)
         with _server_lost():
             self.model = build_at(problem.build_model, places, self._kept)
             with tf.device(server_device(0)):
@@ -134,7 +134,7 @@ class Served(KerasStrategy):
         training = self.config.training
         whole = training.pull_every > 1 or self.pulls_whole()
         touched_rows.use(self.optimizer, self.model, training, pulled=whole)
-        self.lookups = None if whole else lookups_of(self.model)
+        self.lookups = None if whole else find_lookups(self.model)
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
 
@@ -146,7 +146,7 @@ class Served(KerasStrategy):
         """
         if not self.state:
             return
-        parts = table_state.parts_of(self.model)
+        parts = table_state.list_shards(self.model)
         unsaved = {
             f"{index}/{number}": each
             for index, part in enumerate(parts)
@@ -170,7 +170,7 @@ class Served(KerasStrategy):
     def restored(self) -> None:
         """Let tables find their rows, but for those that were taken: workers may add some."""
         taken = self.state.is_taken if self.state else lambda _device: False
-        table_state.restored(self.model, lambda device: not taken(device))
+        table_state.restore_tables(self.model, lambda device: not taken(device))
 
     def tally(self) -> Tally:
         """Return a tally of local steps, each with a batch for every device of a worker."""
@@ -240,7 +240,7 @@ class Served(KerasStrategy):
     def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
         """Return the arguments that lend a closure the same examples at each of its runs."""
         first = batches * self.config.training.batch_size
-        return plan_of(self.position), tf.constant(first, tf.int64)
+        return encode_plan(self.position), tf.constant(first, tf.int64)
 
     def lent(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
         """Return an iterator over a number of batches, of which a lease has the first."""

@@ -24,7 +24,7 @@ from tensorflow.python.eager import context, executor
 from flotilla.trainer.config.cluster import server_number
 from flotilla.trainer.embeddings.table_state import BEGINS, together
 from flotilla.trainer.optimizers.fused_updates import fuse
-from flotilla.trainer.runtime.errors import ConfigError, nearest, without_memory
+from flotilla.trainer.runtime.errors import ConfigError, describe_out_of_memory, nearest
 
 # A variable of so many bytes has no values in the sketch of a model.
 LARGE_BYTES = 16 << 20
@@ -70,7 +70,7 @@ def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -
     return [chosen[variable.group or index] for index, variable in enumerate(variables)]
 
 
-def places_of(
+def choose_places(
     build_model: Callable[[], keras.Model],
     check: Callable[[keras.Model], None],
     servers: int,
@@ -234,7 +234,7 @@ def _memory_for(what: str) -> Iterator[None]:
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
-        if line := without_memory(error, what):
+        if line := describe_out_of_memory(error, what):
             raise ConfigError(line) from None
         raise
 
@@ -258,7 +258,7 @@ def optimize_once() -> None:
 
 
 @contextmanager
-def in_own_line() -> Iterator[None]:
+def run_separately() -> Iterator[None]:
     """Run operations not in line with those of other threads.
 
     In one line TensorFlow aborts all that are on their way with the first one that fails, also
@@ -270,13 +270,13 @@ def in_own_line() -> Iterator[None]:
 
 
 @contextmanager
-def operating_at(device: str) -> Iterator[None]:
+def run_on_device(device: str) -> Iterator[None]:
     """Run operations on a device, not in line with those of other threads."""
-    with in_own_line(), tf.device(device):
+    with run_separately(), tf.device(device):
         yield
 
 
-def fetched(value: tf.Tensor) -> Any:
+def fetch_value(value: tf.Tensor) -> Any:
     """Return the value of an eager tensor, which may be on a server, as `Tensor.numpy` does.
 
     TensorFlow 2.21 leaves some 3 KB on a server for each tensor that `numpy` itself copies from

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from flotilla.trainer.runtime.errors import ClusterLostError
-from flotilla.trainer.strategies.placement import fetched, operating_at, worker_device
+from flotilla.trainer.strategies.placement import fetch_value, run_on_device, worker_device
 
 # Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
 # network: one iteration of it costs more than a small update.
@@ -56,12 +56,12 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
     return cut
 
 
-def turn_of(steps: int, *, whole: bool) -> int:
+def choose_unroll(steps: int, *, whole: bool) -> int:
     """Return how many updates are unrolled of so many steps; 1 where rows are looked up."""
     return TURN if whole and steps >= LONG_RUN else 1
 
 
-def unit_of(steps: int, workers: int, turn: int) -> int:
+def choose_unit(steps: int, workers: int, turn: int) -> int:
     """Return how many updates are made at once of so many that are left: `turn`, or 1 of few."""
     # With fewer turns the wait for the last of them would take most of the time.
     return turn if steps >= 4 * turn * workers else 1
@@ -75,12 +75,12 @@ def unit_of_speed(steps: int, workers: int, turn: int, now: int) -> int:
     return turn if steps >= fewest * turn * workers else 1
 
 
-def on_each_worker(workers: int, work: Callable[[], None], seconds: float) -> None:
+def run_on_workers(workers: int, work: Callable[[], None], seconds: float) -> None:
     """Run operations on each worker that is there; raises `ClusterLostError` after `seconds`."""
     made = tf.function(work, autograph=False).get_concrete_function()
 
     def one(number: int) -> None:
-        with suppress(tf.errors.OpError), operating_at(worker_device(number)):
+        with suppress(tf.errors.OpError), run_on_device(worker_device(number)):
             made()
 
     threads = [
@@ -228,7 +228,7 @@ class Turns:
 
     def look(self) -> Seen:
         """Return what is there, in one message."""
-        applied, taken, refused, *reports = fetched(self._look())
+        applied, taken, refused, *reports = fetch_value(self._look())
         return Seen(
             applied=int(applied),
             taken=int(taken),

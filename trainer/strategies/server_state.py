@@ -32,7 +32,12 @@ from tensorflow.python.ops import handle_data_util
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from flotilla.trainer.runtime.errors import ClusterLostError
-from flotilla.trainer.strategies.placement import fetched, in_own_line, operating_at, server_device
+from flotilla.trainer.strategies.placement import (
+    fetch_value,
+    run_on_device,
+    run_separately,
+    server_device,
+)
 
 log = logging.getLogger(__name__)
 # Of a `State`, and of what has names: the chief of a version with another form looks for other
@@ -163,8 +168,8 @@ class ServerState:
         if 0 not in self.living:
             return max((each.reached for each in self.found.values()), default=-1)
         step = with_name([], tf.int64, server_device(0), self._name(self.found[0].token, 0))
-        with operating_at(step.device):
-            return int(fetched(step.read_value()))
+        with run_on_device(step.device):
+            return int(fetch_value(step.read_value()))
 
     def go_on_with(self, servers: Collection[int]) -> None:
         """Take the values of these servers with the next `take`; free what others have."""
@@ -198,7 +203,7 @@ class ServerState:
             raise AssertionError("the counter of steps is not the first one")
         self._variables = list(variables.values())
         layout = _layout(variables, parts, described)
-        with in_own_line():
+        with run_separately():
             before = next((self.found[number] for number in self.taken), None)
             if before and before.layout != layout:
                 self.remove("it is of other variables, workers or training.freeze")
@@ -291,8 +296,8 @@ class ServerState:
         def free() -> None:
             with suppress(tf.errors.OpError):
                 # The next chief, which has removed the permit, may have said nothing yet.
-                with operating_at(self.permit.device):
-                    fetched(self.permit.read_value())
+                with run_on_device(self.permit.device):
+                    fetch_value(self.permit.read_value())
                 self.found = self._find()
                 if 0 in self.found and self.found[0].writer == self._writer:
                     self._free(self.found)
@@ -347,7 +352,7 @@ class ServerState:
         }
         for number in (number for number, each in said.items() if each != self._said[number]):
             row = tf.constant(astuple(said[number]), tf.int64)
-            with operating_at(server_device(number)):
+            with run_on_device(server_device(number)):
                 if number == 0:
                     self._set(row)
                 else:
@@ -361,9 +366,9 @@ class ServerState:
     def _find(self) -> dict[int, State]:
         found = {}
         for server, state in enumerate(self._states):
-            with operating_at(state.device):
-                if fetched(tf.raw_ops.VarIsInitializedOp(resource=state.handle)):
-                    values = map(int, fetched(state.read_value()))
+            with run_on_device(state.device):
+                if fetch_value(tf.raw_ops.VarIsInitializedOp(resource=state.handle)):
+                    values = map(int, fetch_value(state.read_value()))
                     names = (each.name for each in fields(State))
                     found[server] = State(**dict(zip(names, values, strict=True)))
         return found
@@ -373,11 +378,11 @@ class ServerState:
         # Who still writes fails first; who dies here leaves what the next one frees.
         for server, said in gone.items():
             _destroy(self._permit(said.writer))
-            with operating_at(server_device(server)):
+            with run_on_device(server_device(server)):
                 row = tf.constant(astuple(replace(said, is_whole=0)), tf.int64)
                 self._states[server].assign(row, read_value=False)
         for server, said in gone.items():
-            with operating_at(server_device(server)):
+            with run_on_device(server_device(server)):
                 tf.function(self._freeing, autograph=False)(said)
             _destroy(self._states[server])
 
@@ -444,5 +449,5 @@ def _of_map(name: str) -> tuple[str, str]:
 
 
 def _destroy(variable: tf.Variable) -> None:
-    with operating_at(variable.device):
+    with run_on_device(variable.device):
         tf.raw_ops.DestroyResourceOp(resource=variable.handle, ignore_lookup_error=True)

@@ -25,9 +25,9 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Capabilities, Cluster, Task, topology_of
+from flotilla.trainer.config.topology import Capabilities, Cluster, Task, find_topology
 from flotilla.trainer.embeddings import table_state
-from flotilla.trainer.optimizers.averaging import AVERAGE, MODEL, averages_of, keep_averages
+from flotilla.trainer.optimizers.averaging import AVERAGE, MODEL, find_averages, keep_averages
 from flotilla.trainer.optimizers.loss_scale import LossScale
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError
@@ -253,7 +253,7 @@ class KerasStrategy(Strategy):
 
     def restored(self) -> None:
         """Let tables that grow find their rows by the values that were assigned."""
-        table_state.restored(self.model)
+        table_state.restore_tables(self.model)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -339,7 +339,7 @@ def checkpoint_variables(
 ) -> dict[str, tf.Variable]:
     """Return the variables of a run by path, without the learning rate."""
     named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
-    averages = averages_of(optimizer)
+    averages = find_averages(optimizer)
     named |= {f"{AVERAGE}{path}": each.value for path, each in averages.items()}
     averaging = {id(each) for each in averages.values()}
     for variable in optimizer.variables:
@@ -369,21 +369,21 @@ class MeasuredCopy:
         """Return the sums over one of `of` parts; `variables` are those of a checkpoint."""
         for variable in self._model.variables:
             variable.assign(variables[f"model/{variable.path}"])
-        table_state.restored(self._model)
+        table_state.restore_tables(self._model)
         sums: Sums = self._graph(tf.constant(part), of).numpy()
         return sums
 
 
 def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
     """Return `training.strategy` (or `package.module:Class`) for a task; raises `ConfigError`."""
-    return class_of(config)(config, cluster, task)
+    return find_class(config)(config, cluster, task)
 
 
-def class_of(config: Config) -> type[Strategy]:
+def find_class(config: Config) -> type[Strategy]:
     """Return the class that `training.strategy` names; raises `ConfigError`."""
     name = config.training.strategy
-    implementation = topology_of(name).implementation
-    strategy = user_code.found_for("training.strategy", implementation, "Strategy")
+    implementation = find_topology(name).implementation
+    strategy = user_code.find_named("training.strategy", implementation, "Strategy")
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
     if former := [each for each in ("spares_workers", "mixes_steps") if hasattr(strategy, each)]:

@@ -19,12 +19,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from flotilla.trainer.config.topology import topology_of
+from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.strategies.gradients import Gradient, over, plus
-from flotilla.trainer.strategies.input_position import Batches, plan_of
+from flotilla.trainer.strategies.input_position import Batches, encode_plan
 from flotilla.trainer.strategies.parameter_server import LoopWatch, Served, worker_number
-from flotilla.trainer.strategies.placement import fetched, server_device
+from flotilla.trainer.strategies.placement import fetch_value, server_device
 from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 from flotilla.trainer.strategies.strategy import Problem, Report
 
@@ -40,7 +40,7 @@ STEP, NUMBER, WORKER, LOOP = range(4)
 class SyncParameterServer(Served):
     """One chief, parameter servers, and workers of which the first N give an update."""
 
-    capabilities = topology_of("sync_parameter_server").capabilities
+    capabilities = find_topology("sync_parameter_server").capabilities
 
     def build_on_servers(self, problem: Problem) -> None:
         """Build model and optimizer, and create the queues."""
@@ -74,7 +74,7 @@ class SyncParameterServer(Served):
         self._open.assign(begin)
         # Whoever is late in the inner loop before takes numbers too, and its gradient is dropped.
         numbers = self._numbers.read_value()
-        lease = (plan_of(self.position), numbers) if self.stream else ()
+        lease = (encode_plan(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
             own = tokens.handle, tf.constant(number, tf.int64), begin + steps
             # Nothing waits for them: a slow or dead worker finds its loop ended later.
@@ -84,19 +84,19 @@ class SyncParameterServer(Served):
             loss, accepted, dropped, used = self._updates(tf.constant(steps))
         except tf.errors.OpError as error:
             raise self._watch.error or error from error
-        counts = zip(fetched(accepted), fetched(dropped), strict=True)
+        counts = zip(fetch_value(accepted), fetch_value(dropped), strict=True)
         for worker, (taken, refused) in enumerate(counts):
             self._tally.add(f"worker-{worker}", int(taken + refused))
             self._dropped += int(refused)
         if self.stream:
             size = self.config.training.batch_size * self.batches_of_step()
-            each = fetched(used).ravel() - fetched(numbers)
+            each = fetch_value(used).ravel() - fetch_value(numbers)
             self.position = self.position.after((int(n) * size, size) for n in each)
         metrics = {**self.metrics(), "dropped_gradients": self._dropped}
-        return Report(loss=float(fetched(loss)) / steps, metrics=metrics)
+        return Report(loss=float(fetch_value(loss)) / steps, metrics=metrics)
 
     def _staging_of(self, name: str) -> Staging:
-        state = [*table_state.state_of(self.model), *(self.scale.variables if self.scale else ())]
+        state = [*table_state.list_state(self.model), *(self.scale.variables if self.scale else ())]
         return Staging(
             [each.value for each in self.model.trainable_variables],
             state=[each.value for each in state],

@@ -82,7 +82,7 @@ class Towers:
 ONE = Towers()
 
 
-def towers_of(devices: Sequence[str]) -> Towers:
+def list_towers(devices: Sequence[str]) -> Towers:
     """Return the towers of all workers from the names of devices; raises `UserError`."""
     specs = [tf.DeviceSpec.from_string(name) for name in devices]
     of_workers = [each for each in specs if each.job == "worker"]

@@ -26,7 +26,7 @@ from flotilla.trainer.config.load import override, parse_value
 from flotilla.trainer.config.optimizer import OF_MODEL
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.sweeps.sweep import Settings, assignments_of, config_of
+from flotilla.trainer.sweeps.sweep import Settings, list_assignments, make_config
 
 #: More than these nobody waits for, and no table shows.
 MOST_TRIALS = 1000
@@ -59,7 +59,7 @@ class Space:
     keys: Mapping[str, BaseDistribution]
 
 
-def space_of(config: Config, assignments: Iterable[str]) -> Space:
+def parse_space(config: Config, assignments: Iterable[str]) -> Space:
     """Return the space of `section.key=value` texts over a configuration; raises `ConfigError`."""
     fixed: list[str] = []
     keys: dict[str, BaseDistribution] = {}
@@ -165,7 +165,7 @@ def grid(space: Space) -> tuple[Settings, ...]:
     return _checked(space.base, (dict(zip(lists, each, strict=True)) for each in combined), count)
 
 
-def drawn(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
+def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
     """Return the settings of at most `count` random trials, by `seed`; raises `ConfigError`."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed))
@@ -174,7 +174,7 @@ def drawn(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
         seen: set[tuple[str, ...]] = set()
         repeats = 0
         while repeats < _MOST_REPEATS:
-            settings = settings_of(space.keys, study.ask(dict(space.keys)).params)
+            settings = make_settings(space.keys, study.ask(dict(space.keys)).params)
             is_known = tuple(settings.values()) in seen
             repeats = repeats + 1 if is_known else 0
             seen.add(tuple(settings.values()))
@@ -188,25 +188,26 @@ def drawn(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 def corners(space: Space) -> tuple[Settings, ...]:
     """Return each value, or end of a range, next to the first ones of the other keys."""
     ends = {
-        key: [text_of(values, each) for each in _ends(values)] for key, values in space.keys.items()
+        key: [format_setting(values, each) for each in _ends(values)]
+        for key, values in space.keys.items()
     }
     first = {key: values[0] for key, values in ends.items()}
     every = [{**first, key: value} for key, values in ends.items() for value in values]
     return _checked(space.base, every, len(every))
 
 
-def settings_of(keys: Mapping[str, BaseDistribution], params: Mapping[str, Any]) -> Settings:
+def make_settings(keys: Mapping[str, BaseDistribution], params: Mapping[str, Any]) -> Settings:
     """Return the settings of a trial for what was sampled."""
-    return {key: text_of(values, params[key]) for key, values in keys.items()}
+    return {key: format_setting(values, params[key]) for key, values in keys.items()}
 
 
-def params_of(keys: Mapping[str, BaseDistribution], settings: Settings) -> dict[str, Any]:
+def to_parameters(keys: Mapping[str, BaseDistribution], settings: Settings) -> dict[str, Any]:
     """Return the settings of a trial as a sampler takes them."""
     kinds = {IntDistribution: int, FloatDistribution: float}
     return {key: kinds.get(type(values), str)(settings[key]) for key, values in keys.items()}
 
 
-def text_of(values: BaseDistribution, value: Any) -> str:
+def format_setting(values: BaseDistribution, value: Any) -> str:
     """Return a value as it is given to `--set`."""
     if not isinstance(values, FloatDistribution):
         return str(value)
@@ -225,18 +226,18 @@ def _checked(base: Config, every: Iterable[Settings], count: int) -> tuple[Setti
     """Return the first `count` that are allowed and have a configuration of their own."""
     found: dict[str, Settings] = {}
     for settings in every:
-        found.setdefault(checked(base, settings).model_dump_json(), settings)
+        found.setdefault(check_trial(base, settings).model_dump_json(), settings)
         if len(found) == count:
             break
     return tuple(found.values())
 
 
-def checked(base: Config, settings: Settings) -> Config:
+def check_trial(base: Config, settings: Settings) -> Config:
     """Return the configuration of a trial; raises `ConfigError`, which names the trial."""
     try:
-        return config_of(base, settings)
+        return make_config(base, settings)
     except ConfigError as error:
-        raise ConfigError(f"the trial {', '.join(assignments_of(settings))}: {error}") from None
+        raise ConfigError(f"the trial {', '.join(list_assignments(settings))}: {error}") from None
 
 
 def _require_searchable(key: str, assignment: str) -> None:

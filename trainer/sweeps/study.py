@@ -23,8 +23,8 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.runtime.json_records import from_tree, tree_of
-from flotilla.trainer.sweeps.space import params_of, settings_of
+from flotilla.trainer.runtime.json_records import parse_record, tree_of
+from flotilla.trainer.sweeps.space import make_settings, to_parameters
 from flotilla.trainer.sweeps.sweep import (
     FAILED,
     INTERRUPTED,
@@ -91,9 +91,9 @@ class Study:
         with self._kept():
             asked = self._study.ask(self._space)
             self._asked[asked.number + 1] = asked
-            known = from_tree(Trial, asked.user_attrs.get(_TRIAL))
+            known = parse_record(Trial, asked.user_attrs.get(_TRIAL))
             trial = known or replace(
-                self._plan.trials[asked.number], settings=settings_of(self._space, asked.params)
+                self._plan.trials[asked.number], settings=make_settings(self._space, asked.params)
             )
             self.keep(trial)
         return trial
@@ -141,7 +141,7 @@ class Study:
     def _wait_again(self, frozen: optuna.trial.FrozenTrial) -> None:
         study = self._storage.get_study_id_from_name(self._study.study_name)
         key = self._storage.get_trial_id_from_study_id_trial_number(study, frozen.number)
-        known = from_tree(Trial, frozen.user_attrs.get(_TRIAL))
+        known = parse_record(Trial, frozen.user_attrs.get(_TRIAL))
         if known and known.status in (RUNNING, FAILED):
             again = replace(known, status=INTERRUPTED, error="")
             self._storage.set_trial_user_attr(key, _TRIAL, tree_of(again))
@@ -202,7 +202,7 @@ def _created(storage: JournalStorage, plan: Sweep) -> optuna.Study:
     for trial in plan.trials:
         if trial.settings:
             more = {_TRIAL: tree_of(trial)}
-            study.enqueue_trial(params_of(space, trial.settings), user_attrs=more)
+            study.enqueue_trial(to_parameters(space, trial.settings), user_attrs=more)
     return study
 
 
@@ -225,14 +225,14 @@ def _opened(folder: Path) -> tuple[JournalStorage, optuna.Study]:
 
 
 def _plan_of(study: optuna.Study, folder: Path) -> Sweep:
-    if plan := from_tree(Sweep, study.user_attrs.get(_PLAN)):
+    if plan := parse_record(Sweep, study.user_attrs.get(_PLAN)):
         return plan
     raise _damaged(folder)
 
 
 def _sweep_of(study: optuna.Study, plan: Sweep) -> Sweep:
     frozen = study.get_trials(deepcopy=False)
-    known = [from_tree(Trial, each.user_attrs.get(_TRIAL)) for each in frozen]
+    known = [parse_record(Trial, each.user_attrs.get(_TRIAL)) for each in frozen]
     asked = {each.number: each for each in known if each}
     trials = tuple(asked.get(each.number, each) for each in plan.trials)
     return replace(plan, trials=trials, **study.user_attrs.get(_END, {}))

@@ -15,7 +15,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.thresholds import SHARES
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report import report
-from flotilla.trainer.report.wording import rounded, spoken
+from flotilla.trainer.report.wording import round_value, spell_metric
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import is_number
 
@@ -143,7 +143,7 @@ class Sweep:
     @property
     def compared_by(self) -> Objective:
         """The metric that was chosen, or that of the trials so far; raises `ConfigError`."""
-        return compared_by(self.trials, self.objective)
+        return find_objective(self.trials, self.objective)
 
     def share(self, running: Mapping[int, float]) -> float:
         """Return which share of all training is done; `running` has that of trials on their rung.
@@ -170,7 +170,7 @@ class Sweep:
 
     def config_on(self, trial: Trial, rung: int, base: Config) -> Config:
         """Return the configuration of a trial on a rung, laid over `base`; raises `ConfigError`."""
-        config = config_of(base, trial.settings)
+        config = make_config(base, trial.settings)
         if not self.rungs[rung]:
             return config
         training = config.training.model_copy(update={"steps": self.rungs[rung]})
@@ -186,7 +186,7 @@ class Sweep:
         if not by.metric:
             by = Objective(metric=main.column, better=main.better) if main else _LOSS
             _require_same_loss(by.metric, self.keys)
-        value = value_of(trial.metrics, by)
+        value = read_value(trial.metrics, by)
         before = tuple(each for each in trial.results if each.rung != rung)
         steps = self.rungs[rung] or int(trial.metrics.get("global_step") or 0)
         result = Result(rung=rung, steps=steps, value=value, by=by)
@@ -197,22 +197,22 @@ class Sweep:
         if self.chosen is None:
             return ""
         words = ["flotilla", "run", *filter(None, [self.source])]
-        for text in (*self.fixed, *assignments_of(self.chosen.settings)):
+        for text in (*self.fixed, *list_assignments(self.chosen.settings)):
             words += ["--set", text]
         return shlex.join(words)
 
 
-def config_of(base: Config, settings: Settings) -> Config:
+def make_config(base: Config, settings: Settings) -> Config:
     """Return the configuration of a trial; raises `ConfigError`."""
-    return override(base, assignments_of(settings))
+    return override(base, list_assignments(settings))
 
 
-def assignments_of(settings: Settings) -> list[str]:
+def list_assignments(settings: Settings) -> list[str]:
     """Return the settings of a trial as `section.key=value` texts."""
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def objective_of(config: Config, keys: Iterable[str], metric: str, better: str) -> Objective:
+def make_objective(config: Config, keys: Iterable[str], metric: str, better: str) -> Objective:
     """Return the objective of a sweep; raises `ConfigError`.
 
     `metric` is of validation, empty for the main one; `better` is empty where its name says it.
@@ -251,7 +251,7 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
         )
 
 
-def compared_by(trials: Iterable[Trial], objective: Objective) -> Objective:
+def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
     """Return the objective, or that of the trials where it names none; raises `ConfigError`."""
     results = (result for each in trials for result in each.results if result.by.metric)
     found = dict.fromkeys(each.by for each in results)
@@ -263,7 +263,7 @@ def compared_by(trials: Iterable[Trial], objective: Objective) -> Objective:
     return objective if objective.metric else next(iter(found), _LOSS)
 
 
-def value_of(metrics: Mapping[str, Any], objective: Objective) -> float:
+def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
     """Return the value of a trial; raises `ConfigError` where it was not measured."""
     # An evaluator may not have measured the last checkpoint, where that is handed on.
     value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
@@ -277,7 +277,7 @@ def value_of(metrics: Mapping[str, Any], objective: Objective) -> float:
     )
 
 
-def rungs_of(
+def list_rungs(
     base: Config, every: Sequence[Settings], count: int, *, halving: bool
 ) -> tuple[int, ...]:
     """Return the global steps of each rung; one of zero where each trial has its own steps."""
@@ -285,7 +285,7 @@ def rungs_of(
         return (0,)
     if any(key == "training.steps" for settings in every for key in settings):
         raise ConfigError("training.steps: --asha sets the steps of each rung; give it one value")
-    if any(config_of(base, each).training.schedule.name == "cosine" for each in every):
+    if any(make_config(base, each).training.schedule.name == "cosine" for each in every):
         raise ConfigError(
             "training.schedule.name: cosine ends at training.steps, which is another number on "
             "each rung of --asha; choose constant, exponential or piecewise"
@@ -313,29 +313,29 @@ def rungs_of(
     return tuple(rungs)
 
 
-def most_on(rung: int, trials: int) -> int:
+def count_on_rung(rung: int, trials: int) -> int:
     """Return how many of the trials of a sweep get to a rung, where none fails; at least one."""
     return max(1, trials // int(REDUCTION**rung))
 
 
-def ranked(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Trial]:
+def rank_trials(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Trial]:
     """Return the trials that ended on a rung, the best first, and of equal ones the earlier."""
     found = [(result.value, each) for each in trials if (result := each.on(rung))]
     return [each for _, each in sorted(found, key=lambda x: (objective.rank(x[0]), x[1].number))]
 
 
-def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
+def find_best(trials: Sequence[Trial], objective: Objective) -> Trial | None:
     """Return the best trial of the highest rung that one has ended; None where all failed.
 
     Raises `ConfigError` where they were compared by several metrics.
     """
-    objective = compared_by(trials, objective)
+    objective = find_objective(trials, objective)
     ended = [each for each in trials if each.status == DONE and each.last]
     top = max((each.last.rung for each in ended if each.last), default=0)
-    return next(iter(ranked(ended, top, objective)), None)
+    return next(iter(rank_trials(ended, top, objective)), None)
 
 
-def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+def make_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     """Return the heads and rows of the trials, the best and the highest rungs first."""
     objective = sweep.compared_by
 
@@ -347,7 +347,7 @@ def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         [
             str(each.number),
             *(each.settings.get(key, "") for key in sweep.keys),
-            rounded(each.last.value) if each.last else "",
+            round_value(each.last.value) if each.last else "",
             str(each.last.steps) if each.last else "",
             duration(each.seconds),
             "best" if each.number == sweep.best else each.status,
@@ -356,7 +356,7 @@ def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
         # Of a sweep by time most are never sampled.
         if each.settings or not sweep.minutes
     ]
-    metric = spoken(objective.metric)
+    metric = spell_metric(objective.metric)
     short = [key.rpartition(".")[2] for key in sweep.keys]
     taken = [*short, "trial", metric, "steps", "duration", "status"]
     heads = [
@@ -365,13 +365,13 @@ def table_of(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
     return ["trial", *heads, metric, "steps", "duration", "status"], rows
 
 
-def as_markdown(sweep: Sweep) -> bytes:
+def to_markdown(sweep: Sweep) -> bytes:
     """Return the table of the trials as Markdown, with the best one and its command above it."""
     count, best = len(sweep.trials), sweep.chosen
     lines = [f"Trial {best.number} is the best of {count}." if best else f"{count} trials."]
     if best:
         lines[0] += f" The same again: {report.code(sweep.command())}"
-    lines.append("\n".join(report.table(*table_of(sweep))))
+    lines.append("\n".join(report.table(*make_table(sweep))))
     lines += [report.plain(f"trial {x.number}: {x.error}") for x in sweep.trials if x.error]
     title = f"# {report.plain(sweep.sweep_id)}"
     return ("\n\n".join([title, *lines]) + "\n").encode(errors="backslashreplace")

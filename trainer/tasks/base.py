@@ -145,18 +145,18 @@ class Remade:
         return map(self.make, self.examples.parts())
 
 
-def weights_of(part: Part) -> Floats:
+def example_weights(part: Part) -> Floats:
     """Return what each example weighs [n]: 1 where they all weigh the same."""
     count = len(tf.nest.flatten(part.labels)[0])
     return np.ones(count) if part.weights is None else np.float64(part.weights).ravel()
 
 
-def mean_of(examples: Examples, values: Callable[[Part], Array]) -> Floats:
+def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats:
     """Return the weighted mean over the examples of some values [n, ...] that each has."""
     total: Any = 0.0
     weight = 0.0
     for part in examples.parts():
-        weights = weights_of(part)
+        weights = example_weights(part)
         total = total + np.tensordot(weights, np.float64(values(part)), 1)
         weight += weights.sum()
     return np.asarray(total / weight)
@@ -176,7 +176,7 @@ class Tally:
         return {}
 
 
-def drawn(examples: Examples, most: int = 100_000) -> Part:
+def sample_examples(examples: Examples, most: int = 100_000) -> Part:
     """Return all examples, or of more than `most` every second, third, ..., for a picture of them.
 
     Metrics are not made of these, but of all examples.
@@ -438,7 +438,7 @@ class Task(ABC):
                 f"its output has to be floats of shape ({sizes}) for {self.name} of {self.target}, "
                 f"not {output.dtype} of shape {shape}"
             )
-        self._check_activation(activation_of(last))
+        self._check_activation(find_activation(last))
 
     def _check_activation(self, activation: str) -> None:
         """Refuse a last layer that gives logits to a loss of probabilities, or the other way."""
@@ -472,7 +472,7 @@ def last_layers(model: keras.Model) -> Any:
     return keras.tree.map_structure(lambda each: each._keras_history.operation, outputs)
 
 
-def activation_of(layer: Any) -> str:
+def find_activation(layer: Any) -> str:
     """Return the name of the activation by which a layer ends; empty where it is not known."""
     while isinstance(layer, keras.Model):
         found = last_layers(layer)

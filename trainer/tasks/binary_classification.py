@@ -1,7 +1,7 @@
 """One of two classes: one logit an example.
 
 label     true or false, 0 or 1, or one of two named classes; 1 is the positive one, as in a dataset
-          `flotilla.trainer.tasks.registry.with_positive`
+          `flotilla.trainer.tasks.registry.set_positive`
 outputs   logits [n, 1] of the positive class
 loss      binary cross entropy
 metrics   accuracy, precision, recall and f1 of the positive class at the threshold, which is a
@@ -31,13 +31,13 @@ from flotilla.trainer.tasks.base import (
     Tally,
     Target,
     Tested,
-    drawn,
-    mean_of,
-    weights_of,
+    example_weights,
+    sample_examples,
+    weighted_mean,
 )
-from flotilla.trainer.tasks.exact.areas import Areas, ranked
+from flotilla.trainer.tasks.exact.areas import Areas, rank_scores
 from flotilla.trainer.tasks.exact.tallies import OfTwo
-from flotilla.trainer.tasks.links import SURE, Sigmoid, logit_of
+from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 TWO = 2
 # Of positives that are rarer in training, an area under the ROC says little.
@@ -140,7 +140,7 @@ class BinaryClassification(Sigmoid):
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return the positive class, the threshold, ROC and precision over recall."""
-        part, names = drawn(examples), list(self.labels)
+        part, names = sample_examples(examples), list(self.labels)
         labels = part.labels.astype(np.int64)
         # The softmax of [0, logit] is the sigmoid.
         logits = np.pad(part.outputs, [[0, 0], [1, 0]])
@@ -158,13 +158,13 @@ class BinaryClassification(Sigmoid):
 
     def constants(self, examples: Examples) -> list[Constant]:
         """Return both classes, and the share of "yes" as the probability."""
-        share = mean_of(examples, lambda part: part.labels)
+        share = weighted_mean(examples, lambda part: part.labels)
         more, fewer = self.labels[::-1] if share > 1 / 2 else self.labels
         sure = SURE if share > 1 / 2 else -SURE
         return [
             Constant(f"always {more!r}", np.array([sure])),
             Constant(f"always {fewer!r}", np.array([-sure])),
-            Constant(f"{share:.3g} for {self.labels[1]!r}", logit_of(share[np.newaxis])),
+            Constant(f"{share:.3g} for {self.labels[1]!r}", compute_logit(share[np.newaxis])),
         ]
 
     def tested_by(self, metric: str, part: Part) -> Tested | None:
@@ -174,12 +174,12 @@ class BinaryClassification(Sigmoid):
         """
         if metric not in Areas._fields:
             return None
-        labels, weights = part.labels.ravel(), weights_of(part)
+        labels, weights = part.labels.ravel(), example_weights(part)
         scores = part.outputs[:, 0]
         ranks = np.argsort(-scores)
 
         def tested(order: Array) -> tuple[float, float]:
-            again = ranked(labels[order], scores, weights[order], ranks)
+            again = rank_scores(labels[order], scores, weights[order], ranks)
             value = float(getattr(again.areas(), metric))
             return value, value if metric == "auc" else again.log_rank()
 

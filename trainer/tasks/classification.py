@@ -20,9 +20,9 @@ from flotilla.trainer.tasks.base import (
     Tally,
     Target,
     Tested,
-    drawn,
+    example_weights,
     refuse_labels,
-    weights_of,
+    sample_examples,
 )
 from flotilla.trainer.tasks.exact.tallies import OfClasses
 from flotilla.trainer.tasks.links import SURE, Softmax
@@ -109,8 +109,10 @@ class Classification(Softmax):
         cells = np.zeros((1, 1))
         for part in examples.parts():
             labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)
-            cells = cells + metrics.confusion(labels, guess, self.num_classes, weights_of(part))
-        some, names = drawn(examples), list(self.labels)
+            cells = cells + metrics.confusion(
+                labels, guess, self.num_classes, example_weights(part)
+            )
+        some, names = sample_examples(examples), list(self.labels)
         labels = some.labels.astype(np.int64)
         return {
             "confusion_matrix": metrics.plain_rows(cells),
@@ -124,7 +126,7 @@ class Classification(Softmax):
         counts = np.zeros(self.num_classes)
         for part in examples.parts():
             labels = part.labels.astype(np.int64)
-            counts += np.bincount(labels, weights_of(part), self.num_classes)
+            counts += np.bincount(labels, example_weights(part), self.num_classes)
         shares, top = counts / counts.sum(), int(counts.argmax())
         return [
             Constant(f"always {self.labels[top]!r}", SURE * (np.arange(len(counts)) == top)),
@@ -144,7 +146,7 @@ class Classification(Softmax):
         if metric not in metrics.AVERAGES:
             return None
         labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)
-        return metrics.tested_average(metric, labels, guess, weights_of(part))
+        return metrics.make_average_test(metric, labels, guess, example_weights(part))
 
     def tally(self) -> Tally:
         """Return what measures all of `directions`."""

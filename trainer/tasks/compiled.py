@@ -142,7 +142,7 @@ class Compiled:
         """
         container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
         # Of several outputs it makes a metric for each, which nothing reads.
-        with named.without_values(), _refused("loss"):
+        with named.skip_initial_values(), _refused("loss"):
             container.build(labels, outputs)
         return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]
 
@@ -174,13 +174,13 @@ def _refused(argument: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        line = user_code.message_of(error)
+        line = user_code.short_message(error)
         unknown = _UNKNOWN.search(line)
-        hint = named.nearest_to(unknown[1], unknown[2]) if unknown else ""
+        hint = named.advise_nearest(unknown[1], unknown[2]) if unknown else ""
         raise ConfigError(f"its compile({argument}=...) does not fit: {line}{hint}") from error
 
 
-def compiled_of(model: keras.Model) -> Compiled | None:
+def read_compiled(model: keras.Model) -> Compiled | None:
     """Return what a model was compiled with, or None.
 
     Raises:

@@ -128,7 +128,7 @@ class Sigmoid(Task):
         refuse_labels(labels, (labels != 0) & (labels != 1), "which is neither 0 nor 1")
 
 
-def logit_of(share: Floats) -> Floats:
+def compute_logit(share: Floats) -> Floats:
     """Return the logit of shares, within what is sure."""
     with np.errstate(divide="ignore"):
         found: Floats = np.clip(np.log(share) - np.log1p(-share), -SURE, SURE)

@@ -282,7 +282,7 @@ def losses(labels: Labels, logits: Floats) -> Floats:
     return result
 
 
-def in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
+def is_in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
     """Say of each example whether its class is among the `TOP` that are taken to be likeliest."""
     own = logits[np.arange(len(labels)), labels][:, np.newaxis]
     # Of equal logits the higher class goes first, as in scikit-learn.
@@ -297,7 +297,7 @@ def confusion(labels: Labels, guess: Labels, classes: int, weights: Any = None) 
     return np.bincount(labels * classes + guess, weights, classes**2).reshape(classes, classes)
 
 
-def by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
+def count_by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
     """Return how often each class was predicted rightly, is the label, and was predicted."""
     return cells.diagonal(), cells.sum(axis=1), cells.sum(axis=0)
 
@@ -307,7 +307,7 @@ def per_class(
 ) -> list[dict[str, Any]]:
     """Return precision, recall, F1, support and areas of each class; zeros where it is absent.
 
-    `counts` are those of `by_class`.
+    `counts` are those of `count_by_class`.
     """
     hits, support, predicted = counts
     return [
@@ -385,7 +385,7 @@ def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
 
 
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
-    """Return macro and weighted precision, recall and F1 from the counts of `by_class`.
+    """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
     Of examples with weights these are sums, which may be far below 1. Fast enough for a thousand
     resamples of a thousand classes.
@@ -401,7 +401,7 @@ def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, floa
     return dict(zip(AVERAGES, found, strict=True))
 
 
-def tested_average(metric: str, labels: Labels, guess: Labels, weights: Floats) -> Tested:
+def make_average_test(metric: str, labels: Labels, guess: Labels, weights: Floats) -> Tested:
     """Return what makes one of `AVERAGES` of the guesses and the labels of other examples.
 
     Labels below zero are none. Labels and guesses [n] or [n, places] have weights [n] or [n, 1].
@@ -412,6 +412,6 @@ def tested_average(metric: str, labels: Labels, guess: Labels, weights: Floats) 
         own = labels[order]
         known, each = own >= 0, np.broadcast_to(weights[order], own.shape)
         cells = confusion(own[known], guess[known], size, each[known])
-        return (averages(*by_class(cells))[metric],) * 2
+        return (averages(*count_by_class(cells))[metric],) * 2
 
     return tested

@@ -35,7 +35,7 @@ from flotilla.trainer.tasks.base import (
     Tally,
     Target,
     Task,
-    weights_of,
+    example_weights,
 )
 from flotilla.trainer.tasks.exact.intervals import above_zero
 from flotilla.trainer.tasks.exact.sums import Moments
@@ -208,7 +208,7 @@ class _OfOutputs(Tally):
         for name, each in self._tallies.items():
             each.add(_of_output(part, name))
         losses = self._task.example_losses(part.labels, part.outputs)
-        self._loss.add(losses[np.newaxis], weights_of(part))
+        self._loss.add(losses[np.newaxis], example_weights(part))
 
     def condense(self) -> None:
         for each in self._tallies.values():

@@ -29,12 +29,12 @@ from flotilla.trainer.tasks.base import (
     Tally,
     Target,
     Tested,
-    drawn,
-    mean_of,
-    weights_of,
+    example_weights,
+    sample_examples,
+    weighted_mean,
 )
 from flotilla.trainer.tasks.exact.tallies import OfLabels
-from flotilla.trainer.tasks.links import SURE, Sigmoid, logit_of
+from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 
 class MultilabelClassification(Sigmoid):
@@ -94,7 +94,7 @@ class MultilabelClassification(Sigmoid):
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return the curves of each class that can have them."""
-        part, curves = drawn(examples), []
+        part, curves = sample_examples(examples), []
         for index, name in enumerate(self._labels):
             # The softmax of [0, logit] is the sigmoid.
             logits = np.pad(part.outputs[:, index : index + 1], [[0, 0], [1, 0]])
@@ -108,14 +108,14 @@ class MultilabelClassification(Sigmoid):
 
     def constants(self, examples: Examples) -> list[Constant]:
         """Return all classes, the best row for the counts, the commonest one, and the shares."""
-        shares = mean_of(examples, lambda part: part.labels)
+        shares = weighted_mean(examples, lambda part: part.labels)
         ordered = -np.sort(-shares)
         # With the j most frequent classes F1 of all of them together is 2 hits / (all + j).
         best = np.argmax(np.cumsum(ordered) / (shares.sum() + np.arange(1, len(shares) + 1)))
-        rows, counts = np.unique(drawn(examples).labels, axis=0, return_counts=True)
+        rows, counts = np.unique(sample_examples(examples).labels, axis=0, return_counts=True)
         frequent = np.where(shares >= ordered[best], SURE, -SURE)
         return [
-            Constant("each class as often as it occurs", logit_of(shares)),
+            Constant("each class as often as it occurs", compute_logit(shares)),
             Constant("always all classes", np.full(len(shares), SURE)),
             Constant("always the most frequent classes", frequent),
             Constant("always the most frequent row", SURE * (2.0 * rows[counts.argmax()] - 1)),
@@ -125,7 +125,7 @@ class MultilabelClassification(Sigmoid):
         """Test the mean of F1 over the classes by itself."""
         if metric != "macro_f1":
             return None
-        true, given, weights = part.labels.astype(bool), part.outputs > 0, weights_of(part)
+        true, given, weights = part.labels.astype(bool), part.outputs > 0, example_weights(part)
 
         def tested(order: Array) -> tuple[float, float]:
             own, weight = true[order], weights[order]

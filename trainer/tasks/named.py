@@ -67,7 +67,7 @@ _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRIC
 
 
 @contextmanager
-def without_values() -> Iterator[None]:
+def skip_initial_values() -> Iterator[None]:
     """Give the variables that are made within no values, now and later: nothing reads them.
 
     Keras would make up for it where the next scope without state ends, wherever that is: with the
@@ -112,7 +112,7 @@ def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
     if name in _BY_SHAPE:
         return _accuracy(labels, predictions)(name=name)
     found = _found("metric", name, key)
-    called = name_of(name)
+    called = report_name(name)
     if inspect.isclass(found):
         found = _made(key, name, found)
         called = called if name in METRICS else found.name
@@ -138,14 +138,14 @@ def _accuracy(labels: Any, predictions: Any) -> Any:
     return keras.metrics.CategoricalAccuracy
 
 
-def name_of(name: str) -> str:
+def report_name(name: str) -> str:
     """Return by which name a metric of Keras's, or a function, is reported: in snake case."""
     return _snake_case(name) if name in METRICS else name.rpartition(":")[2]
 
 
-def direction_of(metric: keras.Metric) -> Direction | None:
+def find_direction(metric: keras.Metric) -> Direction | None:
     """Say whether a higher or a lower value is better; None for what Keras does not know."""
-    kind = kind_of(metric)
+    kind = class_name(metric)
     if kind not in METRICS and kind not in LOSSES:
         return None
     if _LOWER.search(kind):
@@ -153,7 +153,7 @@ def direction_of(metric: keras.Metric) -> Direction | None:
     return "higher" if _HIGHER.search(kind) else None
 
 
-def kind_of(metric: keras.Metric) -> str:
+def class_name(metric: keras.Metric) -> str:
     """Return the name of a metric's class, or of the function that it averages, in snake case."""
     function = getattr(metric, "_fn", None)
     if function is not None and type(metric) is keras.metrics.MeanMetricWrapper:
@@ -166,7 +166,7 @@ def is_by_class(loss: keras.losses.Loss) -> bool:
     return "categorical" in getattr(getattr(loss, "fn", None), "__name__", "")
 
 
-def sparse_in_place_of(losses: Iterable[keras.losses.Loss]) -> str:
+def advise_sparse(losses: Iterable[keras.losses.Loss]) -> str:
     """Return a hint at the losses of class numbers in place of those of one-hot labels."""
     kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]
     sparse = [f"sparse_{kind}" for kind in kinds if f"sparse_{kind}" in LOSSES]
@@ -176,14 +176,14 @@ def sparse_in_place_of(losses: Iterable[keras.losses.Loss]) -> str:
 def _found(kind: str, name: str, key: str) -> Any:
     known = _MODULES[kind][1]
     if ":" in name:
-        return user_code.found_for(key, name, kind)
+        return user_code.find_named(key, name, kind)
     if name in known:
         return known[name]
-    hint = nearest_to(kind, name) or f" (a name of {_MODULES[kind][0]}, or package.module:name)"
+    hint = advise_nearest(kind, name) or f" (a name of {_MODULES[kind][0]}, or package.module:name)"
     raise ConfigError(f"{key}: no {kind} {name!r}{hint}")
 
 
-def nearest_to(kind: str, name: str) -> str:
+def advise_nearest(kind: str, name: str) -> str:
     """Return a hint at the loss or the metric of Keras's that is meant; empty if none is near."""
     return nearest(name, _MODULES[kind][1])
 
@@ -194,6 +194,6 @@ def _made(key: str, name: str, make: Callable[[], Any]) -> Any:
     # A class of the user's may fail in any way.
     except Exception as error:
         raise ConfigError(
-            f"{key}: {name} cannot be made without arguments: {user_code.line_of(error)}; write a "
-            "function that returns it, and name it as package.module:function"
+            f"{key}: {name} cannot be made without arguments: {user_code.format_error(error)}; "
+            "write a function that returns it, and name it as package.module:function"
         ) from error

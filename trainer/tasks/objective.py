@@ -36,9 +36,9 @@ from flotilla.trainer.tasks.base import (
     Tally,
     Target,
     Task,
-    activation_of,
+    example_weights,
+    find_activation,
     last_layers,
-    weights_of,
 )
 from flotilla.trainer.tasks.compiled import (
     Compiled,
@@ -46,13 +46,13 @@ from flotilla.trainer.tasks.compiled import (
     State,
     Sums,
     Term,
-    compiled_of,
+    read_compiled,
     takes_logits,
 )
 from flotilla.trainer.tasks.task_loss import (
     TaskLoss,
-    at_path,
     attach,
+    find_at_path,
     weights_by_class,
     whole_losses,
 )
@@ -132,7 +132,7 @@ class Objective:
 
     def _require_names(self) -> None:
         """Refuse a loss or a metric that does not exist."""
-        with named.without_values():
+        with named.skip_initial_values():
             for _, key, name in self._named:
                 named.metric(name, key, *_ONE)
         for key, name in self._losses.values():
@@ -158,7 +158,7 @@ class Objective:
             ConfigError: it does not fit, or its loss does not fit what it gives.
         """
         last = last_layers(model)
-        found = compiled_of(model)
+        found = read_compiled(model)
         self.compiled = self.compiled or found
         self._loss = TaskLoss(self._terms(found, outputs, last))
         for term in self._loss.terms:
@@ -194,8 +194,8 @@ class Objective:
             raise
         # Code of the user's may fail in any way.
         except Exception as error:
-            hint = named.sparse_in_place_of(each.loss for each in self._loss.terms)
-            line = user_code.line_of(error)
+            hint = named.advise_sparse(each.loss for each in self._loss.terms)
+            line = user_code.format_error(error)
             raise ConfigError(f"{what} labels and outputs: {line}{hint}") from error
 
     @property
@@ -225,7 +225,7 @@ class Objective:
         for name, (key, loss) in self._losses.items():
             path, part = _path(name), parts[name]
             part.from_probabilities = (
-                bool(part.link) and activation_of(at_path(last, path)) == part.link
+                bool(part.link) and find_activation(find_at_path(last, path)) == part.link
             )
             made = named.loss(loss, key, logits=not part.from_probabilities)
             kept = [term for term in terms if term.path != path]
@@ -234,11 +234,11 @@ class Objective:
 
     def _taken_from(self, term: Term, last: Any) -> Term:
         """Return a loss of the compiled model with the task of its output."""
-        part = at_path(self.task.parts, term.path or ("",))
+        part = find_at_path(self.task.parts, term.path or ("",))
         if not isinstance(part, Task):
             return term
         said = takes_logits(term.loss)
-        ends = activation_of(at_path(last, term.path)) == part.link
+        ends = find_activation(find_at_path(last, term.path)) == part.link
         part.from_probabilities = bool(part.link) and (ends if said is None else not said)
         return term._replace(part=part)
 
@@ -259,7 +259,7 @@ class Objective:
             return inputs, labels, weights
         by_output = dict.fromkeys(self.task.parts, weights)
         for name, of_classes in self._class_weights.items():
-            part, true = self.task.parts[name], at_path(labels, _path(name))
+            part, true = self.task.parts[name], find_at_path(labels, _path(name))
             by_output[name] = weights_by_class(of_classes, part, true, weights)
         return inputs, labels, by_output.get("", by_output)
 
@@ -347,7 +347,7 @@ class Objective:
         state = self.states[place]
         assert state.measured is not None
         if (values := self.task.of_each(state.name, part)) is not None:
-            weights = weights_of(part)
+            weights = example_weights(part)
             return np.stack([values * weights, weights], axis=1)
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
         if state.name not in self._traced_alone:
@@ -384,7 +384,7 @@ class Objective:
         if len(self.states) > 1:
             return
         # Nothing reads these variables.
-        with named.without_values():
+        with named.skip_initial_values():
             for each in [*self._all_metrics(labels, outputs)]:
                 each.metric.update_state(*self._taken(each, labels, outputs, weights))
                 self.states.append(self.states[-1].followed_by(each))
@@ -401,7 +401,9 @@ class Objective:
         further = (
             Measured(
                 path := _path(name),
-                named.metric(each, key, at_path(labels, path), at_path(predictions, path)),
+                named.metric(
+                    each, key, find_at_path(labels, path), find_at_path(predictions, path)
+                ),
                 f"{name}_" if name else "",
             )
             for name, key, each in self._named
@@ -410,9 +412,9 @@ class Objective:
         compiled = self.compiled.measured(labels, given) if self.compiled else ()
         for each in chain(further, compiled):
             if each.name not in seen:
-                self._further[each.name] = named.direction_of(each.metric)
+                self._further[each.name] = named.find_direction(each.metric)
                 yield each
-            elif each.metric.name not in named.kind_of(each.metric):
+            elif each.metric.name not in named.class_name(each.metric):
                 raise ConfigError(
                     f"two metrics are called {each.name!r}: give one of the model's, or of "
                     "task.metrics, another name"
@@ -422,14 +424,18 @@ class Objective:
     def _taken(self, each: Measured, labels: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
         """Return labels, predictions and weights as a metric takes them."""
         task, path = self.task, each.path
-        part = at_path(task.parts, path or ("",))
-        true = at_path(labels, path)
+        part = find_at_path(task.parts, path or ("",))
+        true = find_at_path(labels, path)
         if each.plain:
             predictions = task.given(outputs)
             true = part.loss_labels(true) if isinstance(part, Task) else true
         else:
             predictions = task.predictions(outputs)
-        return true, at_path(predictions, path), at_path(weights, path) if each.weighted else None
+        return (
+            true,
+            find_at_path(predictions, path),
+            find_at_path(weights, path) if each.weighted else None,
+        )
 
     def _sums(
         self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True

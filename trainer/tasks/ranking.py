@@ -30,10 +30,10 @@ from flotilla.trainer.tasks.base import (
     Part,
     Tally,
     Target,
-    weights_of,
+    example_weights,
 )
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.exact.intervals import Interval, bounded
+from flotilla.trainer.tasks.exact.intervals import Interval, metric_interval
 from flotilla.trainer.tasks.exact.sums import Moments
 
 BY_QUERY = ("ndcg", "mrr", "query_auc")
@@ -103,7 +103,7 @@ class Queries(NamedTuple):
         moments = Moments()
         moments.add(self.values[np.newaxis], self.weights)
         (mean,), (error,) = moments.result()
-        return bounded(mean, error, moments.count)
+        return metric_interval(mean, error, moments.count)
 
 
 class OfQueries(Tally):
@@ -119,7 +119,7 @@ class OfQueries(Tally):
         self._examples.add(part)
         # A view would keep the whole part.
         scores, labels = part.outputs[:, 0].copy(), part.labels.astype(bool).ravel()
-        self._held.append((part.columns[self._group], labels, scores, weights_of(part)))
+        self._held.append((part.columns[self._group], labels, scores, example_weights(part)))
 
     def condense(self) -> None:
         """Hold less of the examples alone."""

@@ -70,7 +70,7 @@ class _Output(NamedTuple):
 
 
 def create(config: TaskConfig, dataset: Dataset) -> Task:
-    """Return the task of a configuration for a dataset; see `with_positive`.
+    """Return the task of a configuration for a dataset; see `set_positive`.
 
     Raises:
         ConfigError: no such task, wrong arguments, or a target that it does not take.
@@ -118,7 +118,7 @@ def _several(config: TaskConfig, dataset: Dataset) -> dict[str, _Output]:
     return found
 
 
-def with_positive(config: TaskConfig, dataset: _Dataset) -> _Dataset:
+def set_positive(config: TaskConfig, dataset: _Dataset) -> _Dataset:
     """Return a dataset as a task reads it: the positive one of two classes is the second one.
 
     This is the one place that says which class is positive. Whatever reads, minimises, measures or
@@ -128,7 +128,7 @@ def with_positive(config: TaskConfig, dataset: _Dataset) -> _Dataset:
         ConfigError: see `create`; `positive` names no class, or the task has none that is positive.
     """
     for label, (kind, said, key) in _outputs(config, dataset).items():
-        task, target = _class(kind), target_of(dataset, label)
+        task, target = _class(kind), find_target(dataset, label)
         names = names_of(target)
         if said.positive and not task.positive_by:
             raise ConfigError(
@@ -158,12 +158,12 @@ def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: st
     return int(not (task.positive_by == "rarity" and len(counts) == TWO and counts[0] < counts[1]))
 
 
-def described(config: TaskConfig, dataset: Dataset) -> str:
-    """Return the task and the positive class in one line, of a dataset `with_positive`."""
+def describe_task(config: TaskConfig, dataset: Dataset) -> str:
+    """Return the task and the positive class in one line; the dataset is of `set_positive`."""
     name, why = chosen(config, dataset)
     said = []
     for label, output in _outputs(config, dataset).items():
-        task, target = _class(output.kind), target_of(dataset, label)
+        task, target = _class(output.kind), find_target(dataset, label)
         if task.positive_by and len(target.labels) == TWO:
             of = f" of {label!r}" if name == MULTI_OUTPUT else ""
             because = _why_positive(task, target, output.said.positive)
@@ -189,7 +189,7 @@ def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: 
     user_code.require_arguments(key, name, task, args, ("target", _GROUP))
     group = {_GROUP: dataset.group} if _GROUP in inspect.signature(task).parameters else {}
     try:
-        made = task(target_of(dataset, label), **group, **args)
+        made = task(find_target(dataset, label), **group, **args)
         for column in made.columns:
             if column != dataset.group:
                 _require_feature(column, dataset)
@@ -201,7 +201,7 @@ def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: 
         raise ConfigError(f"{key} {name}: {error}") from None
     # A task of the user's may fail in any way.
     except Exception as error:
-        raise ConfigError(f"{key} {name}: {user_code.line_of(error)}") from error
+        raise ConfigError(f"{key} {name}: {user_code.format_error(error)}") from error
 
 
 def _require_feature(name: str, dataset: Dataset) -> None:
@@ -240,7 +240,7 @@ def automatic(dataset: Dataset, label: str) -> Choice:
     Where it is not said how many classes there are, it is `classification` of as many as preparing
     counts: the choice is the same before.
     """
-    target = target_of(dataset, label)
+    target = find_target(dataset, label)
     kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
     if kind == "f":
         return Choice("regression", f"the label {target} is a quantity")
@@ -273,7 +273,7 @@ def _is_by_place(dataset: Dataset, target: Target) -> bool:
     return any(shape[: len(places)] == places for shape in sizes)
 
 
-def objective_of(config: Config, dataset: Dataset) -> Objective:
+def make_objective(config: Config, dataset: Dataset) -> Objective:
     """Return what a run minimises and measures on a dataset.
 
     Raises:
@@ -291,7 +291,7 @@ def objective_of(config: Config, dataset: Dataset) -> Objective:
         better=(champion.better or None) if champion.metric in ("", main_metric) else None,
     )
     compared = f"models are compared by {made.main_metric}"
-    _log.info("%s; %s", described(config.task, dataset), compared)
+    _log.info("%s; %s", describe_task(config.task, dataset), compared)
     return made
 
 
@@ -313,7 +313,7 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
     return {name: weights for name, weights in found.items() if weights is not None}
 
 
-def target_of(dataset: Dataset, name: str) -> Target:
+def find_target(dataset: Dataset, name: str) -> Target:
     """Return what a dataset says of one of its targets.
 
     A whole number whose classes have no names has as many as the examples name.
@@ -333,7 +333,7 @@ def target_of(dataset: Dataset, name: str) -> Target:
 
 
 def _class(name: str) -> type[Task]:
-    found = user_code.found_for(f"task {name}", TASKS.get(name, name), "Task")
+    found = user_code.find_named(f"task {name}", TASKS.get(name, name), "Task")
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"task {name}: it is no subclass of flotilla.trainer.tasks.base.Task")
     if lacking := sorted(found.__abstractmethods__):

@@ -33,10 +33,10 @@ from flotilla.trainer.tasks.base import (
     Tally,
     Target,
     Task,
-    drawn,
-    mean_of,
+    example_weights,
     refuse_labels,
-    weights_of,
+    sample_examples,
+    weighted_mean,
 )
 from flotilla.trainer.tasks.exact.tallies import OfNumbers
 from flotilla.trainer.tasks.metrics import rows
@@ -161,7 +161,7 @@ class Regression(Task):
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return the quantiles of the error, and predictions and errors over the labels."""
-        part = drawn(examples)
+        part = sample_examples(examples)
         true = _flat(part.labels)
         predicted = _flat(self.predictions(part.outputs))
         quantiles = np.quantile(np.abs(predicted - true), _QUANTILES)
@@ -187,9 +187,9 @@ class Regression(Task):
 
     def constants(self, examples: Examples) -> list[Constant]:
         """Return the mean and the median of each number."""
-        mean = mean_of(examples, lambda part: _flat(part.labels))
-        some = drawn(examples, max(_HELD // len(mean), _LEAST))
-        median = _median(_flat(some.labels), weights_of(some))
+        mean = weighted_mean(examples, lambda part: _flat(part.labels))
+        some = sample_examples(examples, max(_HELD // len(mean), _LEAST))
+        median = _median(_flat(some.labels), example_weights(some))
         return [
             Constant(
                 f"always {value[0]:.4g}" if len(value) == 1 else f"always the {name}",

@@ -37,8 +37,8 @@ from flotilla.trainer.tasks.base import (
     Tally,
     Target,
     Tested,
+    example_weights,
     refuse_labels,
-    weights_of,
 )
 from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.exact.tallies import OfPlaces
@@ -193,7 +193,7 @@ class SequenceLabelling(Softmax):
         counts: Floats = np.zeros(1)
         for part in examples.parts():
             labels = part.labels.reshape(len(part.labels), -1).astype(np.int64)
-            known = (labels >= 0) * weights_of(part)[:, np.newaxis]
+            known = (labels >= 0) * example_weights(part)[:, np.newaxis]
             cells = np.maximum(labels, 0) + self.num_classes * np.arange(labels.shape[1])
             size = self.num_classes * labels.shape[1]
             counts = counts + np.bincount(cells.ravel(), known.ravel(), size)
@@ -219,7 +219,9 @@ class SequenceLabelling(Softmax):
             return None
         found = part.outputs.argmax(axis=-1).reshape(len(part.labels), -1)
         labels = part.labels.reshape(found.shape).astype(np.int64)
-        return metrics.tested_average(metric, labels, found, weights_of(part)[:, np.newaxis])
+        return metrics.make_average_test(
+            metric, labels, found, example_weights(part)[:, np.newaxis]
+        )
 
     def details(self, examples: Examples) -> dict[str, Any]:
         """Return the names of the classes."""

@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.src.losses import loss as keras_loss
 
 from flotilla.trainer.config.schema import BALANCED
-from flotilla.trainer.features.class_names import ClassIndex, number_in
+from flotilla.trainer.features.class_names import ClassIndex, normalize_number
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Array, Task
 from flotilla.trainer.tasks.compiled import Term
@@ -43,16 +43,16 @@ class TaskLoss:
         """Return the mean loss of a batch, of what the model gives."""
         total = tf.constant(0.0)
         for path, loss, weight, part in self.terms:
-            true = at_path(labels, path)
+            true = find_at_path(labels, path)
             if part is not None:
                 true = part.loss_labels(true)
-            each = _by_label(true, at_path(outputs, path), at_path(weights, path))
+            each = _by_label(true, find_at_path(outputs, path), find_at_path(weights, path))
             value = tf.cast(loss(*each), tf.float32)
             total += value if weight is None else value * weight
         return total
 
 
-def at_path(tree: Any, path: Sequence[Any]) -> Any:
+def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
     """Return what is at the path of an output; what is not by output is for each."""
     for key in path:
         tree = tree[key] if isinstance(tree, Mapping) else tree
@@ -160,7 +160,7 @@ def _balanced(task: Task, names: Sequence[str]) -> Array | None:
 def _number(name: str, names: Sequence[str]) -> int:
     if (found := ClassIndex(names).number(name)) >= 0:
         return found
-    by_place = name.isascii() and name.isdigit() and not any(map(number_in, names))
+    by_place = name.isascii() and name.isdigit() and not any(map(normalize_number, names))
     if by_place and int(name) < len(names):
         return int(name)
     some = ", ".join(names[:_SOME]) + (", ..." if len(names) > _SOME else "")

@@ -189,7 +189,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def exported(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
+def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
     """Serve the metrics of a run in this block, where `cluster.metrics_port` is set."""
     port = job.config.cluster.metrics_port
     if not port:
@@ -200,9 +200,9 @@ def exported(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
     threading.Thread(
         target=_read_newest, args=(job, metrics), name="metrics-checkpoint", daemon=True
     ).start()
-    server = served(metrics.registry, port)
+    server = serve_registry(metrics.registry, port)
     try:
-        with events.heard_by(metrics.take), watch.watching():
+        with events.listen(metrics.take), watch.watching():
             yield
     finally:
         if server:
@@ -211,7 +211,7 @@ def exported(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
             server.server_close()
 
 
-def served(registry: CollectorRegistry, port: int) -> WSGIServer | None:
+def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
     """Serve a registry on threads; None, with a warning, where it cannot be. Port 0: any."""
     host = os.environ.get(METRICS_HOST, "") or LOOPBACK
     # One socket for the addresses of both families, where the system has both.
@@ -232,7 +232,7 @@ def _read_newest(job: Job, metrics: RunMetrics) -> None:
     try:
         found = [
             (int(manifest.fields["global_step"]), manifest.created_at)
-            for _, manifest in storage.published(job.checkpoints, KIND)
+            for _, manifest in storage.list_published(job.checkpoints, KIND)
         ]
         if found:
             step, created = max(found)

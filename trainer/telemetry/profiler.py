@@ -86,13 +86,13 @@ class Profiler:
         return True
 
 
-def profiler_of(training: TrainingConfig, strategy: Strategy, folder: Path | None) -> Profiler:
+def make_profiler(training: TrainingConfig, strategy: Strategy, folder: Path | None) -> Profiler:
     """Return the profiler of the task that publishes; that of another one traces nothing."""
     steps = training.profile if strategy.publishes else ()
-    return Profiler(steps, folder, servers_of(strategy.cluster, strategy.task))
+    return Profiler(steps, folder, list_servers(strategy.cluster, strategy.task))
 
 
-def servers_of(cluster: Cluster, this: Task) -> list[str]:
+def list_servers(cluster: Cluster, this: Task) -> list[str]:
     """Return the addresses of the other tasks to trace, workers before parameter servers."""
     tasks = [
         Task(role=role, index=index)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 from flotilla.trainer import events
-from flotilla.trainer.runtime.masking import credentials_in
+from flotilla.trainer.runtime.masking import find_credentials
 
 URI, RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 EXPERIMENT, EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"
@@ -43,10 +43,10 @@ def writes_itself() -> bool:
     return is_tracked() and not os.environ.get(events.VARIABLE)
 
 
-def of_pods() -> tuple[dict[str, str], dict[str, str]]:
+def list_pod_variables() -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables for the pods of a job: values, and references `SECRET/KEY`."""
     address = os.environ.get(URI, "")
-    if words := credentials_in(address):
+    if words := find_credentials(address):
         log.warning(
             "%s is not given to the pods of the job, where many could read it: %s; write them into "
             "a secret, see docs/how-to/tracking.md",
@@ -63,6 +63,6 @@ def of_pods() -> tuple[dict[str, str], dict[str, str]]:
     return values, secrets
 
 
-def hub_of(configured: str, environment: Mapping[str, str] = os.environ) -> str:
+def find_hub(configured: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the address of the Model Registry; empty for none."""
     return (configured or environment.get(HUB, "")).rstrip("/")

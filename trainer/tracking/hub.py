@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import is_number
-from flotilla.trainer.runtime.masking import is_sent_openly, masked
+from flotilla.trainer.runtime.masking import is_sent_openly, mask
 
 if TYPE_CHECKING:
     import requests
@@ -53,7 +53,7 @@ class Hub:
         if token := _token():
             if is_sent_openly(address):
                 raise UserError(
-                    f"registry.hub: {masked(address)} is plain http, over which no token is sent: "
+                    f"registry.hub: {mask(address)} is plain http, over which no token is sent: "
                     "use https"
                 )
             self._session.headers["Authorization"] = f"Bearer {token}"
@@ -61,7 +61,7 @@ class Hub:
     def check(self) -> str:
         """Return in words that the registry answers; raises `UserError` where it does not."""
         self._ask("GET", "registered_models", query={"pageSize": "1"})
-        return f"the model registry answers at {masked(self._home)}"
+        return f"the model registry answers at {mask(self._home)}"
 
     def announce(self, model: PromotedModel) -> str:
         """Have the registry know a promoted version; return its id there; raises `UserError`."""
@@ -89,8 +89,8 @@ class Hub:
         found = self._ensured(f"model_versions/{version}/artifacts", artifact)
         if found.get("uri") != model.uri:
             raise UserError(
-                f"the registry at {masked(self._home)} has another {model.name}, version "
-                f"{model.version}, at {masked(str(found.get('uri')))}: it is left as it is; give "
+                f"the registry at {mask(self._home)} has another {model.name}, version "
+                f"{model.version}, at {mask(str(found.get('uri')))}: it is left as it is; give "
                 "this model another name"
             )
         return version
@@ -154,7 +154,7 @@ class Hub:
         return tree
 
     def _strange(self, words: str) -> UserError:
-        return UserError(f"the model registry at {masked(self._home)}: {masked(words)[:300]}")
+        return UserError(f"the model registry at {mask(self._home)}: {mask(words)[:300]}")
 
 
 def _words(answer: requests.Response) -> str:
@@ -181,5 +181,5 @@ def _properties(values: Mapping[str, Any]) -> dict[str, Any]:
         if is_number(value):
             made[name] = {"metadataType": "MetadataDoubleValue", "double_value": float(value)}
         elif isinstance(value, str) and value:
-            made[name] = {"metadataType": "MetadataStringValue", "string_value": masked(value)}
+            made[name] = {"metadataType": "MetadataStringValue", "string_value": mask(value)}
     return made

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.names import curve_name
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.tracking import addresses
 
 OWN_ID = "flotilla.run_id"
@@ -92,7 +92,7 @@ class RunName:
     ends: bool = False
 
 
-def parameters_of(config: Config) -> dict[str, str]:
+def list_parameters(config: Config) -> dict[str, str]:
     """Return the configuration as parameters, without what is empty and what a cluster needs."""
     tree = config.model_dump(mode="json")
     tree["cluster"].pop("kubernetes", None)
@@ -106,7 +106,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield from _leaves(value, f"{name}.")
         elif value not in ("", [], None):
             text = value if isinstance(value, str) else json.dumps(value)
-            yield curve_name(name), masked(text)[:_LONGEST_PARAMETER]
+            yield curve_name(name), mask(text)[:_LONGEST_PARAMETER]
 
 
 class MlflowRun:
@@ -123,14 +123,14 @@ class MlflowRun:
     @property
     def url(self) -> str:
         """The address of the tracker, to be read in a message."""
-        return masked(os.environ.get(addresses.URI, ""))
+        return mask(os.environ.get(addresses.URI, ""))
 
     def open(self) -> None:
         """Find the run, or make it, and write the parameters that it lacks."""
         if self._id:
             return
         self._client = self._client or client_of_mlflow()
-        experiment, run = found_run(self._client, self._name)
+        experiment, run = find_run(self._client, self._name)
         run = run or self._made(experiment)
         if self._name.ends and run.info.status != "RUNNING":
             self._client.update_run(run.info.run_id, status="RUNNING")
@@ -206,7 +206,7 @@ class MlflowRun:
             self._client.log_batch(run_id, tags=some)
 
 
-def found_run(client: Any, name: RunName) -> tuple[str, Any]:
+def find_run(client: Any, name: RunName) -> tuple[str, Any]:
     """Return the id of the experiment, and the run of MLflow: None where there is none yet.
 
     It is the run that the environment names, unless that is another run's: then it is one below it.
@@ -217,14 +217,14 @@ def found_run(client: Any, name: RunName) -> tuple[str, Any]:
         if not name.run_id or run.data.tags.get(OWN_ID) in (None, name.run_id):
             return experiment, run
     else:
-        experiment = experiment_of(client, name.experiment)
+        experiment = find_experiment(client, name.experiment)
     # The id of a run has no quotes.
     chosen = f"tags.`{OWN_ID}` = '{name.run_id}'"
     runs = client.search_runs([experiment], chosen, max_results=1, order_by=["start_time ASC"])
     return experiment, client.get_run(runs[0].info.run_id) if runs else None
 
 
-def experiment_of(client: Any, default: str) -> str:
+def find_experiment(client: Any, default: str) -> str:
     """Return the id of the experiment that the environment names, or of the one of this name."""
     if given := os.environ.get(addresses.EXPERIMENT):
         return given
@@ -257,13 +257,13 @@ def health() -> str:
         raise UserError("MLFLOW_TRACKING_URI is set, and the extra mlflow is not installed")
     address = os.environ[addresses.URI]
     if not address.startswith(("http://", "https://")):
-        return f"MLflow writes to {masked(address)}"
+        return f"MLflow writes to {mask(address)}"
     # The server of MLflow answers this without a token.
     url = f"{address.rstrip('/')}/health"
     try:
         answer = requests.get(url, timeout=REQUEST_SECONDS / 2, allow_redirects=False)
     except (requests.RequestException, ValueError) as error:
-        raise UserError(f"{masked(url)} does not answer: {type(error).__name__}") from None
+        raise UserError(f"{mask(url)} does not answer: {type(error).__name__}") from None
     if answer.status_code != requests.codes.ok:
-        raise UserError(f"{masked(url)} answers {answer.status_code}: is it a server of MLflow?")
-    return f"MLflow answers at {masked(address)}"
+        raise UserError(f"{mask(url)} answers {answer.status_code}: is it a server of MLflow?")
+    return f"MLflow answers at {mask(address)}"

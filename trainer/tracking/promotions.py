@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from flotilla.trainer import storage
-from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.tracking import addresses
 from flotilla.trainer.tracking.hub import Hub, PromotedModel
-from flotilla.trainer.tracking.mlflow_run import RunName, client_of_mlflow, found_run
+from flotilla.trainer.tracking.mlflow_run import RunName, client_of_mlflow, find_run
 from flotilla.trainer.tracking.tracker import MISSING
 
 # For each address; a model of a local run is uploaded in it.
@@ -60,7 +60,7 @@ def _answer(call: Callable[[], object], answer: queue.SimpleQueue[str]) -> None:
     except ImportError:
         words = MISSING
     except Exception as error:
-        words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:300]
+        words = " ".join(mask(f"{type(error).__name__}: {error}").split())[:300]
     answer.put(words)
 
 
@@ -98,7 +98,7 @@ def _ensure_model(client: Any, name: str) -> None:
 
 def _made(client: Any, model: PromotedModel) -> Any:
     name = RunName(run_id=model.run_id, experiment=model.name, parameters={})
-    _, run = found_run(client, name)
+    _, run = find_run(client, name)
     source, folder = model.uri.partition("?")[0], storage.local_path(model.uri)
     if folder and run:
         place = f"models/{model.version}"

@@ -22,7 +22,7 @@ from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.features.names import curve_name
 from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError
 from flotilla.trainer.runtime.json_records import is_number
-from flotilla.trainer.runtime.masking import masked
+from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.tracking import addresses
 from flotilla.trainer.tracking.mlflow_run import (
     REQUEST_SECONDS,
@@ -30,7 +30,7 @@ from flotilla.trainer.tracking.mlflow_run import (
     Pending,
     Point,
     RunName,
-    parameters_of,
+    list_parameters,
 )
 
 # How long the end of a run waits for the tracker.
@@ -126,7 +126,7 @@ def ended(status: str, message: str = "", verdict: str = "") -> Pending:
     return Pending(tags={key: value for key, value in tags.items() if value}, status=status)
 
 
-def status_of(error: BaseException | None) -> str:
+def mlflow_status(error: BaseException | None) -> str:
     """Return MLflow's word for how training ended."""
     if error is None:
         return "FINISHED"
@@ -134,7 +134,7 @@ def status_of(error: BaseException | None) -> str:
 
 
 def _tag(text: str) -> str:
-    return masked(text)[:_LONGEST_TAG]
+    return mask(text)[:_LONGEST_TAG]
 
 
 class Tracker:
@@ -220,7 +220,7 @@ class Tracker:
         if isinstance(error, ImportError):
             log.warning("%s", MISSING)
             return
-        words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:160]
+        words = " ".join(mask(f"{type(error).__name__}: {error}").split())[:160]
         log.warning(
             "MLflow at %s does not take what this run sends (%s); the run continues, and "
             "sends what is missing when MLflow answers again",
@@ -272,14 +272,14 @@ def following_training(job: Job, *, leads: bool) -> Iterator[None]:
     tracker = Tracker(MlflowRun(_named(job.config, job.run_id, ends=ends)))
     failure: BaseException | None = None
     try:
-        with events.heard_by(tracker.hear):
+        with events.listen(tracker.hear):
             yield
     except BaseException as error:
         failure = error
         raise
     finally:
         goes_on = isinstance(failure, ClusterLostError) or not ends
-        tracker.close(None if goes_on else ended(status_of(failure)))
+        tracker.close(None if goes_on else ended(mlflow_status(failure)))
 
 
 @contextmanager
@@ -290,7 +290,7 @@ def following_step() -> Iterator[None]:
         return
     tracker = Tracker(MlflowRun(RunName(parameters={})))
     try:
-        with events.heard_by(tracker.hear):
+        with events.listen(tracker.hear):
             yield
     finally:
         tracker.close()
@@ -298,5 +298,5 @@ def following_step() -> Iterator[None]:
 
 def _named(config: Config, run_id: str, *, ends: bool) -> RunName:
     return RunName(
-        run_id=run_id, experiment=config.name, parameters=parameters_of(config), ends=ends
+        run_id=run_id, experiment=config.name, parameters=list_parameters(config), ends=ends
     )

@@ -20,7 +20,7 @@ import tensorflow as tf
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints import index
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
-from flotilla.trainer.checkpoints.remote import checkpoints_of
+from flotilla.trainer.checkpoints.remote import open_checkpoints
 from flotilla.trainer.checkpoints.servers import PartServers
 from flotilla.trainer.cluster import completion, loopback
 from flotilla.trainer.cluster.launcher import Job
@@ -30,18 +30,18 @@ from flotilla.trainer.cluster.supervisor import EVALUATION_SECONDS
 from flotilla.trainer.config.data import DYNAMIC
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Cluster, Task, topology_of
+from flotilla.trainer.config.topology import Cluster, Task, find_topology
 from flotilla.trainer.data.random_access import by_number
 from flotilla.trainer.data.read import evaluation_batches, training_batches
 from flotilla.trainer.data.shards.shard_store import Streaming
 from flotilla.trainer.evaluation import evaluate
-from flotilla.trainer.evaluation.signature import positive_of
+from flotilla.trainer.evaluation.signature import find_positive
 from flotilla.trainer.features.dataset_spec import DatasetSpec, require_buckets
 from flotilla.trainer.features.length import examples_of_step
-from flotilla.trainer.models.registry import freeze, refused_input
+from flotilla.trainer.models.registry import freeze, report_bad_input
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime import signals, user_code
-from flotilla.trainer.runtime.errors import ClusterLostError, UserError, without_memory
+from flotilla.trainer.runtime.errors import ClusterLostError, UserError, describe_out_of_memory
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.input_position import Stream
 from flotilla.trainer.strategies.parameter_server import worker_number
@@ -49,7 +49,7 @@ from flotilla.trainer.strategies.server_state import is_lost
 from flotilla.trainer.strategies.strategy import Problem, Strategy, create
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.tasks.objective import Objective
-from flotilla.trainer.telemetry.metrics import exported
+from flotilla.trainer.telemetry.metrics import export_metrics
 from flotilla.trainer.training import dry_run
 from flotilla.trainer.training.loop import EarlyStopping, Hooks, train
 from flotilla.trainer.training.server import (
@@ -57,9 +57,9 @@ from flotilla.trainer.training.server import (
     SHARDS,
     VALIDATION_PATTERN,
     configure_gpus,
+    find_streaming,
     serve_in_process,
     stage_input,
-    streaming_to,
 )
 from flotilla.trainer.training.stall import StallWatch
 from flotilla.trainer.training.task_contract import require_task
@@ -95,18 +95,18 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
             PartServers(servers, strategy.io_device),
             training.checkpoint_parts_mb * 10**6,
         )
-    streaming = streaming_to(job, cluster)
-    hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested, streaming)
+    streaming = find_streaming(job, cluster)
+    hooks = make_hooks(job.config, dataset, checkpoints, watch, stop_requested, streaming)
     if strategy.publishes and checkpoints.positive:
-        spec = tasks.with_positive(job.config.task, DatasetSpec.from_manifest(dataset))
-        events.emit(events.DataNote(text=tasks.described(job.config.task, spec)))
-    if topology_of(job.config.training.strategy).workers:
+        spec = tasks.set_positive(job.config.task, DatasetSpec.from_manifest(dataset))
+        events.emit(events.DataNote(text=tasks.describe_task(job.config.task, spec)))
+    if find_topology(job.config.training.strategy).workers:
         # The strategy makes a server when it connects to the cluster.
         loopback.close_to_others(cluster.address(task))
     watch.begin()
     fed = feed.reporting() if feed else nullcontext()
-    publishes = exported(job, cluster, task) if strategy.publishes else nullcontext()
-    with fed, publishes, _lost_cluster(strategy), refused_input():
+    publishes = export_metrics(job, cluster, task) if strategy.publishes else nullcontext()
+    with fed, publishes, _lost_cluster(strategy), report_bad_input():
         with checkpoints.flushed():
             train(job.config, strategy, checkpoints, hooks)
         _end(job, strategy, checkpoints, stop_requested)
@@ -154,7 +154,7 @@ def await_validation(
 
 
 def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -> Checkpoints:
-    checkpoints = checkpoints_of(
+    checkpoints = open_checkpoints(
         job.checkpoints,
         keep=job.config.training.keep,
         scratch=job.workdir / "scratch",
@@ -167,7 +167,7 @@ def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -
     return checkpoints
 
 
-def hooks_of(  # noqa: PLR0913, PLR0917
+def make_hooks(  # noqa: PLR0913, PLR0917
     config: Config,
     dataset: Manifest,
     checkpoints: Checkpoints,
@@ -177,12 +177,12 @@ def hooks_of(  # noqa: PLR0913, PLR0917
 ) -> Hooks:
     """Return what the outer loop calls; see `Hooks`. Without `streaming` all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
-    spec = tasks.with_positive(config.task, spec)
+    spec = tasks.set_positive(config.task, spec)
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
-    objective = tasks.objective_of(config, spec)
+    objective = tasks.make_objective(config, spec)
     require_task(objective.task, spec.features)
-    checkpoints.positive = positive_of(objective.task)
+    checkpoints.positive = find_positive(objective.task)
     checkpoints.require_fit = partial(evaluate.require_positive, objective.task, spec)
     make_problem = partial(_problem, config, spec, objective, streaming)
     validates = spec.examples("validation") and not config.cluster.evaluator
@@ -208,12 +208,12 @@ def _lost_cluster(strategy: Strategy) -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        if line := without_memory(error):
+        if line := describe_out_of_memory(error):
             raise UserError(line) from error
         if not is_lost(error):
             raise
         # The line after the stack of the graph; the names of the tasks are on the next one.
-        text = user_code.text_of(error).strip().split("\n\n")[-1]
+        text = user_code.full_message(error).strip().split("\n\n")[-1]
         first, *more = text.splitlines() or [type(error).__name__]
         line = f"{first} {more[0]}" if more and first.endswith(":") else first
         cause = re.sub(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", r"\1-\2", line)
@@ -276,7 +276,7 @@ def _batches(
 
 def _taken(config: Config, start: int) -> int:
     """Return about how many examples each worker has taken before a global step; 0: not known."""
-    if not topology_of(config.training.strategy).capabilities.mixes_steps:
+    if not find_topology(config.training.strategy).capabilities.mixes_steps:
         return 0
     return start * examples_of_step(config) // config.cluster.workers
 

@@ -29,7 +29,7 @@ from flotilla.trainer.config.optimizer import OF_MODEL
 from flotilla.trainer.config.pod_fields import amount
 from flotilla.trainer.config.schema import Config, OutputConfig, TrainingConfig
 from flotilla.trainer.config.thresholds import called_now, split_rule
-from flotilla.trainer.config.topology import TOPOLOGIES, topology_of
+from flotilla.trainer.config.topology import TOPOLOGIES, find_topology
 from flotilla.trainer.data import prepare
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
 from flotilla.trainer.data.records import encode
@@ -53,7 +53,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies import placement
 from flotilla.trainer.strategies.gradients import pulled_gradient_of
 from flotilla.trainer.strategies.strategy import (
-    class_of,
+    find_class,
     gradient_of,
     has_own_step,
     own_step_of,
@@ -64,10 +64,10 @@ from flotilla.trainer.tasks.binary_classification import TWO
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.training.task_contract import (
     LENGTH,
-    called,
-    in_turn,
+    call_user_code,
     is_built_in,
     naming,
+    number_rows,
     require_task,
 )
 
@@ -119,7 +119,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
         registry.require_readable(name, model)
     if any(form.startswith("tflite") for form in config.export.formats):
         registry.require_lite(model)
-    if topology_of(config.training.strategy).servers and not config.cluster.existing_servers:
+    if find_topology(config.training.strategy).servers and not config.cluster.existing_servers:
         placement.check(paths, config.cluster.parameter_servers, config.cluster.placement)
     _require_memory(config, model)
     _require_compiler(config, objective)
@@ -137,7 +137,7 @@ def _require_known_lengths(model: keras.Model) -> None:
 
 def _require_memory(config: Config, model: keras.Model) -> None:
     """Refuse pods that could not hold the variables of the model, and nothing else."""
-    cluster, topology = config.cluster, topology_of(config.training.strategy)
+    cluster, topology = config.cluster, find_topology(config.training.strategy)
     role = "ps" if topology.servers else "worker" if topology.workers else "chief"
     limit = cluster.kubernetes.of(role).resources.limits.get("memory", "")
     if cluster.launcher == "local" or cluster.existing_servers or not limit:
@@ -181,7 +181,7 @@ def _require_compiler(config: Config, objective: Objective) -> None:
             "training.jit_compile is false; set it there, or leave it out of compile"
         )
     if config.training.optimizer.name == OF_MODEL:
-        optimizers.accepted(config.training, objective.optimizer)
+        optimizers.accept_compiled(config.training, objective.optimizer)
     elif found:
         log.info(
             "the optimizer %s that the model is compiled with is not used: "
@@ -226,7 +226,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
     of first rows, which is not `whole`, has to fit nothing else that it may be of. Raises
     `UserError`.
     """
-    dataset = dataset_of(config, scratch, uri)
+    dataset = find_dataset(config, scratch, uri)
     config = resolved(config, Splits(*map(dataset.examples, Splits._fields)))
     if whole:
         return _fitted(config, dataset, uri)
@@ -256,10 +256,10 @@ def _line_reached(error: ConfigError) -> int:
 
 def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
     config = choice.with_model(config, dataset)
-    dataset = tasks.with_positive(config.task, dataset)
+    dataset = tasks.set_positive(config.task, dataset)
     require_slices(config, dataset.features, dataset.targets)
     require_buckets(config.data.buckets, [n for n in dataset.roles if dataset.features[n].varies])
-    class_of(config)
+    find_class(config)
     if config.training.optimizer.name != OF_MODEL:
         optimizers.build_optimizer(config.training)
     if precision := config.training.mixed_precision:
@@ -275,25 +275,27 @@ def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
         _try_out(config, dataset, model, objective, uri)
     return Fit(
         model=config.model.name,
-        inputs={name: described(dataset.features[name]) for name in dataset.inputs},
+        inputs={name: describe_feature(dataset.features[name]) for name in dataset.inputs},
         task=objective.task.name,
-        why=tasks.described(config.task, dataset),
-        targets={name: described(dataset.features[name]) for name in dataset.targets},
+        why=tasks.describe_task(config.task, dataset),
+        targets={name: describe_feature(dataset.features[name]) for name in dataset.targets},
         parameters=parameters,
     )
 
 
 def _objective(config: Config, dataset: DatasetSpec) -> Objective:
-    found: Objective = called(f"task {config.task.name}", tasks.objective_of, config, dataset)
+    found: Objective = call_user_code(
+        f"task {config.task.name}", tasks.make_objective, config, dataset
+    )
     return found
 
 
-def dataset_of(config: Config, scratch: Path, uri: str) -> DatasetSpec:
+def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
     """Return the dataset of a configuration: as it is published, or as its builder says."""
     if uri:
         learnt = index.learnt_of_dataset(uri)
         return DatasetSpec.from_manifest(storage.read_manifest(uri), learnt)
-    selection = prepare.selected(config.data, scratch)
+    selection = prepare.select_features(config.data, scratch)
     return DatasetSpec(
         features=selection.specs,
         inputs=selection.inputs,
@@ -379,7 +381,7 @@ def _width(config: Config, dataset: DatasetSpec) -> int:
         found.append(keras.tree.flatten(outputs)[0].shape[-1])
 
     with suppress(ConfigError), _few_values():
-        objective = _objective(config, tasks.with_positive(config.task, dataset))
+        objective = _objective(config, tasks.set_positive(config.task, dataset))
         evaluate.build_model(config, dataset, objective, see)
     return found[0] if found and isinstance(found[0], int) else 0
 
@@ -416,13 +418,13 @@ def _try_out(
     """Train, measure and export the model on the first examples, or on made-up ones."""
     with tempfile.TemporaryDirectory(prefix="flotilla-try-") as name:
         folder = Path(name)
-        batches = batches_of(dataset, folder, uri)
+        batches = make_batch(dataset, folder, uri)
         with naming(f"model {config.model.name}"):
             try:
                 _require_step(config.training, model, objective, batches)
             except _NumbersError:
                 # Two may be alike, or weigh nothing.
-                more = batches_of(dataset, folder, uri, MORE_EXAMPLES)
+                more = make_batch(dataset, folder, uri, MORE_EXAMPLES)
                 _require_step(config.training, model, objective, more)
         subject = Subject(model=model, task=objective.task, spec=dataset)
         (batch,) = batches
@@ -436,14 +438,14 @@ def _try_out(
         for form in config.export.formats:
             if (own and small) or form.startswith("tflite"):
                 path = folder / format_path(form, config.name, 0)
-                parity.answers_as(form, subject, path, calibration)
+                parity.check_form(form, subject, path, calibration)
 
 
 def _inputs_of(spec: DatasetSpec, batch: Any) -> dict[str, tf.Tensor]:
     return dict(batch[0]) if isinstance(batch[0], Mapping) else {spec.inputs[0]: batch[0]}
 
 
-def described(feature: FeatureSpec) -> str:
+def describe_feature(feature: FeatureSpec) -> str:
     """Return type, shape and classes of a feature, as a person reads them."""
     classes = f" of {feature.num_classes} classes" if feature.num_classes else ""
     sizes = ", ".join("any" if size is None else str(size) for size in feature.shape)
@@ -469,10 +471,10 @@ def _values(feature: FeatureSpec, random: np.random.Generator, count: int) -> An
     dtype = np.dtype(feature.dtype)
     if dtype == np.uint8 and not feature.num_classes:
         return random.integers(0, 256, shape).astype(dtype)
-    return random.random(shape).astype(dtype) if dtype.kind == "f" else in_turn(shape, dtype)
+    return random.random(shape).astype(dtype) if dtype.kind == "f" else number_rows(shape, dtype)
 
 
-def batches_of(
+def make_batch(
     spec: DatasetSpec, folder: Path, uri: str = "", count: int = EXAMPLES
 ) -> tf.data.Dataset:
     """Return one batch: of the first shard of a dataset, or of examples that are made up."""
@@ -497,13 +499,15 @@ def _require_step(
 ) -> None:
     """Take one step, and measure; the model has values, and keeps them but for an own step."""
     (batch,) = batches
-    loss, gradients = called("a step on a few examples", _step, training, model, objective, batch)
+    loss, gradients = call_user_code(
+        "a step on a few examples", _step, training, model, objective, batch
+    )
     _require_finite(loss, model, gradients, _why_not_finite(training, batch))
 
     def validate() -> None:
         objective.means(objective.totals(model, batches).numpy())
 
-    called("a validation on a few examples", validate)
+    call_user_code("a validation on a few examples", validate)
 
 
 def _why_not_finite(training: TrainingConfig, batch: Any) -> str:

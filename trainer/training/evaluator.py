@@ -23,7 +23,7 @@ from flotilla.trainer.cluster.process import OVER
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
 from flotilla.trainer.evaluation import evaluate
 from flotilla.trainer.features.dataset_spec import DatasetSpec
-from flotilla.trainer.models.registry import refused_input
+from flotilla.trainer.models.registry import report_bad_input
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.telemetry.scalars import TensorBoardLog
@@ -49,12 +49,12 @@ def watch(job: Job) -> None:
         # Read before the listing, so that no checkpoint that was published before is missed.
         is_over = (job.workdir / OVER).exists()
         newest = 0
-        for uri, manifest in storage.published(job.checkpoints, KIND):
+        for uri, manifest in storage.list_published(job.checkpoints, KIND):
             newest = max(newest, int(manifest.fields["global_step"]))
             name = f"{uri} {manifest.created}"
             if done.has(manifest) or name in passed:
                 continue
-            metrics = metrics_of(measure, uri, job.workdir / "scratch")
+            metrics = evaluate_checkpoint(measure, uri, job.workdir / "scratch")
             if metrics:
                 row = done.add(manifest, metrics)
                 step, created = row["global_step"], manifest.created
@@ -69,7 +69,7 @@ def watch(job: Job) -> None:
         pause.wait(POLL_SECONDS)
 
 
-def metrics_of(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
+def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
     """Return the metrics of a checkpoint; empty where it has to be passed over."""
     try:
         metrics = measure(uri, scratch)
@@ -95,18 +95,18 @@ def _log_files(job: Job) -> LogFiles:
 def _measure(job: Job) -> Measure:
     learnt = index.learnt_of_run(job.checkpoints, job.config.training, job.dataset)
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset), learnt)
-    spec = tasks.with_positive(job.config.task, spec)
+    spec = tasks.set_positive(job.config.task, spec)
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
     if precision := job.config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")
-    objective = tasks.objective_of(job.config, spec)
+    objective = tasks.make_objective(job.config, spec)
     model = evaluate.build_model(job.config, spec, objective)
     graph = tf.function(partial(objective.totals, model))
     batches = evaluation_batches(spec, files, batch_size=job.config.evaluation.batch_size)
 
     def measure(uri: str, scratch: Path) -> dict[str, float]:
         restore_model(uri, model, scratch)
-        with refused_input():
+        with report_bad_input():
             return objective.means(graph(batches).numpy())
 
     return measure

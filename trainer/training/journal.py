@@ -17,7 +17,7 @@ from flotilla.trainer import events
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from flotilla.trainer.checkpoints.contents import RECOVERED
 from flotilla.trainer.checkpoints.history import History
-from flotilla.trainer.cluster.launcher import run_of
+from flotilla.trainer.cluster.launcher import find_run_id
 from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.strategies.input_position import Stream
@@ -56,7 +56,7 @@ class Journal:
             # What a chief has left is of a later step than its row, and what was validated is not.
             last = {name: each for name, each in last.items() if not name.startswith(VALIDATION)}
         self._newest = last
-        self._board = TensorBoardLog(checkpoints.logs, run_of(checkpoints.uri))
+        self._board = TensorBoardLog(checkpoints.logs, find_run_id(checkpoints.uri))
 
     @property
     def logs(self) -> Path | None:
@@ -164,13 +164,13 @@ class UnpublishedJournal(Journal):
         return self.last_checkpoint
 
 
-def origin_of(found: RestoredCheckpoint | None) -> dict[str, str]:
+def read_origin(found: RestoredCheckpoint | None) -> dict[str, str]:
     """Return what the manifests of the run say about the weights that it began with."""
     fields = found.fields if found else {}
     return {name: str(fields.get(name, "")) for name in ("warmed_from", "warm_start")}
 
 
-def stream_of(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
+def open_stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
     """Return the stream of the problem at the position of the checkpoint."""
     saved = found.fields.get(INPUT_POSITION) if found else None
     if not problem.stream:

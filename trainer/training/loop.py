@@ -32,17 +32,17 @@ from flotilla.trainer.checkpoints.decisions import Interval, SaveInterval
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from flotilla.trainer.config.schema import Config, TrainingConfig
 from flotilla.trainer.events.progress.work import Work
-from flotilla.trainer.optimizers.averaging import averaged, begin_averages
+from flotilla.trainer.optimizers.averaging import begin_averages, swap_averages
 from flotilla.trainer.runtime.errors import (
     ClusterLostError,
     RunInterruptedError,
     UserError,
-    diverged,
+    describe_divergence,
 )
 from flotilla.trainer.runtime.signals import ending_at_once
 from flotilla.trainer.strategies.strategy import Problem, Report, Strategy
-from flotilla.trainer.telemetry.profiler import profiler_of
-from flotilla.trainer.training.journal import Journal, UnpublishedJournal, origin_of, stream_of
+from flotilla.trainer.telemetry.profiler import make_profiler
+from flotilla.trainer.training.journal import Journal, UnpublishedJournal, open_stream, read_origin
 from flotilla.trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
@@ -151,16 +151,18 @@ def _begun(  # noqa: PLR0913, PLR0917
 ) -> _OuterLoop:
     """Return the loop of an attempt, whose variables have values; see `Recovery`."""
     # A resumed run has weights of its own.
-    warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
+    warm = (
+        None if found else warm_start.fetch_weights(config.training.warm_start, checkpoints.scratch)
+    )
     start = found.global_step if found else -1
     with ending_at_once():
         problem = hooks.make_problem(recovery.begins_at(found))
-        strategy.begin_visits(stream_of(problem, found))
+        strategy.begin_visits(open_stream(problem, found))
         strategy.build(problem)
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
     kept = recovery.restore(found)
-    begun = origin_of(found)
+    begun = read_origin(found)
     if warm:
         begun = warm_start.load(
             warm, strategy.variables(), io_device=strategy.io_device, servers=checkpoints.servers
@@ -212,7 +214,7 @@ class _OuterLoop:
     ) -> None:
         self._training, self._strategy, self._journal = training, strategy, journal
         self._hooks, self._recovery, self._max_loss = hooks, recovery, max_loss
-        self._profiler = profiler_of(training, strategy, journal.logs)
+        self._profiler = make_profiler(training, strategy, journal.logs)
         self._pace = Pace(training=training)
         self._saves = SaveInterval.of(training)
         self._validations = Interval(steps=training.validate_every, last_step=training.steps)
@@ -385,7 +387,7 @@ class _OuterLoop:
             return {}
         if self._training.ema:
             self._strategy.settle(is_whole=False)
-        with averaged(self._strategy.variables()), Work("validating"):
+        with swap_averages(self._strategy.variables()), Work("validating"):
             metrics = self._hooks.validate(self._strategy)
         self._strategy.settle(is_whole=True)
         for name, value in metrics.items():
@@ -404,4 +406,4 @@ class _OuterLoop:
 
     def _raise_diverged(self, what: str, step: int) -> NoReturn:
         last, at_once = self._journal.last_checkpoint, not self._journal.rows
-        raise UserError(diverged(what, step, last, at_once=at_once))
+        raise UserError(describe_divergence(what, step, last, at_once=at_once))

@@ -22,7 +22,7 @@ from flotilla.trainer.checkpoints.checkpoints import (
     Checkpoints,
     RestoredCheckpoint,
     restore,
-    resumed,
+    select_resumed,
 )
 from flotilla.trainer.config.data import DYNAMIC
 from flotilla.trainer.config.schema import Config
@@ -113,7 +113,7 @@ class Recovery:
             for path, each in variables.items()
             if not (state and state.is_taken(each.device))
         }
-        restored = resumed(found, lost, self._config.training) if lost else {}
+        restored = select_resumed(found, lost, self._config.training) if lost else {}
         if restored:
             restore(
                 found,

@@ -25,9 +25,9 @@ from flotilla.trainer.data.shards.shard_store import (
     TRAIN,
     VALIDATION,
     Streaming,
-    order_of,
     part_range,
-    streaming_of,
+    plan_streaming,
+    shuffle_shards,
 )
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError
@@ -113,10 +113,10 @@ PATTERN = f"{SHARDS}/*.tfrecord"
 VALIDATION_PATTERN = "validation/*.tfrecord"
 
 
-def streaming_to(job: Job, cluster: Cluster) -> Streaming | None:
+def find_streaming(job: Job, cluster: Cluster) -> Streaming | None:
     """Return how shards come and go on the workers, if they do; raises `ConfigError`."""
     manifest = storage.read_manifest(job.dataset)
-    return streaming_of(job.config, manifest, cluster.count("worker"))
+    return plan_streaming(job.config, manifest, cluster.count("worker"))
 
 
 def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
@@ -133,7 +133,7 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
     # In one process all workers share one folder, and each reads all of it.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
-    if streaming := streaming_to(job, cluster):
+    if streaming := find_streaming(job, cluster):
         return _feed(job, streaming, index, of, workers)
     paths = stage_shards(job.dataset, job.workdir / SHARDS, "train", index=index, of=of)
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
@@ -153,5 +153,5 @@ def _feed(job: Job, streaming: Streaming, index: int, of: int, workers: int) -> 
         where = part_range(spec.shards[VALIDATION], size, part, max(1, workers))
         return spec.files(VALIDATION)[where.first : where.last]
 
-    orders = {TRAIN: lambda seed, epoch: order_of(mine, seed, epoch), VALIDATION: measured}
+    orders = {TRAIN: lambda seed, epoch: shuffle_shards(mine, seed, epoch), VALIDATION: measured}
     return ShardFeed(job.dataset, job.workdir, limit=streaming.limit, orders=orders)

@@ -21,11 +21,11 @@ from flotilla.trainer.code import bundle
 from flotilla.trainer.config import topology
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Cluster, Task, leader, topology_of
+from flotilla.trainer.config.topology import Cluster, Task, find_topology, leader
 from flotilla.trainer.features import length
 from flotilla.trainer.runtime import signals, user_code
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 from flotilla.trainer.tracking.tracker import following_training
 
 CHIEF = Task(role="chief", index=0)
@@ -60,9 +60,9 @@ def run(options: argparse.Namespace) -> None:
         _evaluate(job)
         return
     topology.check_port(tasks, this)
-    used = topology_of(config.training.strategy)
+    used = find_topology(config.training.strategy)
     if used.chief and not tasks.count("chief") and this == FIRST_WORKER:
-        tasks, this = with_chief(tasks), CHIEF
+        tasks, this = add_chief(tasks), CHIEF
         command = task_command(job, options.config, job.workdir)
         start_first_worker(tasks, command, config.cluster.max_restarts)
     # For the parts of TensorFlow that read it: without the evaluator, and with the chief.
@@ -79,7 +79,10 @@ def run(options: argparse.Namespace) -> None:
         if not publishes:
             lead(job, tasks, this, lease.NoLease())
             return
-        with following_training(job, leads=True), lease.held(job.checkpoints, job.run_id) as held:
+        with (
+            following_training(job, leads=True),
+            lease.hold_lease(job.checkpoints, job.run_id) as held,
+        ):
             lead(job, tasks, this, held)
     else:
         from flotilla.trainer.training.server import serve
@@ -99,7 +102,7 @@ def train_here(job: Job) -> None:
     keras.config.disable_traceback_filtering()
     tf.debugging.disable_traceback_filtering()
     tf.config.run_functions_eagerly(True)
-    with reported(f"write to {job.workdir}"):
+    with report_errors(f"write to {job.workdir}"):
         job.workdir.mkdir(parents=True, exist_ok=True)
         config = job.workdir / CONFIG
         config.write_text(job.config.model_dump_json(), encoding="utf-8")
@@ -109,7 +112,7 @@ def train_here(job: Job) -> None:
     run(argparse.Namespace(config=config, job_name="chief", task_index=0, **own, **hosts))
 
 
-def with_chief(cluster: Cluster) -> Cluster:
+def add_chief(cluster: Cluster) -> Cluster:
     """Return the cluster with a chief on a free port of worker 0's host."""
     host, _, _ = cluster.address(FIRST_WORKER).rpartition(":")
     return Cluster(addresses={"chief": (f"{host}:{free_port()}",), **cluster.addresses})
@@ -157,7 +160,7 @@ def _cluster(options: argparse.Namespace) -> tuple[Cluster, Task]:
 
 def _require_roles(config: Config, tasks: Cluster) -> None:
     strategy = config.training.strategy
-    used = topology_of(strategy)
+    used = find_topology(strategy)
     needed = {"ps": used.servers, "worker": used.workers}
     for role, is_needed in needed.items():
         if is_needed and not tasks.count(role):

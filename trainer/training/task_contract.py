@@ -71,7 +71,7 @@ def naming(what: str) -> Iterator[None]:
         raise type(error)(f"{what}: {error}") from error.__cause__
 
 
-def called(what: str, call: Callable[..., Any], *args: Any) -> Any:
+def call_user_code(what: str, call: Callable[..., Any], *args: Any) -> Any:
     """Call code of the user's; raises `ConfigError`, whatever it raises."""
     try:
         return call(*args)
@@ -79,7 +79,7 @@ def called(what: str, call: Callable[..., Any], *args: Any) -> Any:
         raise
     # Code of the user's may fail in any way.
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} fails: {user_code.line_of(error)}") from error
+        raise ConfigError(f"{what} fails: {user_code.format_error(error)}") from error
 
 
 def _require(holds: Any, otherwise: str) -> None:
@@ -115,12 +115,12 @@ def _require_attributes(task: Task) -> None:
         f"directions: that of main_metric {task.main_metric!r} is missing"
         f"{nearest(task.main_metric, task.directions)}",
     )
-    shape = called("output_shape()", lambda: task.output_shape)
+    shape = call_user_code("output_shape()", lambda: task.output_shape)
     _require(
         isinstance(shape, tuple) and all(isinstance(size, int) for size in shape),
         f"output_shape is {shape!r}; it has to be a tuple of whole numbers",
     )
-    cost = called("chance_loss()", task.chance_loss)
+    cost = call_user_code("chance_loss()", task.chance_loss)
     _require(
         isinstance(cost, float | int) and math.isfinite(cost) and cost > 0,
         f"chance_loss() is {cost!r}; it has to be a number above zero",
@@ -128,7 +128,7 @@ def _require_attributes(task: Task) -> None:
 
 
 def _require_loss(task: Task, whole: Part) -> None:
-    loss = called("loss()", task.loss)
+    loss = call_user_code("loss()", task.loss)
     is_loss = isinstance(loss, keras.losses.Loss)
     _require(is_loss, f"loss() is a {type(loss).__name__}; it has to be a keras.losses.Loss")
 
@@ -136,13 +136,13 @@ def _require_loss(task: Task, whole: Part) -> None:
         labels = task.loss_labels(tf.constant(whole.labels))
         return tf.convert_to_tensor(loss.call(labels, task.given(tf.constant(whole.outputs))))
 
-    each = called("loss()", call)
+    each = call_user_code("loss()", call)
     _require(
         each.shape.rank and each.shape[0] == EXAMPLES,
         f"its loss gives a value of shape {tuple(each.shape)} for {EXAMPLES} examples: call() "
         "has to return one for each, which weights of examples count",
     )
-    losses = called("example_losses()", task.example_losses, whole.labels, whole.outputs)
+    losses = call_user_code("example_losses()", task.example_losses, whole.labels, whole.outputs)
     _require(
         np.shape(losses) == (EXAMPLES,),
         f"example_losses() has shape {np.shape(losses)} for {EXAMPLES} examples; it has to "
@@ -152,13 +152,14 @@ def _require_loss(task: Task, whole: Part) -> None:
 
 def _require_metrics(task: Task, examples: _MadeUp) -> None:
     """Refuse metrics that are not named, or that parts of the examples do not add up to."""
-    for each in called("metrics()", task.metrics):
+    for each in call_user_code("metrics()", task.metrics):
         kind = type(each).__name__
         is_metric = isinstance(each, keras.Metric)
         _require(is_metric, f"metrics() has a {kind}; all of it has to be a keras.Metric")
     objective = Objective(task)
     at_once, *parts = (
-        called("metrics()", objective.sums, each) for each in (examples.whole, *examples.parts())
+        call_user_code("metrics()", objective.sums, each)
+        for each in (examples.whole, *examples.parts())
     )
     found, added = objective.means(at_once), objective.means(np.sum(parts, axis=0))
     _require_directions(task, {name: name for name in found if name != LOSS}, "it")
@@ -182,7 +183,7 @@ def _require_directions(task: Task, metrics: Mapping[str, Any], who: str) -> Non
 
 
 def _require_answers(task: Task, outputs: Array) -> None:
-    answers = called("answers()", lambda: tf.function(task.answers)(tf.constant(outputs)))
+    answers = call_user_code("answers()", lambda: tf.function(task.answers)(tf.constant(outputs)))
     is_named = isinstance(answers, Mapping) and answers
     _require(is_named, "answers() has to return tensors by the name of a column")
     for name, each in answers.items():
@@ -191,9 +192,9 @@ def _require_answers(task: Task, outputs: Array) -> None:
             f"answers(): the first axis of {name!r} has to be that of the outputs, the examples",
         )
     arrays = {name: each.numpy() for name, each in answers.items()}
-    again = called("outputs_of()", lambda: np.asarray(task.outputs_of(arrays), np.float32))
+    again = call_user_code("outputs_of()", lambda: np.asarray(task.outputs_of(arrays), np.float32))
     before, after = (
-        called("predictions()", lambda each: np.asarray(task.predictions(each)), each)
+        call_user_code("predictions()", lambda each: np.asarray(task.predictions(each)), each)
         for each in (outputs, again)
     )
     _require(
@@ -206,10 +207,10 @@ def _require_answers(task: Task, outputs: Array) -> None:
 def _require_displayed(task: Task, examples: _MadeUp) -> None:
     """Refuse what no report could draw."""
     whole = examples.whole
-    cells = called("described()", task.described, whole.labels[0], whole.outputs[0])
+    cells = call_user_code("described()", task.described, whole.labels[0], whole.outputs[0])
     lacking = {"label", "predicted"}.difference(cells)
     _require(not lacking, f"described() has no {' and no '.join(sorted(lacking))}")
-    details = called("details()", task.details, examples)
+    details = call_user_code("details()", task.details, examples)
     for kind, keys in _DISPLAYED.items():
         for each in details.get(kind, ()):
             lacking = keys.difference(each)
@@ -220,7 +221,7 @@ def _require_displayed(task: Task, examples: _MadeUp) -> None:
         tally.add(whole)
         return tally.result()
 
-    tally = called("tally()", tallied)
+    tally = call_user_code("tally()", tallied)
     for what, tree in (("described()", cells), ("details()", details), ("tally()", tally)):
         _require_plain(what, tree)
         _require_directions(task, tree.get("metrics", {}), what)
@@ -255,7 +256,7 @@ def _task_examples(task: Task, features: Mapping[str, Feature]) -> Part:
     return Part(labels, outputs, weights, columns)
 
 
-def in_turn(shape: tuple[int, ...], dtype: np.dtype[Any], count: int = 2) -> Array:
+def number_rows(shape: tuple[int, ...], dtype: np.dtype[Any], count: int = 2) -> Array:
     """Return the numbers below `count`, one after the other."""
     return (np.arange(math.prod(shape)).reshape(shape) % count).astype(dtype)
 
@@ -264,7 +265,7 @@ def _labels(target: Target, random: np.random.Generator) -> Array:
     shape = (EXAMPLES, *(LENGTH if size < 0 else size for size in target.shape))
     dtype = _dtype(target.dtype)
     if target.num_classes or dtype.kind not in "iuf":
-        return in_turn(shape, dtype, target.num_classes or 2)
+        return number_rows(shape, dtype, target.num_classes or 2)
     values = random.uniform(target.moments.get("min", 0.0), target.moments.get("max", 1.0), shape)
     return (values if dtype.kind == "f" else np.round(values)).astype(dtype)
 

@@ -29,7 +29,7 @@ from kubernetes.client.rest import RESTClientObject
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.names import PODS, Resource, Tree
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import number_in
+from flotilla.trainer.runtime.json_records import parse_number
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # One log stream for every task of a large job, and the other requests.
@@ -316,7 +316,9 @@ def _error_of(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
     if _SILENT_CONTROLLER.search(text):
         return SilentControllerError(text)
     if answer.status in _RETRYABLE:
-        return UnreachableError(text, float(number_in(answer.headers.get("Retry-After", "")) or 0))
+        return UnreachableError(
+            text, float(parse_number(answer.headers.get("Retry-After", "")) or 0)
+        )
     # What the API server has no resource for, its HTTP server refuses without an object.
     is_unserved = answer.status == HTTPStatus.NOT_FOUND and not is_object
     return RefusedError(answer.status, text, is_unserved=is_unserved)

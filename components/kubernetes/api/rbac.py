@@ -51,7 +51,7 @@ _LEASES = "coordination.k8s.io"
 _JOBS = tuple(Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "list"))
 
 
-def needed(role: str, kind: JobKind) -> tuple[Permission, ...]:
+def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
     """Return what a role needs for the jobs of a kind."""
     resource = kind.resource
 
@@ -83,12 +83,12 @@ def needed(role: str, kind: JobKind) -> tuple[Permission, ...]:
 
 def require(api: Api, namespace: str, kind: JobKind) -> None:
     """Raise a `UserError` that names every missing permission; pass where none are reviewed."""
-    asked = [each for each in needed(LAUNCHER, kind) if not each.is_optional]
+    asked = [each for each in required_rules(LAUNCHER, kind) if not each.is_optional]
     try:
         missing = [each for each in asked if not may(api, each, namespace)]
         if not missing:
             return
-        user = user_of(api)
+        user = find_user(api)
     except (RefusedError, UnreachableError):
         return
     raise UserError(refusal(missing, user, namespace))
@@ -125,7 +125,7 @@ def granting(namespace: str, user: str, role: str) -> str:
     )
 
 
-def user_of(api: Api) -> str:
+def find_user(api: Api) -> str:
     """Return as whom the API knows this process; before Kubernetes 1.28 it does not say."""
     try:
         answer = api.post(WHO, _body("authentication", "SelfSubjectReview"))

@@ -22,7 +22,7 @@ MAX_BACKOFF_SECONDS = 10.0
 _Result = TypeVar("_Result")
 
 
-def with_retry(
+def call_with_retry(
     call: Callable[[], _Result],
     seconds: float,
     sleep: Callable[[float], None],
@@ -77,7 +77,7 @@ def _error(state: tenacity.RetryCallState) -> BaseException | None:
     return state.outcome.exception() if state.outcome else None
 
 
-def refused(error: RefusedError, kind: JobKind) -> str:
+def describe_refusal(error: RefusedError, kind: JobKind) -> str:
     """Return the message for a request that the API refuses, with the remedy."""
     remedy = _remedy(error, kind)
     return "; ".join(filter(None, [f"the Kubernetes API refuses: {error}", remedy]))
@@ -95,7 +95,7 @@ def _remedy(error: RefusedError, kind: JobKind) -> str:
     return ""
 
 
-def deleted_by_another(job: str) -> str:
+def describe_foreign_deletion(job: str) -> str:
     """Return the message for a job that is gone, and that this launcher has not deleted."""
     return (
         f"the job {job} was deleted by someone else, which ends the run; Retry in the KFP UI, or "

@@ -127,7 +127,7 @@ def is_stop_requested(lease: Tree) -> bool:
 def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) -> bool:
     """End the task when the launcher's heartbeat is older than the limit; say if to look again."""
     from flotilla.components.kubernetes.api.client import RefusedError, UnreachableError
-    from flotilla.components.kubernetes.heartbeat import heartbeat_of, is_renewed
+    from flotilla.components.kubernetes.heartbeat import is_renewed, read_heartbeat
     from flotilla.components.kubernetes.names import LEASES
 
     try:
@@ -137,7 +137,7 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
             guard.end_job("")
             return False
         limits = 1 if is_renewed(lease) else UNRENEWED_LIMITS
-        if age.read(heartbeat_of(lease)) >= limits * limit:
+        if age.read(read_heartbeat(lease)) >= limits * limit:
             reason = f"no heartbeat of the launcher for {limits * limit:g} s"
             log.warning("%s: training ends", reason)
             guard.end_job(reason)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from flotilla.components.kubernetes.names import CONTAINER, INDEX_LABELS, ROLE_LABELS, Tree
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import DONE
-from flotilla.trainer.runtime.json_records import number_in, time_of
+from flotilla.trainer.runtime.json_records import parse_number, parse_time
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
 _SIGNAL_BASE = 128
@@ -71,7 +71,7 @@ class TaskEnd:
         if self.code is None:
             reason = self.reason.lower() or "loss of its pod"
             return f"{reason}: {self.message}" if self.message else reason
-        return cause_of(self.code)
+        return describe_exit(self.code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Loss:
         return f"loss of its pod: {self.how}"
 
 
-def cause_of(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return the cause of an end with an exit code, in a few words."""
     number = code - _SIGNAL_BASE
     if number in _SIGNALS:
@@ -112,7 +112,7 @@ def loss(pod: Tree) -> Loss | None:
     reason = str(target.get("reason") or evicted or "")
     how = _DISRUPTIONS.get(reason, "deleted" if requested else "evicted")
     return Loss(
-        task=task_of(pod),
+        task=find_task(pod),
         pod=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
         how=f"{how} ({reason})" if reason else how,
@@ -125,7 +125,7 @@ def loss(pod: Tree) -> Loss | None:
 def loss_of_absent(pod: Tree) -> Loss:
     """Return the loss of a pod that is gone, from the last that was seen of it."""
     return loss(pod) or Loss(
-        task=task_of(pod),
+        task=find_task(pod),
         pod=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
         how="deleted",
@@ -145,7 +145,7 @@ def first_loss(losses: Iterable[Loss]) -> Loss | None:
     )
 
 
-def task_of(pod: Tree) -> Task:
+def find_task(pod: Tree) -> Task:
     """Return the task that a pod runs."""
     labels = pod["metadata"]["labels"]
     role, index = (
@@ -159,7 +159,7 @@ def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
     """Return the pod of each task that counts: the newest that is not being deleted."""
     found: dict[Task, Tree] = {}
     for pod in sorted(pods, key=_age):
-        found[task_of(pod)] = pod
+        found[find_task(pod)] = pod
     return found
 
 
@@ -272,12 +272,12 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     lines = str(terminated.get("message") or "").strip().splitlines()
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
-    finished = time_of(terminated.get("finishedAt"))
+    finished = parse_time(terminated.get("finishedAt"))
     # Times are whole seconds: a task that failed in the same one has failed by itself.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(
-        task=task_of(pod),
+        task=find_task(pod),
         pod=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
         restart_count=count,
@@ -291,9 +291,9 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
 def _deletion_requested(pod: Tree) -> datetime | None:
     """Return when the deletion of a pod was requested: its time stamp is the end of the grace."""
     metadata = pod["metadata"]
-    end = time_of(metadata.get("deletionTimestamp"))
+    end = parse_time(metadata.get("deletionTimestamp"))
     return end and end - timedelta(seconds=int(metadata.get("deletionGracePeriodSeconds") or 0))
 
 
 def _version(pod: Tree) -> int:
-    return number_in(str(pod["metadata"].get("resourceVersion", ""))) or 0
+    return parse_number(str(pod["metadata"].get("resourceVersion", ""))) or 0

@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from flotilla.components.kubernetes.pods.pod_state import cause_of
+from flotilla.components.kubernetes.pods.pod_state import describe_exit
 from flotilla.trainer import events
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.runtime import signals
@@ -177,7 +177,7 @@ class TaskProcess:
             return
         events.emit(
             events.Restart(
-                task=self._name, cause=cause_of(code), restarts=self._rule.restarts, code=code
+                task=self._name, cause=describe_exit(code), restarts=self._rule.restarts, code=code
             )
         )
 

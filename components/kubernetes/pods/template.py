@@ -22,7 +22,7 @@ from flotilla.trainer.config.kubernetes import (
     PodConfig,
 )
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Task, topology_of
+from flotilla.trainer.config.topology import Task, find_topology
 from flotilla.trainer.storage.uri import speaks_s3
 
 PORT = 2222
@@ -58,7 +58,7 @@ class Place:
 def replicas(config: Config) -> dict[str, int]:
     """Return how many tasks of each role the job has."""
     cluster = config.cluster
-    tasks = topology_of(config.training.strategy).tasks(
+    tasks = find_topology(config.training.strategy).tasks(
         servers=cluster.parameter_servers, workers=cluster.workers
     )
     if cluster.kubernetes.chiefless and "worker" in tasks:
@@ -120,7 +120,7 @@ def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name:
         "labels": {**_NO_SIDECAR, **pod.labels, **labels(job, role, launcher)},
         "annotations": {**_NO_SIDECAR, **pod.annotations},
     }
-    return {"metadata": metadata, "spec": without_empty(spec)}
+    return {"metadata": metadata, "spec": drop_empty(spec)}
 
 
 def _with_defaults(pod: PodConfig, arguments: list[str], place: Place) -> PodConfig:
@@ -149,7 +149,7 @@ def _container(
     guard = ["python", "-m", "flotilla.components.kubernetes.pods.guard", "--"]
     resources = _resources(config, role, pod)
     own = _task_variables(config, role, resources)
-    return without_empty(
+    return drop_empty(
         {
             "name": names.CONTAINER,
             "image": pod.image,
@@ -193,7 +193,7 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
     # Without defaults where only the launcher reads it.
     tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
     gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
-    leads = topology_of(config.training.strategy).leads(task) or task == leading(config)
+    leads = find_topology(config.training.strategy).leads(task) or task == leading(config)
     return {
         CONFIG_VARIABLE: json.dumps(tree),
         "PYTHONUNBUFFERED": "1",
@@ -229,7 +229,7 @@ def _resources(config: Config, role: str, pod: PodConfig) -> Tree:
     gpu = config.cluster.kubernetes.gpu_resource
     count = gpu_count(config, Task(role=role, index=0))
     limits = {**({gpu: str(count)} if count else {}), **pod.resources.limits}
-    return without_empty({"requests": dict(pod.resources.requests), "limits": limits})
+    return drop_empty({"requests": dict(pod.resources.requests), "limits": limits})
 
 
 def _pod_security(pod: PodConfig) -> Tree:
@@ -282,6 +282,6 @@ def _escape(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def without_empty(tree: Mapping[str, Any]) -> Tree:
+def drop_empty(tree: Mapping[str, Any]) -> Tree:
     """Return a tree without the values that say nothing; 0 and false stay."""
     return {key: value for key, value in tree.items() if value not in ("", {}, [], None)}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from flotilla.components.records.run_store import STEPS
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError
-from flotilla.pipelines.runs.kfp_nodes import Step, log_of
+from flotilla.pipelines.runs.kfp_nodes import Step, read_log
 from flotilla.pipelines.runs.kfp_run import ENDED, RemoteRun
 from flotilla.pipelines.runs.kfp_watch import OnNote, watch
 from flotilla.pipelines.runs.run_log.text import LogText
@@ -55,7 +55,7 @@ class LogFollower:
         try:
             if not step.pod:
                 raise InstanceError(f"{step.name} has no pod yet")
-            text = log_of(self._client, run.run_id, run.created, step.pod)
+            text = read_log(self._client, run.run_id, run.created, step.pod)
         except InstanceError as error:
             if error.status in (401, 403):
                 raise

@@ -9,10 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flotilla.components.table import TRAIN, step_with
+from flotilla.components.table import TRAIN, find_step_of_stage
 from flotilla.pipelines.runs import local, local_status
-from flotilla.pipelines.runs.run_log.text import Line, LogText, RunnerText, timed
-from flotilla.pipelines.runs.run_log.view import LogLine, LogView, in_order
+from flotilla.pipelines.runs.run_log.text import Line, LogText, RunnerText, split_times
+from flotilla.pipelines.runs.run_log.view import LogLine, LogView, merge_lines
 from flotilla.trainer import events
 from flotilla.trainer.cluster.process import LOG as TASK_LOG
 from flotilla.trainer.runtime.errors import UserError
@@ -32,8 +32,8 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
     logs = _Logs(folder)
     while True:
         # Looked up before reading: what the run wrote before its end is read after it.
-        going = follow and local_status.process_of(folder) > 0
-        lines = in_order(logs.read(whole=not going))
+        going = follow and local_status.find_process(folder) > 0
+        lines = merge_lines(logs.read(whole=not going))
         view.leader = logs.leader
         for line in lines:
             for each in view.take(line):
@@ -54,7 +54,7 @@ class Failure:
     frame: str
 
 
-def failure_of(folder: Path) -> Failure | None:
+def find_failure(folder: Path) -> Failure | None:
     """Return where the newest start of a run has failed; None where no step has."""
     ends: list[events.StepEnd] = []
     failed: events.TaskFailed | None = None
@@ -74,7 +74,9 @@ def failure_of(folder: Path) -> Failure | None:
     is_training = ends[0].step == TRAIN
     trace = ends[0].traceback or (trace if is_training else "")
     log = Path(failed.log) if is_training and failed and failed.log else folder / local_status.LOG
-    return Failure(step=step_with(ends[0].step).name, log=log, frame=innermost_frame(trace))
+    return Failure(
+        step=find_step_of_stage(ends[0].step).name, log=log, frame=innermost_frame(trace)
+    )
 
 
 def _task_logs(folder: Path) -> list[Path]:
@@ -102,7 +104,7 @@ class _Logs:
             self.leader = "worker-0"
         # What was written before an event of the same moment is of the step before.
         for file in self._files.values():
-            yield from timed(file.lines(whole=whole), file.time)
+            yield from split_times(file.lines(whole=whole), file.time)
         for raw in self._events.raw(whole=whole):
             if event := events.parse(raw):
                 yield Line(time=event.time, label="", text="", event=event)

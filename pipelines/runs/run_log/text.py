@@ -11,7 +11,7 @@ from flotilla.trainer import events
 from flotilla.trainer.events import Event
 from flotilla.trainer.runtime.masking import COLOURS, printable
 from flotilla.trainer.runtime.output.noise import is_noise
-from flotilla.trainer.runtime.output.stamps import parted
+from flotilla.trainer.runtime.output.stamps import split_stamp
 
 _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
@@ -95,7 +95,7 @@ class LogText:
             self._time = line.time or self._time
             return replace(line, time=self._time)
         # Of a process that was killed a document may have no end.
-        if self._closes and not (_EXECUTOR.match(text) or parted(text)[0]):
+        if self._closes and not (_EXECUTOR.match(text) or split_stamp(text)[0]):
             self._closes = None if self._closes.match(text) else self._closes
             return self._line(text, is_noise=True)
         return self._parsed(text)
@@ -103,12 +103,15 @@ class LogText:
     def _parsed(self, text: str) -> Line:
         begins, level = True, ""
         if found := _EXECUTOR.match(text):
-            self._time, level = parted(f"{found[1]} ", utc=self._utc)[0] or self._time, found[2]
+            self._time, level = (
+                split_stamp(f"{found[1]} ", utc=self._utc)[0] or self._time,
+                found[2],
+            )
             text = text[found.end() :]
         elif found := _ABSL.match(text):
             self._time = float(found[1])
         else:
-            time, text = parted(text, utc=self._utc)
+            time, text = split_stamp(text, utc=self._utc)
             begins, self._time = time is not None, time or self._time
             if found := (_LEVEL.match(text) if begins else _PLAIN_LEVEL.match(text)):
                 level, text = found[1], text[found.end() :]
@@ -161,7 +164,7 @@ def _plain(raw: str) -> str:
     return printable(COLOURS.sub("", f"{again}{last}")).rstrip()
 
 
-def timed(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:
+def split_times(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:
     """Yield lines with a time each: what comes before the first time has that one."""
     waiting: list[Line] = []
     for line in lines:

@@ -16,14 +16,14 @@ from flotilla.trainer.events import Event, Progress, StepBegin, StepEnd
 from flotilla.trainer.events.event_lines import (
     LINE_SECONDS,
     LogLines,
-    metrics_of,
-    of_first_stretch,
+    format_metrics,
+    is_first_stretch,
     reached,
 )
 from flotilla.trainer.events.progress.durations import duration
-from flotilla.trainer.report.wording import rounded
+from flotilla.trainer.report.wording import round_value
 from flotilla.trainer.runtime.errors import ConfigError, nearest
-from flotilla.trainer.runtime.masking import masked, one_line
+from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.user_code import is_users_file
 
 # Of what comes again and again a line is shown at most once in this share of the time so far.
@@ -35,10 +35,10 @@ _EVALUATOR = "evaluator-0"
 # So many of the newest texts are looked at for one that comes again.
 _RECENT = 200
 _PACED: dict[type[Event], Callable[[Any], str]] = {
-    Progress: lambda event: f"{reached(event)}  {metrics_of(event)}",
+    Progress: lambda event: f"{reached(event)}  {format_metrics(event)}",
     events.Validation: lambda event: (
         f"validation of global step {event.global_step}: "
-        + "  ".join(f"{name} {rounded(value)}" for name, value in event.metrics.items())
+        + "  ".join(f"{name} {round_value(value)}" for name, value in event.metrics.items())
     ),
     events.CheckpointPublished: lambda event: f"checkpoint of global step {event.global_step}",
 }
@@ -177,7 +177,7 @@ class LogView:
 
     def _paced(self, line: Line, event: Event) -> Iterator[LogLine]:
         if isinstance(event, Progress) and Progress not in self._paces:
-            line = replace(line, event=of_first_stretch(event))
+            line = replace(line, event=is_first_stretch(event))
         pace = self._paces.setdefault(type(event), _Pace())
         if pace.is_due(event.time) or self._verbose:
             progress = self._paces.get(Progress)
@@ -211,7 +211,7 @@ class LogView:
         yield from self._began()
         self._recent.append((text, label))
         if self._is_asked_for(label):
-            yield LogLine(time=line.time, label=label, text=masked(text))
+            yield LogLine(time=line.time, label=label, text=mask(text))
 
     def _is_asked_for(self, label: str) -> bool:
         if self.task:
@@ -294,6 +294,6 @@ def _ended(event: StepEnd) -> Iterator[str]:
         yield from (f"- {one_line(str(each))}" for each in event.metrics.get("reasons") or ())
 
 
-def in_order(lines: Iterable[Line]) -> list[Line]:
+def merge_lines(lines: Iterable[Line]) -> list[Line]:
     """Return lines of several logs by time; those of one log stay in their order."""
     return sorted(lines, key=lambda line: line.time or 0.0)

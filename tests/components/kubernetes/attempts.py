@@ -103,7 +103,7 @@ def heard(kind: type[events.Event]) -> Iterator[None]:
         if isinstance(event, kind):
             seen.set()
 
-    with events.heard_by(take):
+    with events.listen(take):
         yield
         assert seen.wait(SECONDS), f"no {kind.__name__}"
 

@@ -35,7 +35,7 @@ def step(monkeypatch):
 
 
 def manifest_of(engine: Engine, tree=None, **place):
-    values, secrets = addresses.of_pods()
+    values, secrets = addresses.list_pod_variables()
     made = Place(namespace="models", variables={**values, **place}, secrets=secrets)
     return engine.manifest(job_of({**settings(), **(tree or {})}), made)
 
@@ -81,7 +81,7 @@ def test_the_settings_name_another_secret(engine, monkeypatch):
 
 def test_an_address_with_a_password_is_left_out_and_said(monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"https://me:{SECRET}@mlflow.example.com")
-    assert addresses.of_pods() == ({}, {})
+    assert addresses.list_pod_variables() == ({}, {})
     (line,) = caplog.messages
     assert "MLFLOW_TRACKING_URI is not given to the pods" in line
     assert SECRET not in line
@@ -89,7 +89,7 @@ def test_an_address_with_a_password_is_left_out_and_said(monkeypatch, caplog):
 
 def test_without_a_tracker_nothing_is_added(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
-    assert addresses.of_pods() == ({}, {})
+    assert addresses.list_pod_variables() == ({}, {})
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda each: each.name)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from flotilla.components.records import gather_report
-from flotilla.components.records.gather_report import cost, held_by
+from flotilla.components.records.gather_report import cost, count_resources
 from flotilla.components.records.step_record import StepRecord, Try
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import VALIDATIONS_FILE
@@ -172,7 +172,7 @@ class TestResumed:
             ended("train_model", time=3731.0, seconds=30.0, uri="file:///d"),
             begun("finish", time=3731.0),
         )
-        return gather_report.gathered("SUCCEEDED", run.root, RUN, run.folder)
+        return gather_report.gather_facts("SUCCEEDED", run.root, RUN, run.folder)
 
     def test_the_verdict_is_that_of_the_newest_start(self, resumed):
         assert resumed["verdict"] == "done"
@@ -214,7 +214,7 @@ def test_what_only_an_earlier_start_reached_is_skipped_and_costs_what_it_took(ru
         begun("prepare_data", time=901.0),
         ended("prepare_data", "failed", 1, time=902.0, seconds=1.0, error="no space"),
     )
-    facts = gather_report.gathered("FAILED", run.root, RUN, run.folder)
+    facts = gather_report.gather_facts("FAILED", run.root, RUN, run.folder)
     assert facts["verdict"] == "failed"
     prepared, trained = facts["steps"]
     assert (prepared["status"], prepared["error"]) == ("failed", "no space")
@@ -426,7 +426,7 @@ def config(**sections):
 )
 def test_what_a_cluster_holds(strategy, gpus, held):
     cluster = {"workers": 3, "gpus_per_worker": gpus}
-    assert held_by(config(training={"strategy": strategy}, cluster=cluster)) == held
+    assert count_resources(config(training={"strategy": strategy}, cluster=cluster)) == held
 
 
 def test_a_failed_training_costs_what_it_held():

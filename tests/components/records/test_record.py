@@ -17,11 +17,11 @@ from flotilla.components import evaluate_model, export_model, finish
 from flotilla.components.records import record, run_store
 from flotilla.components.records.record import STOPPING, recorded, tried
 from flotilla.components.records.step_record import read, step_records
-from flotilla.components.table import step_of
+from flotilla.components.table import find_step
 from flotilla.trainer import events, storage
 from flotilla.trainer.evaluation import evaluate
 from flotilla.trainer.events import StepBegin, StepEnd
-from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.runtime.errors import (
     ClusterLostError,
     ConfigError,
@@ -268,7 +268,7 @@ def test_a_step_that_is_killed_leaves_its_begin_alone(start, emitted):
     process.kill()
     process.communicate()
     assert [type(event) for event in emitted()] == [StepBegin]
-    assert step_records(state_of(emitted()))[0].error.startswith(
+    assert step_records(reduce_events(emitted()))[0].error.startswith(
         "the step was killed, or user code "
     )
 
@@ -321,7 +321,7 @@ def test_the_exit_step_works_all_the_same(start, emitted):
     assert emitted()[-1].status == "done"
 
 
-TRIES = 1 + step_of("train_model").retries
+TRIES = 1 + find_step("train_model").retries
 
 
 OUT = "the store has not been available for 300 s"
@@ -409,7 +409,7 @@ def test_the_events_have_both_tries(at, tmp_path, monkeypatch):
     tried("train_model", at, Work(TransientError(OUT)))
     emitted = list(events.read(path))
     assert [type(each) for each in emitted] == [StepBegin, StepEnd] * 2
-    (step,) = step_records(state_of(emitted))
+    (step,) = step_records(reduce_events(emitted))
     assert (step.status, step.tries, step.earlier[0].error) == ("done", 2, OUT)
 
 
@@ -622,7 +622,7 @@ def test_a_refusal_is_an_end(failed):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_while_a_step_works_the_report_says_failed_no_more(failed):
-    with recorded("evaluate_model", run_store.run_at(failed.root, RUN)):
+    with recorded("evaluate_model", run_store.find_run(failed.root, RUN)):
         page = failed.page()
         assert page.words[1] == "running"
         assert NO_SPACE not in page.text
@@ -630,7 +630,10 @@ def test_while_a_step_works_the_report_says_failed_no_more(failed):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_another_failure_replaces_the_first(failed):
-    with pytest.raises(SystemExit), recorded("evaluate_model", run_store.run_at(failed.root, RUN)):
+    with (
+        pytest.raises(SystemExit),
+        recorded("evaluate_model", run_store.find_run(failed.root, RUN)),
+    ):
         raise UserError("no memory")
     page = failed.page()
     assert page.words[1] == "failed"
@@ -650,6 +653,6 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_step(failed, capsys):
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_in_a_run_that_goes_on_no_step_writes_a_report(failed):
     other = f"{RUN}-2"
-    with recorded("evaluate_model", run_store.run_at(failed.root, other)):
+    with recorded("evaluate_model", run_store.find_run(failed.root, other)):
         pass
     assert storage.names(storage.join(failed.root, other)) == ["steps"]

@@ -51,7 +51,7 @@ def crowned(root, folder, text, checkpoint=None):
 
 def warm(word, root):
     config = parse_config({"name": NAME, "training": {"warm_start": word}})
-    return resolve_config.with_champion(config, root).training.warm_start
+    return resolve_config.add_champion(config, root).training.warm_start
 
 
 def emitted(tmp_path):
@@ -137,11 +137,11 @@ def test_a_container_looks_it_up_each_time_and_pins_nothing(root, tmp_path):
 
 
 def test_what_is_pinned_is_read_later(folder):
-    assert run_store.pinned("a") == ""
+    assert run_store.read_pinned("a") == ""
     run_store.pin("a", "1")
     run_store.pin("b", "2")
     run_store.pin("a", "3")
-    assert (run_store.pinned("a"), run_store.pinned("b")) == ("3", "2")
+    assert (run_store.read_pinned("a"), run_store.read_pinned("b")) == ("3", "2")
     assert json.loads((folder / run_store.PINNED).read_text()) == {"a": "3", "b": "2"}
 
 
@@ -182,19 +182,19 @@ class Nights:
         return self.resume()
 
     def resume(self):
-        config = resolve_config.with_listing(self.config(), self.root)
+        config = resolve_config.add_listing(self.config(), self.root)
         trained.begin(config, self.root, f"run-{self._number}")
-        earlier = resolve_config.finished_by(config, self.root)
-        return list(listing.spans_of(self.root, config.data.version)), earlier
+        earlier = resolve_config.find_finished_run(config, self.root)
+        return list(listing.list_spans(self.root, config.data.version)), earlier
 
     def finish(self, word="promoted"):
-        config = resolve_config.with_listing(self.config(), self.root)
+        config = resolve_config.add_listing(self.config(), self.root)
         trained.end(self.root, f"run-{self._number}", word)
         version = config.data.version
         self._made.mkdir(exist_ok=True)
         if word == "promoted":
             model = exported(self._made, f"w{self._number}")
-            lineage = {"data_version": version, "spans": listing.spans_of(self.root, version)}
+            lineage = {"data_version": version, "spans": listing.list_spans(self.root, version)}
             made = registry.register(self.root, NAME, model, lineage=lineage, scratch=self._made)
             after = registry.newest(self.root, NAME)
             registry.promote(self.root, NAME, made.number, after=after, by="me")
@@ -239,26 +239,26 @@ def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
     nights.come(1)
     # Of a place without files nothing is listed.
     with pytest.raises(UserError, match=r"no file|nothing at"):
-        resolve_config.with_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
+        resolve_config.add_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
     nights.resume()
     for other in ({"source": str(nights.files / "s-1.csv")}, {"spans": "all"}):
         with pytest.raises(ConfigError, match=r"keeps its files, .*: start a new run for "):
-            resolve_config.with_listing(nights.config(**other), nights.root)
+            resolve_config.add_listing(nights.config(**other), nights.root)
     assert nights.resume() == (["1"], "")
     monkeypatch.chdir(nights.files)
-    resolve_config.with_listing(nights.config(source="s-{SPAN}.csv"), nights.root)
+    resolve_config.add_listing(nights.config(source="s-{SPAN}.csv"), nights.root)
 
 
 def test_another_configuration_is_something_new(nights):
     nights.come(1)
     nights.begin()
     nights.finish()
-    config = resolve_config.with_listing(nights.config(), nights.root)
+    config = resolve_config.add_listing(nights.config(), nights.root)
     for changed in ({"steps": 7}, {"when_unchanged": "train"}):
         other = config.model_copy(update={"training": config.training.model_copy(update=changed)})
-        assert resolve_config.finished_by(other, nights.root) == ""
+        assert resolve_config.find_finished_run(other, nights.root) == ""
 
 
 def test_files_that_are_named_by_their_digest_are_not_listed(nights):
     named = nights.config(version="0" * 32)
-    assert resolve_config.with_listing(named, nights.root) == named
+    assert resolve_config.add_listing(named, nights.root) == named

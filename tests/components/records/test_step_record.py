@@ -286,16 +286,16 @@ def test_a_store_that_comes_back_gets_the_end(s3, capsys):
 
 class TestPlaces:
     def test_a_run_on_this_machine_shares_its_folder(self, monkeypatch):
-        assert run_store.run_at("gs://b/k", RUN) == f"gs://b/k/{RUN}"
+        assert run_store.find_run("gs://b/k", RUN) == f"gs://b/k/{RUN}"
         monkeypatch.setenv(run_store.RUN_FOLDER, "/here")
-        assert run_store.run_at("gs://b/k", RUN) == ""
+        assert run_store.find_run("gs://b/k", RUN) == ""
 
     @pytest.mark.parametrize(
         ("root", "run"), [("", RUN), ("gs://b", ""), ("b", RUN), ("gs://b", "..")]
     )
     def test_without_a_place_there_is_no_record(self, root, run, capsys):
-        assert run_store.run_at(root, run) == ""
-        with recorded("train_model", run_store.run_at(root, run)):
+        assert run_store.find_run(root, run) == ""
+        with recorded("train_model", run_store.find_run(root, run)):
             pass
         assert not capsys.readouterr().err
 

@@ -68,7 +68,7 @@ def test_it_trains_its_own_settings_to_the_steps_of_the_rung(trained, root):
 def test_the_next_rung_continues_the_same_run_and_keeps_what_was_reached(trained, root):
     calls, _ = trained
     run(root)
-    run_trial.go_on(root, RUN, 1, [2])
+    run_trial.publish_survivors(root, RUN, 1, [2])
     found = run(root, place="0", rung=1)
     assert {run_id for _, run_id in calls} == {"digits-1-t02"}
     assert [each["steps"] for each in found["results"]] == [30, 90]
@@ -79,12 +79,12 @@ def test_a_failure_is_a_result_with_its_cause(trained, root):
     ends["digits-1-t02"] = (1, "training diverged")
     found = run(root)
     assert (found["status"], found["error"]) == ("failed", "training diverged")
-    assert run_trial.known(root, RUN, a_sweep().trials[1]).error == "training diverged"
+    assert run_trial.read_trial(root, RUN, a_sweep().trials[1]).error == "training diverged"
 
 
 def test_a_place_that_no_trial_takes_ends_at_once(trained, root):
     calls, _ = trained
-    run_trial.go_on(root, RUN, 1, [2])
+    run_trial.publish_survivors(root, RUN, 1, [2])
     assert step(root, place="1", rung=1) == run_trial.EMPTY
     assert calls == []
 
@@ -100,4 +100,4 @@ def test_an_interrupt_is_none(trained, root):
 def test_a_parameter_that_is_no_sweep_is_refused():
     for text in ("", "{", "{}"):
         with pytest.raises(ConfigError, match="flotilla sweep --compile"):
-            run_trial.sweep_of(text)
+            run_trial.parse_sweep(text)

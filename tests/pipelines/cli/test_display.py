@@ -22,17 +22,17 @@ from flotilla.pipelines.cli.display import (
 )
 from flotilla.pipelines.cli.live import _one_line, work_line
 from flotilla.pipelines.cli.tables import Table
-from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
 from flotilla.trainer import storage
 from flotilla.trainer.events import WorkProgress
-from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.events.run_state import reduce_events
 from tests.pipelines.step_events import begun, done, ended, judged, promoted
 
 
 def table_of(events):
     console = Terminal()
     console.file = io.StringIO()
-    show_result(console, outcome_of(state_of(events), 0, interrupted=False))
+    show_result(console, judge_outcome(reduce_events(events), 0, interrupted=False))
     return console.file.getvalue()
 
 
@@ -104,7 +104,7 @@ def test_a_uri_is_never_cut_and_is_on_one_line():
 
 def test_the_stages_are_next_to_their_step_which_a_terminal_shows_once():
     events = [*done("resolve_config"), *done("prepare_data"), *done("train_model"), *done("odd")]
-    table = closing_table(outcome_of(state_of(events), 0, interrupted=False))
+    table = closing_table(judge_outcome(reduce_events(events), 0, interrupted=False))
     assert [line.plain.split()[:2] for line in table.lines(80)[1:]] == [
         ["prepare_data", "resolve_config"], ["prepare_data", "done"],
         ["train_model", "train_model"], ["odd", "odd"],
@@ -138,7 +138,7 @@ def of_model(word, notes=()):
 
 
 def ended_with(*events):
-    return outcome_of(state_of(events), 0, interrupted=False)
+    return judge_outcome(reduce_events(events), 0, interrupted=False)
 
 
 def test_a_blessed_model_ends_in_green_and_with_a_note_in_amber():
@@ -182,7 +182,7 @@ def runs_of(*runs, width=80):
 
 
 def run_of(events, run_id):
-    return replace(outcome_of(state_of(events), 0, interrupted=False), run_id=run_id)
+    return replace(judge_outcome(reduce_events(events), 0, interrupted=False), run_id=run_id)
 
 
 def test_runs_with_date_duration_metric_and_verdict():

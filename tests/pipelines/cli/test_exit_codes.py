@@ -128,15 +128,15 @@ ROWS = {
         words=" ".join(RUNS), mistake="absent gone", calls="flotilla.pipelines.compare.compare"
     ),
     "gc": Row(mistake="--dry-run", calls="flotilla.pipelines.retention.removal.collect"),
-    "manifest": Row(mistake=TYPO, calls="flotilla.components.launchers.document_of"),
+    "manifest": Row(mistake=TYPO, calls="flotilla.components.launchers.render_job"),
     "upload": Row(
         words=ENDPOINT,
         mistake="",
         calls="flotilla.pipelines.runs.upload.upload",
         returns=SimpleNamespace(version=VERSION, created=True, page=""),
         also=(
-            ("flotilla.pipelines.compile.package_of", SimpleNamespace(image="")),
-            ("flotilla.pipelines.runs.upload.default_of", VERSION),
+            ("flotilla.pipelines.compile.load_package", SimpleNamespace(image="")),
+            ("flotilla.pipelines.runs.upload.find_default", VERSION),
         ),
     ),
     "submit": Row(

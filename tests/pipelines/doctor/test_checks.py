@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flotilla.components.jobset.engine import KIND as JOBSET
-from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
+from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER, required_rules
 from flotilla.components.tfjob.engine import KIND
 from flotilla.pipelines.doctor.checks import _answers
 from flotilla.trainer.tracking import addresses, hub, mlflow_run
@@ -81,7 +81,7 @@ def test_the_permissions_are_those_of_the_file(role):
     asked = {
         (each.verb, each.group, each.resource)
         for kind in (KIND, JOBSET)
-        for each in needed(role, kind)
+        for each in required_rules(role, kind)
     }
     assert asked == granted(role)
 
@@ -97,7 +97,7 @@ def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
     assert ("get", "pods", "log", "") in asked
     assert ("create", "tfjobs", "", "kubeflow.org") in asked
     # The tasks have no account of their own.
-    both = {*needed(LAUNCHER, KIND), *needed(TRAINER, KIND)}
+    both = {*required_rules(LAUNCHER, KIND), *required_rules(TRAINER, KIND)}
     assert len(asked) == len({(each.verb, each.resource) for each in both})
     groups = {tuple(spec["groups"]) for spec in kube.server.control.reviews if "user" in spec}
     assert groups == {

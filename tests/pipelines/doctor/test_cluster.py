@@ -320,12 +320,12 @@ def test_the_newest_controller_that_was_run_is_the_one_to_install(launcher, part
     ],
 )
 def test_a_version_is_judged(version, state, message):
-    found = cluster.judged(cluster.KFP, version, "it")
+    found = cluster.judge_version(cluster.KFP, version, "it")
     assert (found.state, found.message) == (state, message)
 
 
 def test_a_patch_of_a_minor_version_that_was_run_is_one():
-    assert cluster.judged(cluster.KUBERNETES, "v1.33.4-gke.1", "it").message == "it"
+    assert cluster.judge_version(cluster.KUBERNETES, "v1.33.4-gke.1", "it").message == "it"
 
 
 def test_the_version_of_the_cluster_is_judged(kube, of_job):

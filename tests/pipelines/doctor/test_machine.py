@@ -211,11 +211,11 @@ def test_gpus_of_this_machine(doctor, monkeypatch, asked, has, state):
 
 
 def test_memory_for_nccl(tmp_path, free):
-    assert machine.shared_memory(tmp_path / "none").state == "fail"
+    assert machine.check_shared_memory(tmp_path / "none").state == "fail"
     free(0, total=64 << 20)
-    assert machine.shared_memory(tmp_path).message.endswith("has 64 MiB, too little for NCCL")
+    assert machine.check_shared_memory(tmp_path).message.endswith("has 64 MiB, too little for NCCL")
     free(0, total=1 << 30)
-    assert machine.shared_memory(tmp_path).state == "ok"
+    assert machine.check_shared_memory(tmp_path).state == "ok"
     assert shutil.disk_usage(tmp_path).total == 1 << 30
 
 

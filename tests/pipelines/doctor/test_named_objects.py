@@ -9,7 +9,7 @@ from hypothesis import given
 from flotilla.components.image import IMAGE
 from flotilla.components.launchers import engine
 from flotilla.pipelines.doctor.cluster import plan
-from flotilla.pipelines.doctor.named_objects import image_names, judge_images, named
+from flotilla.pipelines.doctor.named_objects import image_names, judge_images, list_named_objects
 from flotilla.trainer.config.load import parse_config
 from tests.components.kubernetes import settings
 from tests.kubernetes.cluster import NAMESPACE
@@ -172,7 +172,7 @@ def test_who_may_not_look_is_reported_so(of_job, kube):
 def test_of_any_settings_all_that_is_named_is_found(tree):
     config = parse_config(tree)
     job = plan(engine("tfjob"), config)
-    found = {each.name for each in named(job)}
+    found = {each.name for each in list_named_objects(job)}
     for role in (each.name for each in job.roles):
         pod = config.cluster.kubernetes.of(role)
         said = {*pod.image_pull_secrets, *pod.env_from_secrets, *pod.env_from_config_maps}

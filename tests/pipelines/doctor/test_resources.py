@@ -2,7 +2,7 @@
 
 import pytest
 
-from flotilla.pipelines.doctor.resources import amount, written
+from flotilla.pipelines.doctor.resources import amount, format_quantity
 from tests.kubernetes.cluster import NAMESPACE
 
 CPU = "cluster.kubernetes.pod.resources.requests.cpu=2"
@@ -198,9 +198,9 @@ def test_a_quota_for_jobsets(of_jobset, quota, hard, said):
 
 @pytest.mark.parametrize("text", ["0", "1500m", "1", "3Gi", "5Mi", "7Ki", "12", "1001m"])
 def test_an_amount_is_written_as_it_was_read(text):
-    assert written(amount(text)) == text
-    assert amount(written(amount(text))) == amount(text)
+    assert format_quantity(amount(text)) == text
+    assert amount(format_quantity(amount(text))) == amount(text)
 
 
 def test_what_is_too_fine_is_rounded_up():
-    assert written(amount("100n")) == "1m"
+    assert format_quantity(amount("100n")) == "1m"

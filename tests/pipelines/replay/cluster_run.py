@@ -13,8 +13,8 @@ from unittest import mock
 from uuid import uuid4
 
 from flotilla.components import contract
-from flotilla.components.records.step_record import StepRecord, published_records
-from flotilla.components.table import step_of
+from flotilla.components.records.step_record import StepRecord, read_records
+from flotilla.components.table import find_step
 from flotilla.pipelines.replay.replay import OutputArtifact
 from flotilla.trainer import storage
 from flotilla.trainer.cluster import fitting
@@ -107,17 +107,17 @@ class ClusterRun:
         # The trial beside the first step takes seconds, and has its own tests.
         is_first = name == "prepare_data"
         untried = (
-            mock.patch.object(fitting, "tried", return_value={}) if is_first else nullcontext()
+            mock.patch.object(fitting, "try_fit", return_value={}) if is_first else nullcontext()
         )
         with compiled, untried, suppress(SystemExit):
             call = getattr(import_module(f"flotilla.components.{name}"), name).python_func
             call(**{**own, **made, **arguments})
-        records = [self.record(each.name) for each in step_of(name).stages]
+        records = [self.record(each.name) for each in find_step(name).stages]
         return [each for each in records if each][-1]
 
     def record(self, name: str) -> StepRecord | None:
         at = storage.join(self.root, self.run_id)
-        return next((each for each in published_records(at) if each.step == name), None)
+        return next((each for each in read_records(at) if each.step == name), None)
 
     def evaluated(self, **sections: Mapping[str, Any]) -> StepRecord:
         return self.step(

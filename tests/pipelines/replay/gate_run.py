@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from flotilla.components import contract, prepare_data
-from flotilla.components.records.step_record import StepRecord, published_records
+from flotilla.components.records.step_record import StepRecord, read_records
 from flotilla.pipelines.replay.replay import OutputArtifact
 from flotilla.trainer import storage
 from flotilla.trainer.cluster import fitting
@@ -46,7 +46,7 @@ def prepared(folder: Path, root: str, *, run_id: str = RUN) -> dict[str, StepRec
     }
     compiled = mock.patch.object(sys, "argv", ["executor", contract.OPTION, contract.mark()])
     # The trial of the model takes seconds, and has its own tests.
-    untried = mock.patch.object(fitting, "tried", return_value={})
+    untried = mock.patch.object(fitting, "try_fit", return_value={})
     with compiled, untried, suppress(SystemExit):
         prepare_data.prepare_data.python_func(**given, **made)
-    return {each.step: each for each in published_records(storage.join(root, run_id))}
+    return {each.step: each for each in read_records(storage.join(root, run_id))}

@@ -38,7 +38,7 @@ def step_of(arguments, step="train_model", root="s3://b/r", source="", **given):
 
 
 def arguments_of(recorded, *, debug=False):
-    arguments, remarks = replays.arguments_of(recorded, "file:///own", debug=debug)
+    arguments, remarks = replays.adapt_arguments(recorded, "file:///own", debug=debug)
     return arguments, remarks
 
 
@@ -218,7 +218,7 @@ class TestDebugger:
         """Return the error of a step that has called code of the user's."""
         monkeypatch.chdir(tmp_path)
         (tmp_path / "debugged_code.py").write_text(CODE, encoding="utf-8")
-        outer = user_code.function_for("model.name", "debugged_code:outer")
+        outer = user_code.find_function("model.name", "debugged_code:outer")
         with pytest.raises(ValueError, match="Expecting") as caught:
             outer("{")
         return caught.value

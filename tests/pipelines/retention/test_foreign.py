@@ -8,9 +8,9 @@ import pytest
 
 from flotilla.pipelines.retention import removal
 from flotilla.pipelines.retention.inventory import read
-from flotilla.pipelines.retention.plan import planned, policy
+from flotilla.pipelines.retention.plan import make_plan, policy
 from flotilla.trainer import storage
-from flotilla.trainer.storage.uri import names_in
+from flotilla.trainer.storage.uri import split_names
 from tests.pipelines.retention.roots import age, manifest, run_of, version_of
 
 
@@ -20,7 +20,7 @@ def root(tmp_path, request):
 
 
 def plan_of(root):
-    plan = planned(read(storage.uri_of(root), Path()), policy("30d", 1), datetime.now(UTC))
+    plan = make_plan(read(storage.uri_of(root), Path()), policy("30d", 1), datetime.now(UTC))
     return [each.path for each in plan.going], plan.remarks
 
 
@@ -47,7 +47,7 @@ def test_what_a_champion_needs_stays_whatever_the_name_of_the_root(root):
     ],
 )
 def test_a_uri_is_decoded_once(uri):
-    assert names_in(uri)[-2:] == ["datasets", "d %?"]
+    assert split_names(uri)[-2:] == ["datasets", "d %?"]
 
 
 def test_one_above_is_found_in_a_file_uri_that_a_person_wrote():

@@ -16,7 +16,7 @@ from flotilla.pipelines.retention.plan import (
     Model,
     Policy,
     Promotion,
-    planned,
+    make_plan,
     policy,
 )
 from flotilla.trainer.runtime.errors import ConfigError
@@ -194,7 +194,7 @@ def lived(happened) -> History:
 def test_nothing_that_the_champion_needs_ever_goes(happened, wanted):
     history = lived(happened)
     found = inventory(history)
-    plan = planned(found, wanted, NOW)
+    plan = make_plan(found, wanted, NOW)
     going = {each.path for each in plan.going}
     stays = needed(history, wanted)
     assert not going & stays
@@ -209,7 +209,7 @@ def test_nothing_that_the_champion_needs_ever_goes(happened, wanted):
         models=found.models,
     )
     # What is left is what would be kept by a second removal, too.
-    again = planned(after, wanted, NOW)
+    again = make_plan(after, wanted, NOW)
     assert not {each.path for each in again.going}
     # Old versions do go: of those above the number only those that something falls back on stay.
     if wanted.versions:
@@ -226,7 +226,7 @@ def test_what_is_old_and_not_needed_goes_in_the_order_of_references():
         (1, "d", "z", True, False, "equal"),
     ]
     history = lived(nights)
-    plan = planned(inventory(history), policy("30d", 1), NOW)
+    plan = make_plan(inventory(history), policy("30d", 1), NOW)
     assert [(each.kind, each.path) for each in plan.going] == [
         ("run", "m-0002"),
         ("checkpoint", "m-0000/checkpoints/step-00000000"),
@@ -239,7 +239,7 @@ def test_what_is_old_and_not_needed_goes_in_the_order_of_references():
 
 def test_versions_alone_go_where_no_time_is_given():
     happened = [(each, "a", "x", False, False, "gained") for each in range(90, 80, -1)]
-    plan = planned(inventory(lived(happened)), policy("", 3), NOW)
+    plan = make_plan(inventory(lived(happened)), policy("", 3), NOW)
     assert [each.path for each in plan.going] == [place(number) for number in range(1, 8)]
 
 
@@ -247,7 +247,7 @@ def test_a_promotion_that_is_decided_keeps_its_version():
     history = lived([(90, "a", "x", False, False, "gained")] * 6)
     found = inventory(history)
     model = Model(**{**vars(found.models[0]), "claimed": frozenset({2})})
-    going = planned(Inventory(items=found.items, models=(model,)), policy("", 1), NOW).going
+    going = make_plan(Inventory(items=found.items, models=(model,)), policy("", 1), NOW).going
     assert [each.path for each in going] == [place(number) for number in (1, 3, 4)]
 
 
@@ -255,7 +255,7 @@ def test_records_that_cannot_be_read_hold_back_what_they_may_need():
     found = inventory(lived([(90, "a", "x", False, False, "gained")] * 4))
     path = place(1)
     damaged = Item(path=path, kind=VERSION, damaged=f"{path} is damaged")
-    plan = planned(
+    plan = make_plan(
         Inventory(items={**found.items, path: damaged}, models=found.models), policy("2d", 1), NOW
     )
     assert {each.kind for each in plan.going} == {"version"}
@@ -263,12 +263,12 @@ def test_records_that_cannot_be_read_hold_back_what_they_may_need():
     assert plan.remarks[0] == f"kept: {path} is damaged"
     assert "no run, dataset or checkpoint is removed" in plan.remarks[1]
     model = Model(**{**vars(found.models[0]), "damaged": ("promotion 3",)})
-    assert not planned(Inventory(items=found.items, models=(model,)), policy("2d", 1), NOW).going
+    assert not make_plan(Inventory(items=found.items, models=(model,)), policy("2d", 1), NOW).going
 
 
 def test_what_cannot_be_dated_stays():
     run = Item(path="r", kind=RUN)
-    plan = planned(Inventory(items={"r": run}), policy("1d", None), NOW)
+    plan = make_plan(Inventory(items={"r": run}), policy("1d", None), NOW)
     assert not plan.going
     assert plan.remarks == ("kept: r: the time of the run is unknown",)
 

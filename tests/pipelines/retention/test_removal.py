@@ -17,10 +17,10 @@ from flotilla.components.records.record import recorded
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.retention import removal
 from flotilla.pipelines.retention.inventory import read
-from flotilla.pipelines.retention.plan import planned, policy
+from flotilla.pipelines.retention.plan import make_plan, policy
 from flotilla.pipelines.retention.removal import collect
 from flotilla.pipelines.sweeps.plan import SweepOptions
-from flotilla.pipelines.sweeps.plan import planned as trials_of
+from flotilla.pipelines.sweeps.plan import plan_sweep as trials_of
 from flotilla.trainer import storage
 from flotilla.trainer.cluster.lease import (
     ABANDONED_SECONDS,
@@ -62,7 +62,7 @@ def gc(capsys, root, *words):
 
 def swept(root, keep_runs="30d", keep_versions=1, workdir=Path()):
     uri, wanted = storage.uri_of(root), policy(keep_runs, keep_versions)
-    plan, gone = planned(read(uri, workdir), wanted, datetime.now(UTC)), []
+    plan, gone = make_plan(read(uri, workdir), wanted, datetime.now(UTC)), []
     removal.remove(uri, workdir, plan, wanted, lambda item: gone.append(item.path))
     return gone
 
@@ -94,7 +94,7 @@ def test_500_runs_and_50_versions(root, capsys):
     assert len(registry.promotions(uri, "digits")) == 50
     assert registry.rollback(uri, "digits", by="test").version == 49
     # What all champions were trained on is still known.
-    assert len(trained.of_champion(uri, "digits").spans) == 49
+    assert len(trained.read_champion_data(uri, "digits").spans) == 49
     assert not swept(root, keep_versions=10)
     assert "left-overs removed" in err
 
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_stays_with_all_that_it_names(root):
 def test_a_run_that_was_resumed_since_it_was_listed_stays(root):
     run_of(root, 1, 90, manifest(root / "datasets" / "d", "dataset", 90))
     uri, wanted, gone = storage.uri_of(root), policy("30d", None), []
-    plan = planned(read(uri, Path()), wanted, datetime.now(UTC))
+    plan = make_plan(read(uri, Path()), wanted, datetime.now(UTC))
     assert len(plan.going) == 2
     (root / "digits-0001" / "config.json").touch()
     text = json.dumps({"dataset": storage.uri_of(root / "datasets" / "d")})
@@ -204,7 +204,7 @@ def test_a_version_that_is_promoted_at_the_last_moment_stays(root, monkeypatch):
     gone = swept(root, keep_runs="", keep_versions=1)
     assert [path.rpartition("/")[2] for path in gone] == ["000001", "000003", "000004"]
     assert registry.champion(uri, "digits").number == 2
-    assert sorted(registry.retired_lineages(registry.home(uri, "digits"))) == [1, 3, 4]
+    assert sorted(registry.read_retired(registry.home(uri, "digits"))) == [1, 3, 4]
 
 
 def test_a_version_that_is_promoted_at_the_last_moment_keeps_its_chain(root, monkeypatch):
@@ -312,7 +312,7 @@ def test_a_version_that_is_being_removed_cannot_be_promoted(root):
     with pytest.raises(UserError, match="version 1 is being removed by `flotilla gc`"):
         registry.promote(uri, "digits", 1, after=3, by="a person")
     assert registry.champion(uri, "digits").number == 3
-    assert registry.asked_for(uri, "digits") == []
+    assert registry.list_requested(uri, "digits") == []
 
 
 def test_a_rollback_past_what_was_removed_is_one_line(root):
@@ -355,7 +355,7 @@ def test_two_at_once(root):
     nights(root, 20, 5)
     age(root, 90)
     uri, wanted = storage.uri_of(root), policy("2d", 1)
-    plan = planned(read(uri, Path()), wanted, datetime.now(UTC))
+    plan = make_plan(read(uri, Path()), wanted, datetime.now(UTC))
     ours, other = [], []
 
     def done(item):
@@ -421,7 +421,7 @@ def test_a_bucket(tmp_path, request, scheme):
             text = text.replace('"created": "2026', '"created": "2025')
             storage.write_bytes(storage.join(uri, *each.relative_to(local).parts), text.encode())
     wanted, gone = policy("30d", 1), []
-    plan = planned(read(uri, tmp_path), wanted, datetime.now(UTC))
+    plan = make_plan(read(uri, tmp_path), wanted, datetime.now(UTC))
     removal.remove(uri, tmp_path, plan, wanted, lambda item: gone.append(item.path))
     assert [path for path in gone if "/" not in path] == ["digits-0001", "digits-0003"]
     assert not missing(uri)
@@ -503,7 +503,7 @@ def going(root, workdir=Path()):
     uri = storage.uri_of(root)
     return [
         each.path
-        for each in planned(read(uri, workdir), policy("30d", None), datetime.now(UTC)).going
+        for each in make_plan(read(uri, workdir), policy("30d", None), datetime.now(UTC)).going
     ]
 
 
@@ -582,7 +582,7 @@ happened = st.one_of(
 
 def swept_bundles(root: Path) -> list[str]:
     uri, wanted, gone = storage.uri_of(root), policy("30d", 1), []
-    plan = planned(read(uri, Path()), wanted, datetime.now(UTC))
+    plan = make_plan(read(uri, Path()), wanted, datetime.now(UTC))
     removal.remove(uri, Path(), plan, wanted, lambda item: gone.append(item.path))
     return gone
 
@@ -636,7 +636,7 @@ def test_a_damaged_note_of_a_schedule_keeps_all_code(tmp_path):
     note = tmp_path / "code-of-schedules" / "nightly.json"
     note.parent.mkdir()
     note.write_text("{")
-    plan = planned(read(storage.uri_of(tmp_path), Path()), policy("30d", None), datetime.now(UTC))
+    plan = make_plan(read(storage.uri_of(tmp_path), Path()), policy("30d", None), datetime.now(UTC))
     assert not plan.going
     assert "nightly.json is damaged; as long as it is there, all code stays" in plan.remarks[0]
     note.write_text(json.dumps({"bundles": []}))

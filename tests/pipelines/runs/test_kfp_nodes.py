@@ -8,7 +8,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError
-from flotilla.pipelines.runs.kfp_nodes import Nodes, nodes_of
+from flotilla.pipelines.runs.kfp_nodes import Nodes, read_nodes
 from tests.kfp_instance.workflow import IMAGE, WORKFLOW, Workflow, fnv, pod_name
 
 
@@ -20,7 +20,7 @@ def workflow():
 def read(manifest):
     client = create_autospec(Client, instance=True)
     client.get_json.return_value = {"pipeline_runtime": {"workflow_manifest": manifest}}
-    return nodes_of(client, "some-run")
+    return read_nodes(client, "some-run")
 
 
 def changed(workflow, change):
@@ -120,7 +120,7 @@ def test_a_workflow_that_cannot_be_read_is_one_line(manifest):
 def test_an_instance_without_this_path_has_no_nodes(status):
     client = create_autospec(Client, instance=True)
     client.get_json.side_effect = InstanceError("gone", status)
-    assert nodes_of(client, "some-run") == Nodes()
+    assert read_nodes(client, "some-run") == Nodes()
 
 
 @pytest.mark.parametrize("status", [0, 401, 403, 503])
@@ -128,4 +128,4 @@ def test_any_other_answer_is_an_error(status):
     client = create_autospec(Client, instance=True)
     client.get_json.side_effect = InstanceError("no", status)
     with pytest.raises(InstanceError):
-        nodes_of(client, "some-run")
+        read_nodes(client, "some-run")

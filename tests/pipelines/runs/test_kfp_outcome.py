@@ -7,7 +7,7 @@ import pytest
 from flotilla.components.records import step_record
 from flotilla.pipelines.runs import control
 from flotilla.pipelines.runs.kfp_nodes import Pod
-from flotilla.pipelines.runs.kfp_outcome import cause_of, explained
+from flotilla.pipelines.runs.kfp_outcome import explain_message, explain_pod
 from flotilla.trainer import storage
 from tests.kfp_instance.workflow import IMAGE
 
@@ -672,24 +672,26 @@ def pod(message, state="FAILED", **more):
     ],
 )
 def test_each_message_has_its_remedy(message, words, blocks):
-    line = explained(pod(message))
+    line = explain_pod(pod(message))
     assert line.startswith("train_model: ")
     assert message in line
     assert words in line
-    assert bool((found := cause_of(message)) and found.blocks) is blocks
+    assert bool((found := explain_message(message)) and found.blocks) is blocks
 
 
 def test_a_pod_that_waits_is_not_said_to_have_failed():
-    line = explained(pod("Unschedulable: 0/3 nodes", "PENDING"))
+    line = explain_pod(pod("Unschedulable: 0/3 nodes", "PENDING"))
     assert line.startswith("train_model: its pod waits (Unschedulable: 0/3 nodes)")
 
 
 def test_without_words_of_kfp_it_says_so():
-    assert explained(pod("")) == "train_model: its pod failed (KFP gives no more details)"
+    assert explain_pod(pod("")) == "train_model: its pod failed (KFP gives no more details)"
 
 
 def test_a_driver_of_the_run_is_no_step():
-    line = explained(pod("main: Error (exit code 1)", step="", is_driver=True, image=""), "bad key")
+    line = explain_pod(
+        pod("main: Error (exit code 1)", step="", is_driver=True, image=""), "bad key"
+    )
     assert line.startswith(
         "the run: KFP's own driver of it failed (main: Error (exit code 1); bad key): check the"
     )

@@ -34,7 +34,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.signing import signing
 from flotilla.trainer.storage.local import locked
 from flotilla.trainer.storage.manifest import checksum
-from flotilla.trainer.tasks.registry import objective_of
+from flotilla.trainer.tasks.registry import make_objective
 from tests.components.called_steps import artifact_in, to_evaluate
 from tests.pipelines.called import call, calling, processes_of, setting
 from tests.planted import SECRETS, found_in, plant
@@ -207,7 +207,7 @@ def test_one_that_is_better_by_noise_alone_is_refused(mnist_first, tmp_path, roo
 def _noisy(config, dataset, checkpoint, folder):
     """Shake the champion until a few more examples than before happen to be right; publish that."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
-    model, step = restored(config, spec, objective_of(config, spec), checkpoint, folder)
+    model, step = restored(config, spec, make_objective(config, spec), checkpoint, folder)
     files = stage_shards(dataset, folder / "test", "test")
     [(images, labels)] = evaluation_batches(spec, files, batch_size=10_000)
     genuine, generator = model.get_weights(), np.random.default_rng(0)

@@ -7,13 +7,13 @@ import pytest
 
 from flotilla.components.records.record import STOPPING
 from flotilla.pipelines.runs import local_child
-from flotilla.pipelines.runs.outcome import outcome_of
+from flotilla.pipelines.runs.outcome import judge_outcome
 from flotilla.trainer import events
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.form import to_local_form
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.events import StepBegin, StepEnd
-from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.runtime.errors import ConfigError
 
 
@@ -60,7 +60,9 @@ def test_a_mistake_ends_the_run_as_one_of_its_configuration(folder, killed, trie
     assert killed == [(os.getpgrp(), signal.SIGTERM)]
     interrupted = StepEnd(step="train_model", status="interrupted", exit_code=130)
     events.append(folder / local_child.EVENTS, interrupted)
-    result = outcome_of(state_of(events.read(folder / local_child.EVENTS)), 1, interrupted=False)
+    result = judge_outcome(
+        reduce_events(events.read(folder / local_child.EVENTS)), 1, interrupted=False
+    )
     assert (result.status, result.exit_code) == ("failed", 2)
     assert result.message == "resolve_config: model.args: mlp has no argument 'x'"
 
@@ -85,5 +87,7 @@ def test_a_mistake_that_a_training_task_found_before_is_said_once(folder, killed
     local_child._begin_trial(folder, FORM, is_resumed=False)
     assert tried
     assert not killed
-    result = outcome_of(state_of(events.read(folder / local_child.EVENTS)), 1, interrupted=False)
+    result = judge_outcome(
+        reduce_events(events.read(folder / local_child.EVENTS)), 1, interrupted=False
+    )
     assert result.message == f"train_model: {said}"

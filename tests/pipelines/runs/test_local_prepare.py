@@ -35,7 +35,7 @@ def test_it_is_done(prepared):
 
 
 def test_a_run_without_an_exit_step_is_known_to_have_ended(prepared):
-    assert local_status.status_of(prepared.workdir, prepared.answer["run_id"]).status == "done"
+    assert local_status.read_status(prepared.workdir, prepared.answer["run_id"]).status == "done"
 
 
 def test_the_dataset_is_published_and_whole(prepared):
@@ -131,7 +131,7 @@ def test_a_night_without_news_asks_for_no_cluster(tmp_path, monkeypatch):
     path, workdir = tmp_path / "s.yaml", tmp_path / "runs"
     path.write_text(f"data:\n  source: {tmp_path}/s-{{SPAN}}.csv\n")
     root = storage.uri_of(workdir)
-    config = resolve_config.with_listing(load_config(path), root)
+    config = resolve_config.add_listing(load_config(path), root)
     trained.begin(config, root, "first")
     trained.end(root, "first", "promoted")
     again = call("run", workdir, str(path), cwd=tmp_path)

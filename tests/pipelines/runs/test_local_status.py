@@ -189,7 +189,7 @@ def test_the_log_is_followed_to_the_end_of_the_run(flotilla, folder, going, monk
             log.write("more\n")
         return next(looks, 0)
 
-    monkeypatch.setattr(local_status, "process_of", child)
+    monkeypatch.setattr(local_status, "find_process", child)
     monkeypatch.setattr(local_status, "LOOK_SECONDS", 0.0)
     said = [line.split()[-1] for line in flotilla("logs", "digits-1", "-f").out.splitlines()]
     assert [each for each in said if each in ("one", "two", "more")] == ["one", "two"] + 3 * [
@@ -259,7 +259,7 @@ def test_a_run_of_a_longer_name_is_another_one(flotilla, folder, going):
 
 def test_processes_without_proc_are_found_by_ps(folder, going, monkeypatch):
     monkeypatch.setattr(local_status, "_PROCESSES", folder / "no-proc")
-    assert local_status.process_of(folder) == going.child
+    assert local_status.find_process(folder) == going.child
 
 
 def test_runs_newest_first(flotilla, folder):

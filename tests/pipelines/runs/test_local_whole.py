@@ -361,7 +361,7 @@ def test_on_a_given_dataset_it_prepares_none(resumed):
 @pytest.mark.slow
 def test_report_and_cost_count_both_starts_and_the_status_is_that_of_the_last(resumed):
     run_id, root = resumed.answer["run_id"], storage.uri_of(resumed.workdir)
-    facts = gather_report.gathered("", root, run_id, resumed.folder)
+    facts = gather_report.gather_facts("", root, run_id, resumed.folder)
     tries = [each for each in facts["tries"] if each["step"] == "train_model"]
     assert [each["status"] for each in tries] == ["interrupted", "done"]
     assert tries[0]["began"] + tries[0]["seconds"] <= tries[1]["began"]
@@ -370,7 +370,7 @@ def test_report_and_cost_count_both_starts_and_the_status_is_that_of_the_last(re
     assert trained["earlier_seconds"] == tries[0]["seconds"]
     spent = sum(each["seconds"] for each in facts["tries"])
     assert facts["cost"]["seconds_of_all_steps"] == pytest.approx(spent, abs=0.1)
-    found = local_status.status_of(resumed.workdir, run_id)
+    found = local_status.read_status(resumed.workdir, run_id)
     assert (found.status, found.exit_code) == ("done", 0)
 
 

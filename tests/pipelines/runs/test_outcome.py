@@ -6,16 +6,16 @@ from contextlib import suppress
 import pytest
 
 from flotilla.pipelines.runs.local import with_full_disk
-from flotilla.pipelines.runs.outcome import RunResult, outcome_of
+from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
 from flotilla.trainer.events import RunBegin, WarmStart
-from flotilla.trainer.events.run_state import state_of
+from flotilla.trainer.events.run_state import reduce_events
 from tests.pipelines.step_events import STEPS, begun, done, ended, judged, promoted
 
 FINISHED = done("finish", uri="file:///r/report.html")
 
 
 def judge(events, returncode=0, *, interrupted=False):
-    outcome = outcome_of(state_of(events), returncode, interrupted=interrupted)
+    outcome = judge_outcome(reduce_events(events), returncode, interrupted=interrupted)
     return outcome.status, outcome.exit_code, outcome.message
 
 
@@ -128,7 +128,7 @@ def test_a_step_has_failed(code, exit_code):
 @pytest.mark.parametrize("returncode", [1, 0])
 def test_a_step_that_died_without_a_word_has_failed(returncode):
     events = [*done("resolve_config"), begun("train_model"), *FINISHED]
-    outcome = outcome_of(state_of(events), returncode, interrupted=False)
+    outcome = judge_outcome(reduce_events(events), returncode, interrupted=False)
     assert outcome.status == "failed"
     assert outcome.exit_code == 1
     assert outcome.message == f"train_model: {KILLED}"
@@ -139,7 +139,7 @@ def test_a_step_that_died_without_a_word_has_failed(returncode):
 
 def test_other_events_do_not_matter():
     events = [WarmStart(uri="file:///c"), *done("prepare_data")]
-    assert len(outcome_of(state_of(events), 0, interrupted=False).steps) == 1
+    assert len(judge_outcome(reduce_events(events), 0, interrupted=False).steps) == 1
 
 
 def test_metrics_and_artifacts():
@@ -152,7 +152,7 @@ def test_metrics_and_artifacts():
         begun("evaluate_model"),
         ended("evaluate_model", uri=uris["evaluate_model"], metrics={"accuracy": 0.5}),
     ]
-    outcome = outcome_of(state_of(events), 0, interrupted=False)
+    outcome = judge_outcome(reduce_events(events), 0, interrupted=False)
     assert outcome.metrics_of("evaluation") == {"accuracy": 0.5}
     assert outcome.metrics_of("checkpoint") == {}
     assert outcome.artifacts == {
@@ -167,7 +167,9 @@ def test_metrics_and_artifacts():
 
 def test_a_step_without_an_artifact_names_none():
     events = [*done("prepare_data", uri="file:///d"), *failed("train_model", "no")]
-    assert outcome_of(state_of(events), 1, interrupted=False).artifacts == {"dataset": "file:///d"}
+    assert judge_outcome(reduce_events(events), 1, interrupted=False).artifacts == {
+        "dataset": "file:///d"
+    }
 
 
 def test_a_resumed_run_is_judged_by_its_newest_start():
@@ -180,7 +182,7 @@ def test_a_resumed_run_is_judged_by_its_newest_start():
 def test_a_step_that_only_an_earlier_start_reached_is_not_part_of_the_outcome():
     first = [RunBegin(run_id="r", number=1), *judged("blessed"), *promoted(), *FINISHED]
     again = [RunBegin(run_id="r", number=2), *failed("resolve_config", "no root", 2)]
-    outcome = outcome_of(state_of([*first, *again]), 1, interrupted=False)
+    outcome = judge_outcome(reduce_events([*first, *again]), 1, interrupted=False)
     assert (outcome.status, outcome.exit_code) == ("failed", 2)
     assert [step.step for step in outcome.steps] == ["resolve_config"]
     assert outcome.artifacts == {}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from flotilla.components import contract
 from flotilla.components.image import IMAGE
-from flotilla.pipelines.compile import compiled_by, own_package
+from flotilla.pipelines.compile import own_package, read_mark
 from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.pipelines.runs.kfp_client import connect
 from flotilla.pipelines.runs.submission import experiment_id
-from flotilla.pipelines.runs.upload import containing, equals, pipeline_id_of, uploaded
+from flotilla.pipelines.runs.upload import containing, equals, find_or_upload, find_pipeline_id
 from flotilla.trainer.promotion import lineage
 from tests.kfp_instance.server import Instance
 
@@ -299,9 +299,9 @@ def the_run_of(instance):
 
 
 def test_ours_has_the_mark_of_this_code(compiled):
-    assert compiled_by(compiled.spec) == contract.mark()
-    assert compiled_by({"pipeline_spec": compiled.spec, "platform_spec": {}}) == contract.mark()
-    assert compiled_by(None) == compiled_by({"root": {}}) == ""
+    assert read_mark(compiled.spec) == contract.mark()
+    assert read_mark({"pipeline_spec": compiled.spec, "platform_spec": {}}) == contract.mark()
+    assert read_mark(None) == read_mark({"root": {}}) == ""
 
 
 def test_submit_says_which_version_it_used(instance, remote, uploaded):
@@ -349,7 +349,7 @@ def test_without_a_version_of_ours_the_newest_is_taken_and_named(
     assert (answer.code, the_run_of(instance)) == (0, "by-hand")
     assert f"flotilla: it {'has' if not mark else 'was'} " in answer.err
     assert origin in answer.err
-    assert f"and this is {contract.in_words(contract.mark())}" in answer.err
+    assert f"and this is {contract.describe_mark(contract.mark())}" in answer.err
 
 
 @MARKS
@@ -567,11 +567,11 @@ def test_any_text_is_a_name(served, compiled, name):
     if not name.strip():
         return
     client = connect(Access(endpoint=served.url))
-    first, made = uploaded(client, compiled, name)
+    first, made = find_or_upload(client, compiled, name)
     assert made is (name not in _seen)
     _seen.add(name)
-    assert uploaded(client, compiled, name) == (first, False)
-    assert pipeline_id_of(client, name) == first.pipeline_id
+    assert find_or_upload(client, compiled, name) == (first, False)
+    assert find_pipeline_id(client, name) == first.pipeline_id
     assert experiment_id(client, name) == experiment_id(client, name)
 
 

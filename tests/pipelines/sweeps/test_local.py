@@ -19,7 +19,7 @@ from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.sweeps import study
-from flotilla.trainer.sweeps.sweep import table_of
+from flotilla.trainer.sweeps.sweep import make_table
 from tests.pipelines.called import call
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +74,7 @@ def swept(workdir, *, parallel=1, **named):
 
 
 def resumed(sweep_id, workdir):
-    return executed(local.resumed(sweep_id, workdir), 1)
+    return executed(local.resume_sweep(sweep_id, workdir), 1)
 
 
 def executed(begun, parallel):
@@ -260,7 +260,7 @@ def test_a_sweep_that_cannot_be_read_is_refused(tmp_path, name, text, message):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / name).write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
-        local.resumed("s", tmp_path)
+        local.resume_sweep("s", tmp_path)
 
 
 def test_a_journal_that_cannot_be_written_is_said(tmp_path):
@@ -274,7 +274,7 @@ def test_a_journal_that_cannot_be_written_is_said(tmp_path):
 def test_two_at_once_in_one_place_are_refused(tmp_path):
     begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
     with pytest.raises(ConfigError, match="is still running"):
-        local.resumed(begun.sweep.sweep_id, tmp_path)
+        local.resume_sweep(begun.sweep.sweep_id, tmp_path)
     begun.close()
 
 
@@ -283,9 +283,9 @@ def test_a_sweep_that_is_not_there_is_named_with_one_that_is(machine, tmp_path):
     sweep_id = swept(tmp_path).sweep.sweep_id
     assert machine.begun
     with pytest.raises(ConfigError, match=f"did you mean '{sweep_id}'"):
-        local.resumed(f"{sweep_id[:-1]}x", tmp_path)
+        local.resume_sweep(f"{sweep_id[:-1]}x", tmp_path)
     with pytest.raises(ConfigError, match=r"no sweep '\.\./x'"):
-        local.resumed("../x", tmp_path)
+        local.resume_sweep("../x", tmp_path)
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
@@ -328,7 +328,7 @@ def test_a_space_is_made_and_the_best_by_time_is_promoted(machine, tmp_path, mon
         update={"training": best.training}
     )
     assert best.training.batch_size == 32
-    assert len(table_of(result.sweep)[1]) == len(trained)
+    assert len(make_table(result.sweep)[1]) == len(trained)
 
 
 def test_an_interrupted_search_leaves_its_best_and_goes_on(machine, tmp_path):

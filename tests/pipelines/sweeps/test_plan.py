@@ -2,7 +2,7 @@
 
 import pytest
 
-from flotilla.pipelines.sweeps.plan import SweepOptions, planned
+from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 
@@ -10,7 +10,7 @@ BATCHES = ("training.steps=90", "training.batch_size=16,32,64")
 
 
 def test_each_trial_has_a_run_of_its_own():
-    sweep = planned(SweepOptions(config=Config(), settings=BATCHES))
+    sweep = plan_sweep(SweepOptions(config=Config(), settings=BATCHES))
     assert len({each.run_id for each in sweep.trials}) == 3
     assert sweep.keys == ("training.batch_size",)
     assert sweep.fixed == ("training.steps=90",)
@@ -36,4 +36,4 @@ def test_each_trial_has_a_run_of_its_own():
 )
 def test_what_cannot_be_done_is_refused(named, message):
     with pytest.raises(ConfigError, match=message):
-        planned(SweepOptions(**{"config": Config(), "settings": BATCHES, **named}))
+        plan_sweep(SweepOptions(**{"config": Config(), "settings": BATCHES, **named}))

@@ -13,7 +13,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import part_saver, servers
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.checkpoints.part_server import PartServer
-from flotilla.trainer.checkpoints.remote import checkpoints_of
+from flotilla.trainer.checkpoints.remote import open_checkpoints
 from flotilla.trainer.checkpoints.servers import PartServers
 from tests.stores.fixtures import bucket_name
 
@@ -71,7 +71,7 @@ def in_bucket(gcs: Any, tmp_path: Path, two_servers: PartServers) -> Callable[..
 
     def make(scratch: str = "chief") -> Checkpoints:
         uri = f"gs://{bucket}/run/checkpoints"
-        made = checkpoints_of(uri, keep=3, scratch=tmp_path / scratch, alone=True)
+        made = open_checkpoints(uri, keep=3, scratch=tmp_path / scratch, alone=True)
         made.by_parts(two_servers, 0)
         return made
 

@@ -3,7 +3,12 @@
 import pytest
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints.decisions import Interval, Retention, SaveInterval, handed_on
+from flotilla.trainer.checkpoints.decisions import (
+    Interval,
+    Retention,
+    SaveInterval,
+    select_checkpoint,
+)
 from flotilla.trainer.checkpoints.index import IndexEntry
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import TrainingConfig
@@ -115,7 +120,7 @@ class TestHandedOn:
     )
     def test_it_is_the_one_that_is_asked_for(self, run, tmp_path, losses, choice, expected):
         step, why = expected
-        found = handed_on(run(losses), choice)
+        found = select_checkpoint(run(losses), choice)
         assert (found.global_step, found.trained, found.why) == (step, max(losses), why)
         assert found.fields["global_step"] == step
         (event,) = self.emitted(tmp_path)
@@ -144,7 +149,7 @@ class TestHandedOn:
         self, run, main_metric, direction, areas, expected
     ):
         said = {"main_metric": main_metric, "directions": {main_metric: direction}}
-        found = handed_on(
+        found = select_checkpoint(
             run({10: 0.3, 20: 0.5, 30: 0.1}, areas=areas, **said if main_metric else {}), "best"
         )
         assert (found.global_step, found.why) == expected
@@ -153,15 +158,15 @@ class TestHandedOn:
     def test_a_run_that_goes_on_with_another_main_metric_selects_by_that_one(self, run):
         losses, areas = {10: 0.3, 20: 0.5}, {10: 0.4, 20: 0.9}
         uri = run(losses, areas=areas)
-        assert handed_on(uri, "best").global_step == 10
+        assert select_checkpoint(uri, "best").global_step == 10
         more = {"main_metric": "auc", "directions": {"auc": "higher"}}
         run({30: 0.4}, areas={30: 0.5}, **more)
-        assert handed_on(uri, "best").global_step == 20
-        assert handed_on(uri, "best", "loss").global_step == 10
+        assert select_checkpoint(uri, "best").global_step == 20
+        assert select_checkpoint(uri, "best", "loss").global_step == 10
 
     def test_a_damaged_one_makes_room_for_the_next_best_and_is_named(self, run, tmp_path, caplog):
         uri = run({10: 0.3, 20: 0.1, 30: 0.2}, damaged=[20])
-        found = handed_on(uri, "best")
+        found = select_checkpoint(uri, "best")
         assert found.global_step == 30
         assert found.why == "best by validation loss that is not damaged"
         assert found.best.global_step == 20
@@ -172,7 +177,7 @@ class TestHandedOn:
         assert "passed over" in caplog.text
 
     def test_the_last_that_was_not_validated_is_better_than_none(self, run):
-        found = handed_on(run({10: 0.3, 20: None}, damaged=[10]), "best")
+        found = select_checkpoint(run({10: 0.3, 20: None}, damaged=[10]), "best")
         assert found.global_step == 20
         assert found.why == "the last: none that was validated is whole"
 
@@ -180,4 +185,4 @@ class TestHandedOn:
     def test_without_a_whole_one_it_is_refused(self, run, choice):
         uri = run({10: 0.3}, damaged=[10])
         with pytest.raises(UserError, match="step-00000010 is damaged"):
-            handed_on(uri, choice)
+            select_checkpoint(uri, choice)

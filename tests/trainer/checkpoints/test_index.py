@@ -9,14 +9,14 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import index
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.checkpoints.contents import contents
-from flotilla.trainer.checkpoints.decisions import best_first, handed_on
+from flotilla.trainer.checkpoints.decisions import best_first, select_checkpoint
 from flotilla.trainer.checkpoints.history import (
     VALIDATIONS_FILE,
     Validations,
     merge_validations,
     read_validations,
 )
-from flotilla.trainer.checkpoints.index import index_of, require_first_weights
+from flotilla.trainer.checkpoints.index import read_index, require_first_weights
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import (
@@ -44,22 +44,22 @@ def test_the_evaluator_s_metrics_precede_those_of_the_manifest(tmp_path):
     for step, loss in ((100, 0.5), (20, 0.3), (3, None)):
         fields = {} if loss is None else {"metrics": {"validation_loss": loss}}
         published[step] = publish(folder, step, **fields)
-    assert [(each.global_step, each.loss) for each in index_of(uri)] == [
+    assert [(each.global_step, each.loss) for each in read_index(uri)] == [
         (3, None), (20, 0.3), (100, 0.5),
     ]  # fmt: skip
-    assert best_first(index_of(uri))[0].global_step == 20
+    assert best_first(read_index(uri))[0].global_step == 20
     measured = Validations(uri)
     measured.add(published[3][1], {"loss": 0.4})
     measured.add(published[20][1], {"loss": 0.9})
-    assert [each.loss for each in index_of(uri)] == [0.4, 0.9, 0.5]
-    assert best_first(index_of(uri))[0].global_step == 3
+    assert [each.loss for each in read_index(uri)] == [0.4, 0.9, 0.5]
+    assert best_first(read_index(uri))[0].global_step == 3
 
 
 def test_what_has_changed_rows_alone_is_not_the_best(tmp_path):
     folder = tmp_path / "checkpoints"
     publish(folder, 10, metrics={"validation_loss": 0.5})
     publish(folder, 20, metrics={"validation_loss": 0.3}, base={"uri": "step-00000010"})
-    assert [each.global_step for each in best_first(index_of(storage.uri_of(folder)))] == [10]
+    assert [each.global_step for each in best_first(read_index(storage.uri_of(folder)))] == [10]
 
 
 def test_a_checkpoint_that_was_made_again_is_another_one(tmp_path):
@@ -74,9 +74,9 @@ def test_a_checkpoint_that_was_made_again_is_another_one(tmp_path):
     if new.created == old.created:
         pytest.skip("made within one millisecond")
     assert not measured.has(new)
-    assert [each.loss for each in index_of(storage.uri_of(folder))] == [None]
+    assert [each.loss for each in read_index(storage.uri_of(folder))] == [None]
     measured.add(new, {"loss": 0.2, "accuracy": 0.5})
-    assert [each.loss for each in index_of(storage.uri_of(folder))] == [0.2]
+    assert [each.loss for each in read_index(storage.uri_of(folder))] == [0.2]
 
 
 def test_rows_are_read_by_the_next_evaluator_and_by_the_report(tmp_path):
@@ -103,7 +103,7 @@ def test_damage_to_the_file_of_the_evaluator_reaches_nobody(tmp_path, line):
     with (tmp_path / VALIDATIONS_FILE).open("ab") as file:
         file.write(f"{line}\n".encode() + b"\xff\x00")
     assert [row["global_step"] for row in read_validations(uri)] == [10]
-    assert best_first(index_of(uri))[0].loss == 0.5
+    assert best_first(read_index(uri))[0].loss == 0.5
 
 
 def test_one_of_changed_rows_alone_is_passed_over(tmp_path, caplog):
@@ -116,7 +116,7 @@ def test_one_of_changed_rows_alone_is_passed_over(tmp_path, caplog):
     line = f"{changed} has only the rows that changed since another checkpoint, as versions before"
     assert line in caplog.text
     with pytest.raises(UserError, match=r"take a checkpoint that is whole$"):
-        handed_on(run.uri, "last")
+        select_checkpoint(run.uri, "last")
     with pytest.raises(UserError, match=r"take a checkpoint that is whole$"):
         contents(run.uri)
 

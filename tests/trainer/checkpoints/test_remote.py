@@ -9,7 +9,7 @@ from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.checkpoints.history import read_history
 from flotilla.trainer.checkpoints.index import list_checkpoints
-from flotilla.trainer.checkpoints.remote import LogFiles, RemoteCheckpoints, checkpoints_of
+from flotilla.trainer.checkpoints.remote import LogFiles, RemoteCheckpoints, open_checkpoints
 from flotilla.trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
 from flotilla.trainer.events import CheckpointPassedOver
 from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
@@ -39,7 +39,9 @@ def of(uri, tmp_path):
 
     def _of(machine="chief-0", keep=3, fingerprint="", alone=True):
         scratch = tmp_path / machine
-        kept = checkpoints_of(uri, keep=keep, scratch=scratch, fingerprint=fingerprint, alone=alone)
+        kept = open_checkpoints(
+            uri, keep=keep, scratch=scratch, fingerprint=fingerprint, alone=alone
+        )
         made.append(kept)
         return kept
 
@@ -81,7 +83,7 @@ def steps(uri):
 
 def test_a_file_system_needs_no_upload_queue(tmp_path):
     root = storage.uri_of(tmp_path)
-    kept = checkpoints_of(root, keep=3, scratch=tmp_path, fingerprint="", alone=True)
+    kept = open_checkpoints(root, keep=3, scratch=tmp_path, fingerprint="", alone=True)
     assert type(kept) is Checkpoints
 
 

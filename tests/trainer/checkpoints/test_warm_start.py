@@ -150,7 +150,7 @@ def test_one_of_another_model_names_the_first_variable_that_differs(run, tmp_pat
 def test_the_first_of_many_that_differ_is_the_first_of_the_model(tmp_path):
     model = net(units=4)
     uri = publish_checkpoint(tmp_path / "checkpoints", net(units=5))
-    found = warm_start.fetched(uri, tmp_path / "scratch")
+    found = warm_start.fetch_weights(uri, tmp_path / "scratch")
     named = {f"model/{variable.path}": variable.value for variable in model.variables}
     with pytest.raises(UserError, match=r"hidden/kernel is \[3, 5\] there and \[3, 4\] in this"):
         warm_start.load(found, named, io_device=None)
@@ -173,7 +173,7 @@ def test_all_state_of_the_model_is_taken_and_none_of_the_optimizer(tmp_path):
     begun = keras.optimizers.Adam()
     begun.build(fresh.trainable_variables)
     untouched = [variable.numpy().tolist() for variable in begun.variables]
-    found = warm_start.fetched(uri, tmp_path / "scratch")
+    found = warm_start.fetch_weights(uri, tmp_path / "scratch")
     warm_start.load(found, checkpoint_variables(fresh, begun), io_device=None)
     for mine, theirs in zip(fresh.variables, earlier.variables, strict=True):
         assert mine.numpy().tolist() == theirs.numpy().tolist()
@@ -228,7 +228,7 @@ def begin(tmp_path, monkeypatch):
     def begun(model, value):
         before = {variable.path: variable.numpy() for variable in model.variables}
         warm_start.check(value, list(before))
-        source = warm_start.fetched(value, tmp_path / "scratch")
+        source = warm_start.fetch_weights(value, tmp_path / "scratch")
         fields = warm_start.load(source, named(model), io_device=None)
         *_, event = events.read(tmp_path / "events.jsonl")
         assert isinstance(event, WarmStart)

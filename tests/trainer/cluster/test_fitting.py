@@ -25,7 +25,7 @@ def ends(monkeypatch):
 
 def test_what_fits_is_the_last_line(ends):
     calls = ends(0, 'a line of the user\n{"task": "regression"}\n')
-    assert fitting.tried(Config(), "file:///d") == {"task": "regression"}
+    assert fitting.try_fit(Config(), "file:///d") == {"task": "regression"}
     ((arguments, options),) = calls
     assert Config.model_validate_json(options["request"]) == Config()
     assert arguments == ("flotilla.trainer", "fit", "--dataset", "file:///d")
@@ -41,7 +41,7 @@ def test_what_the_trainer_says_is_the_message(ends):
 
 def test_a_run_on_other_machines_says_so(ends):
     calls = ends(0, "{}\n")
-    fitting.tried(Config(), elsewhere=True)
+    fitting.try_fit(Config(), elsewhere=True)
     ((arguments, _),) = calls
     assert arguments == ("flotilla.trainer", "fit", "--dataset", "", "--elsewhere")
 
@@ -50,7 +50,7 @@ def test_a_run_on_other_machines_says_so(ends):
 def test_a_bug_or_a_store_that_does_not_answer_refuses_nothing(ends, code):
     ends(code, err="flotilla: cannot reach gs://b\n")
     with pytest.raises(fitting.NotKnownError, match=r"^the trial of the model: cannot reach gs"):
-        fitting.tried(Config())
+        fitting.try_fit(Config())
 
 
 def test_a_trial_that_was_killed_says_nothing_of_the_model(ends, caplog):

@@ -273,7 +273,7 @@ def test_other_files_of_the_folder_stay(uri, clock, place):
 
 def test_a_lease_is_no_checkpoint(uri, clock):
     clock.acquire("digits-1")
-    assert storage.published(uri) == []
+    assert storage.list_published(uri) == []
     assert storage.names(uri) == []
 
 
@@ -432,20 +432,20 @@ def test_a_block_that_ends_releases_it(here):
 
 @pytest.mark.parametrize("error", [UserError("no"), KeyboardInterrupt(), ZeroDivisionError()])
 def test_a_block_that_fails_releases_it(here, error):
-    with pytest.raises(type(error)), lease.held(here, "digits-1"):
+    with pytest.raises(type(error)), lease.hold_lease(here, "digits-1"):
         raise error
     require_released(here)
 
 
 def test_an_attempt_that_begins_again_leaves_it_to_the_next_one(here, monkeypatch):
     monkeypatch.setenv(lease.VARIABLE, "job")
-    with pytest.raises(ClusterLostError), lease.held(here, "digits-1"):
+    with pytest.raises(ClusterLostError), lease.hold_lease(here, "digits-1"):
         raise ClusterLostError("a server is gone")
     assert len(holders(here)) == 1
     monkeypatch.setenv(lease.VARIABLE, "another")
     refused(Lease(here, "digits-2").acquire)
     monkeypatch.setenv(lease.VARIABLE, "job")
-    with lease.held(here, "digits-1") as mine:
+    with lease.hold_lease(here, "digits-1") as mine:
         mine.check()
 
 
@@ -459,7 +459,7 @@ def test_it_is_renewed_while_it_is_held(here, monkeypatch):
 
     monkeypatch.setattr(storage, "write_bytes", recorded)
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
-    with lease.held(here, "digits-1"):
+    with lease.hold_lease(here, "digits-1"):
         (began,) = holders(here).values()
         assert written.wait(60)
         (now,) = holders(here).values()
@@ -476,7 +476,7 @@ def test_an_unavailable_store_loses_no_lease(here, monkeypatch, caplog):
         raise storage.Unavailable(f"cannot write {uri}: away")
 
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
-    with lease.held(here, "digits-1") as mine:
+    with lease.hold_lease(here, "digits-1") as mine:
         monkeypatch.setattr(storage, "write_bytes", away)
         assert tried.wait(60)
         mine.require()
@@ -487,7 +487,7 @@ def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
     looked = threading.Event()
     monkeypatch.setattr(lease.log, "warning", lambda *_: looked.set())
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
-    with lease.held(here, "digits-1") as mine:
+    with lease.hold_lease(here, "digits-1") as mine:
         # Between two renewals: one that has looked already would write it again.
         with mine._mutex:
             for number in holders(here):

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from flotilla.trainer import events
-from flotilla.trainer.cluster.local import HOST, TaskLogs, held_cluster, relayed
+from flotilla.trainer.cluster.local import HOST, TaskLogs, relay_logs, reserve_cluster
 from flotilla.trainer.config.topology import Task, check_port
 from flotilla.trainer.events import CheckpointPublished, UserCodeFailed
 from flotilla.trainer.runtime.errors import UserError
@@ -94,7 +94,7 @@ def test_lines_come_while_the_block_runs_and_the_rest_at_its_end(tmp_path, monke
             seen.set()
 
     monkeypatch.setattr(TaskLogs, "take", taken)
-    with relayed(tmp_path, lines.put):
+    with relay_logs(tmp_path, lines.put):
         write(tmp_path, "chief-0", "running\n")
         assert seen.wait(60)
         assert lines.taken() == ["chief-0 running"]
@@ -104,7 +104,7 @@ def test_lines_come_while_the_block_runs_and_the_rest_at_its_end(tmp_path, monke
 
 def test_the_traceback_of_the_users_code_reaches_the_error_of_the_step(tmp_path, lines, event_line):
     def fail():
-        with relayed(tmp_path, lines.put):
+        with relay_logs(tmp_path, lines.put):
             failed = UserCodeFailed(error="bad", traceback="Traceback: blocks.py")
             write(tmp_path, "chief-0", event_line(failed))
             raise UserError("bad")
@@ -133,14 +133,14 @@ def bound(port, *, reuse):
 
 
 def test_every_task_has_a_port_of_its_own_on_loopback():
-    with held_cluster(TASKS) as cluster:
+    with reserve_cluster(TASKS) as cluster:
         assert {role: cluster.count(role) for role in TASKS} == TASKS
         assert len(set(ports(cluster))) == 6
         assert all(cluster.address(Task(role="ps", index=i)).startswith(HOST) for i in range(2))
 
 
 def test_a_task_may_serve_on_its_port_and_again_after_it_died():
-    with held_cluster({"ps": 1}) as cluster:
+    with reserve_cluster({"ps": 1}) as cluster:
         (port,) = ports(cluster)
         for _ in range(2):
             check_port(cluster, Task(role="ps", index=0))
@@ -153,7 +153,7 @@ def test_a_task_may_serve_on_its_port_and_again_after_it_died():
 
 
 def test_nobody_listens_on_a_port_before_its_task_does():
-    with held_cluster({"ps": 1}) as cluster:
+    with reserve_cluster({"ps": 1}) as cluster:
         (port,) = ports(cluster)
         with socket.socket() as client:
             assert client.connect_ex((HOST, port)) == errno.ECONNREFUSED
@@ -161,19 +161,19 @@ def test_nobody_listens_on_a_port_before_its_task_does():
 
 def test_two_clusters_at_once_share_no_port():
     with ExitStack() as stack:
-        clusters = [stack.enter_context(held_cluster(TASKS)) for _ in range(20)]
+        clusters = [stack.enter_context(reserve_cluster(TASKS)) for _ in range(20)]
         taken = [port for cluster in clusters for port in ports(cluster)]
         assert len(set(taken)) == len(taken) == 120
 
 
 def test_who_asks_for_any_port_gets_another_one():
-    with held_cluster(TASKS) as cluster, ExitStack() as stack:
+    with reserve_cluster(TASKS) as cluster, ExitStack() as stack:
         given = {stack.enter_context(bound(0, reuse=False)).getsockname()[1] for _ in range(200)}
         assert not given & set(ports(cluster))
 
 
 def test_a_held_port_is_refused_to_who_does_not_share_and_free_afterwards():
-    with held_cluster({"ps": 1}) as cluster:
+    with reserve_cluster({"ps": 1}) as cluster:
         (port,) = ports(cluster)
         with pytest.raises(OSError, match="Address already in use"):
             bound(port, reuse=False)
@@ -182,7 +182,7 @@ def test_a_held_port_is_refused_to_who_does_not_share_and_free_afterwards():
 
 def test_the_ports_are_free_after_an_error():
     def fail():
-        with held_cluster({"ps": 1}) as cluster:
+        with reserve_cluster({"ps": 1}) as cluster:
             found.extend(ports(cluster))
             raise ValueError("the cluster did not start")
 
@@ -193,6 +193,6 @@ def test_the_ports_are_free_after_an_error():
 
 
 def test_a_role_without_tasks():
-    with held_cluster({"chief": 1, "ps": 0}) as cluster:
+    with reserve_cluster({"chief": 1, "ps": 0}) as cluster:
         assert cluster.count("ps") == 0
         assert ports(cluster)

@@ -10,7 +10,7 @@ import pytest
 from flotilla.trainer import events
 from flotilla.trainer.cluster import local, loopback
 from flotilla.trainer.config.topology import Cluster
-from flotilla.trainer.events.event_lines import line_of
+from flotilla.trainer.events.event_lines import format_event
 from flotilla.trainer.runtime.errors import UserError
 from tests.cluster.strangers import other_addresses, reached
 
@@ -175,6 +175,6 @@ def test_a_system_without_a_way_serves_with_a_warning(monkeypatch, caplog, close
 def test_a_run_warns_once_where_its_ports_stay_open(monkeypatch, addresses, can_close, warned):
     monkeypatch.setattr(loopback, "can_close", lambda: can_close)
     heard = []
-    with events.heard_by(heard.append):
+    with events.listen(heard.append):
         local._report_open_ports(Cluster(addresses=addresses), dict.fromkeys(addresses, 1))
-    assert [line_of(each) for each in heard] == [f"warning: {loopback.WARNING}"] * warned
+    assert [format_event(each) for each in heard] == [f"warning: {loopback.WARNING}"] * warned

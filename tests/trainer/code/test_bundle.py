@@ -57,9 +57,16 @@ def test_the_same_content_is_the_same_bundle_whatever_else_differs(folder, root,
 
 
 def test_a_name_and_a_content_are_not_mixed_up():
-    assert bundle.digest_of({"a": "1", "b": "2"}) == bundle.digest_of({"b": "2", "a": "1"})
+    assert bundle.compute_digest({"a": "1", "b": "2"}) == bundle.compute_digest(
+        {"b": "2", "a": "1"}
+    )
     assert (
-        len({bundle.digest_of(each) for each in ({"a": "1"}, {"a": "2"}, {"b": "1"}, {"a\n": "1"})})
+        len(
+            {
+                bundle.compute_digest(each)
+                for each in ({"a": "1"}, {"a": "2"}, {"b": "1"}, {"a\n": "1"})
+            }
+        )
         == 4
     )
 
@@ -262,4 +269,4 @@ def test_a_folder_that_others_may_write_to_is_not_used(made, scratch):
 def test_a_module_that_is_not_in_it_is_not_sought_elsewhere(made):
     bundle.enter(made)
     with pytest.raises(ConfigError, match=r"it has to be in the folder of --code or on PYTHONPATH"):
-        user_code.import_for("model.name", "unheard_of")
+        user_code.import_named("model.name", "unheard_of")

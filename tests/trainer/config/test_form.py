@@ -14,9 +14,9 @@ from flotilla.trainer.config.form import (
     SETTINGS,
     WHOLE,
     from_form,
+    parse_settings,
     to_form,
     to_local_form,
-    tree_of,
 )
 from flotilla.trainer.config.load import load_config, parse_config
 from flotilla.trainer.config.schema import Config
@@ -232,7 +232,7 @@ def test_a_whole_configuration_takes_the_place_of_all_fields():
     config = load_config(None, ["training.steps=9"])
     values = form(settings={WHOLE: config.model_dump_json()}, steps=5)
     assert from_form(values).training.steps == 9
-    assert tree_of(values[SETTINGS])["training"]["steps"] == 9
+    assert parse_settings(values[SETTINGS])["training"]["steps"] == 9
 
 
 @pytest.mark.parametrize(

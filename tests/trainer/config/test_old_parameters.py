@@ -7,10 +7,10 @@ import pytest
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.old_parameters import (
     OPTIONS,
-    configuration_of,
-    is_of_before,
+    are_old_parameters,
+    convert_parameters,
+    describe_replacement,
     keys,
-    spelled,
 )
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
@@ -44,7 +44,7 @@ def test_each_configuration_comes_back(path, monkeypatch):
     # What the instance keeps of a whole number may be a double.
     kept = {name: float(each) if type(each) is int else each for name, each in values.items()}
     for each in (values, kept):
-        assert configuration_of({**each, "image": "a/b:1", "step_memory": "8Gi"}) == config
+        assert convert_parameters({**each, "image": "a/b:1", "step_memory": "8Gi"}) == config
 
 
 def test_a_word_or_a_mapping_and_yaml_of_a_person():
@@ -54,21 +54,21 @@ def test_a_word_or_a_mapping_and_yaml_of_a_person():
         "model_args": "{hidden_units: [10, 20]}",
         "gate_min": '{"accuracy": 0.5}',
     }
-    config = configuration_of(given)
+    config = convert_parameters(given)
     assert config.training.warm_start == {"from": "champion", "exclude": ["out/*"]}
     assert config.model.args == {"hidden_units": [10, 20]}
-    assert configuration_of({"training_warm_start": "champion"}).training.warm_start == "champion"
+    assert convert_parameters({"training_warm_start": "champion"}).training.warm_start == "champion"
 
 
 def test_what_is_no_key_any_more_is_named():
     with pytest.raises(ConfigError, match=r"^training\.cached_rows: removed"):
-        configuration_of({"training_cached_rows": 5})
+        convert_parameters({"training_cached_rows": 5})
 
 
 def test_they_differ_from_the_form():
-    assert is_of_before(flat(Config()))
-    assert not is_of_before({"steps": 5, "settings": {}})
-    assert not is_of_before({})
+    assert are_old_parameters(flat(Config()))
+    assert not are_old_parameters({"steps": 5, "settings": {}})
+    assert not are_old_parameters({})
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_they_differ_from_the_form():
     ],
 )
 def test_each_has_a_spelling_of_now(name, said):
-    assert spelled(name) == said
-    assert all(spelled(each).startswith("now ") for each in (*keys(), *OPTIONS))
+    assert describe_replacement(name) == said
+    assert all(describe_replacement(each).startswith("now ") for each in (*keys(), *OPTIONS))

@@ -15,10 +15,10 @@ from flotilla.trainer.config.topology import (
     Cluster,
     Task,
     check_port,
+    find_topology,
     from_flags,
     from_tf_config,
     leader,
-    topology_of,
 )
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
@@ -40,26 +40,26 @@ def test_every_strategy_has_its_topology():
 
 @pytest.mark.parametrize("strategy", TASKS)
 def test_only_the_roles_that_a_strategy_uses_are_started(strategy):
-    assert topology_of(strategy).tasks(servers=2, workers=3) == TASKS[strategy]
+    assert find_topology(strategy).tasks(servers=2, workers=3) == TASKS[strategy]
 
 
 def test_who_leads_is_started_when_the_others_are_there():
-    assert list(topology_of("in_graph").tasks(servers=1, workers=1)) == ["ps", "worker", "chief"]
+    assert list(find_topology("in_graph").tasks(servers=1, workers=1)) == ["ps", "worker", "chief"]
 
 
 @pytest.mark.parametrize("strategy", sorted(set(TASKS) - {"multi_worker_mirrored"}))
 def test_a_chief_leads_and_only_the_chief(strategy):
-    topology = topology_of(strategy)
+    topology = find_topology(strategy)
     assert [task for task in (CHIEF, PS, FIRST, SECOND) if topology.leads(task)] == [CHIEF]
 
 
 def test_all_mirrored_workers_run_the_outer_loop():
-    topology = topology_of("multi_worker_mirrored")
+    topology = find_topology("multi_worker_mirrored")
     assert [task for task in (PS, FIRST, SECOND) if topology.leads(task)] == [FIRST, SECOND]
 
 
 def test_a_users_own_strategy_gets_all_roles():
-    assert topology_of("my.own:Strategy").tasks(servers=2, workers=3) == SERVED
+    assert find_topology("my.own:Strategy").tasks(servers=2, workers=3) == SERVED
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,14 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.listing import Listing, chosen, list_source, publish, published, spans_of
+from flotilla.trainer.data.listing import (
+    Listing,
+    chosen,
+    list_source,
+    list_spans,
+    publish,
+    read_listing,
+)
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage import store
 from tests.stores.faults import Fault
@@ -193,11 +200,11 @@ def test_a_listing_is_kept_and_follows_its_files_elsewhere(tmp_path, place):
         kept[name] = listed(f"{place.root}/{name}/s-{{SPAN}}.csv")
         publish(kept[name], root)
         publish(kept[name], root)
-        assert published(root, kept[name].digest) == kept[name]
+        assert read_listing(root, kept[name].digest) == kept[name]
     assert kept["here"].digest == kept["there"].digest
-    assert spans_of(root, kept["here"].digest) == kept["here"].spans
-    assert spans_of(root, "0" * 32) == {}
+    assert list_spans(root, kept["here"].digest) == kept["here"].spans
+    assert list_spans(root, "0" * 32) == {}
     with pytest.raises(UserError, match=r"data\.version: no listing 0{32} is kept below"):
-        published(root, "0" * 32)
+        read_listing(root, "0" * 32)
     with pytest.raises(UserError, match=r"data\.version: '1\.0' is no digest of a listing"):
-        published(root, "1.0")
+        read_listing(root, "1.0")

@@ -29,7 +29,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import prepare as module
 from flotilla.trainer.data.builders import builder_source
-from flotilla.trainer.data.prepare import dataset_key, prepare, selected
+from flotilla.trainer.data.prepare import dataset_key, prepare, select_features
 from flotilla.trainer.data.read import (
     evaluation_batches,
     labelled_columns,
@@ -307,7 +307,7 @@ def test_a_root_that_cannot_be_written(tmp_path, scratch):
 
 
 def test_what_a_dataset_would_have_is_known_without_preparing_it(tmp_path):
-    found = selected(DataConfig(), tmp_path / "scratch")
+    found = select_features(DataConfig(), tmp_path / "scratch")
     assert (found.inputs, found.targets) == (("image",), ("label",))
     assert found.specs["label"].num_classes == 10
     assert found.specs["image"].shape == (8, 8, 1)
@@ -337,7 +337,7 @@ def test_a_csv_becomes_a_dataset_and_is_found_again(tmp_path: Path) -> None:
         "name": "label", "type": "class", "why": "label of yes and no", "classes": 2,
     }  # fmt: skip
     assert prepare(config, root, tmp_path / "scratch").reused
-    assert selected(config, tmp_path / "scratch").specs == spec.features
+    assert select_features(config, tmp_path / "scratch").specs == spec.features
     source(tmp_path, 500)
     assert prepare(config, root, tmp_path / "scratch").uri != made.uri
 

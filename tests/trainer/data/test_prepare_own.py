@@ -203,7 +203,7 @@ def test_examples_without_labels_are_refused(prepared, root):
     message = refusal(prepared, "Unlabelled")
     assert "split 'test'" in message
     assert "'label' is -1" in message
-    assert storage.published(storage.join(root, "datasets")) == []
+    assert storage.list_published(storage.join(root, "datasets")) == []
 
 
 def test_integers_are_classes_up_to_the_largest(prepared):

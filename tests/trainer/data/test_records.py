@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.data.features import stored_form
+from flotilla.trainer.data.features import choose_stored_form
 from flotilla.trainer.data.records import encode, parse
 from flotilla.trainer.features.dataset_spec import FeatureSpec
 
@@ -16,7 +16,7 @@ NUMBERS = [
 
 
 def feature(shape, dtype):
-    return FeatureSpec(shape=shape, dtype=dtype, stored=stored_form(shape, dtype))
+    return FeatureSpec(shape=shape, dtype=dtype, stored=choose_stored_form(shape, dtype))
 
 
 def values(dtype, shape, examples=5):
@@ -92,7 +92,7 @@ def test_texts(shape):
     ],
 )
 def test_the_stored_form(shape, dtype, form):
-    assert stored_form(shape, dtype) == form
+    assert choose_stored_form(shape, dtype) == form
 
 
 def test_a_record_is_a_plain_example():

@@ -106,7 +106,7 @@ def test_no_number_is_refused_and_nothing_published(bad, message, prepared, monk
     assert str(caught.value).startswith(
         message.replace("{name}", "tests.trainer.data.made_builders:Weighted")
     )
-    assert storage.published(storage.join(root, "datasets")) == []
+    assert storage.list_published(storage.join(root, "datasets")) == []
 
 
 def test_classes_of_which_nothing_is_learnt_are_said():

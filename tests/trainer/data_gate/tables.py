@@ -8,7 +8,7 @@ from flotilla.trainer.config.data_gate import DataGateConfig
 from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate.findings import Question
 from flotilla.trainer.data_gate.profile import DatasetProfile, split_profile
-from flotilla.trainer.data_gate.validate import findings_of
+from flotilla.trainer.data_gate.validate import find_all
 from flotilla.trainer.features.dataset_spec import FeatureSpec
 from flotilla.trainer.features.statistics.accumulator import Accumulator
 
@@ -28,7 +28,7 @@ def question(dataset, champion=None, gate=None, **config):
 
 def rules_of(dataset, champion=None, **config):
     """Return the rules that find something."""
-    return {each.rule for each in findings_of(question(dataset, champion, **config))}
+    return {each.rule for each in find_all(question(dataset, champion, **config))}
 
 
 def split_of(columns):

@@ -21,12 +21,12 @@ def found(dataset, **features):
     asked = question(dataset)
     asked = Question(dataset=dataset, champion=None, limits=asked.limits, gate=asked.gate,
                      schema=schema)  # fmt: skip
-    return {(each.rule, each.feature): each.says for each in validate.findings_of(asked)}
+    return {(each.rule, each.feature): each.says for each in validate.find_all(asked)}
 
 
 def test_a_dataset_keeps_to_the_schema_that_it_has_itself(dataset, tmp_path):
     path = tmp_path / "schema.yaml"
-    path.write_text(expected.inferred(dataset), encoding="utf-8")
+    path.write_text(expected.infer_schema(dataset), encoding="utf-8")
     read = expected.read(str(path))
     assert set(read.features) == set(dataset.specs)
     tree = yaml.safe_load(path.read_text(encoding="utf-8"))["features"]

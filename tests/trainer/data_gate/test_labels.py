@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate import labels
-from flotilla.trainer.data_gate.validate import findings_of
+from flotilla.trainer.data_gate.validate import find_all
 from tests.trainer.data_gate.skews import table
 from tests.trainer.data_gate.tables import profile, question, split_of
 
@@ -49,7 +49,7 @@ def test_many_classes_of_equal_size_are_not_rare():
 def test_a_split_of_one_class_is_refused_however_probable_it_is():
     rng = np.random.default_rng(0)
     columns = {"x": rng.normal(size=300), "label": (np.arange(300) == 5).astype(int)}
-    found = [each for each in findings_of(question(profile(split_of(columns)))) if
+    found = [each for each in find_all(question(profile(split_of(columns)))) if
              each.rule == "class_gone"]  # fmt: skip
     assert {each.split for each in found} == {"validation", "test"}
     assert "examples of test are 'no' of label" in found[-1].says
@@ -60,7 +60,7 @@ def test_a_metric_that_does_not_see_a_rare_class_is_none(metric, warns):
     rng = np.random.default_rng(0)
     columns = {"x": rng.normal(size=3000), "label": (np.arange(3000) % 100 == 5).astype(int)}
     asked = question(profile(split_of(columns)), gate=GateConfig(min={metric: 0.8}))
-    assert ("imbalance" in {each.rule for each in findings_of(asked)}) is warns
+    assert ("imbalance" in {each.rule for each in find_all(asked)}) is warns
 
 
 def with_association(value, before, size):

@@ -8,7 +8,7 @@ import pytest
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.prepare import prepare
-from flotilla.trainer.data_gate.profile import profile_of
+from flotilla.trainer.data_gate.profile import make_profile
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.runtime.errors import UserError
 
@@ -24,7 +24,7 @@ def dataset(tmp_path_factory):
 
 
 def test_features_have_their_statistics(dataset):
-    found = profile_of(dataset)
+    found = make_profile(dataset)
     train = found.features("train")
     assert {name: each.kind for name, each in train.items()} == {
         "size": "number", "gaps": "number", "kind": "text", "label": "class",
@@ -40,7 +40,7 @@ def test_features_have_their_statistics(dataset):
 
 
 def test_equal_examples_are_seen_in_every_split(dataset):
-    splits = profile_of(dataset).splits
+    splits = make_profile(dataset).splits
     assert all(each.is_whole for each in splits.values())
     assert sum(each.copies.sum() for each in splits.values()) == 600
 
@@ -54,4 +54,4 @@ def test_damage_is_named(dataset, tmp_path, name):
     )
     (tmp_path / "copy" / name).write_bytes(b"{}")
     with pytest.raises(UserError, match=name):
-        profile_of(copy)
+        make_profile(copy)

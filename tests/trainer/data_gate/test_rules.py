@@ -9,7 +9,7 @@ from scipy import stats
 from flotilla.trainer.config.data import SplitsConfig
 from flotilla.trainer.data_gate import drift, examples, structure, two_samples, values
 from flotilla.trainer.data_gate.profile import FeatureProfile, SplitProfile
-from flotilla.trainer.data_gate.validate import findings_of
+from flotilla.trainer.data_gate.validate import find_all
 from tests.trainer.data_gate.skews import table
 from tests.trainer.data_gate.tables import profile, question, split_of
 
@@ -101,9 +101,9 @@ def test_leakage_is_estimated_from_the_smallest_hashes():
     known = SplitProfile(examples=30_000, hashes=hashes[:10_000], copies=one, is_whole=False)
     tenth = hashes[::10]
     asked = SplitProfile(examples=3_000, hashes=tenth, copies=np.ones(3_000, np.int64))
-    assert examples.shared(asked, known) == (1000, 1000)
+    assert examples.count_shared(asked, known) == (1000, 1000)
     other = SplitProfile(examples=3_000, hashes=tenth + np.uint64(1), copies=asked.copies)
-    assert examples.shared(other, known) == (1000, 0)
+    assert examples.count_shared(other, known) == (1000, 0)
 
 
 def dependent(seed, size=1000, width=40):
@@ -178,14 +178,14 @@ def ordinary(seed):
 @pytest.mark.parametrize("first", [0, 20])
 def test_ordinary_tables_have_no_finding(first):
     for seed in range(first, first + 20):
-        assert not findings_of(question(profile(split_of(ordinary(seed)))))
+        assert not find_all(question(profile(split_of(ordinary(seed)))))
 
 
 def test_few_different_rows_are_no_copies():
     rng = np.random.default_rng(0)
     for make in (lambda: rng.normal(size=700).round(2), lambda: rng.integers(18, 90, 700) / 1.0):
         columns = {"x": make(), "k": np.full(700, "a"), "label": rng.integers(0, 2, 700)}
-        found = findings_of(question(profile(split_of(columns))))
+        found = find_all(question(profile(split_of(columns))))
         assert {each.rule for each in found} == {"constant"}
 
 
@@ -198,7 +198,7 @@ def drawn_by_group(seed, **splits):
         "label": rng.integers(0, 2, 1000),
     }
     asked = question(profile(split_of(columns)))
-    return {each.rule for each in findings_of(replace(asked, splits=SplitsConfig(**splits)))}
+    return {each.rule for each in find_all(replace(asked, splits=SplitsConfig(**splits)))}
 
 
 def test_examples_of_a_group_count_as_one():
@@ -214,19 +214,19 @@ def test_what_makes_the_splits_is_not_compared():
     for name, columns in splits.items():
         columns["part"] = np.full(len(columns["x"]), name)
     asked = question(profile(splits))
-    found = {each.rule for each in findings_of(asked)}
+    found = {each.rule for each in find_all(asked)}
     assert {"constant", "splits_differ"} <= found
     dropped = replace(asked, dataset=replace(asked.dataset, inputs=("x",)))
-    assert not findings_of(replace(dropped, splits=SplitsConfig(column="part")))
-    assert not findings_of(replace(dropped, splits=SplitsConfig(time="at")))
+    assert not find_all(replace(dropped, splits=SplitsConfig(column="part")))
+    assert not find_all(replace(dropped, splits=SplitsConfig(time="at")))
 
 
 def test_a_feature_that_is_rarely_there_may_be_absent_from_the_test_split():
     columns = {**table(np.random.default_rng(0), 200), "rare": np.full(200, np.nan)}
     columns["rare"][[3, 50, 90]] = [1.0, 2.0, 3.0]
-    assert "empty" not in {each.rule for each in findings_of(question(profile(split_of(columns))))}
+    assert "empty" not in {each.rule for each in find_all(question(profile(split_of(columns))))}
     columns["rare"][:150] = 1.5
-    assert "empty" in {each.rule for each in findings_of(question(profile(split_of(columns))))}
+    assert "empty" in {each.rule for each in find_all(question(profile(split_of(columns))))}
 
 
 def test_unique_texts_are_alike_whether_all_are_counted_or_not():
@@ -234,5 +234,5 @@ def test_unique_texts_are_alike_whether_all_are_counted_or_not():
         spec = {"counts": {f"text {n}": 1 for n in range(start, start + min(count, 1000))}}
         return FeatureProfile(kind="text", examples=count, distinct=count, **spec)
 
-    _, chance = drift.compared(made(500, 0), made(9000, 5000))
+    _, chance = drift.compare_samples(made(500, 0), made(9000, 5000))
     assert chance > 0.5

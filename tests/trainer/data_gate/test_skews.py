@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from flotilla.trainer.data_gate.validate import findings_of
+from flotilla.trainer.data_gate.validate import find_all
 from tests.trainer.data_gate.skews import SKEWS, table
 from tests.trainer.data_gate.tables import profile, question, split_of
 
@@ -18,7 +18,7 @@ def clean(seed, size, width):
 def named(skew, size, width, seed=1):
     champion = profile(clean(seed, size, width))
     skewed = skew(np.random.default_rng(seed + 1), clean(seed + 2, size, width))
-    return {each.rule for each in findings_of(question(profile(skewed), champion))}
+    return {each.rule for each in find_all(question(profile(skewed), champion))}
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def alarms(make, count):
     before, found = make(0), Counter()
     for seed in range(1, count + 1):
         new = make(seed)
-        if findings := findings_of(question(new, before)):
+        if findings := find_all(question(new, before)):
             found[", ".join(sorted({each.rule for each in findings}))] += 1
         before = new
     return found

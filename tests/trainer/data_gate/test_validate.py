@@ -47,7 +47,7 @@ def test_a_new_class_is_named():
     for part in columns.values():
         part["label"][:20] = 2
     new = profile(columns, classes=("no", "yes", "perhaps"))
-    findings = validate.findings_of(question(new, profile(clean(1))))
+    findings = validate.find_all(question(new, profile(clean(1))))
     assert "perhaps" in next(each.value for each in findings if each.rule == "new_class")
 
 
@@ -62,11 +62,11 @@ def test_one_percent_of_a_class_is_a_warning_that_names_a_metric():
     for part in columns.values():
         part["label"] = (np.arange(len(part["label"])) % 100 == 0).astype(int)
     new = profile(columns)
-    (found,) = [each for each in validate.findings_of(question(new)) if each.rule == "imbalance"]
+    (found,) = [each for each in validate.find_all(question(new)) if each.rule == "imbalance"]
     assert "gate.min: {accuracy@label: 0.8}" in found.says
     assert "'yes'" in found.says
     watched = question(new, gate=GateConfig(min={"recall": 0.8}))
-    assert not [each for each in validate.findings_of(watched) if each.rule == "imbalance"]
+    assert not [each for each in validate.find_all(watched) if each.rule == "imbalance"]
 
 
 def test_a_value_that_is_no_number_is_written_as_a_text():

@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.batch_rows import RowsOnce, Sent, Unforeseen, lookups_of, tables_of
+from flotilla.trainer.embeddings.batch_rows import (
+    RowsOnce,
+    Sent,
+    Unforeseen,
+    find_lookups,
+    find_tables,
+)
 from flotilla.trainer.embeddings.row_updates import read_rows
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.models.embedding_table import EmbeddingTable
@@ -47,7 +53,7 @@ def refused(_batch, why):
 
 
 def of_rows(model, **named):
-    lookups = lookups_of(model)
+    lookups = find_lookups(model)
     found = rows_gradient_of(model, loss, lookups, otherwise=refused, **named)
     # Without what makes graphs of Python's branches, which takes most of the time.
     return tf.function(found, autograph=False)
@@ -86,7 +92,7 @@ def test_rows_that_come_once_are_not_looked_through_again():
 
 
 def test_one_message_holds_all_tables_of_a_server(monkeypatch):
-    tables = tables_of(model_of())
+    tables = find_tables(model_of())
     sent = []
     identity = tf.identity
     monkeypatch.setattr(tf, "identity", lambda each: sent.append(each) or identity(each))
@@ -125,7 +131,7 @@ def test_rows_are_known_where_the_model_maps_a_function_that_branches():
 
 def test_a_table_that_no_batch_asks_has_no_row_in_its_gradient():
     model = model_of()
-    asked = Sent(tables_of(model), [tf.zeros([0], tf.int64), tf.constant([3], tf.int64)])
+    asked = Sent(find_tables(model), [tf.zeros([0], tf.int64), tf.constant([3], tf.int64)])
     found = asked.gradients(asked.rows())
     shapes = [found[id(each)].values.shape.as_list() for each in model.trainable_variables[:3]]
     assert shapes == [[0, 4]] * 3
@@ -304,5 +310,5 @@ def test_tables_that_have_to_be_used_in_their_place(table):
     given = keras.Input((), dtype="int64")
     plain = keras.layers.Embedding(9, 2)
     model = keras.Model(given, plain(given) + table()(given))
-    assert tables_of(model) == []
-    assert lookups_of(model) is None
+    assert find_tables(model) == []
+    assert find_lookups(model) is None

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.models import registry
-from flotilla.trainer.models.registry import refused_input
+from flotilla.trainer.models.registry import report_bad_input
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ROWS, DIMENSION = 11, 3
@@ -140,7 +140,7 @@ def test_an_unknown_id_is_an_error_that_names_it(wrong):
     layer = sharded(2, name="items")
     with pytest.raises(tf.errors.InvalidArgumentError, match="items: ids outside of 0 to 10"):
         layer(np.array([0, wrong]))
-    with pytest.raises(UserError) as caught, refused_input():
+    with pytest.raises(UserError) as caught, report_bad_input():
         tf.function(layer)(tf.constant([0, wrong], tf.int64))
     # Then the line of the user's code: here, of this file.
     message, _, place = str(caught.value).partition(" (")

@@ -7,7 +7,12 @@ import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
 from flotilla.trainer.checkpoints import warm_start
-from flotilla.trainer.checkpoints.checkpoints import Checkpoints, restore, restore_model, resumed
+from flotilla.trainer.checkpoints.checkpoints import (
+    Checkpoints,
+    restore,
+    restore_model,
+    select_resumed,
+)
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.models.embedding_table import EmbeddingTable
@@ -88,7 +93,7 @@ def test_the_table_is_trained_saved_and_resumed(training, tmp_path):
     expected = answers(strategy.model)
     found = saved(strategy, tmp_path)
     again, _ = built(**training)
-    kept = resumed(found, again.variables(), config_of(**training).training)
+    kept = select_resumed(found, again.variables(), config_of(**training).training)
     restore(found, kept, io_device=None)
     again.restored()
     np.testing.assert_array_equal(answers(again.model), expected)
@@ -114,7 +119,7 @@ def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
         uri = checkpoints.save(held, io_device=None, fields={})
         again, _ = built(min_count=2)
         found = checkpoints.newest()
-        kept = resumed(found, again.variables(), config_of().training)
+        kept = select_resumed(found, again.variables(), config_of().training)
         restore(found, kept, io_device=None)
         again.restored()
         np.testing.assert_array_equal(answers(again.model), expected)
@@ -124,7 +129,7 @@ def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
         restore_model(uri, model, tmp_path)
         np.testing.assert_array_equal(answers(model), expected)
         warmed, _ = built(min_count=2)
-        source = warm_start.fetched(uri, tmp_path / "warm")
+        source = warm_start.fetch_weights(uri, tmp_path / "warm")
         line = warm_start.load(source, warmed.variables(), io_device=None)["warm_start"]
         warmed.restored()
         np.testing.assert_array_equal(answers(warmed.model), expected)
@@ -213,7 +218,7 @@ def test_a_model_without_tables_is_left_alone():
     model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
     assert table_state.metrics(model) == {}
     assert table_state.together(model) == []
-    assert table_state.state_of(model) == model.non_trainable_variables
+    assert table_state.list_state(model) == model.non_trainable_variables
 
 
 def test_all_that_a_shard_needs_is_placed_with_it():

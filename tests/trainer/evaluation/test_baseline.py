@@ -24,7 +24,7 @@ def noisy(much):
 def judged(monkeypatch, own, *found):
     monkeypatch.setattr(baseline, "baselines_of", lambda *_: list(found))
     objective = Objective(Classification(target(CLASS, num_classes=CLASSES)))
-    return baseline.judged_baselines(objective, InParts(CLASS, own), None)
+    return baseline.judge_baselines(objective, InParts(CLASS, own), None)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_report_says_so_where_the_model_loses_by_more_than_the_interval(monk
             "metrics": {"accuracy": 0.4}, "main_metric": "accuracy", "baselines": rows,
             "directions": {"accuracy": "higher"},
         }  # fmt: skip
-        notes = [each for each in headline.notes_of(evaluation, []) if "simple model" in each]
+        notes = [each for each in headline.make_notes(evaluation, []) if "simple model" in each]
         assert bool(notes) is is_said
         page = report.render({"evaluation": evaluation, "metrics": evaluation["metrics"]})
         assert "gradient boosting" in page.lower()
@@ -78,7 +78,7 @@ def test_one_of_two_classes_decides_by_its_own_threshold(monkeypatch):
     for validation in (None, answers):
         simple = Baseline(name="linear", outputs=low, validation=validation)
         monkeypatch.setattr(baseline, "baselines_of", lambda *_, found=simple: [found])
-        rows += baseline.judged_baselines(objective, InParts(yes, -low), None)
+        rows += baseline.judge_baselines(objective, InParts(yes, -low), None)
     assert rows[0]["metrics"]["recall"] == 0
     assert rows[1]["metrics"]["f1"] > 0.9
     assert rows[0]["metrics"]["auc"] == rows[1]["metrics"]["auc"]

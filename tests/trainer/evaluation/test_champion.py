@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.evaluation.champion import champion_of
+from flotilla.trainer.evaluation.champion import load_champion
 from flotilla.trainer.evaluation.evaluate import evaluate
-from flotilla.trainer.evaluation.signature import described, labels_of
+from flotilla.trainer.evaluation.signature import describe_inputs, list_labels
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
@@ -138,16 +138,16 @@ def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_
 def test_a_champion_of_other_outputs_is_not_asked(run, tmp_path, change, words):
     task = created()
     spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
-    labels = {**labels_of(task), **change}
+    labels = {**list_labels(task), **change}
     fields = {
-        "inputs": described(spec),
+        "inputs": describe_inputs(spec),
         "task": task.name,
         "labels": {name: each for name, each in labels.items() if each is not None},
     }
     (tmp_path / "model").mkdir()
     uri = storage.uri_of(tmp_path / "published")
     storage.publish(tmp_path / "model", uri, kind="model", fields=fields)
-    assert champion_of(uri, task, spec, tmp_path).incomparable == words
+    assert load_champion(uri, task, spec, tmp_path).incomparable == words
 
 
 def test_a_champion_whose_input_has_other_classes_is_not_asked(run, champion, tmp_path):
@@ -157,8 +157,8 @@ def test_a_champion_whose_input_has_other_classes_is_not_asked(run, champion, tm
     uri = storage.uri_of(tmp_path / "published")
     storage.publish(tmp_path / "model", uri, kind="model", fields=fields)
     spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
-    task = tasks.objective_of(run.config, spec).task
-    found = champion_of(uri, task, spec, tmp_path)
+    task = tasks.make_objective(run.config, spec).task
+    found = load_champion(uri, task, spec, tmp_path)
     assert found.incomparable.startswith("its input 'image' has other classes than that of this")
 
 

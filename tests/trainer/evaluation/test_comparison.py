@@ -42,7 +42,7 @@ def regressions(weights=None, **said):
 def measured(opponents, metric):
     """Return the difference of the metrics of both models."""
     own, other = (
-        predictions.measured(opponents.objective, each)["metrics"][metric]
+        predictions.measure_predictions(opponents.objective, each)["metrics"][metric]
         for each in (opponents.own, opponents.other)
     )
     return own - other

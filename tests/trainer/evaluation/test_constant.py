@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.evaluation import constant
-from flotilla.trainer.evaluation.predictions import measured
+from flotilla.trainer.evaluation.predictions import measure_predictions
 from flotilla.trainer.tasks.base import Part, Whole
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.classification import Classification
@@ -39,8 +39,8 @@ def noise(*shape):
 def compared(task, labels, outputs, metric="", *, weights=None, columns=None):  # noqa: PLR0913
     objective = Objective(task)
     own = Whole(Part(labels, outputs, weights, columns or {}))
-    metrics = measured(objective, own)["metrics"]
-    return constant.compared(objective, own, metrics, metric or task.main_metric)
+    metrics = measure_predictions(objective, own)["metrics"]
+    return constant.compare_constant(objective, own, metrics, metric or task.main_metric)
 
 
 def share(values, weights=None):
@@ -170,7 +170,10 @@ def test_of_many_examples_some_are_shuffled_and_noise_passes_as_seldom(metric, m
     def passes(outputs):
         own = Whole(Part(MANY, outputs.astype("float32")[:, np.newaxis], None, {}))
         value = getattr(areas(MANY, outputs), metric)
-        return constant.compared(objective, own, {metric: value}, metric)["paired"]["bound"] > 0
+        return (
+            constant.compare_constant(objective, own, {metric: value}, metric)["paired"]["bound"]
+            > 0
+        )
 
     generator = np.random.default_rng(2)
     assert sum(passes(generator.normal(size=len(MANY))) for _ in range(40)) <= 1

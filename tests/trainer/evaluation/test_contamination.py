@@ -5,7 +5,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data_gate import DataGateConfig
-from flotilla.trainer.data.splits import by_share
+from flotilla.trainer.data.splits import split_by_hash
 from flotilla.trainer.evaluation.contamination import Judges
 from flotilla.trainer.features.dataset_spec import SCHEMA, FeatureSpec
 from flotilla.trainer.features.statistics import statistics
@@ -31,7 +31,7 @@ def customers(count, *, first=0):
 
 def drawn(columns, seed=0):
     """Return the split of each row, as that of files is drawn."""
-    return by_share(hashes(columns, seed), validation=0.1, test=0.2)
+    return split_by_hash(hashes(columns, seed), validation=0.1, test=0.2)
 
 
 def dataset(folder, columns, splits, spans=()):

@@ -160,7 +160,7 @@ def test_another_checkpoint_does_not_replace_an_evaluation(run, evaluated, tmp_p
 
 def test_a_gate_may_ask_for_what_is_measured_and_for_nothing_else(run, tmp_path):
     result = _evaluate(run, storage.uri_of(tmp_path / "evaluation"), tmp_path / "scratch")
-    objective = tasks.objective_of(
+    objective = tasks.make_objective(
         run.config, DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
     )
     assert set(result.metrics) == set(objective.directions)

@@ -7,7 +7,7 @@ import pytest
 from scipy import optimize, stats
 
 from flotilla.trainer.evaluation import noninferiority
-from flotilla.trainer.evaluation.noninferiority import Estimate, Pairs, mean, paired
+from flotilla.trainer.evaluation.noninferiority import Estimate, Pairs, compare_paired, mean
 
 Z = stats.norm.ppf(0.95)
 
@@ -52,7 +52,7 @@ def test_where_all_is_lost_or_won_or_equal_there_is_a_bound_too():
 
 
 def compared(own, other, better="higher", confidence=0.95, lost=0.0):
-    return paired(mean(own), mean(other), confidence, better, lost)
+    return compare_paired(mean(own), mean(other), confidence, better, lost)
 
 
 def test_the_better_side_is_the_other_side_of_the_same_bound():

@@ -17,10 +17,10 @@ from flotilla.trainer.evaluation.predictions import (
     Column,
     Worst,
     Writer,
-    measured,
+    measure_predictions,
     predict,
 )
-from flotilla.trainer.evaluation.slices import sliced
+from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
 from flotilla.trainer.tasks import base
 from flotilla.trainer.tasks.base import Part, SplitError, Target
@@ -49,7 +49,7 @@ def classifier() -> Objective:
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["plain", "weighted"])
 def test_parts_are_measured_as_one_whole(weights):
-    found = measured(classifier(), InParts(LABELS, LOGITS, weights))
+    found = measure_predictions(classifier(), InParts(LABELS, LOGITS, weights))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(LABELS, LOGITS, weights)
     assert found["metrics"]["loss"] == pytest.approx(float(loss), rel=1e-5)
     hits = np.average(LOGITS.argmax(axis=1) == LABELS, weights=weights)
@@ -59,7 +59,7 @@ def test_parts_are_measured_as_one_whole(weights):
 def test_details_of_the_task_come_with_its_metrics():
     objective = classifier()
     examples = InParts(LABELS, LOGITS)
-    found, details = measured(objective, examples), objective.task.details(examples)
+    found, details = measure_predictions(objective, examples), objective.task.details(examples)
     assert found["metrics"].keys() == found["intervals"].keys() == objective.directions.keys()
     assert details.items() <= found.items()
 
@@ -77,7 +77,7 @@ class Own(Classification):
 
 def test_what_a_task_of_the_users_measures_goes_before_what_is_built_in():
     task = Own(target(LABELS.astype("float32").astype(int), num_classes=CLASSES))
-    found = measured(Objective(task), InParts(LABELS.astype("float32"), LOGITS))
+    found = measure_predictions(Objective(task), InParts(LABELS.astype("float32"), LOGITS))
     assert (found["metrics"]["accuracy"], found["metrics"]["mine"]) == (0.25, 2.0)
     assert found["metrics"]["macro_f1"] > 0
     assert len(found["tables"]) == 1
@@ -86,7 +86,7 @@ def test_what_a_task_of_the_users_measures_goes_before_what_is_built_in():
 def test_a_metric_of_the_configuration_is_measured_with_those_of_the_task():
     labels = RANDOM.normal(size=COUNT).astype("float32")
     objective = Objective(Regression(target(labels)), metrics=["log_cosh_error"])
-    found = measured(objective, InParts(labels, labels[:, np.newaxis]))["metrics"]
+    found = measure_predictions(objective, InParts(labels, labels[:, np.newaxis]))["metrics"]
     assert found["log_cosh_error"] == pytest.approx(0, abs=1e-6)
     assert set(found) == {*Regression.directions, "log_cosh_error"}
 
@@ -104,7 +104,7 @@ def test_no_text_is_left_out_of_what_the_task_reads(tmp_path, monkeypatch):
     (part,) = found.own.parts()
     assert part.columns["user"].tolist() == users.tolist()
     assert part.columns["city"].tolist() == [b"u0", b"u1", *[predictions.OTHER] * 6]
-    (queries, *_) = measured(objective, found.own)["tables"]
+    (queries, *_) = measure_predictions(objective, found.own)["tables"]
     assert queries["rows"][0] == ["all", 8]
 
 
@@ -213,7 +213,7 @@ def test_files_are_closed_where_an_example_is_refused(tmp_path):
 def test_one_class_alone_has_areas_that_are_not_defined(tmp_path):
     task = BinaryClassification(target([0, 1]))
     found = predicted(task, model_of(1), tmp_path, np.zeros(3, int))
-    metrics = measured(Objective(task), found.own)["metrics"]
+    metrics = measure_predictions(Objective(task), found.own)["metrics"]
     assert metrics["auc"] is metrics["average_precision"] is None
     assert metrics["accuracy"] == 0
 
@@ -221,7 +221,7 @@ def test_one_class_alone_has_areas_that_are_not_defined(tmp_path):
 def test_sequences_that_are_all_padding_have_a_loss_and_no_accuracy(tmp_path):
     task = SequenceLabelling(target([[0, 1], [1, -1]], num_classes=2))
     found = predicted(task, model_of(2, 2), tmp_path, np.full((3, 2), -1))
-    metrics = measured(Objective(task), found.own)["metrics"]
+    metrics = measure_predictions(Objective(task), found.own)["metrics"]
     assert metrics["accuracy"] is metrics["macro_f1"] is None
     assert metrics["loss"] == 0
 
@@ -349,8 +349,8 @@ def peak(task, count, folder):
             for _ in range(count // AT_ONCE):
                 writer.add_batch(batch(generator, bool(task.labels)))
             stored = writer.stored("output")
-        found = measured(objective, stored)
-        parts = sliced(objective, stored, {"column": ()})["column"]
+        found = measure_predictions(objective, stored)
+        parts = slice_metrics(objective, stored, {"column": ()})["column"]
         assert sum(row["examples"] for row in parts) == count == stored.count
         assert found["metrics"]["loss"] > 0
         return tracemalloc.get_traced_memory()[1]
@@ -364,7 +364,7 @@ def peak(task, count, folder):
 )
 def test_many_times_the_examples_take_no_more_memory(task, tmp_path, monkeypatch):
     monkeypatch.setattr(predictions, "MOST_ROWS", AT_ONCE)
-    monkeypatch.setattr(base.drawn, "__defaults__", (AT_ONCE,))
+    monkeypatch.setattr(base.sample_examples, "__defaults__", (AT_ONCE,))
     # Areas are exact of as many as are held.
     monkeypatch.setattr(slices, "_MOST_ROWS", AT_ONCE)
     monkeypatch.setattr(areas, "_LEAST", AT_ONCE // 8)

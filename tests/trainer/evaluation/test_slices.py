@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from flotilla.trainer.evaluation.slices import MOST_VALUES, OTHER, sliced
+from flotilla.trainer.evaluation.slices import MOST_VALUES, OTHER, slice_metrics
 from flotilla.trainer.tasks.base import Target
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.objective import Objective
@@ -14,7 +14,7 @@ from tests.trainer.tasks.measuring import InParts
 def cut(values, labels, logits, names=()):
     """Return the rows of one column, read in parts of a few examples."""
     examples = InParts(labels, logits, column=np.asarray(values))
-    return sliced(of_classes(2), examples, {"column": names})["column"]
+    return slice_metrics(of_classes(2), examples, {"column": names})["column"]
 
 
 def parts(values, names=()):
@@ -82,7 +82,7 @@ def test_what_weighs_nothing_is_in_no_part():
     values, weights = np.array([1, 1, 2, 3]), np.array([1, 1, 0, 1], np.float32)
     logits = np.eye(2, dtype=np.float32)[labels]
     examples = InParts(labels, logits, weights, column=values)
-    rows = sliced(of_classes(2), examples, {"column": ()})["column"]
+    rows = slice_metrics(of_classes(2), examples, {"column": ()})["column"]
     assert [(row["value"], row["examples"]) for row in rows] == [("1", 2), ("3", 1)]
     assert [row["metrics"]["accuracy"] for row in rows] == [1, 1]
 
@@ -91,7 +91,7 @@ def test_a_part_of_one_class_says_which_metrics_it_does_not_define():
     task = BinaryClassification(Target(name="label", shape=(), dtype="int64"))
     labels = np.array([0, 1, 1])
     examples = InParts(labels, np.zeros((3, 1), np.float32), column=np.array([1, 1, 2]))
-    both, one = sliced(Objective(task), examples, {"column": ()})["column"]
+    both, one = slice_metrics(Objective(task), examples, {"column": ()})["column"]
     assert both["metrics"]["auc"] == 0.5
     assert one["metrics"]["auc"] is None
     assert one["examples"] == 1

@@ -13,9 +13,9 @@ from sklearn import metrics as scores
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import TaskConfig
-from flotilla.trainer.evaluation.threshold import best, of_manifest
-from flotilla.trainer.prediction.answers import columns_of as answers_columns
-from flotilla.trainer.prediction.exported_model import fetched
+from flotilla.trainer.evaluation.threshold import best, read_thresholds
+from flotilla.trainer.prediction.answers import make_columns as answers_columns
+from flotilla.trainer.prediction.exported_model import fetch_model
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.evaluation.two_classes import TwoClasses, source
 from tests.trainer.small_run import publish_checkpoint
@@ -81,9 +81,9 @@ def test_what_is_chosen(examples, expected):
 
 
 def test_a_model_of_before_decides_at_one_half():
-    assert of_manifest({}, [""])[""].value == 0.5
-    assert of_manifest({"threshold": 0.25}, [""])[""].value == 0.25
-    found = of_manifest({"threshold": {"a": 0.25}}, ["a", "b"])
+    assert read_thresholds({}, [""])[""].value == 0.5
+    assert read_thresholds({"threshold": 0.25}, [""])[""].value == 0.25
+    found = read_thresholds({"threshold": {"a": 0.25}}, ["a", "b"])
     assert {name: each.value for name, each in found.items()} == {"a": 0.25, "b": 0.5}
 
 
@@ -161,7 +161,7 @@ def test_a_model_takes_its_threshold_and_its_positive_class_with_it(run, measure
     assert (fields["positive"], fields["threshold"]) == ("leaves", threshold)
     card = storage.read_file(model, "model_card.md").decode()
     assert f"`probability` is that of leaves, which is taken above {threshold:.6g}." in card
-    exported = fetched(model, run.root / "fetched")
+    exported = fetch_model(model, run.root / "fetched")
     answers = exported.ask({"calls": np.linspace(-3, 6, 50, dtype=np.float32)})
     found = answers_columns(exported, answers, None)["prediction"].to_pylist()
     taken = answers["probability"] > threshold

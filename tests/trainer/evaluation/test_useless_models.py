@@ -11,8 +11,8 @@ import pytest
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.evaluation import constant
-from flotilla.trainer.evaluation.champion import Champion, compared
-from flotilla.trainer.evaluation.evaluate import evaluate, summarized
+from flotilla.trainer.evaluation.champion import Champion, compare_champion
+from flotilla.trainer.evaluation.evaluate import evaluate, summarize_predictions
 from flotilla.trainer.evaluation.predictions import Predictions, unsound
 from flotilla.trainer.promotion import gate
 from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
@@ -92,10 +92,10 @@ def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rul
     )
     bad = tuple(0 if each is None else unsound(each) for each in (outputs, champion))
     found = Predictions(own=own, champion=other, unsound=bad, worst=None)
-    summary = summarized(None, objective, found, ())
+    summary = summarize_predictions(None, objective, found, ())
     if champion is not None:
         there = Champion(uri="file:///champion", answer=None, incomparable="")
-        summary["champion"] = compared(there, objective, found, config.gate.champion)
+        summary["champion"] = compare_champion(there, objective, found, config.gate.champion)
         beaten = constant.is_beaten(summary["constant"], summary["champion"]["metrics"])
         summary["constant"]["champion"] = beaten
     (folder / "measured").mkdir()

@@ -17,7 +17,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.evaluation.evaluate import build_model, evaluate
-from flotilla.trainer.evaluation.signature import described
+from flotilla.trainer.evaluation.signature import describe_inputs
 from flotilla.trainer.export.export import export
 from flotilla.trainer.export.formats import FORMATS, Subject
 from flotilla.trainer.features.dataset_spec import DatasetSpec
@@ -69,8 +69,8 @@ class TwoClasses:
         """Return the dataset as the task reads it, its objective, and a model."""
         manifest = storage.read_manifest(self.dataset)
         known = DatasetSpec.from_manifest(manifest, index.learnt_of_dataset(self.dataset))
-        spec = tasks.with_positive(self.config.task, known)
-        objective = tasks.objective_of(self.config, spec)
+        spec = tasks.set_positive(self.config.task, known)
+        objective = tasks.make_objective(self.config, spec)
         return spec, objective, build_model(self.config, spec, objective)
 
     def checkpoint(self, slope: float = 1.0) -> str:
@@ -108,7 +108,7 @@ class TwoClasses:
         subject = Subject(model=model, task=task, spec=spec)
         FORMATS["saved_model"].write(subject, folder / "serving", None)
         (folder / "labels.txt").write_text("\n".join(task.labels))
-        fields = {"inputs": described(spec), "task": task.name, "saved_model": "serving"}
+        fields = {"inputs": describe_inputs(spec), "task": task.name, "saved_model": "serving"}
         uri = storage.uri_of(self.root / "model")
         storage.publish(folder, uri, kind="model", fields=fields)
         return uri

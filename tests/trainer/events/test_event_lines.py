@@ -11,7 +11,7 @@ from flotilla.trainer.events import (
     UploadFailed,
     Validation,
 )
-from flotilla.trainer.events.event_lines import LogLines, TimeLeft, line_of
+from flotilla.trainer.events.event_lines import LogLines, TimeLeft, format_event
 
 
 def progress(step, time, **fields):
@@ -54,14 +54,16 @@ def test_progress_says_the_epoch_where_it_is_known():
 )
 def test_what_a_log_shows_and_a_progress_bar_does_not(event, line):
     assert LogLines().take(event) == line
-    assert line_of(event) == ""
+    assert format_event(event) == ""
 
 
 def test_what_both_show_and_what_neither_does():
     resumed = AttemptBegin(global_step=9, steps=20, resumed=True)
-    assert LogLines().take(resumed) == line_of(resumed) == "training resumes from global step 9"
+    assert (
+        LogLines().take(resumed) == format_event(resumed) == "training resumes from global step 9"
+    )
     of_snapshots = AttemptBegin(global_step=9, steps=20, resumed=True, checkpoint=5)
-    assert line_of(of_snapshots) == (
+    assert format_event(of_snapshots) == (
         "training resumes from global step 9, with what is on the servers; the newest checkpoint "
         "is of 5"
     )
@@ -105,7 +107,7 @@ def test_it_is_said_what_goes_back_as_servers_are_lost(servers, recovery, back_t
     event = ServersLost(
         servers=servers, recovery=recovery, global_step=510, back_to=back_to, reason="why"
     )
-    assert LogLines().take(event) == line_of(event) == line
+    assert LogLines().take(event) == format_event(event) == line
 
 
 class TestTimeLeft:

@@ -68,7 +68,7 @@ def test_what_is_written_is_read_as_the_same_type(file):
 
 
 def test_every_kind_has_a_name_of_its_own():
-    names = [events.name_of(kind) for kind in Event.__subclasses__()]
+    names = [events.event_name(kind) for kind in Event.__subclasses__()]
     assert len(set(names)) == len(names)
     assert {"step_begin", "checkpoint_passed_over"} <= set(names)
 

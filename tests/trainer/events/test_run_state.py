@@ -14,7 +14,7 @@ from flotilla.trainer.events import (
     UserCodeFailed,
     WorkProgress,
 )
-from flotilla.trainer.events.run_state import RunState, state_of
+from flotilla.trainer.events.run_state import RunState, reduce_events
 
 
 def progress(step, time):
@@ -37,7 +37,7 @@ def test_before_the_first_event_nothing_is_known():
 
 def test_what_is_newest_is_of_the_newest_start_and_counts_are_of_all():
     restart = Restart(task="ps-0", cause="x", restarts=1)
-    state = state_of(
+    state = reduce_events(
         [RunBegin(run_id="r", number=1), progress(5, 3.0), restart, Interrupted(),
          UserCodeFailed(error="e", traceback="t")]
     )  # fmt: skip
@@ -54,19 +54,19 @@ def test_what_is_newest_is_of_the_newest_start_and_counts_are_of_all():
 def test_an_attempt_moves_the_step_and_is_an_incident_where_it_resumes():
     first = AttemptBegin(time=1.0, global_step=0, steps=9, resumed=False)
     again = AttemptBegin(time=9.0, global_step=4, steps=9, resumed=True)
-    state = state_of([first, progress(6, 2.0), again])
+    state = reduce_events([first, progress(6, 2.0), again])
     assert (state.global_step, state.moved) == (4, 9.0)
     assert list(state.incidents) == [again]
 
 
 def test_a_job_is_suspended_until_it_may_run():
     waits = Suspension(is_over=False, was_running=False)
-    assert state_of([waits]).suspension == waits
-    assert state_of([waits, Suspension(is_over=True, was_running=False)]).suspension is None
+    assert reduce_events([waits]).suspension == waits
+    assert reduce_events([waits, Suspension(is_over=True, was_running=False)]).suspension is None
 
 
 def test_tries_are_of_their_start_and_end_in_order():
-    state = state_of(
+    state = reduce_events(
         [StepBegin(time=1.0, step="a"), RunBegin(time=5.0, run_id="r", number=2),
          StepBegin(time=6.0, step="a"), StepBegin(time=7.0, step="b"), ended("a", 8.0)]
     )  # fmt: skip
@@ -77,16 +77,16 @@ def test_tries_are_of_their_start_and_end_in_order():
 
 
 def test_an_end_whose_beginning_is_lost_says_when_it_was():
-    (only,) = state_of([ended("a", 8.0)]).tries
+    (only,) = reduce_events([ended("a", 8.0)]).tries
     assert (only.began, only.end.status) == (6.0, "done")
 
 
 def test_what_is_handed_on_and_published_is_known():
     saved = CheckpointPublished(uri="file:///c", global_step=7)
     handed = HandedOn(uri="file:///c", global_step=7, trained=9, why="best")
-    state = state_of([saved, handed])
+    state = reduce_events([saved, handed])
     assert (list(state.checkpoints), state.handed_on_step) == ([saved], 7)
-    assert state_of([ended("t", 1.0, metrics={"handed_on_step": 8})]).handed_on_step == 8
+    assert reduce_events([ended("t", 1.0, metrics={"handed_on_step": 8})]).handed_on_step == 8
 
 
 class TestProgressSince:
@@ -94,10 +94,10 @@ class TestProgressSince:
 
     def test_of_an_earlier_step_it_is_none(self):
         work = WorkProgress(time=2.0, what="reading", unit="rows", done=3)
-        assert state_of([progress(5, 1.0), work]).progress_since(2.5) == {}
+        assert reduce_events([progress(5, 1.0), work]).progress_since(2.5) == {}
 
     def test_training(self):
-        found = state_of([progress(5, 3.0)]).progress_since(2.5)
+        found = reduce_events([progress(5, 3.0)]).progress_since(2.5)
         assert found == {
             "global_step": 5, "steps": 9, "loss": 0.5, "seconds_left": 1.0, "epoch": 0, "epochs": 0,
         }  # fmt: skip
@@ -106,15 +106,15 @@ class TestProgressSince:
         work = WorkProgress(
             time=3.0, what="reading", unit="rows", done=3, share=0.5, seconds_left=7.0
         )
-        found = state_of([progress(5, 1.0), work]).progress_since(2.5)
+        found = reduce_events([progress(5, 1.0), work]).progress_since(2.5)
         assert found == {
             "progress": "reading: 50 %  3 rows  7.0 s left", "share": 0.5, "seconds_left": 7.0,
         }  # fmt: skip
         over = WorkProgress(time=4.0, what="reading", is_over=True)
-        assert state_of([work, over]).progress_since(2.5) == {}
+        assert reduce_events([work, over]).progress_since(2.5) == {}
 
     def test_what_goes_on_next_to_training(self):
         work = WorkProgress(time=3.5, what="publishing", unit="bytes", done=10, share=0.5)
-        found = state_of([progress(5, 3.0), work]).progress_since(2.5)
+        found = reduce_events([progress(5, 3.0), work]).progress_since(2.5)
         assert (found["steps"], found["seconds_left"]) == (9, 1.0)
         assert found["progress"] == "publishing: 50 %  10 B"

@@ -18,14 +18,20 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import ModelConfig
 from flotilla.trainer.data.records import encode
 from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
-from flotilla.trainer.export.formats import FORMATS, Subject, called
-from flotilla.trainer.export.parity import SMOKE_EXAMPLES, Original, answered, fresh_process, prove
+from flotilla.trainer.export.formats import FORMATS, Subject, call_model
+from flotilla.trainer.export.parity import (
+    SMOKE_EXAMPLES,
+    Original,
+    answer_in_process,
+    fresh_process,
+    prove,
+)
 from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
 from flotilla.trainer.features.names import argument_names
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.promotion import kserve
-from flotilla.trainer.report.wording import interval_text, rounded
+from flotilla.trainer.report.wording import interval_text, round_value
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.multi_output import MultiOutput, by_output
@@ -359,7 +365,7 @@ class TestSmoke:
 
     def failed(self, subject, folder):
         with pytest.raises(UserError) as error, fresh_process(folder) as process:
-            answered(subject, folder, "served", process)
+            answer_in_process(subject, folder, "served", process)
         message = str(error.value)
         assert message.startswith("nothing is exported: a fresh process ")
         assert "\n" not in message
@@ -381,7 +387,7 @@ def test_the_request_holds_real_examples(run, exported):
     assert len(request["instances"]) == SMOKE_EXAMPLES
     images = np.array([each["image"] for each in request["instances"]], np.uint8)
     assert images.shape == (3, 8, 8, 1)
-    assert called(run.model, of_classes(10).task, {"image": images}).shape == (3, 10)
+    assert call_model(run.model, of_classes(10).task, {"image": images}).shape == (3, 10)
 
 
 def test_the_card_says_what_was_measured(run, exported):
@@ -390,7 +396,7 @@ def test_the_card_says_what_was_measured(run, exported):
         storage.read_file(storage.uri_of(run.root / "evaluation"), "metrics.json")
     )
     interval = measured["intervals"]["accuracy"]
-    accuracy = rounded(measured["metrics"]["accuracy"], interval)
+    accuracy = round_value(measured["metrics"]["accuracy"], interval)
     assert card.startswith("# digits\n")
     for words in [
         f"\ndigits: accuracy {accuracy}, constant ",

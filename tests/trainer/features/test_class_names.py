@@ -11,7 +11,7 @@ from flotilla.trainer.features.class_names import (
     Spellings,
     are_same,
     lookalikes,
-    number_in,
+    normalize_number,
 )
 
 
@@ -117,4 +117,4 @@ def test_any_text_finds_its_class(texts):
 @given(st.integers(-(10**6), 10**6))
 def test_a_whole_number_has_one_spelling(number):
     texts = [str(number), f"{number}.0", f"{number:+d}", f"{number}.", f"{number}e0"]
-    assert {number_in(each) for each in texts} == {str(number)}
+    assert {normalize_number(each) for each in texts} == {str(number)}

@@ -10,7 +10,7 @@ from clicks_large import Clickstream
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.model import ModelConfig
-from flotilla.trainer.evaluation.predictions import measured
+from flotilla.trainer.evaluation.predictions import measure_predictions
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
@@ -195,12 +195,12 @@ def test_it_learns_what_is_clicked_and_what_is_found():
         step((inputs, tf.constant(train["label"][rows])))
     outputs = model({name: tf.constant(test[name]) for name in names}).numpy()
     given = InParts(test["label"], outputs, user=test["user"], item=test["item"])
-    found = measured(own, given)["metrics"]
+    found = measure_predictions(own, given)["metrics"]
     by_popularity = np.zeros_like(outputs)
     by_popularity[:, 4], by_popularity[:, -1] = 1, world.exposure(test["item"], 0)
     known = InParts(test["label"], by_popularity, user=test["user"], item=test["item"])
     assert found["query_auc"] > 0.65
-    popular = measured(own, known)["metrics"]
+    popular = measure_predictions(own, known)["metrics"]
     assert found["recall_at_10"] > 1.1 * popular["recall_at_10"]
 
 

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.models.vocabulary import Vocabulary, Words, stripped
+from flotilla.trainer.models.vocabulary import Vocabulary, Words, strip_spaces
 
 CITIES = ["Rome", "Köln", "São Paulo", "x\ny"]
 
@@ -77,4 +77,4 @@ def test_spaces_around_a_text_are_those_that_are_left_out_of_files():
     assert Vocabulary([" Rome\t"])(tf.constant(["Rome", "R ome"])).numpy().tolist() == [1, 0]
     assert Words(["köln"], 1)(texts).numpy().tolist() == [[2]] * len(spaces)
     # No letter is a space, and what is no UTF-8 stays as it is.
-    assert stripped(tf.constant([b"\xff ", b" a\x00"])).numpy().tolist() == [b"\xff", b"a\x00"]
+    assert strip_spaces(tf.constant([b"\xff ", b" a\x00"])).numpy().tolist() == [b"\xff", b"a\x00"]

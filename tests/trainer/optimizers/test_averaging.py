@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.optimizers.averaging import (
-    averaged,
-    averages_of,
     begin_averages,
+    find_averages,
     keep_averages,
+    swap_averages,
 )
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.strategies.strategy import create, exact_counter
@@ -66,7 +66,7 @@ def test_they_are_exchanged_for_a_validation_and_back_also_after_an_error():
     before = {path: each.numpy() for path, each in variables.items()}
 
     def fail():
-        with averaged(variables):
+        with swap_averages(variables):
             np.testing.assert_array_equal(variables[KERNEL].numpy(), before[AVERAGE])
             np.testing.assert_array_equal(variables[AVERAGE].numpy(), before[KERNEL])
             raise RuntimeError
@@ -90,7 +90,7 @@ def test_no_update_is_left_out_when_workers_race():
     variable = tf.keras.Variable(np.ones([50], np.float32))
     optimizer.build([variable])
     exact_counter(optimizer)
-    (average,) = averages_of(optimizer).values()
+    (average,) = find_averages(optimizer).values()
     optimizer.iterations.assign(1)
     average.assign(tf.zeros([50]))
 

@@ -12,7 +12,7 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 
-from flotilla.trainer.prediction.answers import columns_of, unsound
+from flotilla.trainer.prediction.answers import make_columns, unsound
 from flotilla.trainer.prediction.output import WRITERS
 from flotilla.trainer.runtime.errors import UserError
 
@@ -22,7 +22,7 @@ BOTH = np.array([[0.25, 0.75], [0.9, 0.1]], np.float32)
 
 def rows(kinds, labels, answers, lengths=None, thresholds=None):
     model = SimpleNamespace(kinds=kinds, labels=labels, thresholds=thresholds or {})
-    return pa.table(columns_of(model, answers, lengths)).to_pylist()
+    return pa.table(make_columns(model, answers, lengths)).to_pylist()
 
 
 def test_classes_have_their_names():

@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.events import DataNote, heard_by
+from flotilla.trainer.events import DataNote, listen
 from flotilla.trainer.prediction.predict import predict
 from flotilla.trainer.prediction.request import Request
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -74,7 +74,7 @@ def asked(model, paths, output, **more):
         if isinstance(event, DataNote):
             notes.append(event.text)
 
-    with heard_by(note):
+    with listen(note):
         return predict(request), notes
 
 

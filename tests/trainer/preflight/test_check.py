@@ -17,7 +17,7 @@ def tried(monkeypatch):
     """Return the configurations whose model was tried; none is."""
     found: list[Config] = []
     monkeypatch.setattr(
-        fitting, "tried", lambda config, *_, **__: found.append(config) or {"task": "ranking"}
+        fitting, "try_fit", lambda config, *_, **__: found.append(config) or {"task": "ranking"}
     )
     return found
 
@@ -85,5 +85,5 @@ def test_what_is_not_known_of_a_model_is_a_note(tmp_path, monkeypatch):
     def fail(*_args, **_named):
         raise fitting.NotKnownError("no answer after 90 s")
 
-    monkeypatch.setattr(fitting, "tried", fail)
+    monkeypatch.setattr(fitting, "try_fit", fail)
     assert check(configured(tmp_path)).notes == ("not known: no answer after 90 s",)

@@ -12,7 +12,7 @@ from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.raw_rows import Piece
 from flotilla.trainer.preflight import head
 from flotilla.trainer.preflight.head import few_files
-from flotilla.trainer.preflight.sample import sampled
+from flotilla.trainer.preflight.sample import publish_sample
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.uri import local_path
 
@@ -49,7 +49,7 @@ def test_a_message_names_the_file_and_not_its_copy(tmp_path):
     path.write_text("a,a,label\n" + "1,2,3\n" * 1000)
     (tmp_path / "scratch").mkdir()
     with pytest.raises(UserError) as refused:
-        sampled(DataConfig(source=str(path)), tmp_path / "scratch")
+        publish_sample(DataConfig(source=str(path)), tmp_path / "scratch")
     assert f"{path}, row 1 has two columns named 'a'" in str(refused.value)
 
 

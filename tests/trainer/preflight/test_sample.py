@@ -13,7 +13,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.preflight import head, sample
-from flotilla.trainer.preflight.sample import sampled
+from flotilla.trainer.preflight.sample import publish_sample
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 # More than a sample has.
@@ -43,7 +43,7 @@ def csv(folder: Path, columns: dict[str, list[str | int]], name: str = "t.csv") 
 def of(folder: Path, source: str, **keys: object) -> sample.Sample:
     scratch = folder / "scratch"
     scratch.mkdir()
-    return sampled(DataConfig.model_validate({"source": source, **keys}), scratch)
+    return publish_sample(DataConfig.model_validate({"source": source, **keys}), scratch)
 
 
 def spec_of(found: sample.Sample) -> DatasetSpec:
@@ -125,11 +125,11 @@ def test_a_function_maps_the_first_rows(tmp_path, monkeypatch):
     scratch = tmp_path / "other"
     scratch.mkdir()
     with pytest.raises(UserError, match=r"KeyError: 'aeg' \(mapping_rows.py:4\)"):
-        sampled(DataConfig(source=path, map="mapping_rows:wrong"), scratch)
+        publish_sample(DataConfig(source=path, map="mapping_rows:wrong"), scratch)
 
 
 def test_a_builder_says_all_by_itself(tmp_path):
-    assert sampled(DataConfig(dataset="digits"), tmp_path) == sample.Sample(by_builder=True)
+    assert publish_sample(DataConfig(dataset="digits"), tmp_path) == sample.Sample(by_builder=True)
 
 
 @pytest.mark.parametrize(

@@ -419,8 +419,8 @@ def test_what_has_no_number_of_ours_is_not_read(
     (home / "promoting" / f"{name}-a.json").write_text('{"at": "now"}')
     assert champion(root) == 1
     assert [each.number for each in registry.versions(root, NAME)] == [1]
-    registry.retired_lineages(registry.home(root, NAME))
-    registry.asked_for(root, NAME)
+    registry.read_retired(registry.home(root, NAME))
+    registry.list_requested(root, NAME)
 
 
 def test_a_version_is_that_of_its_folder(root: str, tmp_path: Path) -> None:
@@ -652,6 +652,6 @@ def test_the_mark_of_another_clock_blocks_no_promotion(
 def test_a_mark_without_a_credible_time_is_no_promotion(root: str, mark: bytes) -> None:
     home = registry.home(root, NAME)
     storage.write_bytes(storage.join(home, "promoting", "000001-ab.json"), mark)
-    assert registry.asked_for(root, NAME) == []
+    assert registry.list_requested(root, NAME) == []
     with registry.promoting(home, 1):
-        assert registry.asked_for(root, NAME) == [1]
+        assert registry.list_requested(root, NAME) == [1]

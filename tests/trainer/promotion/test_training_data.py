@@ -50,7 +50,7 @@ def test_of_a_thousand_nights_no_span_is_trained_twice_or_missed(seed: int) -> N
         last = night == NIGHTS - 1
         for span in [each for each in sorted(content)[:-KEPT] if each not in pending]:
             del content[span]
-        before = trained.of_lineages(reversed(lineages))
+        before = trained.read_lineage_data(reversed(lineages))
         taken = chosen(as_listing(content), "since_champion", before.spans) if content else None
         if taken is None:
             continue
@@ -97,15 +97,15 @@ def crown(root: str, folder: Path, version: str, spans: dict[str, str]) -> None:
 
 
 def test_a_champion_that_was_rolled_back_was_trained_on_nothing(root: str, tmp_path: Path) -> None:
-    assert trained.of_champion(root, NAME) == trained.TrainedData(spans={})
+    assert trained.read_champion_data(root, NAME) == trained.TrainedData(spans={})
     crown(root, tmp_path, "a", {"1": "x", "2": "x"})
     crown(root, tmp_path, "b", {"2": "y"})
-    assert trained.of_champion(root, NAME).spans == {"1": "x", "2": "y"}
+    assert trained.read_champion_data(root, NAME).spans == {"1": "x", "2": "y"}
     registry.rollback(root, NAME, by="me")
-    before = trained.of_champion(root, NAME)
+    before = trained.read_champion_data(root, NAME)
     assert (before.version, before.spans) == ("a", {"1": "x", "2": "x"})
     crown(root, tmp_path, "c", {"3": "z"})
-    assert trained.of_champion(root, NAME).spans == {"1": "x", "2": "x", "3": "z"}
+    assert trained.read_champion_data(root, NAME).spans == {"1": "x", "2": "x", "3": "z"}
 
 
 def configured(**training: Any) -> Config:
@@ -122,11 +122,11 @@ def test_what_a_run_has_decided_needs_no_second_run(root: str) -> None:
     config = configured()
     trained.begin(config, root, "first")
     # A run that was killed has decided nothing.
-    assert trained.finished(config, root) == ""
+    assert trained.find_finished(config, root) == ""
     trained.end(root, "first", "refused")
-    assert trained.finished(config, root) == "first"
-    assert trained.finished(configured(when_unchanged="train"), root) == "first"
-    assert trained.finished(configured(steps=7), root) == ""
+    assert trained.find_finished(config, root) == "first"
+    assert trained.find_finished(configured(when_unchanged="train"), root) == "first"
+    assert trained.find_finished(configured(steps=7), root) == ""
     # One that was not begun with files leaves no mark.
     trained.end(root, "second", "refused")
 
@@ -153,9 +153,9 @@ def test_own_code_that_was_written_again_is_news(
     config = parse_config({"name": NAME, "data": data, **named})
     trained.begin(config, root, "first")
     trained.end(root, "first", "refused")
-    assert trained.finished(config, root) == "first"
+    assert trained.find_finished(config, root) == "first"
     (tmp_path / "mine.py").write_text("def it(): return 2\n")
-    assert trained.finished(config, root) == ""
+    assert trained.find_finished(config, root) == ""
 
 
 def test_a_mark_that_is_damaged_is_one_line(root: str) -> None:
@@ -165,7 +165,7 @@ def test_a_mark_that_is_damaged_is_one_line(root: str) -> None:
     (mark,) = (storage.local_path(root) or Path()).rglob("finished/*.json")
     mark.write_text("[")
     with pytest.raises(Corrupt, match="is damaged: delete it, and the run trains again"):
-        trained.finished(config, root)
+        trained.find_finished(config, root)
 
 
 def test_the_source_of_a_function_of_the_users_is_part_of_it(

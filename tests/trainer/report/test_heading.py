@@ -63,7 +63,7 @@ def test_a_failed_run_begins_with_cause_place_and_next_command() -> None:
     ],
 )
 def test_an_error_outside_of_the_users_code_has_no_place(traceback: str) -> None:
-    assert heading.place_of(traceback) == {}
+    assert heading.find_place(traceback) == {}
 
 
 def test_a_run_without_a_checkpoint_is_not_resumed_and_one_elsewhere_neither() -> None:

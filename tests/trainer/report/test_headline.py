@@ -105,13 +105,13 @@ def test_the_main_metric_is_taken_with_those_of_champion_and_constant() -> None:
         "champion": {"uri": "file:///c", "metrics": {"auc": math.nan}},
         "constant": {"answer": "always no", "metrics": {"auc": 0.5}},
     }
-    assert headline.measured(evaluation) == {
+    assert headline.describe_metric(evaluation) == {
         "metric": "auc", "value": 0.9, "interval": [0.8, 0.95], "better": "higher",
         "champion": None, "constant": 0.5, "positive": [],
     }  # fmt: skip
     older = {"metrics": {"loss": 0.3, "accuracy": 0.97}, "champion": {"incomparable": "x"}}
-    assert headline.measured(older)["metric"] == "accuracy"
-    assert headline.measured({"metrics": {}}) == {}
+    assert headline.describe_metric(older)["metric"] == "accuracy"
+    assert headline.describe_metric({"metrics": {}}) == {}
 
 
 def evaluated(**more: Any) -> dict[str, Any]:
@@ -144,12 +144,12 @@ def evaluated(**more: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_without_a_bound_one_is_proposed(evaluation: dict[str, Any], proposed: str) -> None:
-    [note] = headline.notes_of(evaluation, [])
+    [note] = headline.make_notes(evaluation, [])
     assert note == (
         f"No bound is set: the gate blesses any model. Set one, such as {proposed}, which this "
         "model keeps to."
     )
-    assert not headline.notes_of(evaluation, [BOUND])
+    assert not headline.make_notes(evaluation, [BOUND])
 
 
 def test_notes_say_what_no_rule_refuses() -> None:
@@ -169,7 +169,7 @@ def test_notes_say_what_no_rule_refuses() -> None:
             "classes": [{"label": f"c{n}", "examples": n, "judged": False} for n in range(7)],
         },
     )  # fmt: skip
-    assert headline.notes_of(evaluation, [NOT_WORSE]) == [
+    assert headline.make_notes(evaluation, [NOT_WORSE]) == [
         "The model does not beat a constant in accuracy; gate.constant is set to reported.",
         "The champion does not beat a constant in accuracy on these examples.",
         "A simple model is better: gradient boosting (scikit-learn, 2,000 of 90,000 rows, 2.9 s) "

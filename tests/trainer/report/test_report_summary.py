@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flotilla.trainer.report.report import as_markdown
+from flotilla.trainer.report.report import to_markdown
 
 RULE = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": 0.97, "passed": True}
 FACTS = {
@@ -18,7 +18,7 @@ FACTS = {
 
 
 def text_of(facts, report=""):
-    return as_markdown(facts, report).decode()
+    return to_markdown(facts, report).decode()
 
 
 def rows_of(text):
@@ -98,7 +98,7 @@ def test_text_of_others_is_displayed_unchanged(word):
 
 
 def test_what_no_file_can_hold_is_written_all_the_same():
-    assert b"\\udcff" in as_markdown({"run_id": "\udcff"}, "")
+    assert b"\\udcff" in to_markdown({"run_id": "\udcff"}, "")
 
 
 def test_it_stays_short():

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flotilla.trainer.evaluation.evaluate import summarized
+from flotilla.trainer.evaluation.evaluate import summarize_predictions
 from flotilla.trainer.evaluation.predictions import Predictions, Worst
 from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
 from flotilla.trainer.report import report, views
 from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.objective import Objective
-from flotilla.trainer.tasks.registry import target_of
+from flotilla.trainer.tasks.registry import find_target
 from tests.trainer.page import Page
 from tests.trainer.tasks.measuring import InParts
 
@@ -57,12 +57,12 @@ def evaluation_of(folder: Path, names: Sequence[str], given: Any) -> tuple[dict[
     spec = DatasetSpec(
         features={"image": image, "digit": digit}, inputs=("image",), targets=("digit",), shards={}
     )
-    objective = Objective(Classification(target_of(spec, "digit")))
+    objective = Objective(Classification(find_target(spec, "digit")))
     worst = Worst(spec, objective.task)
     own = InParts(labels, logits, digit=labels)
     worst.look({"image": images}, own.whole)
     found = Predictions(own=own, champion=None, unsound=(0, 0), worst=worst)
-    summary = summarized(spec, objective, found, ("digit",))
+    summary = summarize_predictions(spec, objective, found, ("digit",))
     evaluation = {**summary, "worst": worst.write(folder)}
     return evaluation, evaluation.pop("curves")
 

@@ -34,7 +34,7 @@ from flotilla.trainer.report import wording
     ],
 )
 def test_an_interval_decides_the_digits(value: Any, interval: Any, text: str) -> None:
-    assert wording.rounded(value, interval) == text
+    assert wording.round_value(value, interval) == text
 
 
 def test_both_ends_of_an_interval_have_the_same_digits() -> None:
@@ -61,4 +61,4 @@ def test_a_reader_sees_which_of_two_numbers_is_larger(value: float, threshold: f
     ],
 )
 def test_metrics_are_spoken(name: str, text: str) -> None:
-    assert wording.spoken(name) == text
+    assert wording.spell_metric(name) == text

@@ -56,7 +56,7 @@ def test_a_wrong_value_is_one_line_that_names_the_variable(
 def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     monkeypatch.setenv(name, text)
     variables.check()
-    assert variables.checked(name) == text
+    assert variables.read_variable(name) == text
 
 
 def test_the_command_line_and_the_guard_refuse_it(

@@ -46,10 +46,12 @@ def test_a_message_is_one_line_whatever_is_quoted_in_it(end):
 )
 def test_a_task_without_memory_is_named_with_what_it_lacks_room_for(task, where):
     said = f"OOM when allocating tensor with shape[9,16] and type float on /job:{task}/device:CPU:0"
-    line = errors.without_memory(ValueError(f"{{{{node x}}}} {said} by allocator cpu"), "a/rows")
+    line = errors.describe_out_of_memory(
+        ValueError(f"{{{{node x}}}} {said} by allocator cpu"), "a/rows"
+    )
     words = "has no memory for a/rows of type float and shape [9, 16]: make tables smaller"
     assert line.startswith(f"{where} (CPU) {words}")
-    assert not errors.without_memory(ValueError("Received message larger than max"))
+    assert not errors.describe_out_of_memory(ValueError("Received message larger than max"))
 
 
 def test_nothing_is_near_where_nothing_is_allowed():

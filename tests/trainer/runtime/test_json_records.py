@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer.runtime.json_records import (
-    from_tree,
-    number_in,
+    make_time,
     parse,
     parse_mapping,
-    time_at,
-    time_of,
+    parse_number,
+    parse_record,
+    parse_time,
 )
 
 
@@ -70,7 +70,7 @@ def test_much_that_is_not_deep_is_let_through():
     ],
 )
 def test_each_field_is_checked(tree, record):
-    assert from_tree(Record, tree) == record
+    assert parse_record(Record, tree) == record
 
 
 ODD_NUMBERS = ["²3", "٣", "\uff11", "-1", "+1", "1_0", " 1", "1\n", "", "0x1", "1.0", "9" * 5000]
@@ -83,31 +83,33 @@ ODD_SECONDS = [math.nan, math.inf, -math.inf, 1e300, -1e300, 2**63, 10**400, Tru
 
 @pytest.mark.parametrize("text", ODD_NUMBERS)
 def test_what_only_looks_like_a_number_is_none(text):
-    assert number_in(text) is None
+    assert parse_number(text) is None
 
 
 @pytest.mark.parametrize("text", ODD_TIMES)
 def test_what_is_no_time_is_none(text):
-    found = time_of(text)
+    found = parse_time(text)
     assert found is None or found.tzinfo
 
 
 @pytest.mark.parametrize("seconds", ODD_SECONDS)
 def test_seconds_of_no_time_are_none(seconds):
-    assert time_at(seconds) is None
+    assert make_time(seconds) is None
 
 
 def test_numbers_and_times_are_read():
-    assert [number_in(text) for text in ("0", "000003", "123456789012345678")] == [
+    assert [parse_number(text) for text in ("0", "000003", "123456789012345678")] == [
         0, 3, 123456789012345678,
     ]  # fmt: skip
-    assert time_of("2026-11-29T03:00:00.5Z").timestamp() == 1795921200.5
-    assert time_of("2026-11-29") == time_at(1795910400) == time_of("2026-11-29T02:00:00+02:00")
+    assert parse_time("2026-11-29T03:00:00.5Z").timestamp() == 1795921200.5
+    assert (
+        parse_time("2026-11-29") == make_time(1795910400) == parse_time("2026-11-29T02:00:00+02:00")
+    )
 
 
 @settings(max_examples=300, derandomize=True, deadline=None, database=None)
 @given(text=st.text(max_size=30), seconds=st.floats() | st.integers())
 def test_any_text_and_number_is_read(text, seconds):
-    assert number_in(text) in (None, *([int(text)] if text.isdecimal() else []))
-    for found in (time_of(text), time_at(seconds)):
+    assert parse_number(text) in (None, *([int(text)] if text.isdecimal() else []))
+    for found in (parse_time(text), make_time(seconds)):
         assert found is None or found.isoformat().endswith("+00:00")

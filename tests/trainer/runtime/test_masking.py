@@ -10,9 +10,9 @@ from flotilla.trainer.config.load import load_config, parse_config
 from flotilla.trainer.config.schema import StorageConfig
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.masking import (
-    credentials_in,
+    find_credentials,
     is_sent_openly,
-    masked,
+    mask,
     one_line,
     printable,
 )
@@ -51,15 +51,15 @@ WITHOUT = [
 
 @pytest.mark.parametrize(("text", "said"), WITH_SECRETS)
 def test_credentials_of_a_uri_are_found_and_masked(text, said):
-    assert credentials_in(text)
-    assert masked(text).startswith(said)
+    assert find_credentials(text)
+    assert mask(text).startswith(said)
     for part in ("sW0r", "df1sh", SECRET):
-        assert part not in masked(f'{{"uri": "{text}"}}')
+        assert part not in mask(f'{{"uri": "{text}"}}')
 
 
 @pytest.mark.parametrize("text", WITHOUT)
 def test_what_has_no_credentials_stays(text):
-    assert (credentials_in(text), masked(text)) == ("", text)
+    assert (find_credentials(text), mask(text)) == ("", text)
 
 
 @pytest.mark.parametrize(
@@ -74,14 +74,14 @@ def test_what_has_no_credentials_stays(text):
     ],
 )
 def test_credentials_of_headers_are_masked(text):
-    assert "sW0rdf1sh" not in masked(text)
-    assert "***" in masked(text)
+    assert "sW0rdf1sh" not in mask(text)
+    assert "***" in mask(text)
 
 
 def test_secrets_of_the_environment_are_masked(monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    assert masked(f"x {SECRET} y") == "x *** y"
-    assert masked("a=sW0rdf1sh%2FAb%2BCd") == "a=***"
+    assert mask(f"x {SECRET} y") == "x *** y"
+    assert mask("a=sW0rdf1sh%2FAb%2BCd") == "a=***"
 
 
 def test_every_error_event_and_termination_message_is_masked(tmp_path, monkeypatch):
@@ -175,7 +175,7 @@ def test_what_a_terminal_or_a_page_obeys_becomes_an_escape(command):
     assert written.isprintable()
     assert json.loads(f'"{written}"') == f"a{command}b"
     assert str(UserError(f"a{command}b")).isprintable()
-    assert masked(f"http://u:p@h/{command}").isprintable()
+    assert mask(f"http://u:p@h/{command}").isprintable()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from flotilla.trainer.runtime import signals
-from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.runtime.signals import handle_interrupts
 
 ROOT = Path(signals.__file__).parents[2]
 SECONDS = 120  # until a test gives up
@@ -242,7 +242,7 @@ def test_both_of_two_signals_are_noticed():
 def test_the_handlers_before_it_come_back():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGURG)
     before = [signal.getsignal(number) for number in numbers]
-    with on_interrupt(list):
+    with handle_interrupts(list):
         assert [signal.getsignal(number) for number in numbers] != before
     assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.runtime.user_code import line_of, place_of, traceback_of
+from flotilla.trainer.runtime.user_code import find_place, find_traceback, format_error
 
 LOADED = """
 import json, sys
@@ -95,7 +95,7 @@ def test_what_to_do_about_a_module_that_is_not_found(monkeypatch, name, expected
     error = ModuleNotFoundError("not found", name=name)
     monkeypatch.setattr(user_code, "import_module", Mock(side_effect=error))
     with pytest.raises(ConfigError) as caught:
-        user_code.import_for("model x", "models")
+        user_code.import_named("model x", "models")
     assert str(caught.value) == (
         f"model x: cannot import models: ModuleNotFoundError: not found; {expected}"
     )
@@ -105,7 +105,7 @@ def test_a_module_that_was_found_and_failed_is_not_sought_elsewhere(monkeypatch)
     error = ImportError("cannot import name 'block' from 'blocks'")
     monkeypatch.setattr(user_code, "import_module", Mock(side_effect=error))
     with pytest.raises(ConfigError) as caught:
-        user_code.import_for("model x", "models")
+        user_code.import_named("model x", "models")
     assert str(caught.value).endswith("ImportError: cannot import name 'block' from 'blocks'")
 
 
@@ -210,11 +210,11 @@ def raised(call, *arguments):
 )
 def test_the_innermost_frame_of_the_users_code_is_named(blocks, name, said, text):
     error = raised(getattr(blocks, name))
-    assert line_of(error).startswith(said)
-    assert place_of(error) == f"blocks.py:{line_with(text)}"
-    assert line_of(error).endswith(f" (blocks.py:{line_with(text)})")
-    assert "\n" not in line_of(error)
-    assert f"in {name}" in traceback_of(error)
+    assert format_error(error).startswith(said)
+    assert find_place(error) == f"blocks.py:{line_with(text)}"
+    assert format_error(error).endswith(f" (blocks.py:{line_with(text)})")
+    assert "\n" not in format_error(error)
+    assert f"in {name}" in find_traceback(error)
 
 
 @pytest.mark.parametrize("graph", [False, True])
@@ -225,39 +225,39 @@ def test_a_layer_is_named_by_what_it_raised_and_not_by_keras(blocks, graph):
     error = raised(lambda: call(np.ones((1, 2), np.float32), training=True))
     line = line_with("bad shape")
     line = next(n for n, each in enumerate(MODULE.splitlines(), 1) if n > line and "bad sh" in each)
-    assert line_of(error) == f"ValueError: bad shape (blocks.py:{line})"
+    assert format_error(error) == f"ValueError: bad shape (blocks.py:{line})"
 
 
 def test_a_node_of_a_graph_is_found_by_the_stack_in_the_text(blocks):
     blocks.asserts(tf.constant(-1.0))
     error = raised(blocks.asserts, tf.constant(1.0))
-    assert place_of(error) == f"blocks.py:{line_with('assert_less')}"
-    assert "too much" in line_of(error)
-    assert "Graph execution error" not in line_of(error)
+    assert find_place(error) == f"blocks.py:{line_with('assert_less')}"
+    assert "too much" in format_error(error)
+    assert "Graph execution error" not in format_error(error)
 
 
 def test_the_file_that_kfp_makes_of_a_component_is_not_the_users(tmp_path):
     stack = f'  File "{tmp_path}/ephemeral_component.py", line 12, in evaluate_model\n'
     error = RuntimeError(f"Graph execution error:\n\nDetected at node Add\n{stack}\nbad shape")
-    assert place_of(error) == ""
-    assert traceback_of(error) == ""
+    assert find_place(error) == ""
+    assert find_traceback(error) == ""
 
 
 def test_a_function_that_tensorflow_has_rewritten(blocks):
     error = raised(blocks.converted, 1.0)
-    assert line_of(error) == f"ValueError: bad value (blocks.py:{line_with('bad value')})"
+    assert format_error(error) == f"ValueError: bad value (blocks.py:{line_with('bad value')})"
 
 
 def test_a_module_that_is_no_python(tmp_path, monkeypatch):
     (tmp_path / "broken_blocks.py").write_text("x = 1\ndef model(spec:\n")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
     error = raised(user_code.import_module, "broken_blocks")
-    assert line_of(error) == "SyntaxError: '(' was never closed (broken_blocks.py:2)"
+    assert format_error(error) == "SyntaxError: '(' was never closed (broken_blocks.py:2)"
 
 
 def test_a_module_elsewhere_is_named_by_its_whole_path(blocks, tmp_path, monkeypatch):
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, "/elsewhere")
-    assert place_of(raised(blocks.raises)).startswith(f"{tmp_path}/blocks.py:")
+    assert find_place(raised(blocks.raises)).startswith(f"{tmp_path}/blocks.py:")
 
 
 def test_an_installed_package_of_the_users_is_theirs(tmp_path, monkeypatch):
@@ -266,37 +266,37 @@ def test_an_installed_package_of_the_users_is_theirs(tmp_path, monkeypatch):
     (folder / "own_package" / "__init__.py").write_text("def fail():\n    raise ValueError('no')\n")
     monkeypatch.syspath_prepend(folder)
     module = user_code.import_module("own_package")
-    assert place_of(raised(module.fail)) == f"{folder}/own_package/__init__.py:2"
+    assert find_place(raised(module.fail)) == f"{folder}/own_package/__init__.py:2"
     monkeypatch.setattr(user_code, "_imported", set())
-    assert place_of(raised(module.fail)) == ""
+    assert find_place(raised(module.fail)) == ""
 
 
 def test_a_module_of_python_that_a_configuration_names_is_not_the_users(blocks):
     user_code.import_module("json")
     error = raised(blocks.calls_a_library)
-    assert place_of(error) == f"blocks.py:{line_with('json.loads')}"
+    assert find_place(error) == f"blocks.py:{line_with('json.loads')}"
 
 
 def test_an_error_of_flotilla_or_a_library_has_no_place():
     error = raised(user_code.import_module, "no_such_package")
-    assert line_of(error) == "ModuleNotFoundError: No module named 'no_such_package'"
-    assert traceback_of(error) == ""
+    assert format_error(error) == "ModuleNotFoundError: No module named 'no_such_package'"
+    assert find_traceback(error) == ""
 
 
 def test_a_users_error_shows_the_traceback_of_its_cause(blocks):
     cause = raised(blocks.raises)
     wrapped = ConfigError("model blocks:raises: bad shape")
-    assert traceback_of(wrapped) == ""
+    assert find_traceback(wrapped) == ""
     wrapped.__cause__ = cause
-    assert traceback_of(wrapped) == traceback_of(cause) != ""
+    assert find_traceback(wrapped) == find_traceback(cause) != ""
     # It may also have come from another process.
     wrapped.traceback = "Traceback ..."
-    assert traceback_of(wrapped) == "Traceback ..."
+    assert find_traceback(wrapped) == "Traceback ..."
 
 
 def test_a_long_traceback_keeps_its_head_and_its_end(blocks, monkeypatch):
     monkeypatch.setattr(user_code, "_MAX_TRACEBACK", 40)
-    text = traceback_of(raised(blocks.raises))
+    text = find_traceback(raised(blocks.raises))
     assert text.startswith("Traceback (most recent call last):\n  ...\n")
     assert text.endswith("bad shape\nand more\n")
     assert len(text) < 100

@@ -15,7 +15,7 @@ from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.signing import signing
 from flotilla.trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
-from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.publishing import choose_store
 from tests.stores.fixtures import bucket_name
 
 NONE = serialization.NoEncryption()
@@ -177,7 +177,7 @@ def test_what_is_served_from_a_bucket_is_what_is_named(tmp_path, gcs, key):
     storage.write_bytes(f"{uri}/labels.txt.0123456789ab", b"")
     assert signing.verify(uri).fields == FIELDS
     # Tools show a folder by an empty object whose name ends with a slash.
-    store_for(uri)._bucket.put(f"made/{key}", b"")
+    choose_store(uri)._bucket.put(f"made/{key}", b"")
     refused(lambda: signing.verify(uri))
 
 

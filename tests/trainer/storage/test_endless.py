@@ -13,8 +13,8 @@ from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage import gcs, object_store, retry, s3
 from flotilla.trainer.storage.errors import StoreUnavailable
-from flotilla.trainer.storage.s3_endpoint import Endpoint, endpoint_of
-from flotilla.trainer.storage.store import ChangedError, DamagedInTransitError, paged
+from flotilla.trainer.storage.s3_endpoint import Endpoint, find_endpoint
+from flotilla.trainer.storage.store import ChangedError, DamagedInTransitError, list_pages
 from flotilla.trainer.storage.uri import locate
 from tests.clocks import Clock
 from tests.stores.fixtures import bucket_name
@@ -60,13 +60,13 @@ def test_a_byte_now_and_then_is_no_progress(clock: Clock) -> None:
 def test_a_listing_whose_token_comes_again_ends(tokens: list[str]) -> None:
     left = iter(tokens)
     with pytest.raises(DamagedInTransitError, match="has no end"):
-        list(paged(lambda _: (["entry"], next(left))))
+        list(list_pages(lambda _: (["entry"], next(left))))
 
 
 def test_a_listing_of_empty_pages_ends() -> None:
     count = iter(range(10**6))
     with pytest.raises(DamagedInTransitError, match="has no end"):
-        list(paged(lambda _: ([], f"token {next(count)}")))
+        list(list_pages(lambda _: ([], f"token {next(count)}")))
     assert next(count) < 2000
 
 
@@ -101,7 +101,7 @@ def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
 ) -> None:
     place = BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/team")
     uri, bucket = storage.join(place.root, "model"), locate(place.root).bucket
-    client = s3.client(os.getpid(), endpoint_of(locate(uri)))
+    client = s3.client(os.getpid(), find_endpoint(locate(uri)))
     foreign = locate(storage.join(place.root, "other-tool", "backup.tar")).key
     client.create_multipart_upload(Bucket=bucket, Key=foreign)
 

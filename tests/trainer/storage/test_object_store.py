@@ -93,7 +93,7 @@ def test_every_operation_outlives_an_outage(
     with outage(wire, fault):
         assert fetched(uri, tmp_path) == LARGE
     with outage(wire, fault):
-        assert storage.published(bucket.root) == [(uri, manifest)]
+        assert storage.list_published(bucket.root) == [(uri, manifest)]
     with outage(wire, fault):
         storage.delete(uri)
     assert bucket.content(uri) == {}
@@ -160,7 +160,7 @@ def test_an_answer_that_no_store_gives_is_asked_again(
     large = {**FILES, "large": bytes((8 << 20) + 1)}
     bucket.plan.add(Fault(status, body=body, every=3, times=9))
     manifest = storage.publish(make(files=large), uri, kind="x")
-    assert storage.published(bucket.root) == [(uri, manifest)]
+    assert storage.list_published(bucket.root) == [(uri, manifest)]
     assert fetched(uri, tmp_path) == large
     assert storage.create_bytes(f"{uri}.json", b"1")
     assert storage.collect_garbage(bucket.root) == []
@@ -492,7 +492,7 @@ def test_past_the_deadline_there_is_one_line(
         lambda: storage.publish(source, uri, kind="x"),
         lambda: storage.fetch(uri, tmp_path / "x"),
         lambda: storage.write_bytes(uri, b""),
-        lambda: storage.published(uri),
+        lambda: storage.list_published(uri),
         lambda: storage.delete(uri),
         lambda: storage.is_published(uri),
     ):
@@ -545,7 +545,7 @@ def test_a_missing_bucket_is_not_a_missing_object(make: Make, uri: str, tmp_path
         lambda: storage.is_published(elsewhere),
         lambda: storage.publish(source, elsewhere, kind="x"),
         lambda: storage.fetch(elsewhere, tmp_path / "x"),
-        lambda: storage.published(elsewhere),
+        lambda: storage.list_published(elsewhere),
         lambda: storage.read_bytes(elsewhere),
         lambda: storage.write_bytes(elsewhere, b""),
         lambda: storage.delete(elsewhere),

@@ -320,12 +320,16 @@ def test_published_lists_by_name_and_kind(make: Make, place: Place) -> None:
     for name, kind in [("step-9", "checkpoint"), ("step-10", "checkpoint"), ("Ü 1", "model")]:
         storage.publish(make(), storage.join(root, name), kind=kind, fields={"name": name})
     fill(place, root, {"history.jsonl": b"", "half/a": b"", ".hidden/MANIFEST.json": b"{}"})
-    assert [m.fields["name"] for _, m in storage.published(root)] == ["step-10", "step-9", "Ü 1"]
-    assert [uri for uri, _ in storage.published(root, "checkpoint")] == [
+    assert [m.fields["name"] for _, m in storage.list_published(root)] == [
+        "step-10",
+        "step-9",
+        "Ü 1",
+    ]
+    assert [uri for uri, _ in storage.list_published(root, "checkpoint")] == [
         storage.join(root, "step-10"),
         storage.join(root, "step-9"),
     ]
-    assert storage.published(root, "dataset") == []
+    assert storage.list_published(root, "dataset") == []
 
 
 def test_the_newest_is_found_by_manifests(make: Make, place: Place) -> None:
@@ -344,13 +348,13 @@ def test_the_newest_is_found_by_manifests(make: Make, place: Place) -> None:
 
 
 def test_published_of_nothing(place: Place) -> None:
-    assert storage.published(place.root) == []
+    assert storage.list_published(place.root) == []
 
 
 def test_published_of_a_file(root: str, make: Make) -> None:
     make(str(path_of(root)), {"file": b""})
     with pytest.raises(UserError, match=r"cannot list .*file: Not a directory"):
-        storage.published(storage.join(root, "file"))
+        storage.list_published(storage.join(root, "file"))
 
 
 def test_published_passes_over_what_it_cannot_read_and_says_so(
@@ -363,7 +367,7 @@ def test_published_passes_over_what_it_cannot_read_and_says_so(
     newer = place.get(uri_below(root, "b")).replace(b'"schema": 1', b'"schema": 2')
     place.put(uri_below(root, "b"), newer)
     with caplog.at_level(logging.WARNING):
-        assert [uri for uri, _ in storage.published(root)] == [storage.join(root, "c")]
+        assert [uri for uri, _ in storage.list_published(root)] == [storage.join(root, "c")]
     assert sorted(record.getMessage().split(" (")[0] for record in caplog.records) == [
         f"passed over: {storage.join(root, 'a')}: MANIFEST.json is damaged",
         f"passed over: {storage.join(root, 'b')}: MANIFEST.json has schema 2 and this version "

@@ -80,7 +80,7 @@ def attacked(bucket: BucketPlace, make: Make, folder: Path, kills: int) -> None:
             assert fetched(uri, folder) == FILES
     storage.collect_garbage(bucket.root)
     named = set()
-    for uri, manifest in storage.published(bucket.root):
+    for uri, manifest in storage.list_published(bucket.root):
         storage.verify(uri)
         name = storage.name_of(uri)
         named |= {f"{name}/{entry.stored_at}" for entry in manifest.files}
@@ -406,7 +406,7 @@ def test_a_publisher_that_is_killed_from_outside(make: Make, root: str, after: i
     begun = [process.stdout.readline().rstrip("\n") for _ in range(after)]
     process.kill()
     begun += process.communicate()[0].splitlines()
-    there = storage.published(root)
+    there = storage.list_published(root)
     assert [uri for uri, _ in there] == begun[: len(there)]
     assert len(begun) - len(there) <= 1
     for uri, manifest in there:

@@ -10,7 +10,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 
 from .conftest import FILES, Make, content, left_over, path_of, start
 
@@ -108,7 +108,7 @@ def test_what_is_published_survives_a_full_disk(
         patch.setattr(os, "fsync", failing(errno.ENOSPC))
         with pytest.raises(UserError):
             storage.publish(make(), storage.join(root, "step-2"), kind="checkpoint")
-    assert storage.published(root) == [(old, manifest)]
+    assert storage.list_published(root) == [(old, manifest)]
     assert storage.verify(old)
 
 
@@ -215,16 +215,16 @@ def test_no_permission(make: Make, root: str, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_errors_are_one_line(error: OSError, message: str) -> None:
-    with pytest.raises(UserError) as caught, reported("x"):
+    with pytest.raises(UserError) as caught, report_errors("x"):
         raise error
     assert str(caught.value).startswith(message)
     assert caught.value.__cause__ is error
 
 
 def test_other_errors_pass_unchanged() -> None:
-    with pytest.raises(ZeroDivisionError), reported("x"):
+    with pytest.raises(ZeroDivisionError), report_errors("x"):
         raise ZeroDivisionError
-    with pytest.raises(storage.Missing), reported("x"):
+    with pytest.raises(storage.Missing), report_errors("x"):
         raise storage.Missing
 
 

@@ -15,7 +15,7 @@ from flotilla.trainer.storage.s3 import client
 from flotilla.trainer.storage.s3_endpoint import (
     KFP_ENDPOINT,
     Endpoint,
-    endpoint_of,
+    find_endpoint,
     plain_http_remark,
 )
 from flotilla.trainer.storage.uri import locate
@@ -121,7 +121,7 @@ def test_credentials_that_were_renewed_in_their_file_are_used(
     place.plan.add(Fault(400, body=EXPIRED))
     try:
         storage.write_bytes(uri_in(place), b"1")
-        endpoint = endpoint_of(locate(uri_in(place)))
+        endpoint = find_endpoint(locate(uri_in(place)))
     finally:
         place.plan.before = None
     assert len(keys) == 2
@@ -152,17 +152,17 @@ def test_credentials_that_were_renewed_in_their_file_are_used(
     ],
 )
 def test_endpoints(uri: str, url: str, region: str, path_style: bool) -> None:
-    found = endpoint_of(locate(uri))
+    found = find_endpoint(locate(uri))
     minio = uri.startswith("minio")
     assert found == Endpoint(url=url, region=region, path_style=path_style, kfp_secret=minio)
 
 
 def test_the_environment_names_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:1")
-    assert endpoint_of(locate("minio://bucket/k")).url == "http://one:1"
+    assert find_endpoint(locate("minio://bucket/k")).url == "http://one:1"
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two:2")
-    assert endpoint_of(locate("s3://bucket/k")).url == "http://two:2"
-    assert endpoint_of(locate("minio://bucket/k?endpoint=three:3")).url == "https://three:3"
+    assert find_endpoint(locate("s3://bucket/k")).url == "http://two:2"
+    assert find_endpoint(locate("minio://bucket/k?endpoint=three:3")).url == "https://three:3"
 
 
 def test_the_kfp_secret_is_used_by_minio_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,13 +175,13 @@ def test_the_kfp_secret_is_used_by_minio_alone(monkeypatch: pytest.MonkeyPatch) 
         credentials: Any = client(0, endpoint)._get_credentials()
         return credentials.access_key if credentials else ""
 
-    assert key(endpoint_of(locate("minio://bucket/k"))) == "kfp"
-    assert key(endpoint_of(locate("s3://bucket/k"))) == ""
-    assert "hush" not in repr(endpoint_of(locate("minio://bucket/k")))
+    assert key(find_endpoint(locate("minio://bucket/k"))) == "kfp"
+    assert key(find_endpoint(locate("s3://bucket/k"))) == ""
+    assert "hush" not in repr(find_endpoint(locate("minio://bucket/k")))
     client.cache_clear()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "own")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
-    assert key(endpoint_of(locate("minio://bucket/k"))) == "own"
+    assert key(find_endpoint(locate("minio://bucket/k"))) == "own"
     client.cache_clear()
 
 
@@ -274,5 +274,5 @@ def test_data_that_is_sent_over_plain_http(monkeypatch, uri, url, is_said):
 def test_credentials_in_a_variable_are_refused(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://u:sW0rdf1sh@h:9000")
     with pytest.raises(UserError, match=r"^AWS_ENDPOINT_URL_S3: a URI carries a user") as caught:
-        endpoint_of(locate("s3://bucket/x"))
+        find_endpoint(locate("s3://bucket/x"))
     assert "sW0rdf1sh" not in str(caught.value)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.storage.uri import FORMS, SCHEMES, check_path, is_uri, scheme_of, speaks_s3
+from flotilla.trainer.storage.uri import FORMS, SCHEMES, check_path, find_scheme, is_uri, speaks_s3
 
 _names = st.text(
     st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20
@@ -105,7 +105,7 @@ def test_other_stores_have_no_local_path(uri: str) -> None:
 )
 def test_what_is_no_uri(uri: str) -> None:
     with pytest.raises(UserError, match="is not a storage URI: write it as file:///path"):
-        scheme_of(uri)
+        find_scheme(uri)
 
 
 @pytest.mark.parametrize("uri", ["file://host/a", "file://a", "file:///a%00b"])

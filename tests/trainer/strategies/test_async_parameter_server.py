@@ -15,9 +15,9 @@ from flotilla.trainer.strategies.self_scheduling import (
     MAX_PORTION,
     TURN,
     Turns,
+    choose_unit,
+    choose_unroll,
     portions,
-    turn_of,
-    unit_of,
     unit_of_speed,
 )
 from tests.trainer.strategies.fleet import LOSS, Fleet, Led
@@ -26,7 +26,7 @@ steps, workers, turns = st.integers(1, 5000), st.integers(1, 200), st.sampled_fr
 
 
 def cut_up(steps, workers, turn):
-    return portions(steps, workers, unit_of(steps, workers, turn))
+    return portions(steps, workers, choose_unit(steps, workers, turn))
 
 
 @given(steps, workers, turns)
@@ -181,7 +181,7 @@ def led(clock, fleet, **named):
     [(LONG_RUN, True, TURN), (LONG_RUN - 1, True, 1), (10 * LONG_RUN, False, 1)],
 )
 def test_long_runs_of_what_is_pulled_whole_make_turns(steps, whole, turn):
-    assert turn_of(steps, whole=whole) == turn
+    assert choose_unroll(steps, whole=whole) == turn
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from flotilla.trainer.strategies.input_position import (
     Position,
     Stream,
     Tally,
-    plan_of,
+    encode_plan,
 )
 from flotilla.trainer.strategies.parameter_server import NUMBER_FILE, worker_number
 
@@ -30,7 +30,7 @@ def stream(examples: int, **named: object) -> Stream:
 def taken(lent: Stream, position: Position, first: int, size: int) -> list[int]:
     """Return the numbers of the examples of one batch of what is next."""
     (held,) = lent.held()
-    batch, _ = lent.batch(held, plan_of(position), tf.constant(first, tf.int64), size)
+    batch, _ = lent.batch(held, encode_plan(position), tf.constant(first, tf.int64), size)
     return batch.numpy().tolist()
 
 
@@ -122,7 +122,7 @@ def test_several_tasks_take_turns_without_end():
 def test_lent_batches_are_those_of_the_range():
     lent = stream(30)
     (held,) = lent.held()
-    plan, first = plan_of(Position(visited=6)), tf.constant(10, tf.int64)
+    plan, first = encode_plan(Position(visited=6)), tf.constant(10, tf.int64)
     batches = lent.lent(held, plan, first, batches=tf.constant(3), size=5)
     seen = [number for inputs, _ in batches.as_numpy_iterator() for number in inputs.tolist()]
     assert seen == taken(lent, Position(visited=16), 0, 15)

@@ -26,8 +26,8 @@ from flotilla.trainer.strategies.placement import (
     assign,
     build_at,
     build_slots,
+    choose_places,
     optimize_once,
-    places_of,
     server_device,
 )
 
@@ -125,7 +125,7 @@ def two_layers():
 
 
 def placed_on(build, servers, named):
-    return build_at(build, places_of(build, lambda _model: None, servers, named))
+    return build_at(build, choose_places(build, lambda _model: None, servers, named))
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_a_sketch_may_be_refused():
         raise ConfigError(f"{len(model.variables)} are too many")
 
     with pytest.raises(ConfigError, match="4 are too many"):
-        places_of(two_layers, check, 2, {})
+        choose_places(two_layers, check, 2, {})
 
 
 @pytest.mark.usefixtures("devices")
@@ -322,7 +322,7 @@ def made_in_a_session_of_its_own():
 )
 def test_a_model_whose_variables_escape_is_refused(build):
     with pytest.raises(ConfigError, match=r"early/\w+ cannot be placed .* clear_session"):
-        placement.places_of(build, lambda _model: None, 2, {})
+        placement.choose_places(build, lambda _model: None, 2, {})
 
 
 @pytest.mark.slow
@@ -337,7 +337,7 @@ def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
     monkeypatch.setattr(placement, "server_device", lambda _index: "/device:CPU:0")
     words = r"\(CPU\) has no memory for \S+/users/embeddings of type float and shape \[\d+, 16\]"
     with pytest.raises(ConfigError, match=words):
-        placement.build_at(build, placement.places_of(build, lambda _model: None, 1, {}))
+        placement.build_at(build, placement.choose_places(build, lambda _model: None, 1, {}))
 
 
 @pytest.mark.parametrize("rows", [1000, 1001, 1_000_000])

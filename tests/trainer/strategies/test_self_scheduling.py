@@ -16,7 +16,7 @@ from flotilla.trainer.strategies.self_scheduling import (
     UPDATES,
     Turns,
     alone,
-    on_each_worker,
+    run_on_workers,
 )
 
 WORKERS = 3
@@ -215,7 +215,7 @@ def waited(monkeypatch):
         def graph():
             tf.py_function(work, [], [])
 
-        on_each_worker(2, graph, seconds)
+        run_on_workers(2, graph, seconds)
 
     return wait
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.topology import Cluster, Task, topology_of
+from flotilla.trainer.config.topology import Cluster, Task, find_topology
 from flotilla.trainer.models.embedding_table import EmbeddingTable
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies import server_state
@@ -34,7 +34,7 @@ class Attempt(Served):
 
     io_device = None
     run = None
-    capabilities = topology_of("async_parameter_server").capabilities
+    capabilities = find_topology("async_parameter_server").capabilities
 
     def __init__(self, uri, *, rows=ROWS, **sections):
         addresses = {"ps": tuple(f"localhost:{n}" for n in SERVERS)}
@@ -225,7 +225,7 @@ def test_what_is_not_wanted_is_removed(uri, caplog):
 
 def test_a_strategy_that_keeps_nothing_gives_no_names(uri):
     class Other(Attempt):
-        capabilities = topology_of("single").capabilities
+        capabilities = find_topology("single").capabilities
 
     attempt = Other(uri)
     assert attempt.find_state(uri) is None

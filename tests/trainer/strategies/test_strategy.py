@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.remote import checkpoints_of
+from flotilla.trainer.checkpoints.remote import open_checkpoints
 from flotilla.trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
 from flotilla.trainer.config.schema import STRATEGIES, Config, TrainingConfig
 from flotilla.trainer.config.topology import Cluster, Task
@@ -300,7 +300,7 @@ def uri(gcs):
 
 @pytest.fixture
 def kept(uri, tmp_path):
-    return checkpoints_of(uri, keep=3, scratch=tmp_path / "chief-0", alone=True)
+    return open_checkpoints(uri, keep=3, scratch=tmp_path / "chief-0", alone=True)
 
 
 def test_what_the_evaluator_measured_is_asked_for_in_the_background(kept, uri, gcs):

@@ -10,7 +10,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.strategies.async_parameter_server import local_steps_of
 from flotilla.trainer.strategies.gradients import pulled_gradient_of
 from flotilla.trainer.strategies.strategy import gradient_of
-from flotilla.trainer.strategies.towers import ONE, Towers, towers_of
+from flotilla.trainer.strategies.towers import ONE, Towers, list_towers
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
 
@@ -219,12 +219,12 @@ def names(**counts):
 )
 def test_a_worker_computes_on_all_of_its_gpus_or_on_its_processor(counts, devices):
     others = [f"/job:{job}/replica:0/task:0/device:GPU:7" for job in ("chief", "ps")]
-    assert list(towers_of([*others, *names(**counts)]).devices) == devices
+    assert list(list_towers([*others, *names(**counts)]).devices) == devices
 
 
 def test_workers_with_different_numbers_of_gpus_are_one_line():
     with pytest.raises(UserError) as caught:
-        towers_of(names(w0={"CPU": 1, "GPU": 2}, w1={"CPU": 1}))
+        list_towers(names(w0={"CPU": 1, "GPU": 2}, w1={"CPU": 1}))
     assert str(caught.value) == (
         "every worker needs the same number of GPUs, and worker-0 has 2, worker-1 has 0: set "
         "CUDA_VISIBLE_DEVICES where you start tasks yourself"

@@ -9,13 +9,20 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.model import MODELS
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.sweeps.space import automatic, config_of, corners, drawn, grid, space_of
+from flotilla.trainer.sweeps.space import (
+    automatic,
+    config_of,
+    corners,
+    draw_trials,
+    grid,
+    parse_space,
+)
 
 RATE = "training.optimizer.learning_rate"
 
 
 def test_a_grid_has_every_combination_once():
-    found = space_of(Config(), [f"{RATE}=0.01,1e-2,0.003", "training.batch_size=16,64"])
+    found = parse_space(Config(), [f"{RATE}=0.01,1e-2,0.003", "training.batch_size=16,64"])
     trials = grid(found)
     assert len(trials) == 4
     assert {(each[RATE], each["training.batch_size"]) for each in trials} == {
@@ -25,7 +32,7 @@ def test_a_grid_has_every_combination_once():
 
 def test_one_value_is_set_for_all_and_commas_in_brackets_belong_to_a_value():
     given = ["training.steps=70", "model.args={hidden_units: [10, 20]},{hidden_units: [30]}"]
-    found = space_of(Config(), given)
+    found = parse_space(Config(), given)
     assert found.base.training.steps == 70
     configs = [config_of(found.base, each) for each in grid(found)]
     assert [each.model.args for each in configs] == [
@@ -36,10 +43,10 @@ def test_one_value_is_set_for_all_and_commas_in_brackets_belong_to_a_value():
 
 
 def test_draws_are_those_of_the_seed_and_within_the_range():
-    found = space_of(Config(), [f"{RATE}=0.0001..0.1:log", "training.batch_size=16..64"])
-    trials = drawn(found, 40, seed=3)
-    assert trials == drawn(found, 40, seed=3)
-    assert trials != drawn(found, 40, seed=4)
+    found = parse_space(Config(), [f"{RATE}=0.0001..0.1:log", "training.batch_size=16..64"])
+    trials = draw_trials(found, 40, seed=3)
+    assert trials == draw_trials(found, 40, seed=3)
+    assert trials != draw_trials(found, 40, seed=4)
     rates = [float(each[RATE]) for each in trials]
     assert all(0.0001 <= each <= 0.1 for each in rates)
     # By magnitude: as many below the middle of the exponents as above.
@@ -48,8 +55,8 @@ def test_draws_are_those_of_the_seed_and_within_the_range():
 
 
 def test_a_small_space_gives_each_trial_once():
-    found = space_of(Config(), ["training.batch_size=16,32,64"])
-    assert len(drawn(found, 20, seed=0)) == 3
+    found = parse_space(Config(), ["training.batch_size=16,32,64"])
+    assert len(draw_trials(found, 20, seed=0)) == 3
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ def test_a_small_space_gives_each_trial_once():
 )
 def test_what_is_wrong_is_said_before_the_first_trial(given, message):
     with pytest.raises(ConfigError, match=message):
-        grid(space_of(Config(), given))
+        grid(parse_space(Config(), given))
 
 
 @pytest.mark.parametrize(
@@ -86,14 +93,14 @@ def test_what_is_wrong_is_said_before_the_first_trial(given, message):
 )
 def test_every_value_and_both_ends_of_a_range_are_checked(given):
     with pytest.raises(ConfigError, match=r"the trial .*(=-1.0|=99|=none_such):"):
-        corners(space_of(Config(), [given]))
+        corners(parse_space(Config(), [given]))
 
 
 @pytest.mark.parametrize("name", [*MODELS, "own_module:net"])
 def test_the_space_of_every_model_is_allowed_and_trains_what_it_says(name):
     config = parse_config({"model": {"name": name}})
     texts = automatic(config, ())
-    found = space_of(config, texts)
+    found = parse_space(config, texts)
     assert {"training.optimizer.learning_rate", "training.batch_size"} <= found.keys.keys()
     assert corners(found)
     if ":" not in name:
@@ -111,6 +118,6 @@ def test_what_is_given_is_not_made():
     assert keys == {"model.args.hidden_units"}
     unknown = {"batch_size": "auto", "optimizer": {"learning_rate": "auto"}}
     config = parse_config({"training": unknown})
-    assert corners(space_of(config, automatic(config, ())))
+    assert corners(parse_space(config, automatic(config, ())))
     config = parse_config({"training": {"optimizer": {"name": "model"}}})
     assert not [each for each in automatic(config, ()) if "optimizer" in each]

@@ -15,12 +15,12 @@ from flotilla.trainer.sweeps.sweep import (
     Result,
     Sweep,
     Trial,
-    as_markdown,
-    best_of,
-    objective_of,
-    rungs_of,
-    table_of,
-    value_of,
+    find_best,
+    list_rungs,
+    make_objective,
+    make_table,
+    read_value,
+    to_markdown,
 )
 
 LOSS = Objective(metric="validation_loss", better="lower")
@@ -58,15 +58,15 @@ def test_the_best_is_that_of_the_highest_rung():
         ended(ended(NINE[1], 0, 2), 1, 3),
         replace(NINE[2], status=FAILED),
     ]
-    assert best_of(trials, LOSS).number == 2
-    assert best_of(trials[:1], LOSS).number == 1
-    assert best_of(trials[2:], LOSS) is None
+    assert find_best(trials, LOSS).number == 2
+    assert find_best(trials[:1], LOSS).number == 1
+    assert find_best(trials[2:], LOSS) is None
 
 
 def test_the_best_is_the_highest_where_higher_is_better():
     trials = [ended(trial, 0, value) for trial, value in zip(NINE, (3, 1, 2), strict=False)]
-    assert best_of(trials, LOSS).number == 2
-    assert best_of(trials, Objective(metric="x", better="higher")).number == 1
+    assert find_best(trials, LOSS).number == 2
+    assert find_best(trials, Objective(metric="x", better="higher")).number == 1
 
 
 def test_the_steps_of_a_trial_are_those_of_its_rung():
@@ -88,9 +88,9 @@ def test_the_command_of_the_best_is_quoted():
 def test_the_rungs_are_thirds_of_the_steps():
     nine = [{"model.name": "mlp"}] * 9
     base = parse_config({"training": {"steps": 900}})
-    assert rungs_of(base, nine, 9, halving=True) == (100, 300, 900)
-    assert rungs_of(base, nine[:5], 5, halving=True) == (300, 900)
-    assert rungs_of(base, nine, 9, halving=False) == (0,)
+    assert list_rungs(base, nine, 9, halving=True) == (100, 300, 900)
+    assert list_rungs(base, nine[:5], 5, halving=True) == (300, 900)
+    assert list_rungs(base, nine, 9, halving=False) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_rungs_are_thirds_of_the_steps():
 )
 def test_halving_that_is_not_possible_is_refused(tree, settings, count, message):
     with pytest.raises(ConfigError, match=message):
-        rungs_of(parse_config({"training": tree}), [settings] * count, count, halving=True)
+        list_rungs(parse_config({"training": tree}), [settings] * count, count, halving=True)
 
 
 def reached(sweep, trial, rung, value, main=None):
@@ -114,10 +114,10 @@ def reached(sweep, trial, rung, value, main=None):
 
 
 def test_the_objective_is_of_validation():
-    assert objective_of(Config(), [], "", "") == Objective()
-    assert objective_of(Config(), ["task.loss"], "", "") == Objective()
-    assert objective_of(Config(), [], "validation_accuracy", "").better == "higher"
-    assert objective_of(Config(), [], "mine", "lower").metric == "validation_mine"
+    assert make_objective(Config(), [], "", "") == Objective()
+    assert make_objective(Config(), ["task.loss"], "", "") == Objective()
+    assert make_objective(Config(), [], "validation_accuracy", "").better == "higher"
+    assert make_objective(Config(), [], "mine", "lower").metric == "validation_mine"
 
 
 @pytest.mark.parametrize(
@@ -133,15 +133,15 @@ def test_the_objective_is_of_validation():
 )
 def test_an_objective_that_compares_nothing_is_refused(tree, keys, metric, message):
     with pytest.raises(ConfigError, match=message):
-        objective_of(parse_config(tree), keys, metric, "")
+        make_objective(parse_config(tree), keys, metric, "")
 
 
 def test_a_metric_that_is_absent_is_named_with_those_there_are():
     metrics = {"validation_loss": 0.5, "validation_accuracy": 0.9, "loss": 0.1}
-    assert value_of(metrics, LOSS) == 0.5
-    assert value_of({"best_validation_loss": 0.4}, LOSS) == 0.4
+    assert read_value(metrics, LOSS) == 0.5
+    assert read_value({"best_validation_loss": 0.4}, LOSS) == 0.4
     with pytest.raises(ConfigError, match="no validation_auc: it has accuracy, loss"):
-        value_of(metrics, Objective(metric="validation_auc", better="higher"))
+        read_value(metrics, Objective(metric="validation_auc", better="higher"))
 
 
 def trained():
@@ -165,8 +165,8 @@ def test_without_a_choice_trials_are_compared_by_their_main_metric(main, best):
         reached(sweep, each, 0, value, main)
         for each, value in zip(sweep.trials, (0.9, 0.8), strict=True)
     )
-    assert best_of(trials, sweep.objective).number == best
-    heads, rows = table_of(replace(sweep, trials=trials))
+    assert find_best(trials, sweep.objective).number == best
+    heads, rows = make_table(replace(sweep, trials=trials))
     assert heads[2] == {"auc": "validation AUC", "loss": "validation loss"}[(main or BY_LOSS).name]
     assert [row[0] for row in rows] == [str(best), str(3 - best)]
 
@@ -178,7 +178,7 @@ def test_trials_of_several_main_metrics_are_not_compared():
         for each, main in zip(sweep.trials, (AUC, BY_LOSS), strict=True)
     ]
     with pytest.raises(ConfigError, match="by different metrics, auc and loss: choose one"):
-        best_of(trials, sweep.objective)
+        find_best(trials, sweep.objective)
 
 
 def test_a_main_metric_that_is_the_loss_is_refused_where_the_loss_is_searched():
@@ -189,7 +189,7 @@ def test_a_main_metric_that_is_the_loss_is_refused_where_the_loss_is_searched():
 
 
 def test_the_table_has_the_best_first():
-    heads, rows = table_of(trained())
+    heads, rows = make_table(trained())
     assert heads == ["trial", "learning_rate", "validation loss", "steps", "duration", "status"]
     assert rows == [
         ["2", "0.003", "0.2", "90", "0.0 s", "best"],
@@ -200,8 +200,8 @@ def test_the_table_has_the_best_first():
 def test_the_table_in_markdown_has_the_command_of_the_best_and_every_failure_escaped():
     sweep = trained()
     failed = replace(sweep.trials[0], status=FAILED, error="<b>bad</b>", results=())
-    text = as_markdown(replace(sweep, trials=(failed, sweep.trials[1]))).decode()
+    text = to_markdown(replace(sweep, trials=(failed, sweep.trials[1]))).decode()
     assert f"--set {RATE}=0.003`" in text
     assert "Trial 2 is the best of 2" in text
     assert r"trial 1: \<b\>bad\</b\>" in text
-    assert "2 trials." in as_markdown(a_sweep()).decode()
+    assert "2 trials." in to_markdown(a_sweep()).decode()

@@ -38,7 +38,7 @@ def measured(task, examples: InParts) -> dict[str, float]:
 
 def evaluated(task, examples: InParts) -> dict[str, Any]:
     """Return what an evaluation says of the examples."""
-    return predictions.measured(Objective(task), examples)
+    return predictions.measure_predictions(Objective(task), examples)
 
 
 def target(values, /, name="label", **facts) -> Target:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as scores
 
-from flotilla.trainer.evaluation.predictions import measured
+from flotilla.trainer.evaluation.predictions import measure_predictions
 from flotilla.trainer.tasks import metrics
 from tests.trainer.objectives import of_classes
 from tests.trainer.tasks.measuring import InParts
@@ -44,7 +44,9 @@ def predictions(count=400, classes=6, seed=0, lift=1.5):
 
 def measure(labels, logits):
     """Return what an evaluation says of the examples, which it reads in small parts."""
-    return measured(of_classes(logits.shape[1]), InParts(labels, logits.astype(np.float32)))
+    return measure_predictions(
+        of_classes(logits.shape[1]), InParts(labels, logits.astype(np.float32))
+    )
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ def objective_of(outputs, **training):
     config = Config.model_validate(
         {"task": {"outputs": outputs}, "training": {"class_weights": "", **training}}
     )
-    return registry.objective_of(config, source())
+    return registry.make_objective(config, source())
 
 
 def test_classes_weigh_in_the_loss_of_their_own_output():

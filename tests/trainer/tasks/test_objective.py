@@ -15,7 +15,7 @@ from flotilla.trainer.tasks import named
 from flotilla.trainer.tasks.base import Part, Target
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.classification import Classification
-from flotilla.trainer.tasks.compiled import compiled_of
+from flotilla.trainer.tasks.compiled import read_compiled
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.task_loss import class_weights, weights_by_class
@@ -194,8 +194,8 @@ def test_what_contradicts_a_run_is_refused_in_one_line(compiled, message):
 
 
 def test_xla_is_asked_for_by_name():
-    assert compiled_of(net(loss="mse", jit_compile=True)).jit_compile
-    assert not compiled_of(net(loss="mse")).jit_compile
+    assert read_compiled(net(loss="mse", jit_compile=True)).jit_compile
+    assert not read_compiled(net(loss="mse")).jit_compile
 
 
 def test_the_optimizer_is_known_and_leaves_the_model(tmp_path):
@@ -206,7 +206,7 @@ def test_the_optimizer_is_known_and_leaves_the_model(tmp_path):
 
 
 def test_a_model_that_was_not_compiled_keeps_the_loss_of_the_task():
-    assert compiled_of(net()) is None
+    assert read_compiled(net()) is None
     model = net(metrics=["accuracy"])
     assert accepted(model).compiled.loss is None
     plain = net()
@@ -322,13 +322,13 @@ def own(tmp_path, monkeypatch):
 )
 def test_a_metric_of_keras_has_its_name_and_direction(name, reported, direction):
     found = named.metric(name, "task.metrics", *SYMBOLS)
-    assert (found.name, named.direction_of(found)) == (reported, direction)
+    assert (found.name, named.find_direction(found)) == (reported, direction)
 
 
 @pytest.mark.usefixtures("own")
 def test_metrics_and_losses_of_the_users_own():
     function = named.metric("own_named:third", "task.metrics", *SYMBOLS)
-    assert (function.name, named.direction_of(function)) == ("third", None)
+    assert (function.name, named.find_direction(function)) == ("third", None)
     assert named.metric("own_named:made", "task.metrics", *SYMBOLS).name == "in_two"
     assert isinstance(named.loss("own_named:Kept", "task.loss", logits=True), keras.losses.Loss)
     model = net()
@@ -393,7 +393,7 @@ def test_variables_without_values_get_none_when_another_scope_ends():
         made.append(kwargs["name"])
         return next_creator(**kwargs)
 
-    with named.without_values():
+    with named.skip_initial_values():
         keras.metrics.Mean().update_state([1.0])
     with tf.variable_creator_scope(create), keras.StatelessScope():
         pass

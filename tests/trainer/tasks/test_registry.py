@@ -44,7 +44,7 @@ CHOICES = {
 def test_the_task_is_chosen_by_what_the_label_is(name):
     found = dataset(**CHOICES[name])
     assert registry.create(TaskConfig(), found).name == name
-    assert registry.described(TaskConfig(), found).startswith(f"the task is {name}, since")
+    assert registry.describe_task(TaskConfig(), found).startswith(f"the task is {name}, since")
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -89,8 +89,8 @@ def two(names=(), dtype="int64", counts=COUNTS, classes=2):
 
 def positive(found, **config):
     """Return the positive class, whether labels are read the other way round, and all of it."""
-    found = registry.with_positive(TaskConfig(**config), found)
-    assert registry.with_positive(TaskConfig(**config), found) == found, "it is said once"
+    found = registry.set_positive(TaskConfig(**config), found)
+    assert registry.set_positive(TaskConfig(**config), found) == found, "it is said once"
     return registry.create(TaskConfig(**config), found).labels[1], bool(found.swapped), found
 
 
@@ -140,7 +140,7 @@ def test_two_classes_are_binary_before_and_after_a_dataset_is_prepared(label, na
 def test_the_task_and_why_a_class_is_positive_are_one_line():
     def said(found, **config):
         config = TaskConfig(**config)
-        return registry.described(config, registry.with_positive(config, found))
+        return registry.describe_task(config, registry.set_positive(config, found))
 
     begin = "the task is binary_classification, since the label 'label' (one int64 of 2 classes)"
     assert said(two(("no", "yes"))) == (
@@ -170,13 +170,13 @@ def test_each_of_several_labels_has_its_own_positive_class():
         target_counts={**found.target_counts, "other": {"train": [60, 40], "test": [1, 1]}},
     )
     config = TaskConfig(outputs={"other": {"positive": "a"}})
-    task = registry.create(config, registry.with_positive(config, found))
+    task = registry.create(config, registry.set_positive(config, found))
     assert {name: part.labels[1] for name, part in task.parts.items()} == {
         "label": "no",
         "other": "a",
     }
     with pytest.raises(ConfigError, match=r"task\.positive: each output"):
-        registry.with_positive(TaskConfig(positive="a"), found)
+        registry.set_positive(TaskConfig(positive="a"), found)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_each_of_several_labels_has_its_own_positive_class():
 )
 def test_a_positive_class_that_there_is_not_is_refused(config, words):
     with pytest.raises(ConfigError) as caught:
-        registry.with_positive(TaskConfig(**config), two(("no", "yes")))
+        registry.set_positive(TaskConfig(**config), two(("no", "yes")))
     assert words in str(caught.value)
 
 
@@ -298,6 +298,6 @@ def test_the_main_metric_of_a_ranking_is_by_query_where_queries_are_named():
 @pytest.mark.parametrize("setting", [{}, {"metric": "log_loss"}])
 def test_the_configured_main_metric_replaces_that_of_the_task(setting):
     tree = {"task": {"main_metric": "log_loss"}, "gate": {"champion": setting}}
-    objective = registry.objective_of(parse_config(tree), dataset(label=BOOL))
+    objective = registry.make_objective(parse_config(tree), dataset(label=BOOL))
     assert objective.main_metric == "log_loss"
     assert objective.judged_by["directions"]["log_loss"] == "lower"

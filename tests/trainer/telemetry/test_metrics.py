@@ -18,7 +18,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import environment as variables
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.telemetry.metrics import RunMetrics, exported, served
+from flotilla.trainer.telemetry.metrics import RunMetrics, export_metrics, serve_registry
 from tests.conftest import ROOT
 
 
@@ -197,7 +197,7 @@ def serving(registry):
     servers = []
 
     def serve(port=0):
-        server = served(registry, port)
+        server = serve_registry(registry, port)
         servers.append(server)
         return server
 
@@ -238,7 +238,7 @@ def test_an_address_may_be_named(serving, monkeypatch):
 @pytest.mark.parametrize("host", ["", "*", "127.0.0.1", "::1", "a-host.example"])
 def test_an_address_that_is_none_is_refused_before_anything_begins(monkeypatch, host):
     monkeypatch.setenv(METRICS_HOST, host)
-    assert variables.checked(METRICS_HOST) == host
+    assert variables.read_variable(METRICS_HOST) == host
     monkeypatch.setenv(METRICS_HOST, "a b")
     with pytest.raises(ConfigError, match="an address of this machine, or \\* for all"):
         variables.check()
@@ -248,9 +248,9 @@ def test_an_address_that_is_none_is_refused_before_anything_begins(monkeypatch, 
 def test_a_port_that_is_taken_is_one_warning(tmp_path, monkeypatch, caplog, host):
     monkeypatch.setenv(METRICS_HOST, host)
     heard = []
-    with socket.create_server(("", 0)) as holder, events.heard_by(heard.append):
+    with socket.create_server(("", 0)) as holder, events.listen(heard.append):
         port = holder.getsockname()[1]
-        with exported(job_at(tmp_path, port), ALONE, CHIEF):
+        with export_metrics(job_at(tmp_path, port), ALONE, CHIEF):
             pass
     [event] = [each for each in heard if isinstance(each, events.MetricsUnserved)]
     assert f"cluster.metrics_port: {port} on " in event.reason
@@ -259,14 +259,14 @@ def test_a_port_that_is_taken_is_one_warning(tmp_path, monkeypatch, caplog, host
 
 
 def test_it_is_off_where_no_port_is_set(tmp_path, monkeypatch):
-    monkeypatch.setattr("flotilla.trainer.telemetry.metrics.served", None)
-    with exported(job_at(tmp_path, 0), ALONE, CHIEF):
+    monkeypatch.setattr("flotilla.trainer.telemetry.metrics.serve_registry", None)
+    with export_metrics(job_at(tmp_path, 0), ALONE, CHIEF):
         assert not (tmp_path / "chief-0").exists()
 
 
 def test_a_run_is_served_in_its_block_and_not_after_it(tmp_path, port):
     for _ in range(2):
-        with exported(job_at(tmp_path, port), ALONE, CHIEF):
+        with export_metrics(job_at(tmp_path, port), ALONE, CHIEF):
             progress = events.Progress(
                 global_step=7, steps=9, loss=0.5, steps_per_second=2.0, seconds_left=1.0
             )

@@ -9,7 +9,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.telemetry.profiler import MOST_TASKS, Profiler, servers_of
+from flotilla.trainer.telemetry.profiler import MOST_TASKS, Profiler, list_servers
 from flotilla.trainer.training.loop import Pace
 from tests.trainer.counting import Counting, Run
 
@@ -129,7 +129,7 @@ def test_the_other_tasks_are_asked_for_as_long_as_the_steps_take(recorded, tmp_p
 def test_workers_are_asked_before_servers_and_not_the_task_itself():
     workers = tuple(f"w:{n}" for n in range(MOST_TASKS - 1))
     cluster = Cluster(addresses={"ps": ("p:1", "p:2"), "worker": workers, "chief": ("c:1",)})
-    found = servers_of(cluster, Task(role="worker", index=0))
+    found = list_servers(cluster, Task(role="worker", index=0))
     assert found == [
         *(f"grpc://w:{n}" for n in range(1, MOST_TASKS - 1)),
         "grpc://p:1",

@@ -19,7 +19,7 @@ from flotilla.trainer.tracking.tracker import (
     Reader,
     Tracker,
     ended,
-    status_of,
+    mlflow_status,
 )
 
 
@@ -121,7 +121,7 @@ def test_what_waits_is_bounded_and_in_order():
     ],
 )
 def test_how_training_ended_in_the_words_of_mlflow(error, status):
-    assert status_of(error) == status
+    assert mlflow_status(error) == status
 
 
 class Target:

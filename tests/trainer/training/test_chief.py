@@ -24,7 +24,7 @@ from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.server_state import is_lost
 from flotilla.trainer.strategies.strategy import Strategy
 from flotilla.trainer.training import chief
-from flotilla.trainer.training.chief import _lost_cluster, await_validation, hooks_of
+from flotilla.trainer.training.chief import _lost_cluster, await_validation, make_hooks
 from flotilla.trainer.training.server import NUMBER_FILE, SHARDS
 from flotilla.trainer.training.stall import StallWatch
 from tests.trainer.objectives import NO_ROLES
@@ -113,7 +113,7 @@ def hooks():
         )
         stops = []
         watch = create_autospec(StallWatch, instance=True)
-        made = hooks_of(config, dataset(validation), checkpoints, watch, lambda: bool(stops))
+        made = make_hooks(config, dataset(validation), checkpoints, watch, lambda: bool(stops))
         return made, checkpoints, watch, stops
 
     return build
@@ -199,7 +199,7 @@ def worker(tmp_path, monkeypatch):
         config = parse_config({"cluster": {"workers": 2}, "training": training})
         checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
         watch = create_autospec(StallWatch, instance=True)
-        made = hooks_of(config, manifest, checkpoints, watch, lambda: False)
+        made = make_hooks(config, manifest, checkpoints, watch, lambda: False)
         taken = made.make_problem(start).batches().take(count)
         return [tuple(values.numpy().tolist()) for values, _ in taken]
 
@@ -254,6 +254,6 @@ def test_an_evaluator_that_never_measures_is_left(published, monkeypatch, stops,
     checkpoints.measured.return_value = []
     monkeypatch.setattr(chief, "EVALUATION_SECONDS", 0)
     seen = []
-    with events.heard_by(seen.append):
+    with events.listen(seen.append):
         await_validation(checkpoints, lambda: stops, poll=0)
     assert [type(each) for each in seen] == [events.EvaluatorLeft] * left

@@ -422,7 +422,7 @@ def tried(name, **tree):
     config = parse_config(
         {"model": {"name": name}, "training": {"strategy": "single"}, "gate": {"min": {}}, **tree}
     )
-    objective = registry.objective_of(config, SPEC)
+    objective = registry.make_objective(config, SPEC)
     model = evaluate.build_model(config, SPEC, objective)
     dry_run._try_out(config, SPEC, model, objective)
     return model
@@ -430,7 +430,7 @@ def tried(name, **tree):
 
 def test_examples_have_the_form_of_the_dataset(tmp_path):
     roles = DatasetSpec(**{**vars(SPEC), "inputs": ("image", "word", "user", "size")})
-    (batch,) = dry_run.batches_of(roles, tmp_path)
+    (batch,) = dry_run.make_batch(roles, tmp_path)
     inputs, labels, weights = batch
     assert inputs["image"].shape == (2, 4, 4, 1)
     assert np.unique(inputs["image"]).size > 2
@@ -622,7 +622,7 @@ def refused(tmp_path, monkeypatch):
     """Return what is said of a configuration for a dataset, or for its first rows; or nothing."""
 
     def said(dataset, tree, *, whole=False):
-        monkeypatch.setattr(dry_run, "dataset_of", lambda *_: dataset)
+        monkeypatch.setattr(dry_run, "find_dataset", lambda *_: dataset)
         training = {"strategy": "single", **tree.pop("training", {})}
         config = parse_config({"model": {"name": "tabular"}, **tree, "training": training})
         try:

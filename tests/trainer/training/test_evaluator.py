@@ -9,7 +9,7 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.training import evaluator
-from flotilla.trainer.training.evaluator import metrics_of
+from flotilla.trainer.training.evaluator import evaluate_checkpoint
 from tests.trainer.telemetry.test_scalars import scalars
 
 
@@ -32,27 +32,27 @@ def measuring(outcome):
 
 def test_finite_metrics_are_kept(uri, tmp_path):
     metrics = {"loss": 0.5, "accuracy": 1.0}
-    assert metrics_of(measuring(metrics), uri, tmp_path) == metrics
+    assert evaluate_checkpoint(measuring(metrics), uri, tmp_path) == metrics
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_passed_over(uri, tmp_path, loss):
-    assert metrics_of(measuring({"loss": loss}), uri, tmp_path) == {}
+    assert evaluate_checkpoint(measuring({"loss": loss}), uri, tmp_path) == {}
 
 
 def test_a_damaged_checkpoint_is_passed_over(uri, tmp_path, caplog):
-    assert metrics_of(measuring(storage.Corrupt("a bit")), uri, tmp_path) == {}
+    assert evaluate_checkpoint(measuring(storage.Corrupt("a bit")), uri, tmp_path) == {}
     assert f"passed over {uri}: a bit" in caplog.text
 
 
 def test_a_checkpoint_that_has_gone_meanwhile_is_passed_over(uri, tmp_path):
     storage.delete(uri)
-    assert metrics_of(measuring(UserError("cannot fetch")), uri, tmp_path) == {}
+    assert evaluate_checkpoint(measuring(UserError("cannot fetch")), uri, tmp_path) == {}
 
 
 def test_what_is_wrong_with_all_of_them_ends_the_evaluator(uri, tmp_path):
     with pytest.raises(UserError, match="no room"):
-        metrics_of(measuring(UserError("no room")), uri, tmp_path)
+        evaluate_checkpoint(measuring(UserError("no room")), uri, tmp_path)
 
 
 def test_its_metrics_are_in_the_validation_of_the_run_for_tensorboard(uri, tmp_path, monkeypatch):

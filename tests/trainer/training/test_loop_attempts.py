@@ -5,7 +5,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from flotilla.trainer.checkpoints.index import index_of
+from flotilla.trainer.checkpoints.index import read_index
 from flotilla.trainer.config.topology import Capabilities
 from flotilla.trainer.events import AttemptBegin, CheckpointPassedOver
 from flotilla.trainer.optimizers import averaging
@@ -223,7 +223,7 @@ def test_what_was_due_before_a_chief_died_is_made_up(run, left, step):
     assert validated == [step, 30, 40]
     assert run.steps() == [0, 10, step, 30, 40]
     # It is no validation of the checkpoint before.
-    losses = {each.global_step: each.loss for each in index_of(run.uri)}
+    losses = {each.global_step: each.loss for each in read_index(run.uri)}
     assert losses[10] == 40.0
     assert run.rows("validation_loss") == [40.0, 1.0, 1.0, 1.0]
 
@@ -235,7 +235,7 @@ def test_a_validation_of_an_earlier_step_is_none_of_what_is_left(run, left):
     left(15)
     with pytest.raises(RunInterruptedError):
         run.train(steps=40, keep=100, should_stop=lambda: True, **given)
-    assert {each.global_step: each.loss for each in index_of(run.uri)} == {0: None, 15: None}
+    assert {each.global_step: each.loss for each in read_index(run.uri)} == {0: None, 15: None}
     assert run.fields(15)["metrics"]["loss"] == 1.0
 
 

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.topology import topology_of
-from flotilla.trainer.events import ServersLost, heard_by
+from flotilla.trainer.config.topology import find_topology
+from flotilla.trainer.events import ServersLost, listen
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
 from flotilla.trainer.strategies.server_state import STEP, ServerState
 from flotilla.trainer.strategies.strategy import Strategy
@@ -50,7 +50,7 @@ def state_of(lost, whole, reached, saved, held):
 
 def led(strategy, state, variables):
     made = create_autospec(Strategy, instance=True, io_device=None)
-    made.configure_mock(capabilities=topology_of(strategy).capabilities)
+    made.configure_mock(capabilities=find_topology(strategy).capabilities)
     made.variables.return_value = variables
     made.find_state.return_value = state
     return made
@@ -80,7 +80,7 @@ def begin(monkeypatch):
         restored, heard = [], []
         monkeypatch.setattr(recovery, "restore", lambda _found, given, **_: restored.extend(given))
         made = Recovery(parse_config(tree or {}), led(strategy, state, variables), checkpoints)
-        with heard_by(heard.append):
+        with listen(heard.append):
             begins = made.begins_at(found)
         kept = made.restore(found)
         return SimpleNamespace(

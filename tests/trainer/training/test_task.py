@@ -9,14 +9,14 @@ import pytest
 
 from flotilla.trainer.config.topology import Cluster, from_tf_config
 from flotilla.trainer.training import task
-from flotilla.trainer.training.task import CHIEF, FIRST_WORKER, start_first_worker, with_chief
+from flotilla.trainer.training.task import CHIEF, FIRST_WORKER, add_chief, start_first_worker
 
 ADDRESSES = {"ps": ("ps-0.ns:2222",), "worker": ("w-0.ns:2222", "w-1.ns:2222")}
 
 
 @pytest.mark.parametrize("host", ["w-0.ns", "127.0.0.1", "[::1]"])
 def test_the_chief_is_on_the_host_of_worker_0(host):
-    cluster = with_chief(Cluster(addresses={**ADDRESSES, "worker": (f"{host}:2222", "b:1")}))
+    cluster = add_chief(Cluster(addresses={**ADDRESSES, "worker": (f"{host}:2222", "b:1")}))
     found, _, port = cluster.address(CHIEF).rpartition(":")
     assert found == host
     assert 0 < int(port) < 65536
@@ -25,13 +25,13 @@ def test_the_chief_is_on_the_host_of_worker_0(host):
 
 def test_the_other_addresses_stay():
     before = Cluster(addresses=ADDRESSES)
-    after = with_chief(before)
+    after = add_chief(before)
     assert {role: after.addresses[role] for role in ADDRESSES} == ADDRESSES
     assert before.addresses == ADDRESSES
 
 
 def test_the_cluster_with_its_chief_can_be_passed_on():
-    cluster = with_chief(Cluster(addresses=ADDRESSES))
+    cluster = add_chief(Cluster(addresses=ADDRESSES))
     assert from_tf_config(cluster.tf_config(FIRST_WORKER)) == (cluster, FIRST_WORKER)
 
 
@@ -48,7 +48,7 @@ def test_worker_0_is_served_in_a_child_process_that_is_restarted(monkeypatch, re
             ended.set()
 
     monkeypatch.setattr(task.subprocess, "run", recorded)
-    cluster = with_chief(Cluster(addresses=ADDRESSES))
+    cluster = add_chief(Cluster(addresses=ADDRESSES))
     start_first_worker(cluster, ["python", "task"], restarts)
     assert ended.wait(60)
     command, env = begun[0]

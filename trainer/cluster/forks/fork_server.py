@@ -55,7 +55,7 @@ class _Copy:
     def run(self) -> None:
         """Become the process of the request, and run its module as `python -m` does."""
         gc.enable()
-        end_with(self.parent)
+        end_with_parent(self.parent)
         if self.request.own_session:
             os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -246,7 +246,7 @@ def _close(connection: socket.socket, descriptors: Sequence[int]) -> None:
         os.close(each)
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Let the kernel end this process with its parent, which has the id `parent`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -285,7 +285,7 @@ def _first(
     following = os.fork() if later else 0
     if later and not following:
         server.close()
-        end_with(parent)
+        end_with_parent(parent)
         server = Server(second)
         return server.load(later) or server.serve()
     second.close()

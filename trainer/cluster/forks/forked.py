@@ -112,7 +112,7 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
     return Forked(connection, pid, descriptor)
 
 
-def started(wanted: Request, output: int) -> Process:
+def start_process(wanted: Request, output: int) -> Process:
     """Start a process, forked where a server can; with `loaded` empty always anew."""
     address = server_address()
     if address and wanted.loaded and (found := fork(address, wanted, output)):

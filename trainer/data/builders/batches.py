@@ -12,7 +12,7 @@ import tensorflow_datasets as tfds
 
 from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.examples.images import UndecodableError, resized, stored_image
-from flotilla.trainer.data.examples.lengths import with_lengths
+from flotilla.trainer.data.examples.lengths import add_lengths
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.shapes import Fit
 from flotilla.trainer.features.dataset_spec import FeatureSpec
@@ -44,7 +44,7 @@ def batches(  # noqa: PLR0913, PLR0917
     try:
         for given in _arrays(source, selection, split, (first, -1 if whole else left)):
             # Those for `data.map` have no role yet, and no feature of their lengths.
-            batch = with_lengths(selection.specs, given) if selection.targets else given
+            batch = add_lengths(selection.specs, given) if selection.targets else given
             left -= len(next(iter(given.values())))
             if left < 0:
                 break

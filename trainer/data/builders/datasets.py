@@ -118,7 +118,7 @@ def _own_class(name: str) -> type[Any]:
             f"data.dataset: {name!r} names a version; set data.dataset to {module!r} and "
             f"data.version to {attribute!r}"
         )
-    loaded = user_code.import_for("data.dataset", module)
+    loaded = user_code.import_named("data.dataset", module)
     found = getattr(loaded, attribute, None)
     if not (isinstance(found, type) and issubclass(found, tfds.core.DatasetBuilder)):
         hint = nearest(attribute, [word for word in vars(loaded) if not word.startswith("_")])
@@ -131,7 +131,7 @@ def _own_class(name: str) -> type[Any]:
 
 def _refusal(config: DataConfig, error: Exception) -> str:
     # TFDS puts its own call before the reason.
-    reason = re.sub(r"^Failed to construct dataset .*?}\": ", "", user_code.message_of(error))
+    reason = re.sub(r"^Failed to construct dataset .*?}\": ", "", user_code.short_message(error))
     base, _, chosen = config.dataset.partition("/")
     if "BuilderConfig" in reason and chosen:
         known = list(tfds.builder_cls(base).builder_configs)
@@ -141,5 +141,5 @@ def _refusal(config: DataConfig, error: Exception) -> str:
     if config.builder_args and isinstance(error, TypeError):
         key = "data.builder_args"
     value = config.version if key == "data.version" else config.dataset
-    place = user_code.place_of(error)
+    place = user_code.find_place(error)
     return f"{key}: {value}: {type(error).__name__}: {reason}{f' ({place})' if place else ''}"

@@ -24,7 +24,7 @@ from tensorflow_datasets.core.utils import tqdm_utils
 
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
-from flotilla.trainer.runtime.user_code import line_of, message_of, place_of
+from flotilla.trainer.runtime.user_code import find_place, format_error, short_message
 
 SECONDS = 8.0
 # TFDS takes these as a reason to try again, ten times.
@@ -127,7 +127,7 @@ def download(
         raise
     except tfds.download.DownloadError as error:
         raise _kind(error)(
-            f"data.dataset: {name} cannot be downloaded: {message_of(error)}"
+            f"data.dataset: {name} cannot be downloaded: {short_message(error)}"
         ) from error
     # Beneath is the builder's code, which may fail in any way, and may be the user's own.
     except Exception as error:
@@ -293,5 +293,5 @@ def _failure(name: str, error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"data.dataset: {name}: {error.filename}: {error.strerror}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = "" if place_of(error) else f" ({os.path.basename(frame.filename)}:{frame.lineno})"
-    return f"data.dataset: {name} could not be prepared: {line_of(error)}{where}"
+    where = "" if find_place(error) else f" ({os.path.basename(frame.filename)}:{frame.lineno})"
+    return f"data.dataset: {name} could not be prepared: {format_error(error)}{where}"

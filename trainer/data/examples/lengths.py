@@ -22,7 +22,7 @@ _AT_ONCE = 1024
 _SAME_SIZE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}
 
 
-def with_lengths(features: Mapping[str, FeatureSpec], columns: Mapping[str, Any]) -> dict[str, Any]:
+def add_lengths(features: Mapping[str, FeatureSpec], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return columns, and the lengths of those that vary, which become arrays of arrays."""
     found = dict(columns)
     for name, feature in features.items():
@@ -43,7 +43,7 @@ def wire(feature: FeatureSpec) -> Any:
     return tf.io.RaggedFeature(tf.string, partitions=inner, row_splits_dtype=tf.int64)
 
 
-def padded(feature: FeatureSpec, column: Any) -> tf.Tensor:
+def pad_column(feature: FeatureSpec, column: Any) -> tf.Tensor:
     """Return a column as it is parsed, (batch, length, ...), padded and cut to one length.
 
     That is the longest of the batch where the feature varies, and one place at least: a layer
@@ -75,7 +75,7 @@ def varying(spec: DatasetSpec) -> tuple[str, ...]:
     return tuple(name for name in spec.roles if spec.features[name].varies)
 
 
-def at_full_length(spec: DatasetSpec, lengths: Mapping[str, int]) -> DatasetSpec:
+def fix_lengths(spec: DatasetSpec, lengths: Mapping[str, int]) -> DatasetSpec:
     """Return a spec by which all batches are padded to the same lengths."""
     fixed = {
         name: replace(spec.features[name], shape=(size, *spec.features[name].shape[1:]))
@@ -96,7 +96,7 @@ def longest(spec: DatasetSpec, records: tf.data.Dataset) -> dict[str, int]:
     return found
 
 
-def bucketed(
+def bucket_batches(
     spec: DatasetSpec, records: tf.data.Dataset, buckets: Sequence[int], batch_size: int
 ) -> tf.data.Dataset:
     """Return full batches of records whose longest inputs fall between the same two lengths.

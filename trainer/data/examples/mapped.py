@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
 from flotilla.trainer.data.examples import images
-from flotilla.trainer.data.examples.lengths import with_lengths
+from flotilla.trainer.data.examples.lengths import add_lengths
 from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
 from flotilla.trainer.data.shapes import Fit, Leaf
 from flotilla.trainer.data.source import Batch, Part, Source
@@ -133,7 +133,7 @@ class MappedSource(Source):
                 if name not in of_lengths
             }
             yield Batch(
-                columns=with_lengths(selection.specs, columns),
+                columns=add_lengths(selection.specs, columns),
                 splits=batch.splits[[row.index for row in rows]],
             )
 
@@ -155,7 +155,7 @@ class MappedSource(Source):
                 yield from rows
 
     def _mapped(self, part: Part) -> Iterator[tuple[Batch, list[_Row]]]:
-        function = user_code.function_for("data.map", self._config.map)
+        function = user_code.find_function("data.map", self._config.map)
         call = _several if getattr(function, "batched", False) else _one_by_one
         before = 0
         for batch in self._source.read(part, self._given):
@@ -174,7 +174,7 @@ class MappedSource(Source):
     def _failed(self, part: Part, before: int) -> Callable[[int, Exception], UserError]:
         def failed(index: int, error: Exception) -> UserError:
             place = self._source.place(part, before + index)
-            return UserError(f"{self.name}: {user_code.line_of(error)}, for {place}")
+            return UserError(f"{self.name}: {user_code.format_error(error)}, for {place}")
 
         return failed
 

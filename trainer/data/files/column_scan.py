@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from flotilla.trainer.data.files import text_values, written_numbers
-from flotilla.trainer.data.files.written_lists import LIST, numbers_in
+from flotilla.trainer.data.files.written_lists import LIST, parse_numbers
 
 #: More classes than any label has.
 MOST_CLASSES = 1_000_000
@@ -190,7 +190,7 @@ class ColumnScan:
             self.values.clear()
 
     def _add_texts(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
-        short = text_values.trimmed(array)
+        short = text_values.trim_texts(array)
         self._see(short)
         empty = pc.equal(short, "")
         missing = text_values.is_missing(short)
@@ -229,13 +229,13 @@ class ColumnScan:
             return
         self._count("text", pc.sum(left).as_py() or 0)
         self._keep_texts(known, left, piece, numbers)
-        self.writing += written_numbers.writing_of(pc.filter(known, left))
+        self.writing += written_numbers.count_writing(pc.filter(known, left))
 
     def _add_written(self, array: pa.Array, chosen: pa.Array) -> pa.Array:
         """Add lists that texts hold; return which of the chosen texts are some."""
         found = chosen.to_numpy(zero_copy_only=False).copy()
         for place in np.flatnonzero(found):
-            values = numbers_in(array[int(place)].as_py())
+            values = parse_numbers(array[int(place)].as_py())
             if values is None:
                 found[place] = False
                 continue

@@ -10,8 +10,8 @@ from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from flotilla.trainer.data.files import text_values, written_numbers
 from flotilla.trainer.data.files.column_scan import EXACT, ColumnScan
 from flotilla.trainer.data.files.file_pieces import FilePieces
-from flotilla.trainer.data.files.labels import Label, classes_in, read_label, rows_without_class
-from flotilla.trainer.data.files.pictures import spec_for
+from flotilla.trainer.data.files.labels import Label, list_classes, read_label, rows_without_class
+from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
@@ -93,7 +93,7 @@ def decide(  # noqa: PLR0913
     if kind == "int" and not (is_label or required):
         kind, why, note = _int_or_id(name, scan, said, why, gaps=gaps)
     if kind == "image":
-        spec = spec_for(name, config.image, scan.shapes)
+        spec = make_spec(name, config.image, scan.shapes)
         return Column(
             name=name, type=kind, why=why, shape=spec.sizes, dtype=spec.dtype, stored=spec.stored
         )
@@ -103,7 +103,7 @@ def decide(  # noqa: PLR0913
     column = Column(name=name, type=kind, why=why, gaps=gaps, missing=marks, hint=hint, note=note)
     if kind == "class":
         _check_class(name, scan, gaps=gaps and not config.bad_rows)
-        classes = label.classes or classes_in(scan)
+        classes = label.classes or list_classes(scan)
         note = "; ".join(filter(None, [note, _of_sets(name, classes) if is_label else ""]))
         return replace(column, classes=classes, note=note)
     return _with_dtype(config, column, scan, exact=exact, is_label=is_label)
@@ -238,7 +238,7 @@ def _check_said(name: str, said: str, scan: ColumnScan) -> None:
 
 def _unit(name: str, scan: ColumnScan) -> str:
     """Return the one unit of numbers in writing; another one is another number."""
-    units = written_numbers.units_in(scan.writing)
+    units = written_numbers.list_units(scan.writing)
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
         raise UserError(
@@ -291,7 +291,7 @@ def _written(scan: ColumnScan) -> str:
     texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *_NUMBERS))
     whole += huge
     others = sum(scan.kinds.values()) - texts - whole - fractions
-    return written_numbers.kind_of(
+    return written_numbers.find_kind(
         scan.writing, texts=texts, whole=whole, fractions=fractions, others=others
     )
 
@@ -336,7 +336,7 @@ def _hint(scan: ColumnScan, kind: str) -> str:
     return ""
 
 
-def described(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
+def describe_columns(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
     """Return what a manifest says of the columns."""
     return [
         {"name": each.name, "type": each.type, "why": each.why}

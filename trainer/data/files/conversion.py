@@ -14,7 +14,7 @@ from flotilla.trainer.data.files import text_values, written_numbers
 from flotilla.trainer.data.files.column_scan import EXACT, is_list
 from flotilla.trainer.data.files.columns import Column
 from flotilla.trainer.data.files.labels import class_ids
-from flotilla.trainer.data.files.written_lists import numbers_in
+from flotilla.trainer.data.files.written_lists import parse_numbers
 from flotilla.trainer.features.dataset_spec import FeatureSpec
 
 _DTYPES = {
@@ -41,7 +41,7 @@ class Values(NamedTuple):
     missing: NDArray[np.bool_] | np.bool_ = np.False_
 
 
-def spec_of(column: Column) -> FeatureSpec:
+def make_spec(column: Column) -> FeatureSpec:
     """Return how a column is stored."""
     if column.type in ("tensor", "image"):
         stored = column.stored or ("sequence" if None in column.shape else "raw")
@@ -61,7 +61,7 @@ def spec_of(column: Column) -> FeatureSpec:
     )
 
 
-def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
+def convert_rows(column: Column, array: pa.Array, *, required: bool) -> Values:
     """Return the values of some rows, each by itself.
 
     Args:
@@ -77,9 +77,9 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
         array = _only_values(array)
     if column.type in ("text", "class"):
         return _texts(column, array, required=required)
-    numbers = numbers_of(column.type, array, column.unit)
+    numbers = read_numbers(column.type, array, column.unit)
     values, bad = numbers.values, numbers.bad
-    dtype = spec_of(column).dtype
+    dtype = make_spec(column).dtype
     why = f"is no {column.type}"
     if dtype in ("int64", "bool"):
         # None of these is kept: the row is broken.
@@ -95,16 +95,16 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
     return Values(wide.astype(dtype), bad, why, numbers.missing)
 
 
-def times_of(array: pa.Array, said: str = "") -> list[int | float]:
+def read_times(array: pa.Array, said: str = "") -> list[int | float]:
     """Return the times, or numbers, by which examples are put in order, in their own precision.
 
     They are of the kind that is `said`; of texts else of that which most of them are.
     """
     kind = said or ("int" if pa.types.is_integer(array.type) else "float")
     if _is_text(array.type) and not said:
-        short = text_values.trimmed(array)
-        kind = min(("int", "float", "time"), key=lambda each: numbers_of(each, short).bad.sum())
-    found = numbers_of(kind, array)
+        short = text_values.trim_texts(array)
+        kind = min(("int", "float", "time"), key=lambda each: read_numbers(each, short).bad.sum())
+    found = read_numbers(kind, array)
     values = found.values[~(found.missing | found.bad)]
     return values[np.isfinite(values)].tolist()  # type: ignore[no-any-return]
 
@@ -117,13 +117,13 @@ class Numbers(NamedTuple):
     bad: NDArray[np.bool_]
 
 
-def numbers_of(kind: str, array: pa.Array, unit: str = "") -> Numbers:
+def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     """Return the values of some rows as numbers of a kind: int, float, bool, time, in writing."""
     if pa.types.is_decimal(array.type):
         # Its text is exact, and read as that of any other format.
         array = pc.cast(array, pa.string())
     if _is_text(array.type):
-        return _parsed(kind, text_values.trimmed(array), unit)
+        return _parsed(kind, text_values.trim_texts(array), unit)
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
         return _known(kind, _seconds(array))
     if pa.types.is_boolean(array.type):
@@ -186,7 +186,7 @@ def _seconds(array: pa.Array) -> NDArray[np.float64]:
 
 def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
     texts, broken = _as_texts(array)
-    texts = text_values.trimmed(texts)
+    texts = text_values.trim_texts(texts)
     if column.type == "class":
         ids = class_ids(column.classes, texts)
         missing = (ids < 0) & text_values.is_missing(texts).to_numpy(zero_copy_only=False)
@@ -205,7 +205,7 @@ def _as_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     if _is_text(array.type):
         return array, good
     if pa.types.is_floating(array.type):
-        found = [text_values.text_of(each) for each in array.to_numpy(zero_copy_only=False)]
+        found = [text_values.format_float(each) for each in array.to_numpy(zero_copy_only=False)]
         missing = array.is_null().to_numpy(zero_copy_only=False)
         return pa.array(found, pa.string(), mask=missing), good
     try:
@@ -256,7 +256,7 @@ def _fitted(column: Column, row: Any) -> NDArray[Any] | None:
     """Return one list in the shape of its column, padded where that is asked for; else None."""
     varies = None in column.shape
     # A list that is missing has no values, where lists may have any number of them.
-    found = numbers_in([] if varies and row in (None, "") else row)
+    found = parse_numbers([] if varies and row in (None, "") else row)
     if found is None:
         return None
     if found.size == 0:
@@ -269,11 +269,11 @@ def _fitted(column: Column, row: Any) -> NDArray[Any] | None:
         for size, there in zip(column.shape, found.shape, strict=True)
     )
     if column.pads:
-        found = padded(found, sizes)
+        found = pad_values(found, sizes)
     return found.astype(column.dtype) if found.shape == sizes else None
 
 
-def padded(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
+def pad_values(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
     """Return values cut, or padded at the end with zeros or empty texts, to some sizes."""
     found = np.full(sizes, b"" if values.dtype == object else 0, values.dtype)
     here = tuple(slice(min(each)) for each in zip(sizes, values.shape, strict=True))

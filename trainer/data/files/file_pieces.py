@@ -19,7 +19,11 @@ import pyarrow as pa
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import FORMATS, DataConfig
 from flotilla.trainer.data.files.column_roles import LABELS, ColumnRoles, assign
-from flotilla.trainer.data.files.formats.class_folders import ImageFilesReader, mixed, split_folders
+from flotilla.trainer.data.files.formats.class_folders import (
+    ImageFilesReader,
+    shuffle_files,
+    split_folders,
+)
 from flotilla.trainer.data.files.formats.columnar import ParquetReader
 from flotilla.trainer.data.files.formats.decompression import bare_name
 from flotilla.trainer.data.files.formats.delimited import CsvReader
@@ -27,18 +31,18 @@ from flotilla.trainer.data.files.formats.json_lines import JsonReader
 from flotilla.trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
 from flotilla.trainer.data.files.table_files import (
     answers_only,
-    by_names,
-    index_of,
+    drop_documents,
+    find_index,
     may_lack_label,
-    partition_of,
-    without_documents,
+    read_partition,
+    split_by_names,
 )
 from flotilla.trainer.data.listing import Listing, require_listed
 from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 from flotilla.trainer.storage.local import tag_of
-from flotilla.trainer.storage.publishing import store_for
+from flotilla.trainer.storage.publishing import choose_store
 from flotilla.trainer.storage.uri import local_path
 
 PART_BYTES = 64 << 20
@@ -94,7 +98,7 @@ class FilePieces:
         where = config.source
         if len(self.files) > 1 and not self.is_listing:
             where = f"{where} ({self.files[self.first].path})"
-        return assign(config, names, where, index_of(names, said))
+        return assign(config, names, where, find_index(names, said))
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
@@ -118,7 +122,7 @@ class FilePieces:
             yield replace(rows, table=table, mixed=rows.mixed | added.keys())
 
     def _partition(self, number: int) -> dict[str, str]:
-        return {} if self.is_listing else partition_of(self.files[number])
+        return {} if self.is_listing else read_partition(self.files[number])
 
     def place(self, piece: Piece, number: int) -> str:
         """Return file and row of a record."""
@@ -165,19 +169,19 @@ class FilePieces:
             return [Piece(number, *range_) for range_ in self.reader.cut(path, PART_BYTES)]
 
 
-def pieces_of(config: DataConfig, listing: Listing, scratch: Path) -> FilePieces:
+def select_pieces(config: DataConfig, listing: Listing, scratch: Path) -> FilePieces:
     """Return the files of a listing that are examples to learn from, with the splits they say.
 
     Raises:
-        UserError: see `of_listing`, `by_class` and `with_labels`.
+        UserError: see `choose_reader`, `by_class` and `with_labels`.
     """
-    pieces = of_listing(config, listing.files, scratch, listing.hidden)
+    pieces = choose_reader(config, listing.files, scratch, listing.hidden)
     if pieces.is_listing:
         return by_class(config, pieces)
     return pieces if config.map else with_labels(config, pieces, config.label or LABELS)
 
 
-def of_listing(
+def choose_reader(
     config: DataConfig,
     files: Sequence[Any],
     scratch: Path,
@@ -233,7 +237,7 @@ def with_labels(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -
                 f"data.source: {what} {lacks!r}, and is left out; predict from it by flotilla "
                 "predict"
             )
-    files, note = by_names(config, files)
+    files, note = split_by_names(config, files)
     return replace(pieces, files=files, notes=[*notes, note] if note else notes)
 
 
@@ -252,7 +256,7 @@ def by_class(config: DataConfig, images: FilePieces) -> FilePieces:
                 f"data.splits: by the folders above those of the classes, {said}; set data.splits: "
                 "{train: '**/*'} to draw them instead"
             )
-    files = mixed(files, config.seed)
+    files = shuffle_files(files, config.seed)
     reader = ImageFilesReader([x.path for x in files], [x.uri for x in files], labelled=True)
     return replace(images, files=files, reader=reader, notes=notes)
 
@@ -275,7 +279,7 @@ def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]
     """Return the format of a listing, and the files that have it; raises `ConfigError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
-    files = without_documents(files)
+    files = drop_documents(files)
     formats = [_format_of(file.path) for file in files]
     first = {form: file.path for file, form in reversed(list(zip(files, formats, strict=True)))}
     first.pop("", None)
@@ -350,7 +354,7 @@ def local(file: Any, scratch: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=place, prefix="file-") as folder:
         path = Path(folder) / file.path.rpartition("/")[2]
         with _named(file, path):
-            tag = store_for(file.uri).download(file.uri, path)
+            tag = choose_store(file.uri).download(file.uri, path)
             require_listed(file, path.stat().st_size, tag)
             yield path
 
@@ -371,7 +375,7 @@ def _in_place(file: Any, path: Path) -> Iterator[Path]:
 def _named(file: Any, path: Path) -> Iterator[None]:
     named = str(local_path(file.uri) or file.uri)
     try:
-        with reported("read data.source"):
+        with report_errors("read data.source"):
             yield
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):

@@ -14,22 +14,22 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from flotilla.trainer.data import splits
-from flotilla.trainer.data.examples.lengths import with_lengths
+from flotilla.trainer.data.examples.lengths import add_lengths
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.files.column_roles import LABELS, ColumnRoles
-from flotilla.trainer.data.files.columns import Column, decide, described
-from flotilla.trainer.data.files.conversion import Values, converted, spec_of
-from flotilla.trainer.data.files.file_pieces import pieces_of
+from flotilla.trainer.data.files.columns import Column, decide, describe_columns
+from flotilla.trainer.data.files.conversion import Values, convert_rows, make_spec
+from flotilla.trainer.data.files.file_pieces import select_pieces
 from flotilla.trainer.data.files.formats.class_folders import IMAGE, LABEL
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
-from flotilla.trainer.data.files.table_files import index_of
+from flotilla.trainer.data.files.table_files import find_index
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.features.dataset_spec import SPLITS, FeatureSpec
 from flotilla.trainer.features.names import length_name
-from flotilla.trainer.features.statistics.hashing import content_of, hashes
+from flotilla.trainer.features.statistics.hashing import comparable_content, hashes
 from flotilla.trainer.runtime import cores
 from flotilla.trainer.runtime.errors import UserError
 
@@ -49,7 +49,7 @@ class FileSource(Source):
         self.name = f"data.source: {config.source}"
         self.identity: Mapping[str, Any] = {"version": listing.digest}
         self._config = config
-        self._files = pieces_of(config, listing, scratch)
+        self._files = select_pieces(config, listing, scratch)
         self._said: dict[str, str] = dict(config.types)
         if self._files.is_listing:
             self._said |= {IMAGE: "image", LABEL: "class"}
@@ -94,7 +94,7 @@ class FileSource(Source):
         return self._selection
 
     def _selected(self, roles: ColumnRoles) -> Selection:
-        specs = {name: spec_of(column) for name, column in self._columns.items()}
+        specs = {name: make_spec(column) for name, column in self._columns.items()}
         lengths = {}
         for name in (each for each, spec in specs.items() if spec.varies):
             if length_name(name) in specs:
@@ -142,7 +142,7 @@ class FileSource(Source):
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a part; broken rows were counted by the scan, and are left out."""
         for (piece, numbers), columns, bad in self._read(part):
-            kept = with_lengths(
+            kept = add_lengths(
                 {name: selection.specs[name] for name in columns},
                 {name: array[~bad] for name, array in columns.items()},
             )
@@ -200,7 +200,7 @@ class FileSource(Source):
         broken = self._scan.broken if self._scan else BrokenRows()
         return {
             "spans": [*dict.fromkeys(file.span for file in self._files.files if file.span)],
-            "columns": described(self._columns),
+            "columns": describe_columns(self._columns),
             "bad_rows": broken.to_json(self._files.place),
             "unlabelled_rows": broken.unlabelled,
         }
@@ -274,7 +274,7 @@ class FileSource(Source):
         for each in self._over_pieces("reading the files", scanned):
             total.merge(each)
         total.close()
-        total.index = index_of(total.names, said)
+        total.index = find_index(total.names, said)
         return total
 
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
@@ -359,11 +359,11 @@ class FileSource(Source):
             column = self._columns[name]
             array = pa.chunked_array(rows.table[name]).combine_chunks()
             if column.type == "image":
-                spec, pictures = spec_of(column), self._pictures(piece)
+                spec, pictures = make_spec(column), self._pictures(piece)
                 values, wrong, reasons = pictures.decoded(spec, array.to_pylist())
                 result = Values(values, wrong, "")
             else:
-                result = converted(column, array, required=name in needed)
+                result = convert_rows(column, array, required=name in needed)
                 if name == roles.weight:
                     with_below = result.bad | (result.values < 0)
                     result = result._replace(bad=with_below, why="is no number of zero or more")
@@ -394,14 +394,14 @@ class FileSource(Source):
                 [splits.split_named(_text(each)) for each in columns[roles.split]], np.int8
             )
         if roles.time:
-            return splits.by_bounds(columns[roles.time], self._bounds)
+            return splits.split_by_time(columns[roles.time], self._bounds)
         validation, test = self._shares()
         drawn = [roles.split_group] if roles.split_group else roles.inputs or tuple(columns)
         # A length is that of no column.
         labels = {name: column.classes for name, column in self._columns.items()}
-        content = {name: content_of(columns[name], labels.get(name, ())) for name in drawn}
+        content = {name: comparable_content(columns[name], labels.get(name, ())) for name in drawn}
         found = hashes(content, self._config.seed)
-        return splits.by_share(found, validation=validation, test=test)
+        return splits.split_by_hash(found, validation=validation, test=test)
 
     def _check_named(
         self,
@@ -456,7 +456,7 @@ class FileSource(Source):
             )
         counts = np.array([scan.times[each] for each in times], np.int64)
         validation, test = self._shares()
-        return splits.bounds_of(times, counts, validation=validation, test=test)
+        return splits.find_bounds(times, counts, validation=validation, test=test)
 
     def _tell(self, roles: ColumnRoles) -> None:
         for column in self._columns.values():

@@ -34,7 +34,7 @@ class Label:
     notes: tuple[str, ...] = ()
 
 
-def classes_in(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ...]:
+def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ...]:
     """Return the classes of a column in their order; `as_written` keeps spellings apart."""
     return tuple(sorted(scan.values - {""})) if as_written else _spellings(scan).names()
 
@@ -55,7 +55,7 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
     if not (scan.kinds or spellings.count):
         raise UserError(f"data.label: {name!r} has no value in any row; name another column")
     if said == "text":
-        classes = classes_in(scan, as_written=True)
+        classes = list_classes(scan, as_written=True)
         return Label("class", "label of texts as they are written", classes)
     if scan.many or not spellings.count or said not in ("", "class", "bool"):
         of_times = not said and set(scan.kinds) == {"time"}
@@ -154,8 +154,8 @@ def _pairs(groups: Sequence[Sequence[str]]) -> str:
 def _numbers_in(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
     """Note or refuse a label of numbers that are texts: as classes no two values would be near."""
     texts = [text for each in spellings.by_key.values() for text in each]
-    writing = written_numbers.writing_of(pa.array(texts))
-    kind = written_numbers.kind_of(writing, texts=len(texts))
+    writing = written_numbers.count_writing(pa.array(texts))
+    kind = written_numbers.find_kind(writing, texts=len(texts))
     if not kind and writing["date"] + writing["clock"] >= NEARLY_ALL * len(texts):
         yield (
             f"the label {name!r} has dates or times of the day, such as {texts[0]!r}, and is taken "

@@ -25,7 +25,7 @@ from flotilla.trainer.data.features import image_spec
 from flotilla.trainer.data.listing import SourceFile, require_listed
 from flotilla.trainer.features.dataset_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.storage.errors import PASSING, StoreError, reported
+from flotilla.trainer.storage.errors import PASSING, StoreError, report_errors
 from flotilla.trainer.storage.local import NotAFileError
 from flotilla.trainer.storage.publishing import read_tagged
 from flotilla.trainer.storage.store import TooLargeError, Trouble
@@ -151,12 +151,12 @@ def _reason(uri: str, error: OSError) -> str:
     if trouble in _OF_A_FILE:
         return f"it cannot be read: {Trouble[trouble].value}"
     if isinstance(error, StoreError) or error.errno in PASSING:
-        with reported(f"read {uri}"):
+        with report_errors(f"read {uri}"):
             raise error
     return f"it cannot be read: {error.strerror}"
 
 
-def spec_for(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
+def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
     """Return how images are stored: encoded where a size is configured, else as pixels.
 
     Raises:

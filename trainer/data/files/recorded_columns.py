@@ -32,7 +32,7 @@ class RecordedInput:
     column: Column
 
 
-def recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> list[dict[str, Any]]:
+def read_recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> list[dict[str, Any]]:
     """Return what the manifest of a model says of the inputs of a dataset, in their order."""
     # Those of `data.map` are columns before the function.
     columns = [] if config.map else dataset.fields.get("columns", [])
@@ -43,8 +43,8 @@ def recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> list[d
     ]
 
 
-def inputs_of(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]:
-    """Return the inputs from what `recorded` returned."""
+def make_inputs(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]:
+    """Return the inputs from what `read_recorded` returned."""
     found = []
     for entry in entries:
         given = {name: value for name, value in entry.items() if name not in ("feature", *_READ)}

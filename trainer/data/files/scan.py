@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from flotilla.trainer.data.examples.images import UndecodableError
 from flotilla.trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, is_list, kind_of
-from flotilla.trainer.data.files.conversion import times_of
+from flotilla.trainer.data.files.conversion import read_times
 from flotilla.trainer.data.files.file_pieces import FilePieces
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from flotilla.trainer.data.files.pictures import Pictures
@@ -312,7 +312,7 @@ class PieceScan:
 
 
 def _add_times(times: dict[int | float, int], array: pa.Array, said: str) -> None:
-    for value, count in Counter(times_of(array, said)).items():
+    for value, count in Counter(read_times(array, said)).items():
         times[value] = times.get(value, 0) + count
 
 

@@ -27,7 +27,7 @@ _TABLES = (".csv", ".tsv")
 _NUMBERED = re.compile(r"[-_.]\d+(?:-of-\d+)?$")
 
 
-def without_documents(files: Sequence[Any]) -> list[Any]:
+def drop_documents(files: Sequence[Any]) -> list[Any]:
     """Leave out what only describes a table, and empty files, where others are left."""
     names = [bare_name(file.path.rpartition("/")[2]) for file in files]
     has_tables = any(name.endswith(_TABLES) for name in names)
@@ -51,12 +51,12 @@ def answers_only(file: Any) -> bool:
     return bool(_ANSWERS.search(file.path.lower()))
 
 
-def index_of(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
+def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
     """Return which columns are an index: a file says so, or pandas has named them."""
     return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
 
 
-def by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
+def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
     """Return files with the splits that their names or folders say, and a note of it.
 
     Where the configuration says anything of splits, or one of the files is of none, there are none.
@@ -78,7 +78,7 @@ def _split_of(path: str) -> str:
     return next((split for each in (*folders, *stems) if (split := split_of_folder(each))), "")
 
 
-def partition_of(file: Any) -> dict[str, str]:
+def read_partition(file: Any) -> dict[str, str]:
     """Return the columns that the folders of a file have the values of, as `kind=cat/`.
 
     That of a delivery is none: it tells which files are read.

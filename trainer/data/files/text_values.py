@@ -46,14 +46,14 @@ _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 
 
-def trimmed(array: pa.Array) -> pa.Array:
+def trim_texts(array: pa.Array) -> pa.Array:
     """Return texts without spaces around them, and "" for null."""
     # Few functions of Arrow take large strings, as pandas writes them.
     short = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     return pc.fill_null(pc.utf8_trim_whitespace(short), "")
 
 
-def text_of(value: Any) -> str:
+def format_float(value: Any) -> str:
     """Return the text of a float, without a fraction where it is whole, as that of an int."""
     wide = float(value)
     return str(int(wide)) if abs(wide) < _WHOLE and wide == int(wide) else str(value)

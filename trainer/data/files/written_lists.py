@@ -17,7 +17,7 @@ _POINT = re.compile(r"(\d)\.(?!\d)")
 _MISSING = re.compile("nan|None|null")
 
 
-def numbers_in(value: Any) -> NDArray[Any] | None:
+def parse_numbers(value: Any) -> NDArray[Any] | None:
     """Return the numbers of a list, also of one that is written in a text; None where it is none.
 
     Lists of lists are an array where all have one length. What is missing in a list is NaN.

@@ -81,7 +81,7 @@ def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64],
     return values, ~right
 
 
-def writing_of(array: pa.Array) -> Counter[str]:
+def count_writing(array: pa.Array) -> Counter[str]:
     """Count how many texts are in each kind of writing; units are counted as `unit kg`.
 
     Those without a unit are counted but for 0, which is the same in all.
@@ -112,13 +112,13 @@ def writing_of(array: pa.Array) -> Counter[str]:
     return +found
 
 
-def kind_of(
+def find_kind(
     writing: Mapping[str, int], *, texts: int, whole: int = 0, fractions: int = 0, others: int = 0
 ) -> str:
     """Return the type by which nearly all values of a column are numbers, or empty.
 
     Args:
-        writing: counts of `writing_of` over its texts.
+        writing: counts of `count_writing` over its texts.
         texts: how many these are.
         whole: how many other values are plain numbers without a fraction.
         fractions: how many are plain numbers with one.
@@ -128,10 +128,10 @@ def kind_of(
     best = max(NUMBERS_IN_WRITING, key=lambda kind: writing.get(kind, 0) + plain[kind])
     found, total = writing.get(best, 0), texts + whole + fractions + others
     are_numbers = found >= NEARLY_ALL * texts and found + plain[best] >= NEARLY_ALL * total
-    return best if found and are_numbers and len(units_in(writing)) <= _MOST_UNITS else ""
+    return best if found and are_numbers and len(list_units(writing)) <= _MOST_UNITS else ""
 
 
-def units_in(writing: Mapping[str, int]) -> list[str]:
+def list_units(writing: Mapping[str, int]) -> list[str]:
     """Return the units of some writing, the most frequent first; per cent is none."""
     found = {name.removeprefix(_UNIT_OF): n for name, n in writing.items() if name[:5] == _UNIT_OF}
     return sorted(found.keys() - {PER_CENT}, key=lambda unit: (-found[unit], unit))
@@ -139,13 +139,13 @@ def units_in(writing: Mapping[str, int]) -> list[str]:
 
 def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
     """Say whether some is per cent beside a unit or none; `plain` numbers are there as well."""
-    others = plain or writing.get(_BARE) or units_in(writing)
+    others = plain or writing.get(_BARE) or list_units(writing)
     return bool(others and f"{_UNIT_OF}{PER_CENT}" in writing)
 
 
 def is_amount(writing: Mapping[str, int]) -> bool:
     """Say whether some of it is money, a share of a hundred, or has no unit at all."""
-    units = units_in(writing)
+    units = list_units(writing)
     return not units or PER_CENT in "".join(writing) or any(map(_MONEY.fullmatch, units))
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.preparation.parts import Sums, records_of, sums_of
+from flotilla.trainer.data.preparation.parts import Sums, read_part, read_sums
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.source import Source
 from flotilla.trainer.data.splits import shard_counts
@@ -45,7 +45,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
     sums = Sums(selection, vocabulary=config.vocabulary)
     with Work("adding up the statistics", "parts", len(parts)) as work:
         for part in parts:
-            sums.merge(sums_of(part, selection, vocabulary=config.vocabulary))
+            sums.merge(read_sums(part, selection, vocabulary=config.vocabulary))
             work.add(1)
     if not sums.examples.get("test"):
         sizes = ", ".join(f"{count} {split}" for split, count in sums.examples.items())
@@ -59,7 +59,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
     with Work("writing the shards", "rows", total) as work:
         for split, writer in writers.items():
             for part in parts:
-                records = records_of(part, split)
+                records = read_part(part, split)
                 while some := list(islice(records, _COUNTED)):
                     for record in some:
                         writer.add(record)

@@ -66,7 +66,7 @@ def map_parts_by_beam(  # noqa: PLR0913
         except Exception as error:
             _raise_failure(uri)
             raise UserError(
-                f"data.runner: the Beam pipeline failed: {user_code.line_of(error)}; finished "
+                f"data.runner: the Beam pipeline failed: {user_code.format_error(error)}; finished "
                 "parts are kept"
             ) from error
     for part in parts:
@@ -148,7 +148,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _raise_failure(uri: str) -> None:
-    failures = storage.published(uri, _FAILED)
+    failures = storage.list_published(uri, _FAILED)
     for place, _ in failures:
         storage.delete(place)
     if failures:
@@ -172,7 +172,7 @@ def pipeline_options(runner: RunnerConfig) -> Any:
     # A class of any module is created.
     except Exception as error:
         raise ConfigError(
-            f"data.runner.options: --runner={name}: {user_code.line_of(error)}"
+            f"data.runner.options: --runner={name}: {user_code.format_error(error)}"
         ) from error
     unknown = sorted(given.keys() - _parsed(beam, ()).keys())
     # Others have options that only their job server knows.

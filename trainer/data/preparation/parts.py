@@ -123,14 +123,14 @@ def map_part(  # noqa: PLR0913
     sums.save(folder)
 
 
-def sums_of(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
+def read_sums(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
     """Return the sums over a part that was mapped into `folder`."""
     found = Sums(selection, vocabulary=vocabulary)
     found.restore(folder)
     return found
 
 
-def records_of(folder: Path, split: str) -> Iterator[bytes]:
+def read_part(folder: Path, split: str) -> Iterator[bytes]:
     """Yield the records of a split, in the order of the source."""
     with _records(folder, split).open("rb", buffering=_READ_BYTES) as file:
         for length in np.load(_lengths(folder, split)).tolist():

@@ -9,7 +9,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from flotilla.trainer.data.tfrecords import framed, places
+from flotilla.trainer.data.tfrecords import frame_record, places
 from flotilla.trainer.features.dataset_spec import shard_name
 
 BUFFER_BYTES = 64 << 20
@@ -32,7 +32,7 @@ class ShardWriter:
 
     def add(self, record: bytes) -> None:
         """Add a record to the shard whose turn it is."""
-        frame = framed(record)
+        frame = frame_record(record)
         self._pending[self._added % len(self._paths)].append(frame)
         self._added += 1
         self._pending_bytes += len(frame)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flotilla.trainer.data.shards.shard_store import ASK, FAILED, FOLDER, SHARDS, TRAIN, ShardStore
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 
 # The names of an epoch's shards, by seed and number of the epoch.
 Order = Callable[[int, int], Sequence[str]]
@@ -62,7 +62,7 @@ class ShardFeed:
         self._gates: dict[str, int] = {}
         self._rest = b""
         self._closing = False
-        with reported(f"use {self._folder}"):
+        with report_errors(f"use {self._folder}"):
             if self._folder.exists():
                 shutil.rmtree(self._folder)
             self._folder.mkdir(parents=True)

@@ -21,12 +21,12 @@ from itertools import islice, zip_longest
 from pathlib import Path
 
 from flotilla.trainer import storage
-from flotilla.trainer.config.data import bytes_of
+from flotilla.trainer.config.data import parse_size
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage import Manifest
-from flotilla.trainer.storage.errors import reported
+from flotilla.trainer.storage.errors import report_errors
 
 TRAIN, VALIDATION = "train", "validation"
 # In the working folder of a worker: the shards, and the pipes by which its graphs ask for them.
@@ -65,7 +65,7 @@ class PartRange:
     take: int
 
 
-def streaming_of(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
+def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
     """Return how shards stream to a worker; None where all that it needs fits in `data.disk`.
 
     Raises:
@@ -77,7 +77,7 @@ def streaming_of(config: Config, manifest: Manifest, workers: int) -> Streaming 
     train = [sizes[name] for name in spec.files(TRAIN)]
     measured = [sizes[name] for name in spec.files(VALIDATION)] if VALIDATION in spec.shards else []
     of = max(1, workers) if config.data.partition == "disjoint" else 1
-    limit = bytes_of(config.data.disk)
+    limit = parse_size(config.data.disk)
     if max(sum(train[index::of]) for index in range(of)) + sum(measured) <= limit:
         return None
     if config.cluster.in_process:
@@ -103,7 +103,7 @@ def _megabytes(size: int) -> str:
     return f"{math.ceil(size / 10**5) / 10:.1f}MB" if size >= 10**6 else f"{size}B"
 
 
-def order_of(names: Sequence[str], seed: int, epoch: int) -> list[str]:
+def shuffle_shards(names: Sequence[str], seed: int, epoch: int) -> list[str]:
     """Return shards in the order of one epoch."""
     return random.Random(f"{seed} {epoch}").sample(names, len(names))
 
@@ -153,7 +153,7 @@ class ShardStore:
         self._closed = False
         self.error: Exception | None = None
         self.changed = changed
-        with reported(f"use {folder}"):
+        with report_errors(f"use {folder}"):
             if folder.exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True)
@@ -250,7 +250,7 @@ class ShardStore:
             return False
         while lacking > 0:
             gone = later.pop()
-            with reported(f"make room for {name}"):
+            with report_errors(f"make room for {name}"):
                 (self.folder / gone).unlink(missing_ok=True)
             self._local.remove(gone)
             lacking -= self._sizes[gone]

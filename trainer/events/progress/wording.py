@@ -11,19 +11,19 @@ _BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _TENTHS = 10
 
 
-def line_of(event: WorkProgress) -> str:
+def format_line(event: WorkProgress) -> str:
     """Return a line of a log; each part of it is there as far as it is known."""
     if event.is_over:
-        counts = f"{counts_of(event)} in " if event.done else ""
+        counts = f"{format_counts(event)} in " if event.done else ""
         return f"{event.what}: done, {counts}{duration(event.seconds)}"
-    return f"{event.what}: {'  '.join(parts_of(event)) or duration(event.seconds)}"
+    return f"{event.what}: {'  '.join(format_parts(event)) or duration(event.seconds)}"
 
 
-def parts_of(event: WorkProgress) -> list[str]:
+def format_parts(event: WorkProgress) -> list[str]:
     """Return in words how far work is: per cent, counts, rate, time left, and what it does now."""
     found = [f"{math.floor(100 * event.share)} %"] if event.share >= 0 else []
     if event.done or event.total:
-        found.append(counts_of(event))
+        found.append(format_counts(event))
     if event.done and event.rate > 0:
         unit, size = _scale(event.unit, event.rate)
         found.append(f"{_amount(event.rate / size)} {unit}/s")
@@ -32,7 +32,7 @@ def parts_of(event: WorkProgress) -> list[str]:
     return [*found, event.detail] if event.detail else found
 
 
-def counts_of(event: WorkProgress) -> str:
+def format_counts(event: WorkProgress) -> str:
     """Return what is done of the total, with its unit."""
     done, total = float(event.done), float(event.total)
     unit, size = _scale(event.unit, max(done, total))

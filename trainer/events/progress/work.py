@@ -16,7 +16,7 @@ from typing import Self, TypeVar
 
 from flotilla.trainer import events
 from flotilla.trainer.events import WorkProgress
-from flotilla.trainer.events.progress.wording import line_of
+from flotilla.trainer.events.progress.wording import format_line
 from flotilla.trainer.runtime.background import Loop
 
 # Seconds before the first report, and between two of them.
@@ -155,7 +155,7 @@ class Work:
             detail=self._detail,
             is_over=self._is_over,
         )
-        events.emit(event, in_log=line_of(event))
+        events.emit(event, in_log=format_line(event))
 
     def _share(self) -> float:
         """Return the share that is done; the whole only at the end, and -1 where it is unknown."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flotilla.trainer.features.statistics.association import associated
-from flotilla.trainer.features.statistics.hashing import content_of, hashes
+from flotilla.trainer.features.statistics.association import measure_association
+from flotilla.trainer.features.statistics.hashing import comparable_content, hashes
 from flotilla.trainer.features.statistics.one_pass import BoundedCounter, Moments
 from flotilla.trainer.features.statistics.sampling import MOST_EXAMPLES, Hashes, Sample
 from flotilla.trainer.features.statistics.statistics import (
@@ -47,7 +47,7 @@ LETTERS = (
 _LETTER = re.compile(f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])")
 
 
-def kind_of(feature: Feature) -> str:
+def find_kind(feature: Feature) -> str:
     """Return which kind of statistics a feature has."""
     if feature.stored == "image":
         return IMAGE
@@ -81,7 +81,7 @@ class Accumulator:
         """
         self.examples = 0
         self._features = features
-        self._kinds = {name: kind_of(each) for name, each in features.items()}
+        self._kinds = {name: find_kind(each) for name, each in features.items()}
         self._inputs, self._targets = inputs, targets
         self._missing = dict.fromkeys(features, 0)
         self._moments = {name: Moments() for name in features}
@@ -108,7 +108,8 @@ class Accumulator:
             return
         self.examples += examples
         inputs = {
-            name: content_of(columns[name], self._features[name].labels) for name in self._inputs
+            name: comparable_content(columns[name], self._features[name].labels)
+            for name in self._inputs
         }
         self._hashes.add(hashes(inputs, _SALT))
         chosen = self._sample.choose(examples)
@@ -311,7 +312,7 @@ class Accumulator:
     ) -> float:
         return round(
             max(
-                associated(
+                measure_association(
                     sample[column],
                     sample[target],
                     first_is_class=self._kinds[name] in (TEXT, CLASS),

@@ -17,7 +17,7 @@ _FEWEST = 10
 Values = NDArray[np.float64]
 
 
-def associated(
+def measure_association(
     first: Values, second: Values, *, first_is_class: bool, second_is_class: bool
 ) -> float:
     """Return the association of two columns of the same examples; NaN is missing there."""

@@ -30,7 +30,7 @@ def hashes(columns: Mapping[str, Any], seed: int) -> NDArray[np.uint64]:
     return _mix(total ^ _key("", seed))
 
 
-def content_of(values: Any, labels: Sequence[str] = ()) -> Any:
+def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
     """Return what examples are told apart by, of a column in any type; classes have `labels`.
 
     Fractions count with the digits of a float32.

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.json_records import from_tree, parse
+from flotilla.trainer.runtime.json_records import parse, parse_record
 
 FILE, EXAMPLES = "statistics.json", "examples.npz"
 SCHEMA = 1
@@ -143,7 +143,7 @@ def to_bytes(statistics: Statistics) -> bytes:
 def from_bytes(data: bytes, uri: str) -> Statistics:
     """Return the statistics of a file; raises `UserError` where it is none of this version."""
     try:
-        found = from_tree(Statistics, parse(data))
+        found = parse_record(Statistics, parse(data))
     except ValueError:
         found = None
     if found is None or found.schema != SCHEMA:

@@ -1,9 +1,9 @@
 """What libraries write when they start, which tells nobody anything: one table, with its sources.
 
 TensorFlow writes its first lines before it reads any setting of its log, so that they can only be
-filtered: `filtered` keeps them from a terminal and from the log of a pod, `QUIET` what comes by a
-logger, and `flotilla logs` leaves out the rest. This file is a program too, which imports none of
-ours.
+filtered: `filter_output` keeps them from a terminal and from the log of a pod, `QUIET` what comes
+by a logger, and `flotilla logs` leaves out the rest. This file is a program too: it imports none
+of ours.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ QUIET = _Quiet()
 
 
 @contextmanager
-def filtered() -> Iterator[None]:
+def filter_output() -> Iterator[None]:
     """Leave the noise out of what this process writes to standard error in the block.
 
     The filter is a process of its own: what a library says when it ends this one comes through.

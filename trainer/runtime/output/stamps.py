@@ -41,7 +41,7 @@ class _Stamped:
 
 
 @contextmanager
-def stamped_output() -> Iterator[None]:
+def stamp_output() -> Iterator[None]:
     """Write the time before each line that is printed in the block, where no person sees it."""
     before = sys.stdout
     if before is None or isinstance(before, _Stamped) or before.isatty():
@@ -54,7 +54,7 @@ def stamped_output() -> Iterator[None]:
         sys.stdout = before
 
 
-def parted(line: str, *, utc: bool = False) -> tuple[float | None, str]:
+def split_stamp(line: str, *, utc: bool = False) -> tuple[float | None, str]:
     """Return the time of a line in seconds since 1970, None where it has none, and its text.
 
     The clock of the line is that of this machine, or with `utc` the one of pods.

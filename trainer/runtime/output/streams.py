@@ -14,7 +14,7 @@ import warnings
 from copy import copy
 from typing import IO
 
-from flotilla.trainer.runtime.masking import masked, unbroken
+from flotilla.trainer.runtime.masking import mask, unbroken
 from flotilla.trainer.runtime.output import noise
 
 _FORMAT = warnings.formatwarning
@@ -32,7 +32,7 @@ def say(line: str) -> None:
 
 def relay(task: str, line: str) -> None:
     """Write a line of a task to the log of the step, in which the user looks for it."""
-    sys.stdout.write(f"[{task}] {masked(line)}\n")
+    sys.stdout.write(f"[{task}] {mask(line)}\n")
     sys.stdout.flush()
 
 
@@ -62,7 +62,7 @@ def mask_libraries() -> None:
     """Mask what is logged in a process without a log, and the warnings of Python."""
     if logging.lastResort:
         logging.lastResort.setFormatter(_Masked(logging.Formatter()))
-    warnings.formatwarning = lambda *warned, **more: masked(_indented(_FORMAT(*warned, **more)))
+    warnings.formatwarning = lambda *warned, **more: mask(_indented(_FORMAT(*warned, **more)))
 
 
 class _Masked(logging.Formatter):
@@ -79,11 +79,11 @@ class _Masked(logging.Formatter):
         quoted = copy(record)
         quoted.msg, quoted.args = _indented(record.getMessage()), None
         if record.exc_info and record.exc_info[1]:
-            quoted.exc_text = traceback_of(record.exc_info[1])
-        return masked(self._inner.format(quoted))
+            quoted.exc_text = format_traceback(record.exc_info[1])
+        return mask(self._inner.format(quoted))
 
 
-def traceback_of(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error, in which no line of its message begins at the margin."""
     return "".join(map(_indented, traceback.format_exception(error))).rstrip("\n")
 

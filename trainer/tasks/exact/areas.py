@@ -135,7 +135,7 @@ class Ranked(NamedTuple):
 
 def areas(labels: Any, scores: Floats, weights: Floats | None = None) -> Areas:
     """Return both areas of examples [n]; what weighs nothing does not count."""
-    return ranked(labels, scores, weights).areas()
+    return rank_scores(labels, scores, weights).areas()
 
 
 def influences(
@@ -148,13 +148,13 @@ def influences(
     differences of their influences.
     """
     order = np.argsort(-scores)
-    found = ranked(labels, scores, weights, order)
+    found = rank_scores(labels, scores, weights, order)
     areas, *kinds = found.influences()
     place = _places(scores, order)
     return areas, Influences(*_by_example(np.asarray(labels).astype(bool), place, *kinds))
 
 
-def ranked(
+def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
     """Return the distinct scores with the weights of the examples, which may be in order."""
@@ -285,7 +285,7 @@ class Scores:
         weights: Floats,
         order: Places | None = None,
     ) -> Ranked:
-        found = ranked(yes, scores[: len(yes), at], weights[: len(yes)], order)
+        found = rank_scores(yes, scores[: len(yes), at], weights[: len(yes)], order)
         known = self._ranked[at : at + 1]
         return Ranked.joined([*known, found]) if known else found
 
@@ -319,11 +319,13 @@ class ColumnAreas(NamedTuple):
         for at, name in enumerate(Areas._fields if len(columns) else ()):
             # What is not seen is ranked at random.
             ends = [
-                intervals.bounded(row[at], row[2 + at], row[4], unseen=(row[5] if at else 1 / 2,))
+                intervals.metric_interval(
+                    row[at], row[2 + at], row[4], unseen=(row[5] if at else 1 / 2,)
+                )
                 for row in columns
             ]
             each = np.array(ends).T
-            found[prefix + name] = intervals.of_mean(
+            found[prefix + name] = intervals.mean_interval(
                 columns[:, at], (each[0], each[1]), self.inflation[at]
             )
         return found

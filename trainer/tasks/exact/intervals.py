@@ -51,12 +51,14 @@ def middle(share: Any, count: Any, normal: float = NORMAL) -> Any:
     return (share * count + normal**2 / 2) / (count + normal**2)
 
 
-def of_share(share: float, count: float) -> Interval:
+def share_interval(share: float, count: float) -> Interval:
     """Return that of a share of the examples."""
     return [float(each) for each in wilson(share, count)]
 
 
-def bounded(value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)) -> Interval:
+def metric_interval(
+    value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)
+) -> Interval:
     """Return that of a metric from 0 to 1; of examples that were not seen it is one of `unseen`."""
     if not count > 1:
         return [0.0, 1.0]
@@ -87,7 +89,7 @@ def below_one(value: float, error: float, count: float) -> Interval | None:
     return [1 - found[1], 1 - found[0]] if found else None
 
 
-def of_mean(values: Floats, ends: Sequence[Floats], inflation: float) -> Interval:
+def mean_interval(values: Floats, ends: Sequence[Floats], inflation: float) -> Interval:
     """Return that of a mean of values from 0 to 1 by those of each of them (Zou and Donner 2008).
 
     How far each end is from its value adds up by squares; `inflation` is that of their sum for

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from scipy import special
 
 from flotilla.trainer.tasks import metrics
-from flotilla.trainer.tasks.base import Array, Floats, Part, Tally, weights_of
+from flotilla.trainer.tasks.base import Array, Floats, Part, Tally, example_weights
 from flotilla.trainer.tasks.exact import intervals
 from flotilla.trainer.tasks.exact.areas import Scores
 from flotilla.trainer.tasks.exact.sums import Calibration, Groups, Moments
@@ -35,7 +35,7 @@ class OfTwo(Tally):
 
     def add(self, part: Part) -> None:
         """Add some examples."""
-        weights, yes = weights_of(part), part.labels.astype(bool).ravel()
+        weights, yes = example_weights(part), part.labels.astype(bool).ravel()
         cell = yes * _TWO + self._decided(part.outputs)
         self._cells += [np.bincount(cell, w, _TWO**2).reshape(_TWO, _TWO) for w in _both(weights)]
         logits = part.outputs[:, 0].astype(np.float64)
@@ -94,7 +94,7 @@ def _of_cells(cells: Doubles) -> tuple[dict[str, float], dict[str, intervals.Int
     found, ends = {}, {}
     for name, (part, whole) in parts.items():
         found[name] = _share(part[0], whole[0])
-        ends[name] = intervals.of_share(found[name], float(intervals.kish(*whole)))
+        ends[name] = intervals.share_interval(found[name], float(intervals.kish(*whole)))
     found["f1"], ends["f1"] = _f1(found["f1"]), [_f1(each) for each in ends["f1"]]
     return found, ends
 
@@ -120,13 +120,13 @@ class OfClasses(Tally):
 
     def add(self, part: Part) -> None:
         """Add some examples."""
-        labels, weights = part.labels.astype(np.int64).ravel(), weights_of(part)
+        labels, weights = part.labels.astype(np.int64).ravel(), example_weights(part)
         chances = metrics.log_softmax(part.outputs)
         guess, classes = part.outputs.argmax(axis=1), len(self._labels)
         right = guess == labels
         own = -chances[np.arange(len(labels)), labels]
         others = (-chances.sum(axis=1) - own) / max(classes - 1, 1)
-        top = metrics.in_top(labels, part.outputs)
+        top = metrics.is_in_top(labels, part.outputs)
         self._means.add(np.stack([own, others, right, top]), weights)
         for at, each in enumerate(_both(weights)):
             groups = ((labels[right], each[right]), (labels, each), (guess, each))
@@ -149,7 +149,7 @@ class OfClasses(Tally):
         ends = {
             "log_loss": log_loss,
             "loss": log_loss,
-            **{name: intervals.of_share(share, count) for name, share in shares.items()},
+            **{name: intervals.share_interval(share, count) for name, share in shares.items()},
             **intervals_of_averages(self._counts),
             **areas.intervals("macro_"),
             "calibration_error": self._calibration.interval(),
@@ -198,7 +198,7 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
                 # How often each class occurs varies as well.
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
-            low, high = intervals.of_share(mean, effective)
+            low, high = intervals.share_interval(mean, effective)
             # A class that nothing was taken to be has any precision.
             found[f"{average}_{name}"] = [low, min(high + float(each @ (count == 0)), 1.0)]
     return {name: found[name] for name in metrics.AVERAGES}
@@ -216,7 +216,7 @@ class OfLabels(Tally):
 
     def add(self, part: Part) -> None:
         """Add some examples."""
-        weights, true = weights_of(part), part.labels.astype(bool)
+        weights, true = example_weights(part), part.labels.astype(bool)
         logits = part.outputs.astype(np.float64)
         taken = logits > 0
         same = true == taken
@@ -242,7 +242,7 @@ class OfLabels(Tally):
         found = dict(zip((*names, "macro_f1"), values, strict=True))
         count = float(intervals.kish(*self._weight))
         ends = {
-            name: intervals.bounded(value, error, count)
+            name: intervals.metric_interval(value, error, count)
             for (name, value), error in zip(found.items(), errors, strict=True)
         }
         (loss,), (error,) = self._loss.result()
@@ -296,7 +296,7 @@ class OfPlaces(Tally):
 
     def add(self, part: Part) -> None:
         """Add some examples."""
-        weights, classes = weights_of(part), len(self._labels)
+        weights, classes = example_weights(part), len(self._labels)
         true = part.labels.astype(np.int64).reshape(len(weights), -1)
         taken = part.outputs.argmax(axis=-1).reshape(true.shape)
         known = true >= 0
@@ -328,13 +328,13 @@ class OfPlaces(Tally):
             found |= dict.fromkeys(("accuracy", "macro_f1"))
         count, errors = float(intervals.kish(*self._weight)), self._groups.errors(_of_places)
         ends: dict[str, Any] = {
-            name: None if value is None else intervals.bounded(value, error, count)
+            name: None if value is None else intervals.metric_interval(value, error, count)
             for (name, value), error in zip(found.items(), errors, strict=True)
         }
         (loss,), (error,) = self._loss.result()
         ends["loss"] = intervals.above_zero(loss, error, count)
         no_areas = [metrics.NO_AREA] * len(self._labels)
-        counts = metrics.by_class(self._matrix)
+        counts = metrics.count_by_class(self._matrix)
         return {
             "metrics": {"loss": loss, **found},
             "intervals": _defined(ends),
@@ -362,7 +362,7 @@ class OfNumbers(Tally):
 
     def add(self, part: Part) -> None:
         """Add some examples."""
-        weights = weights_of(part)
+        weights = example_weights(part)
         true, outputs = (
             np.asarray(each).reshape(len(weights), -1).astype(np.float64)
             for each in (part.labels, part.outputs)

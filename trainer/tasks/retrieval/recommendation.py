@@ -33,7 +33,7 @@ from flotilla.trainer.tasks.base import (
     Shape,
     Tally,
     Target,
-    weights_of,
+    example_weights,
 )
 from flotilla.trainer.tasks.objective import at
 from flotilla.trainer.tasks.ranking import Queries, Ranking
@@ -173,7 +173,7 @@ class Recommendation(Ranking):
 
     def fill(self, search: Search, part: Part) -> None:
         """Add examples to a search, but what weighs nothing."""
-        size, weights = _size(part.outputs), weights_of(part)
+        size, weights = _size(part.outputs), example_weights(part)
         if not weights.all():
             part, weights = at(part, weights > 0), weights[weights > 0]
         users, items = (part.columns[each] for each in (self._user, self._item))

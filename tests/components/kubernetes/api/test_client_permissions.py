@@ -5,7 +5,7 @@ import re
 import pytest
 
 from flotilla.components import launchers as engines
-from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
+from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER, required_rules
 from flotilla.components.kubernetes.launcher import delete_jobs
 from flotilla.components.launchers import ENGINES
 from flotilla.trainer.config.schema import Config
@@ -51,7 +51,7 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
         process.process.kill()
     delete_jobs(engines.engine(engine), Config().cluster.kubernetes, "run-1")
     asked = {permission(each) for each in kube.server.requests if not REVIEWS.match(each)}
-    granted = {(each.verb, each.resource) for each in needed(LAUNCHER, kind)}
+    granted = {(each.verb, each.resource) for each in required_rules(LAUNCHER, kind)}
     # The request of a stop is a patch of the job, or of its lease.
     assert asked | {("patch", kind.resource.plural)} == granted
 
@@ -59,7 +59,7 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
 @pytest.mark.parametrize("role", [LAUNCHER, TRAINER])
 def test_one_list_says_what_the_roles_grant(role):
     kinds = [engines.engine(name).kind for name in ENGINES]
-    listed = {(each.verb, each.resource) for kind in kinds for each in needed(role, kind)}
+    listed = {(each.verb, each.resource) for kind in kinds for each in required_rules(role, kind)}
     assert listed == rbac.grants(role)
 
 

@@ -71,7 +71,7 @@ def test_it_is_followed_to_the_end_and_nothing_is_said_twice(folder, monkeypatch
             file.write(text)
         return bool(text)
 
-    monkeypatch.setattr(local_status, "process_of", process_of)
+    monkeypatch.setattr(local_status, "find_process", process_of)
     monkeypatch.setattr(local_status, "LOOK_SECONDS", 0.0)
     found = followed(folder, follow=True)
     assert [text for _, text in found][-2:] == ["more", "the last"]
@@ -96,7 +96,7 @@ def test_a_failure_names_the_step_the_log_and_the_line_of_the_user(
 ):
     monkeypatch.chdir(tmp_path)
     trace = TRACE.format(file=tmp_path / "net.py")
-    assert local.failure_of(folder) is None
+    assert local.find_failure(folder) is None
     of_training = step == "train_model"
     write_events(
         folder,
@@ -105,9 +105,9 @@ def test_a_failure_names_the_step_the_log_and_the_line_of_the_user(
         StepEnd(step=step, status="failed", traceback="" if of_training else trace),
         StepEnd(step="finish", status="failed"),
     )
-    found = local.failure_of(folder)
+    found = local.find_failure(folder)
     assert found.step == ("train_model" if of_training else "evaluate_model")
     assert str(found.log) == ("log of it" if of_training else str(folder / "pipeline.log"))
     assert found.frame == "net.py:2 in build: return 1 / 0"
     write_events(folder, RunBegin(run_id="r", number=2))
-    assert local.failure_of(folder) is None
+    assert local.find_failure(folder) is None

@@ -3,7 +3,7 @@ from datetime import datetime
 
 import pytest
 
-from flotilla.pipelines.runs.run_log.text import LogText, RunnerText, timed
+from flotilla.pipelines.runs.run_log.text import LogText, RunnerText, split_times
 from flotilla.trainer.events import NewestVersion, to_tree
 
 BEGIN = datetime(2026, 1, 2, 23, 59, 50).timestamp()
@@ -118,5 +118,5 @@ def test_a_logger_that_nobody_has_set_up_has_a_level():
 def test_what_comes_before_the_first_time_has_that_time():
     lines = read(LogText(), "one\n2026-01-02 03:04:05,000 two\nthree\n")
     moment = datetime(2026, 1, 2, 3, 4, 5).timestamp()
-    assert [each.time for each in timed(lines, 7.0)] == [moment] * 3
-    assert [each.time for each in timed(read(LogText(), "one\n"), 7.0)] == [7.0]
+    assert [each.time for each in split_times(lines, 7.0)] == [moment] * 3
+    assert [each.time for each in split_times(read(LogText(), "one\n"), 7.0)] == [7.0]

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.cluster
 
 def started(asked):
     with asked.descriptors() as output:
-        return forked.started(asked.wanted, output)
+        return forked.start_process(asked.wanted, output)
 
 
 def test_a_process_is_forked_where_there_is_a_server(tmp_path, monkeypatch):

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pytest
 
 from flotilla.trainer.data.files.columns import Column
-from flotilla.trainer.data.files.conversion import converted, times_of
+from flotilla.trainer.data.files.conversion import convert_rows, read_times
 
 LARGE = 2**53 + 1
 
 
 def values(kind: str, array: pa.Array, **keys: object) -> list[object]:
     """Return the values of a column, and None where the row is broken."""
-    found = converted(Column(name="c", type=kind, why="", **keys), array, required=False)  # type: ignore[arg-type]
+    found = convert_rows(Column(name="c", type=kind, why="", **keys), array, required=False)  # type: ignore[arg-type]
     return [
         None if bad else each for each, bad in zip(found.values.tolist(), found.bad, strict=True)
     ]
@@ -104,10 +104,10 @@ def test_times_are_seconds_to_the_microsecond(array, moment):
 
 def test_examples_are_put_in_order_by_what_was_read():
     nanoseconds = [1700000000000000001, 1700000000000000002, None]
-    assert times_of(pa.array(nanoseconds)) == nanoseconds[:2]
-    assert times_of(pa.array(["1700000000000000001", "NA"])) == nanoseconds[:1]
-    assert times_of(pa.array(["1.5", "", "2"])) == [1.5, 2.0]
-    assert times_of(pa.array(["1970-01-02", "1970-01-01 00:00:01"])) == [86400.0, 1.0]
+    assert read_times(pa.array(nanoseconds)) == nanoseconds[:2]
+    assert read_times(pa.array(["1700000000000000001", "NA"])) == nanoseconds[:1]
+    assert read_times(pa.array(["1.5", "", "2"])) == [1.5, 2.0]
+    assert read_times(pa.array(["1970-01-02", "1970-01-01 00:00:01"])) == [86400.0, 1.0]
 
 
 def test_texts_have_no_spaces_around_them():

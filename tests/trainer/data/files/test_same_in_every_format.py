@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.data.files.recorded_columns import inputs_of, recorded
+from flotilla.trainer.data.files.recorded_columns import make_inputs, read_recorded
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.data.read import stage_shards, training_batches
 from flotilla.trainer.evaluation.evaluate import build_model
@@ -33,7 +33,7 @@ from flotilla.trainer.prediction.exported_model import ExportedModel
 from flotilla.trainer.prediction.inputs import FileExamples
 from flotilla.trainer.prediction.predict import predict
 from flotilla.trainer.prediction.request import Request
-from flotilla.trainer.tasks.registry import objective_of
+from flotilla.trainer.tasks.registry import make_objective
 from tests.trainer.data.files.sources import read, source
 
 Row = dict[str, Any]
@@ -140,7 +140,7 @@ def predicted_inputs(path: Path, selection: Any, columns: Any, size: int) -> Map
         for name in selection.inputs
     ]
     model = ExportedModel(
-        uri="", config=parse_config({}), inputs=inputs_of(reads), kinds={}, labels={}, dataset="",
+        uri="", config=parse_config({}), inputs=make_inputs(reads), kinds={}, labels={}, dataset="",
         signature=None, names={},
     )  # fmt: skip
     request = Request(model="", inputs=(str(path),), output="-", form="jsonl")
@@ -210,7 +210,7 @@ def exported(folder: Path, path: Path) -> tuple[str, Path]:
     manifest = storage.read_manifest(dataset)
     learnt = Learnt(lambda: (storage.read_file(dataset, "statistics.json"), dataset))
     spec = DatasetSpec.from_manifest(manifest, learnt)
-    objective = objective_of(config, spec)
+    objective = make_objective(config, spec)
     model = build_model(config, spec, objective)
     optimizer = keras.optimizers.Adam(0.01)
     files = stage_shards(dataset, folder / "shards", "train")
@@ -227,7 +227,7 @@ def exported(folder: Path, path: Path) -> tuple[str, Path]:
     fields = {
         "saved_model": "serving/m/1",
         "inputs": [{"feature": n, "name": word} for n, word in argument_names(spec.inputs).items()],
-        "reads": recorded(spec, manifest, config.data),
+        "reads": read_recorded(spec, manifest, config.data),
         "kinds": {"": objective.task.name},
         "labels": {"": list(objective.task.labels)},
         "made_from": {"dataset": dataset},

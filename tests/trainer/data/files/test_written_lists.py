@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flotilla.trainer.data.files.written_lists import numbers_in
+from flotilla.trainer.data.files.written_lists import parse_numbers
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import opened, source
 
@@ -28,7 +28,7 @@ from tests.trainer.data.files.sources import opened, source
     ],
 )  # fmt: skip
 def test_numbers_in_a_text(text: str, want: list[float] | None) -> None:
-    found = numbers_in(text)
+    found = parse_numbers(text)
     if want is None:
         assert found is None
     else:

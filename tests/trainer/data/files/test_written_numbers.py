@@ -53,8 +53,8 @@ def test_each_reading_takes_what_it_means(text, point, comma):
     ],
 )  # fmt: skip
 def test_a_unit_is_that_of_the_column_or_the_row_is_broken(text, unit):
-    writing = written_numbers.writing_of(pa.array([text]))
-    assert written_numbers.units_in(writing) == [unit]
+    writing = written_numbers.count_writing(pa.array([text]))
+    assert written_numbers.list_units(writing) == [unit]
     value = -5 if "-" in text or "(" in text else 5
     assert read("number", text, unit) == value
     assert read("number", text) is None
@@ -71,16 +71,16 @@ def test_a_unit_is_that_of_the_column_or_the_row_is_broken(text, unit):
     ],
 )  # fmt: skip
 def test_a_column_asks_for_the_reading_that_takes_nearly_all(texts, kind):
-    writing = written_numbers.writing_of(pa.array(texts))
-    assert written_numbers.kind_of(writing, texts=len(texts)) == kind
+    writing = written_numbers.count_writing(pa.array(texts))
+    assert written_numbers.find_kind(writing, texts=len(texts)) == kind
 
 
 def test_plain_numbers_count_and_others_do_not():
-    writing = written_numbers.writing_of(pa.array(["1,5"] * 2))
-    assert written_numbers.kind_of(writing, texts=2, whole=8) == "number_comma"
-    assert not written_numbers.kind_of(writing, texts=2, whole=8, others=2)
-    assert not written_numbers.kind_of(writing, texts=4, whole=80)
-    assert not written_numbers.kind_of({}, texts=0, whole=80)
+    writing = written_numbers.count_writing(pa.array(["1,5"] * 2))
+    assert written_numbers.find_kind(writing, texts=2, whole=8) == "number_comma"
+    assert not written_numbers.find_kind(writing, texts=2, whole=8, others=2)
+    assert not written_numbers.find_kind(writing, texts=4, whole=80)
+    assert not written_numbers.find_kind({}, texts=0, whole=80)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_plain_numbers_count_and_others_do_not():
     ["31/12/2025", "12/31/25 10:30", "31.12.2025", "31-Dec-2025", "Dec 31, 2025", "5 May 2025"],
 )
 def test_dates_are_counted(text):
-    assert written_numbers.writing_of(pa.array([text]))["date"] == 1
+    assert written_numbers.count_writing(pa.array([text]))["date"] == 1
 
 
 @given(st.decimals(-(10**9), 10**9, places=3, allow_nan=False))
@@ -148,6 +148,6 @@ def test_texts_of_ascii_are_read_as_all_others_are(monkeypatch):
         "3 May 2024",
         "7:30",
     ]
-    found = written_numbers.writing_of(pa.array(texts))
+    found = written_numbers.count_writing(pa.array(texts))
     monkeypatch.setattr(written_numbers, "_pattern_for", lambda _array, pattern: pattern)
-    assert found == written_numbers.writing_of(pa.array(texts))
+    assert found == written_numbers.count_writing(pa.array(texts))

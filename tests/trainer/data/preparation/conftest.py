@@ -17,7 +17,7 @@ def prepared(tmp_path, monkeypatch):
     """Prepare a source below the root, with two shards."""
 
     def make(source, processes=1, **options):
-        monkeypatch.setattr(module, "source_of", lambda *_: source)
+        monkeypatch.setattr(module, "open_source", lambda *_: source)
         config = DataConfig(**{"shards": 2, "runner": {"processes": processes}, **options})
         return prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
 

@@ -47,7 +47,7 @@ def test_a_worker_publishes_its_part_or_why_it_has_none(source, tmp_path):
     assert [mapper(part) for part in source.parts()[:2]] == [0, 1]
     with pytest.raises(UserError, match="part 3 is broken"):
         mapper(source.parts()[3])
-    assert [m.fields for _, m in storage.published(uri, "failed part")] == [
+    assert [m.fields for _, m in storage.list_published(uri, "failed part")] == [
         {"message": "part 3 is broken"}
     ]
     # A runner tries again.

@@ -11,7 +11,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.preparation import shards as write
 from flotilla.trainer.data.preparation.assembly import assemble
-from flotilla.trainer.data.preparation.parts import Sums, map_part, records_of, sums_of
+from flotilla.trainer.data.preparation.parts import Sums, map_part, read_part, read_sums
 from flotilla.trainer.data.preparation.processes import map_parts
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.source import Batch
@@ -31,9 +31,9 @@ def source(tmp_path):
 def test_records_come_back_in_their_order(source, tmp_path):
     selection = source.select()
     map_part(source, selection, source.parts()[1], tmp_path / "part", vocabulary=10)
-    counts = {name: len(list(records_of(tmp_path / "part", name))) for name in ("train", "test")}
+    counts = {name: len(list(read_part(tmp_path / "part", name))) for name in ("train", "test")}
     assert counts == {"train": 16, "test": 2}
-    assert sums_of(tmp_path / "part", selection, vocabulary=10).examples == {
+    assert read_sums(tmp_path / "part", selection, vocabulary=10).examples == {
         **counts,
         "validation": 2,
     }
@@ -55,7 +55,7 @@ def test_sums_of_parts_are_those_of_all(tmp_path):
         each = Sums(selection, vocabulary=10, part=number)
         each.add(price(part), np.zeros(100, np.int8))
         each.save(tmp_path)
-        merged.merge(sums_of(tmp_path, selection, vocabulary=10))
+        merged.merge(read_sums(tmp_path, selection, vocabulary=10))
     assert merged.examples == whole.examples == {"train": 300, "validation": 0, "test": 0}
     expected = whole.targets["price"].moments()
     assert merged.targets["price"].moments() == pytest.approx(expected, rel=1e-9)
@@ -79,7 +79,7 @@ def test_statistics_of_parts_are_those_of_all(tmp_path):
         each = Sums(selection, vocabulary=10, part=number)
         each.add(price(range(number * 50, number * 50 + 50)), np.zeros(50, np.int8))
         each.save(tmp_path)
-        merged.merge(sums_of(tmp_path, selection, vocabulary=10))
+        merged.merge(read_sums(tmp_path, selection, vocabulary=10))
     found = merged.accumulators["train"].result().features["price"]
     assert (found.examples, found.least, found.most, found.mean) == (100, 0, 99, 49.5)
     assert found.quantiles[::500] == pytest.approx((0, 49.5, 99))

@@ -16,8 +16,8 @@ from flotilla.trainer.data.shards.shard_store import (
     TRAIN,
     VALIDATION,
     Streaming,
-    order_of,
     part_range,
+    shuffle_shards,
 )
 from flotilla.trainer.storage.local import FileStore
 from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC
@@ -77,7 +77,10 @@ def feed(numbered, tmp_path, elsewhere):
             return SPEC.files(VALIDATION)[where.first : where.last]
 
         names = SPEC.files(TRAIN)
-        orders = {TRAIN: lambda seed, epoch: order_of(names, seed, epoch), VALIDATION: measured}
+        orders = {
+            TRAIN: lambda seed, epoch: shuffle_shards(names, seed, epoch),
+            VALIDATION: measured,
+        }
         limit = shards * largest
         made.append(ShardFeed(numbered, tmp_path, limit=limit, orders=orders))
         return made[-1], Streaming(limit=limit, at_once=at_once)

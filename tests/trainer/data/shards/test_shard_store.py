@@ -11,9 +11,9 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.data.shards.shard_store import (
     AT_ONCE,
     ShardStore,
-    order_of,
     part_range,
-    streaming_of,
+    plan_streaming,
+    shuffle_shards,
 )
 from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, FeatureSpec, shard_name
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -216,7 +216,7 @@ def manifest_of(train, validation=()):
 
 def found(manifest, disk, workers=1, **sections):
     sections["data"] = {"disk": disk, **sections.get("data", {})}
-    return streaming_of(parse_config(sections), manifest, workers)
+    return plan_streaming(parse_config(sections), manifest, workers)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +263,10 @@ def test_workers_in_one_process_have_all_or_are_refused():
 
 def test_every_epoch_has_an_order_of_its_own_that_the_seed_gives():
     names = [str(index) for index in range(20)]
-    orders = [order_of(names, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [shuffle_shards(names, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
     assert all(sorted(order) == sorted(names) for order in orders)
-    assert order_of(names, 1, 1) == orders[3]
+    assert shuffle_shards(names, 1, 1) == orders[3]
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 7, 40])

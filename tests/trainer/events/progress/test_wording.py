@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.trainer.events import WorkProgress
-from flotilla.trainer.events.progress.wording import line_of
+from flotilla.trainer.events.progress.wording import format_line
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from flotilla.trainer.events.progress.wording import line_of
     ],
 )  # fmt: skip
 def test_a_line_has_what_is_known(event, line):
-    assert line_of(WorkProgress(what="uploading", **event)) == line
+    assert format_line(WorkProgress(what="uploading", **event)) == line

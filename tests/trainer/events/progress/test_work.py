@@ -8,7 +8,7 @@ import pytest
 
 from flotilla.trainer import events
 from flotilla.trainer.events.progress import work as module
-from flotilla.trainer.events.progress.wording import parts_of
+from flotilla.trainer.events.progress.wording import format_parts
 from flotilla.trainer.events.progress.work import Work
 
 
@@ -116,7 +116,7 @@ def test_a_share_by_another_measure_is_the_whole_only_at_the_end(file, clock):
 def test_without_a_total_there_are_counts_and_a_rate_alone(file, clock):
     with Work("reading", "rows", clock=clock) as work:
         course(work, clock, 4, 25_000)
-    assert parts_of(reported(file)[0]) == ["150,000 rows", "50,000 rows/s"]
+    assert format_parts(reported(file)[0]) == ["150,000 rows", "50,000 rows/s"]
 
 
 def test_an_error_ends_the_work(file, clock):
@@ -162,5 +162,5 @@ def test_the_thread_looks_by_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(module, "LIVE_SECONDS", 0.001)
     seen = threading.Event()
-    with events.heard_by(lambda _event: seen.set()), Work("reading"):
+    with events.listen(lambda _event: seen.set()), Work("reading"):
         assert seen.wait(10)

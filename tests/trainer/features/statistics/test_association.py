@@ -5,7 +5,7 @@ import pytest
 from scipy import stats
 
 from flotilla.trainer.features.statistics import association
-from flotilla.trainer.features.statistics.association import associated
+from flotilla.trainer.features.statistics.association import measure_association
 
 RANDOM = np.random.default_rng(0)
 NUMBERS = RANDOM.normal(size=2000)
@@ -14,7 +14,7 @@ KINDS = [(False, False), (False, True), (True, False), (True, True)]
 
 
 def of(first, second, kinds):
-    return associated(first, second, first_is_class=kinds[0], second_is_class=kinds[1])
+    return measure_association(first, second, first_is_class=kinds[0], second_is_class=kinds[1])
 
 
 @pytest.mark.parametrize("kinds", KINDS)

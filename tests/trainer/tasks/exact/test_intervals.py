@@ -20,18 +20,21 @@ COUNTS = st.floats(0, 1e7)
 @pytest.mark.parametrize(("hits", "count"), [(100, 100), (0, 100), (37, 50)])
 def test_one_of_a_share_is_scipys(hits, count):
     expected = binomtest(hits, count).proportion_ci(method="wilson")
-    assert intervals.of_share(hits / count, count) == pytest.approx([*expected])
+    assert intervals.share_interval(hits / count, count) == pytest.approx([*expected])
 
 
 def test_of_no_examples_a_share_is_anything():
-    assert intervals.of_share(0.0, 0) == [0, 1]
-    assert intervals.bounded(1.0, 0.0, 1) == [0, 1]
+    assert intervals.share_interval(0.0, 0) == [0, 1]
+    assert intervals.metric_interval(1.0, 0.0, 1) == [0, 1]
     assert intervals.above_zero(1.0, 0.0, 1) is None
 
 
 @given(SHARES, ERRORS, COUNTS)
 def test_no_end_leaves_the_range(value, error, count):
-    for low, high in (intervals.bounded(value, error, count), intervals.of_share(value, count)):
+    for low, high in (
+        intervals.metric_interval(value, error, count),
+        intervals.share_interval(value, count),
+    ):
         assert 0 <= low <= value + 1e-12
         assert value - 1e-12 <= high <= 1
     if ends := intervals.above_zero(3 * value, error, count):
@@ -43,7 +46,9 @@ def test_no_end_leaves_the_range(value, error, count):
 
 def test_what_was_not_seen_may_still_be_there():
     # All are right: as much as a share may have been missed.
-    assert intervals.bounded(1.0, 0.0, 100) == pytest.approx(intervals.of_share(1.0, 100))
+    assert intervals.metric_interval(1.0, 0.0, 100) == pytest.approx(
+        intervals.share_interval(1.0, 100)
+    )
     assert intervals.above_zero(0.1, 0.0, 100, unseen=5.0)[1] > 0.2
 
 

@@ -7,8 +7,8 @@ import pytest
 from scipy import special
 from sklearn import metrics as scores
 
-from flotilla.trainer.evaluation.predictions import measured
-from flotilla.trainer.evaluation.slices import sliced
+from flotilla.trainer.evaluation.predictions import measure_predictions
+from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.tasks.base import Part
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.classification import Classification
@@ -48,8 +48,8 @@ def check(task, labels, outputs, weights, expected):
     objective = Objective(task)
     part = np.arange(len(labels)) >= 100
     examples = InHalves(labels, outputs, given, part=part)
-    whole = measured(objective, examples)
-    rows = sliced(objective, examples, {"part": ()})["part"]
+    whole = measure_predictions(objective, examples)
+    rows = slice_metrics(objective, examples, {"part": ()})["part"]
     for found, some in ((whole, np.full(len(labels), True)), (rows[1], part)):
         heavy = some if given is None else some & (given > 0)
         wanted = expected(labels[heavy], outputs[heavy], None if given is None else given[heavy])
@@ -215,7 +215,7 @@ def test_of_numbers(numbers, offset, weights):
 def test_of_equal_numbers_nothing_is_explained_unless_all_are_met(away):
     labels = np.full(50, 1e6 + 1 / 3)
     task = Regression(target(np.arange(3.0)))
-    found = measured(Objective(task), InHalves(labels, labels[:, np.newaxis] + away))
+    found = measure_predictions(Objective(task), InHalves(labels, labels[:, np.newaxis] + away))
     assert found["metrics"]["r2_score"] == 1 - away
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from flotilla.trainer.config.schema import TaskConfig
 from flotilla.trainer.config.thresholds import ChampionRule
 from flotilla.trainer.evaluation.comparison import Opponents, compare
-from flotilla.trainer.evaluation.slices import sliced
+from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks import registry
 from flotilla.trainer.tasks.objective import Objective
@@ -76,7 +76,7 @@ def test_a_slice_is_an_evaluation_of_its_own():
     labels, outputs, columns = case()
     half = {**columns, "half": np.arange(len(labels)) % 2}
     task = task_of(labels)
-    rows = sliced(Objective(task), InParts(labels, outputs, **half), {"half": ()})["half"]
+    rows = slice_metrics(Objective(task), InParts(labels, outputs, **half), {"half": ()})["half"]
     for number, row in enumerate(rows):
         chosen = half["half"] == number
         own = {name: each[chosen] for name, each in columns.items()}
@@ -89,7 +89,9 @@ def test_a_slice_is_an_evaluation_of_its_own():
 def test_what_a_slice_does_not_define_is_no_number():
     labels, outputs, columns = case(count=4)
     task = task_of(np.array([0, 1]))
-    rows = sliced(Objective(task), InParts(labels * 0, outputs, **columns, a=labels * 0), {"a": ()})
+    rows = slice_metrics(
+        Objective(task), InParts(labels * 0, outputs, **columns, a=labels * 0), {"a": ()}
+    )
     values = rows["a"][0]["metrics"]
     undefined = ("recall_at_3", "recall_at_10", "ndcg", "query_auc")
     assert {values[name] for name in undefined} == {None}

@@ -60,7 +60,7 @@ class ImageFilesReader(Reader):
         for start in range(piece.start, stop, self._at_once):
             here = slice(start, min(start + self._at_once, stop))
             paths = self._paths[here]
-            others = [class_of(each) for each in paths] if other == LABEL else paths
+            others = [find_class(each) for each in paths] if other == LABEL else paths
             table = pa.table({uri: self._uris[here], other: others})
             numbers = np.arange(here.start, here.stop) - piece.start
             yield Rows(table.select(list(columns or self._columns)), numbers)
@@ -71,7 +71,7 @@ class ImageFilesReader(Reader):
         return piece.start + number + 1
 
 
-def class_of(path: str) -> str:
+def find_class(path: str) -> str:
     """Return the class of an image by its folder; raises `UserError` where it has none."""
     parts = path.split("/")
     if len(parts) < -_CLASS:
@@ -114,7 +114,7 @@ def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[s
     return list(files), {}
 
 
-def mixed(files: Sequence[SourceFile], seed: int) -> list[SourceFile]:
+def shuffle_files(files: Sequence[SourceFile], seed: int) -> list[SourceFile]:
     """Return files in an order that is drawn: in that of folders each class comes as a whole."""
     order = np.random.RandomState(seed).permutation(len(files))
     return sorted((files[at] for at in order), key=lambda file: file.split or SPLITS[0])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flotilla.trainer.data.files import text_values
-from flotilla.trainer.data.files.formats.decompression import opened_text
+from flotilla.trainer.data.files.formats.decompression import open_text
 from flotilla.trainer.data.files.formats.quotes import ESCAPE, QuoteSearch
 from flotilla.trainer.data.files.text_values import NUMBER
 from flotilla.trainer.runtime.errors import UserError
@@ -66,7 +66,7 @@ class _Record(NamedTuple):
     end: int
 
 
-def layout_of(path: Path) -> CsvLayout:
+def detect_layout(path: Path) -> CsvLayout:
     """Return how a file is laid out.
 
     Raises:
@@ -79,7 +79,7 @@ def layout_of(path: Path) -> CsvLayout:
 @lru_cache(maxsize=1024)
 def _layout_of(path: Path, size: int, changed: int) -> CsvLayout:
     del size, changed
-    with opened_text(path) as file:
+    with open_text(path) as file:
         head = file.read(_HEAD)
     start = 0
     while head.startswith(_BOM, start):

@@ -79,7 +79,7 @@ def is_compressed(path: Path) -> bool:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
+def open_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed.
 
     Raises:
@@ -102,13 +102,13 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def opened_text(path: Path) -> Iterator[IO[bytes]]:
+def open_text(path: Path) -> Iterator[IO[bytes]]:
     """Open a file of texts, decompressed, as UTF-8 if it is UTF-16.
 
     Raises:
         UserError: it is damaged, expands beyond all measure, or is no text.
     """
-    with opened(path) as file:
+    with open_file(path) as file:
         head = file.peek(_SAMPLE) if isinstance(file, io.BufferedReader) else b""
         for pattern, what in _FOREIGN.items():
             if re.match(pattern, head, re.DOTALL):
@@ -136,7 +136,7 @@ def _kind(patterns: dict[str, bytes], head: bytes) -> str:
 
 
 def position(file: Any) -> int:
-    """Return how many bytes of a file, as it is stored, were read for what `opened` yields.
+    """Return how many bytes of a file, as it is stored, were read for what `open_file` yields.
 
     It is 0 once that is closed.
     """
@@ -147,11 +147,11 @@ def position(file: Any) -> int:
 
 
 def bytes_read(file: Any) -> int:
-    """Return how many bytes were read of what `opened` yields, decompressed."""
-    return expanded(file) or position(file)
+    """Return how many bytes were read of what `open_file` yields, decompressed."""
+    return count_expanded(file) or position(file)
 
 
-def expanded(file: Any) -> int:
+def count_expanded(file: Any) -> int:
     """Return how many bytes were read of a compressed file, decompressed; 0 of any other."""
     return int(getattr(getattr(file, "raw", None), "expanded", 0))
 

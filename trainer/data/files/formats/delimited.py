@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
-from flotilla.trainer.data.files.formats.csv_layout import CsvLayout, layout_of
+from flotilla.trainer.data.files.formats.csv_layout import CsvLayout, detect_layout
 from flotilla.trainer.data.files.formats.decompression import (
-    expanded,
+    count_expanded,
     is_whole,
-    opened_text,
+    open_text,
     position,
 )
 from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
@@ -44,18 +44,18 @@ class CsvReader(Reader):
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the columns by the header; one without a name is left out."""
-        return tuple(filter(None, layout_of(path).names))
+        return tuple(filter(None, detect_layout(path).names))
 
     def notes(self, path: Path) -> tuple[str, ...]:
         """Return what is noteworthy of how the file is laid out."""
-        return layout_of(path).notes
+        return detect_layout(path).notes
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
         """Cut where a record ends for certain; a file whose quotes are in doubt stays whole."""
         # A backslash or a quote of another kind is not counted.
         if path.stat().st_size < 2 * size or is_whole(path):
             return [(0, END)]
-        layout = layout_of(path)
+        layout = detect_layout(path)
         if layout.escape or layout.quote != _QUOTE.decode():
             return [(0, END)]
         with path.open("rb") as file:
@@ -69,7 +69,7 @@ class CsvReader(Reader):
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
         """Yield the records; one with too few or too many values is broken."""
-        layout = layout_of(path)
+        layout = detect_layout(path)
         skipped: list[int] = []
 
         def skip(row: Any) -> str:
@@ -97,9 +97,9 @@ class CsvReader(Reader):
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the line where a record begins: values with newlines take several."""
-        layout = layout_of(path)
+        layout = detect_layout(path)
         start = max(piece.start, layout.start)
-        with opened_text(path) as file:
+        with open_text(path) as file:
             line = 1 + _newlines(file, start)
             text = io.TextIOWrapper(file, encoding="utf-8", errors="replace", newline="")
             records = csv.reader(
@@ -202,14 +202,14 @@ def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[
         return counted - before
 
     if is_whole(path):
-        with opened_text(path) as file:
+        with open_text(path) as file:
             file.read(start)
             parsed = 0
 
             def read(block: int) -> int:
                 nonlocal parsed
                 parsed += block
-                ahead = expanded(file)
+                ahead = count_expanded(file)
                 return until(round(position(file) * min(parsed / ahead if ahead else 1.0, 1.0)))
 
             yield pa.PythonFile(file, mode="r"), read
@@ -258,7 +258,7 @@ def _unreadable(path: Path, layout: CsvLayout, error: Exception) -> UserError:
 
 
 def _first_not_unicode(path: Path, layout: CsvLayout) -> str:
-    with opened_text(path) as file:
+    with open_text(path) as file:
         lines = file if layout.newline == b"\n" else iter(file.read().split(layout.newline))
         for number, line in enumerate(lines, 1):
             try:

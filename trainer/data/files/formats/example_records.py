@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import tensorflow as tf
 
-from flotilla.trainer.data.files.formats.decompression import bytes_read, opened, position
+from flotilla.trainer.data.files.formats.decompression import bytes_read, open_file, position
 from flotilla.trainer.data.files.formats.raw_rows import (
     END,
     Broken,
@@ -19,7 +19,7 @@ from flotilla.trainer.data.files.formats.raw_rows import (
     Reader,
     Rows,
     blocks,
-    columns_of,
+    list_keys,
 )
 from flotilla.trainer.data.tfrecords import DamagedError, records
 from flotilla.trainer.runtime.errors import UserError
@@ -72,7 +72,7 @@ class ExampleReader(Reader):
                 else:
                     examples.append(example)
                     numbers.append(number)
-            names = columns or columns_of(path, examples)
+            names = columns or list_keys(path, examples)
             arrays = {
                 name: _array(path, name, [each.get(name) for each in examples]) for name in names
             }
@@ -126,7 +126,7 @@ def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
 
 
 def _records(path: Path, on_open: Callable[[Any], None] = lambda _file: None) -> Iterator[bytes]:
-    with opened(path) as file:
+    with open_file(path) as file:
         on_open(file)
         try:
             yield from records(file)

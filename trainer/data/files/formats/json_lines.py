@@ -22,7 +22,7 @@ from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.formats.decompression import (
     bytes_read,
     is_whole,
-    opened_text,
+    open_text,
     position,
 )
 from flotilla.trainer.data.files.formats.raw_rows import (
@@ -32,7 +32,7 @@ from flotilla.trainer.data.files.formats.raw_rows import (
     Reader,
     Rows,
     blocks,
-    columns_of,
+    list_keys,
 )
 from flotilla.trainer.runtime.errors import UserError
 
@@ -118,14 +118,14 @@ class JsonReader(Reader):
                     broken(number, found)
             positions.append(position(files[0]) or end)
             size = positions[-1] - positions[-2]
-            names = columns or columns_of(path, records)
+            names = columns or list_keys(path, records)
             yield replace(_rows(records, numbers, names), size=size)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the line; of objects in a list, or over several lines, which one it is."""
         if not piece.start:
             return 1 + number
-        with opened_text(path) as file:
+        with open_text(path) as file:
             return 1 + number + sum(1 for _ in _bounded(file, 0, piece.start))
 
 
@@ -146,7 +146,7 @@ def _rows(
 
 def _text(value: Any) -> str | None:
     if isinstance(value, float):
-        return text_values.text_of(value)
+        return text_values.format_float(value)
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
@@ -174,7 +174,7 @@ def _records(
 
 def _has_lines(path: Path) -> bool:
     """Say whether there is one object a line, by the first line."""
-    with opened_text(path) as file:
+    with open_text(path) as file:
         head = file.read(_CHUNK).removeprefix(_BOM).lstrip()
     line = head.partition(b"\n")[0].rstrip()
     return not (re.match(rb"\[\s*[{\]]", head) or (head[:1] == b"{" and line[-1:] in b"{[,:"))
@@ -201,7 +201,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
     """Yield the objects of a list, or those that are one after the other, a chunk at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text, at, count, more = "", 0, 0, True
-    with opened_text(path) as file:
+    with open_text(path) as file:
         on_open(file)
 
         def longer() -> str:
@@ -286,7 +286,7 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 def _lines(path: Path, piece: Piece, on_open: OnOpen) -> Iterator[bytes]:
-    with opened_text(path) as file:
+    with open_text(path) as file:
         on_open(file)
         for line in _bounded(file, piece.start, piece.stop):
             if len(line) > _LONGEST:

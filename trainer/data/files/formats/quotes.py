@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from flotilla.trainer.data.files.formats.decompression import opened_text
+from flotilla.trainer.data.files.formats.decompression import open_text
 from flotilla.trainer.data.files.text_values import NUMBER
 
 ESCAPE = "\\"
@@ -80,7 +80,7 @@ class QuoteSearch:
         return re.compile(re.sub(rb"<([qd])>", lambda found: names[found[1]], whole), re.DOTALL)
 
     def _chunks(self, *, whole_lines: bool) -> Iterator[bytes]:
-        with opened_text(self.path) as file:
+        with open_text(self.path) as file:
             file.read(self.start)
             while chunk := file.read(_CHUNK):
                 yield chunk + (file.readline() if whole_lines else b"")
@@ -92,7 +92,7 @@ class QuoteSearch:
 
     def _values(self, pattern: re.Pattern[bytes]) -> Iterator[tuple[int, bytes, re.Match[bytes]]]:
         """Yield the quoted values: the row, and the match with what it is in."""
-        with opened_text(self.path) as file:
+        with open_text(self.path) as file:
             row = 1 + file.read(self.start).count(self.newline)
             buffer, done, data = b"", 0, b" "
             while data:
@@ -159,7 +159,7 @@ class QuoteSearch:
 
     def _stray(self, within: Mapping[int, int]) -> int:
         """Return a row with more backslashes than are in its quotes; 0 for none."""
-        with opened_text(self.path) as file:
+        with open_text(self.path) as file:
             row = 1 + file.read(self.start).count(self.newline)
             for at, line in enumerate(file, row):
                 if line.count(b"\\") > within.get(at, 0):

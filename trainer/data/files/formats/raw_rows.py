@@ -55,7 +55,7 @@ class Rows:
     size: int = 0
 
 
-def columns_of(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
+def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of some records.
 
     Raises:

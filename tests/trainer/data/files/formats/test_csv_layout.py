@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from flotilla.trainer.data.files.formats import quotes
-from flotilla.trainer.data.files.formats.csv_layout import _check, layout_of
+from flotilla.trainer.data.files.formats.csv_layout import _check, detect_layout
 from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.raw_rows import Piece
 from flotilla.trainer.runtime.errors import UserError
@@ -85,7 +85,7 @@ def test_texts_of_two_bytes_are_read(tmp_path: Path, encoding: str) -> None:
         assert len(rows) == 30
         assert rows[1]["word"] == "größe"
         assert not broken
-    assert layout_of(tmp_path / "t.csv").names == ("n", "word", "kind")
+    assert detect_layout(tmp_path / "t.csv").names == ("n", "word", "kind")
 
 
 def test_what_is_compressed_is_known_by_its_content(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_names_of_rows_are_an_index(tmp_path: Path) -> None:
         found, broken = table(tmp_path, f"{head}\n{rows}")
         assert found[2] == {"n": "2", "kind": "a"}
         assert not broken
-        assert "left out as an index" in layout_of(tmp_path / "t.csv").notes[0]
+        assert "left out as an index" in detect_layout(tmp_path / "t.csv").notes[0]
     again = ",n,kind\n" + "5,1,a\n" * 3
     assert refusal(tmp_path, again) == "data.source: FILE, row 1 has no name for column 1; name it"
 
@@ -126,8 +126,8 @@ def test_spaces_quotes_of_another_kind_and_lines_of_markdown(tmp_path: Path) -> 
 )
 def test_names_that_are_numbers_are_said(tmp_path: Path, head: str, is_odd: bool) -> None:
     table(tmp_path, f"{head}\n" + "1,2,b\n2,3,c\n" * 9)
-    assert [each for each in layout_of(tmp_path / "t.csv").notes if "are numbers" in each] == [
-        each for each in layout_of(tmp_path / "t.csv").notes if is_odd
+    assert [each for each in detect_layout(tmp_path / "t.csv").notes if "are numbers" in each] == [
+        each for each in detect_layout(tmp_path / "t.csv").notes if is_odd
     ]
 
 
@@ -207,7 +207,7 @@ def test_a_quote_that_would_take_rows_is_a_letter_where_rows_are_right_then(
     assert len(found) == 300
     assert not broken
     assert found[int(next(iter(rows))[3:])]["title"] == next(iter(rows.values())).split(",")[1]
-    assert layout_of(tmp_path / "t.csv").notes[0].startswith(where)
+    assert detect_layout(tmp_path / "t.csv").notes[0].startswith(where)
     # A value in quotes says that quotes are none.
     line = refusal(tmp_path, titles(**rows, row5='5,"a, b",a'))
     assert line.startswith(f"data.source: FILE, {where}")
@@ -255,7 +255,7 @@ def test_what_a_column_holds_is_found_once_for_all_quoted_values(tmp_path: Path)
     path = tmp_path / "t.csv"
     path.write_text(f"n,text\n{rows}")
     with patch.object(quotes, "_typical", wraps=quotes._typical) as typical:
-        assert layout_of(path).names == ("n", "text")
+        assert detect_layout(path).names == ("n", "text")
     assert typical.call_count == 2
 
 
