@@ -64,7 +64,7 @@ def main() -> None:
     )
     # What is not taken keeps its first values.
     recovery.restore = lambda *_, **__: None
-    recovery.resumed = lambda _found, variables, _training: variables
+    recovery.select_resumed = lambda _found, variables, _training: variables
     begins = recovery.Recovery(config, strategy, checkpoints)
     found = begins.begins_at(checkpoint if spec["saved"] >= 0 else None)
     strategy.build(problem(config, layers=spec["layers"]))

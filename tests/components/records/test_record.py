@@ -149,7 +149,7 @@ def test_a_full_disk_is_one_line_wherever_a_stage_writes(emitted, capsys, monkey
 
     monkeypatch.setattr(record.tempfile, "gettempdir", lambda: "/t")
     # No frame of the error is in a file of the user.
-    monkeypatch.setattr(record, "traceback_of", lambda _error: "")
+    monkeypatch.setattr(record, "find_traceback", lambda _error: "")
     with pytest.raises(SystemExit) as ended:
         tried("check_gate", "", work)
     assert ended.value.code == 1

@@ -13,7 +13,7 @@ from rich.text import Text
 from flotilla.pipelines.cli.display import (
     Terminal,
     closing_table,
-    displayed,
+    escape_controls,
     mark,
     runs_table,
     show_result,
@@ -252,7 +252,7 @@ class TestTerminal:
         assert "flotilla: blessed [/] [red]b[/red]\\" in console.file.getvalue()
 
     def test_colours_stay_at_their_words_where_a_text_has_escapes(self):
-        line = displayed(Text.assemble("\x1b\n", ("refused", "red"), " x"))
+        line = escape_controls(Text.assemble("\x1b\n", ("refused", "red"), " x"))
         [span] = line.spans
         assert line.plain[span.start : span.end] == "refused"
 

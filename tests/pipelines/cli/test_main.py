@@ -111,10 +111,10 @@ def test_a_closed_terminal_is_a_request_to_end_and_no_end_leaves_a_temporary_fil
     program = (
         "import os, signal, sys, tempfile, time\n"
         "from flotilla.pipelines.cli.__main__ import _catch, _own_temporary\n"
-        "from flotilla.trainer.runtime.signals import on_interrupt\n"
+        "from flotilla.trainer.runtime.signals import handle_interrupts\n"
         "_catch()\n_own_temporary()\n"
         "open(os.path.join(tempfile.mkdtemp(), 'half'), 'w').close()\n"
-        "with on_interrupt(lambda: sys.exit(3)):\n"
+        "with handle_interrupts(lambda: sys.exit(3)):\n"
         f"    {end}\n"
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}

@@ -129,5 +129,5 @@ def test_the_page_of_a_model_has_a_program_that_can_be_copied(capsys, monkeypatc
     assert app.called(["models", "show", "m"]) == 0
     program = programs("/m", OF_MODEL)["Keras"]
     assert f"\nIn Python:\n\n{program}\n" in capsys.readouterr().out
-    assert "{'mood': keras.ops.softmax(outputs['mood']), 'age': outputs['age'] * 9.0" in program
+    assert '{"mood": keras.ops.softmax(outputs["mood"]), "age": outputs["age"] * 9.0' in program
     compile(program, "program", "exec")

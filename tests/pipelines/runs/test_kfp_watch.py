@@ -153,7 +153,7 @@ def test_a_reader_that_goes_away(instance, calling, remote):
 def test_records_that_cannot_be_read_for_now_are_read_later(monkeypatch):
     record, now = object(), [0.0]
     found = [None, {"train_model": record}]
-    monkeypatch.setattr(kfp_watch, "doing_of", lambda _client, _run: found.pop(0))
+    monkeypatch.setattr(kfp_watch, "find_running_stages", lambda _client, _run: found.pop(0))
     monkeypatch.setattr(kfp_watch.time, "monotonic", lambda: now[0])
     step = Step(name="train_model", state="RUNNING", began=None, ended=None)
     run = RemoteRun(

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from flotilla.pipelines.runs.local import with_full_disk
+from flotilla.pipelines.runs.local import add_full_disk
 from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
 from flotilla.trainer.events import RunBegin, WarmStart
 from flotilla.trainer.events.run_state import reduce_events
@@ -204,12 +204,12 @@ def test_a_full_disk_is_named(disk):
     with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
         while True:
             filler.write(b"." * 4096)
-    answer = with_full_disk(FAILED, disk)
+    answer = add_full_disk(FAILED, disk)
     assert answer.message == f"train_model: killed; there is no space left at {disk}"
     assert (answer.status, answer.exit_code) == ("failed", 1)
     done = RunResult(status="done", exit_code=0, message="", steps=())
-    assert with_full_disk(done, disk) == done
+    assert add_full_disk(done, disk) == done
 
 
 def test_a_disk_with_room_is_no_reason(disk):
-    assert with_full_disk(FAILED, disk) == FAILED
+    assert add_full_disk(FAILED, disk) == FAILED

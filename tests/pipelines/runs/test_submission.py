@@ -211,10 +211,10 @@ def test_words_of_the_instance_are_printed_unchanged(instance, remote):
 # What the process of a step does first, on another machine.
 STEP = """
 import json, sys
-from flotilla.trainer.code.bundle import configured
+from flotilla.trainer.code.bundle import load_bundle
 from flotilla.trainer.config.form import from_form
 from flotilla.trainer.runtime import user_code
-config = configured(from_form(json.loads(sys.stdin.read())).model_dump_json())
+config = load_bundle(from_form(json.loads(sys.stdin.read())).model_dump_json())
 print(user_code.import_module(config.model.name.partition(":")[0]).NAME)
 """
 

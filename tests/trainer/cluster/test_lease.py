@@ -363,7 +363,7 @@ def test_what_was_given_back_stays_for_a_day(uri, clock):
 HOLD = """
 import sys
 from flotilla.trainer.cluster import lease
-with lease.held(sys.argv[1], "digits-1"):
+with lease.hold_lease(sys.argv[1], "digits-1"):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -532,7 +532,7 @@ import sys
 from flotilla.trainer.cluster import lease
 from flotilla.trainer.runtime.errors import RunInterruptedError
 try:
-    with lease.held(sys.argv[1], "digits-2"):
+    with lease.hold_lease(sys.argv[1], "digits-2"):
         print("held", flush=True)
 except RunInterruptedError as error:
     print(error)

@@ -22,7 +22,7 @@ def noisy(much):
 
 
 def judged(monkeypatch, own, *found):
-    monkeypatch.setattr(baseline, "baselines_of", lambda *_: list(found))
+    monkeypatch.setattr(baseline, "fit_baselines", lambda *_: list(found))
     objective = Objective(Classification(target(CLASS, num_classes=CLASSES)))
     return baseline.judge_baselines(objective, InParts(CLASS, own), None)
 
@@ -77,7 +77,7 @@ def test_one_of_two_classes_decides_by_its_own_threshold(monkeypatch):
     rows = []
     for validation in (None, answers):
         simple = Baseline(name="linear", outputs=low, validation=validation)
-        monkeypatch.setattr(baseline, "baselines_of", lambda *_, found=simple: [found])
+        monkeypatch.setattr(baseline, "fit_baselines", lambda *_, found=simple: [found])
         rows += baseline.judge_baselines(objective, InParts(yes, -low), None)
     assert rows[0]["metrics"]["recall"] == 0
     assert rows[1]["metrics"]["f1"] > 0.9
@@ -93,7 +93,7 @@ def test_what_fails_is_skipped(monkeypatch):
     def fails(*_):
         raise MemoryError("no\nmemory")
 
-    monkeypatch.setattr(baseline, "measured", fails)
+    monkeypatch.setattr(baseline, "measure_predictions", fails)
     (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", outputs=noisy(0.5)))
     assert found["skipped"].startswith("MemoryError: no (")
     assert (found["metrics"], found["beats"]) == ({}, False)

@@ -109,7 +109,7 @@ def test_examples_a_second_are_those_that_the_workers_counted() -> None:
 def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked() -> None:
     page = Page(report.render(BLESSED))
     assert "flotilla predict --workdir /r digits@3 FILE" in page.words
-    assert "folder = '/r/digits-1/model/step-5'" in page.text
+    assert 'folder = "/r/digits-1/model/step-5"' in page.text
     assert "answers = keras.ops.softmax(outputs)" in page.text
     links = [value for name, value in page.attributes if name == "href"]
     assert links == ["file:///r/digits-1/model/step-5"], "no browser opens a bucket"

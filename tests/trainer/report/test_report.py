@@ -250,7 +250,7 @@ def test_a_rule_whose_rounded_values_look_equal_is_still_clear() -> None:
 @pytest.mark.parametrize("time", [math.nan, math.inf, 1e300, None, "today", True])
 def test_an_incident_at_no_time(time: Any) -> None:
     page = Page(report.render({"incidents": [{"event": "restart", "time": time}]}))
-    assert page.words[-3] == report.formatted(time)
+    assert page.words[-3] == report.format_value(time)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_numbers(value: object, text: str) -> None:
-    assert report.formatted(value) == text
+    assert report.format_value(value) == text
 
 
 _plain = st.recursive(

@@ -205,7 +205,7 @@ ROUNDS = 20
 # The other threads are awake, as those of a supervisor may be, and could receive a signal.
 WAITING = """
 import os, queue, select, threading
-from flotilla.trainer.runtime.signals import on_interrupt
+from flotilla.trainer.runtime.signals import handle_interrupts
 
 def turn():
     while True:
@@ -214,7 +214,7 @@ def turn():
 interrupts, (reader, _) = queue.SimpleQueue(), os.pipe()
 for _ in range(6):
     threading.Thread(target=turn, daemon=True).start()
-with on_interrupt(lambda: interrupts.put(None)):
+with handle_interrupts(lambda: interrupts.put(None)):
     while True:
         print("ready", flush=True)
         interrupts.get()

@@ -81,7 +81,7 @@ def test_what_nobody_has_taken_gets_its_values(built):
 def test_slots_of_rows_are_known_by_their_initializer(built):
     strategy = built((0,))
     table, *_ = strategy.model.trainable_variables
-    ((_, first),) = parameter_server.table_state.slots_of(strategy.optimizer, table)
+    ((_, first),) = parameter_server.table_state.list_slots(strategy.optimizer, table)
     assert first == 0.25
 
 

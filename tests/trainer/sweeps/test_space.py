@@ -11,10 +11,10 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.sweeps.space import (
     automatic,
-    config_of,
     corners,
     draw_trials,
     grid,
+    make_config,
     parse_space,
 )
 
@@ -34,7 +34,7 @@ def test_one_value_is_set_for_all_and_commas_in_brackets_belong_to_a_value():
     given = ["training.steps=70", "model.args={hidden_units: [10, 20]},{hidden_units: [30]}"]
     found = parse_space(Config(), given)
     assert found.base.training.steps == 70
-    configs = [config_of(found.base, each) for each in grid(found)]
+    configs = [make_config(found.base, each) for each in grid(found)]
     assert [each.model.args for each in configs] == [
         {"hidden_units": [10, 20]},
         {"hidden_units": [30]},

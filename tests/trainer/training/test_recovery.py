@@ -59,7 +59,7 @@ def led(strategy, state, variables):
 @pytest.fixture
 def begin(monkeypatch):
     """Let an attempt of 1500 steps begin after servers were lost at 510; return what came of it."""
-    monkeypatch.setattr(recovery, "resumed", lambda _found, given, _training: dict(given))
+    monkeypatch.setattr(recovery, "select_resumed", lambda _found, given, _training: dict(given))
 
     def begun(  # noqa: PLR0913
         tree=None,

@@ -31,7 +31,7 @@ def logs(monkeypatch):
             raise InstanceError(f"{pod} not found", 404)
         return served[pod]
 
-    monkeypatch.setattr(kfp, "log_of", log_of)
+    monkeypatch.setattr(kfp, "read_log", log_of)
     return served
 
 

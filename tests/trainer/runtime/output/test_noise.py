@@ -48,7 +48,7 @@ def test_each_pattern_has_its_source():
 PROGRAM = """
 import os, sys
 from flotilla.trainer.runtime.output import noise
-with noise.filtered():
+with noise.filter_output():
     os.write(2, b"INFO:tensorflow:Assets written to: x\\n")
     os.write(2, b"a word\\n")
     if sys.argv[1:]:
