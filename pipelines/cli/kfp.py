@@ -288,10 +288,24 @@ def reschedule(
 def unschedule(
     instance: Instance,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the schedule.")],
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="Cancel its active runs, in place of waiting for them.")
+    ] = False,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not wait for its active runs, which may be lost.")
+    ] = False,
 ) -> Answer:
-    """Remove a schedule from a KFP instance; its runs stay."""
+    """Remove a schedule from a KFP instance, once its active runs have ended."""
     from flotilla.pipelines.runs import schedule as scheduling
 
-    removed = scheduling.unschedule(instance.access(), name)
+    if cancel and now:
+        raise ConfigError("--now waits for no run, and --cancel does: leave one out")
+
+    def detached() -> tuple[str, str]:
+        left = "is disabled if that was said, and is not removed: repeat the command later"
+        return f"interrupted; schedule {name} {left}", ""
+
+    with detaching(detached):
+        removed = scheduling.unschedule(instance.access(), name, say, cancel=cancel, now=now)
     say(f"schedule {name} was removed")
     return Answer(more={"schedule": {"name": name, "removed": removed}})

@@ -174,6 +174,7 @@ def cancel(
 
 def _cancel_remote(client: Client, run: str) -> Cancellation:
     from flotilla.pipelines.runs.kfp_client import InstanceError, ask
+    from flotilla.pipelines.runs.kfp_outcome import WORKFLOW_GONE
     from flotilla.pipelines.runs.kfp_run import find_run
     from flotilla.pipelines.runs.kfp_watch import command
 
@@ -185,6 +186,8 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
         except InstanceError as error:
             # So an instance refuses to end a run twice: it has begun to end, or has ended.
             remote = find_run(client, remote.run_id)
+            if remote.state == "CANCELING" and "not found" in str(error):
+                raise UserError(f"run {remote.run_id}: {WORKFLOW_GONE}") from None
             if error.status != _REFUSED or not (remote.has_ended or remote.state == "CANCELING"):
                 raise
     message = f"run {remote.run_id} has already ended: {remote.state.lower()}"

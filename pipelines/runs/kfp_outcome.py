@@ -28,7 +28,7 @@ from flotilla.components.table import (
     find_step,
     find_step_of_stage,
 )
-from flotilla.pipelines.runs.kfp_client import Client, InstanceError, one_line
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, one_line
 from flotilla.pipelines.runs.kfp_nodes import Nodes, Pod, Step, read_log, read_object
 from flotilla.pipelines.runs.kfp_run import RemoteRun
 from flotilla.pipelines.runs.outcome import RunResult, join_reasons
@@ -61,6 +61,12 @@ class _Published:
         return self.records.get(step)
 
 
+WORKFLOW_GONE = (
+    "its Workflow was deleted with its pods, and the instance will never say that it has ended: "
+    "archive and delete the run in the user interface, and start it again by `flotilla submit`"
+)
+
+
 def judge_run(client: Client, run: RemoteRun) -> RunResult:
     """Return the result of a run, or how far it has come."""
     published = _published(client, run.at) if run.steps or run.has_ended else _Published()
@@ -69,8 +75,8 @@ def judge_run(client: Client, run: RemoteRun) -> RunResult:
         status, code, message = _ended(client, run, published, rows)
     else:
         status, code, message = "running", DONE, _obstacle(run)
-        if run.impasse:
-            status, code, message = "failed", FAILED, run.impasse
+        if words := run.impasse or _explain_loss(client, run):
+            status, code, message = "failed", FAILED, words
     return RunResult(
         run_id=run.run_id,
         status=status,
@@ -91,6 +97,40 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
     rows = _rows(run, published)
     at = {step.name: rows[step.name][-1] for step in run.steps if step.state == "RUNNING"}
     return {name: record for name, record in at.items() if published.of(record.step)}
+
+
+def _explain_loss(client: Client, run: RemoteRun) -> str:
+    """Return what became of a run whose end nobody reports, as its Workflow is gone; or nothing.
+
+    The instance keeps what was reported last. A schedule that is deleted takes its Workflows away.
+    """
+    is_scheduled = bool(run.schedule_id) and _is_deleted(client, run.schedule_id)
+    if not is_scheduled and run.state != "CANCELING":
+        return ""
+    logs = [_has_log(client, run, pod) for pod in run.nodes.pods if pod.state == "RUNNING"]
+    if True in logs:
+        return ""
+    if is_scheduled:
+        return f"its schedule {run.schedule_id} was deleted: {WORKFLOW_GONE}"
+    is_gone = bool(logs) and not any(each is None for each in logs)
+    return f"its pods are gone; unless it ends within minutes, {WORKFLOW_GONE}" if is_gone else ""
+
+
+def _is_deleted(client: Client, schedule_id: str) -> bool:
+    try:
+        ask(client.get_recurring_run, schedule_id)
+    except InstanceError as error:
+        return error.status == _ABSENT
+    return False
+
+
+def _has_log(client: Client, run: RemoteRun, pod: Pod) -> bool | None:
+    """Return whether a pod has a log; None where none can be read from here."""
+    try:
+        read_log(client, run.run_id, run.created, pod.name)
+    except InstanceError as error:
+        return False if error.status == _ABSENT else None
+    return True
 
 
 def _obstacle(run: RemoteRun) -> str:

@@ -30,6 +30,7 @@ class RemoteRun:
         state: KFP's own word; CANCELED also of a run that was terminated, which KFP calls FAILED.
         at: URI below which its steps publish; empty where that is not known.
         impasse: why it cannot continue although it has not ended, or empty.
+        schedule_id: of the recurring run that started it, or empty.
         doing: the stage that a step is at, by the step, as far as its record is known.
     """
 
@@ -42,6 +43,7 @@ class RemoteRun:
     at: str = ""
     nodes: Nodes = field(default_factory=Nodes)
     impasse: str = ""
+    schedule_id: str = ""
     doing: Mapping[str, StepRecord] = field(default_factory=dict)
 
     @property
@@ -88,6 +90,7 @@ def view(run: Any, nodes: Nodes | None = None) -> RemoteRun:
         error=said or nodes.message,
         at=_published_at(run, nodes),
         nodes=nodes,
+        schedule_id=str(run.recurring_run_id or ""),
     )
 
 

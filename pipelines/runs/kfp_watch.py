@@ -68,12 +68,11 @@ def follow(
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
     """Return the run once it has ended or cannot go on, as `follow` does; raises `UserError`."""
-    failing: float | None = None
-    obstacles, stages = _Obstacles(on_note), _Stages(client)
+    outage, obstacles, stages = Outage(on_note), _Obstacles(on_note), _Stages(client)
     while True:
         try:
             run = refresh_run(client, run_id)
-            failing = None
+            outage.end()
             on_change(stages.look(run))
             if run.has_ended:
                 return run
@@ -83,14 +82,31 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
                     run, impasse=f"{words}; the run is left as it is, cancel it: {cancel}"
                 )
         except InstanceError as error:
-            now = time.monotonic()
-            if failing is None:
-                failing = now
-                on_note(f"no news of the run: {error}")
-            if not error.passing or now - failing >= RETRY_SECONDS:
+            if not outage.may_pass(error):
                 again = command(client.access, "status", run_id)
                 raise UserError(f"{error}; the run continues without us, see: {again}") from None
         time.sleep(LOOK_SECONDS)
+
+
+class Outage:
+    """How long an instance has not answered."""
+
+    def __init__(self, on_note: OnNote) -> None:
+        """Take what is called with one line when it begins."""
+        self._on_note = on_note
+        self._since: float | None = None
+
+    def end(self) -> None:
+        """Note that the instance has answered."""
+        self._since = None
+
+    def may_pass(self, error: InstanceError) -> bool:
+        """Note a failure, and return whether the next request may succeed."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._on_note(f"no news of the run: {error}")
+        return error.passing and now - self._since < RETRY_SECONDS
 
 
 class _Stages:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, tzinfo
 from pathlib import Path
@@ -27,8 +28,10 @@ from kfp_server_api import (
 
 from flotilla.pipelines import notebook
 from flotilla.pipelines.compile import read_defaults
+from flotilla.pipelines.runs import kfp_watch
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
+from flotilla.pipelines.runs.kfp_run import RemoteRun, view
 from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.settings import Settings
 from flotilla.pipelines.runs.submission import (
@@ -39,7 +42,7 @@ from flotilla.pipelines.runs.submission import (
     submission_of,
     with_code,
 )
-from flotilla.pipelines.runs.upload import Version, find_version, newest_version
+from flotilla.pipelines.runs.upload import NEWEST, Version, equals, find_version, newest_version
 from flotilla.pipelines.step_settings import check_image
 from flotilla.trainer.code.bundle import forget_schedule, note_schedule
 from flotilla.trainer.config.form import SETTINGS, from_form, to_form
@@ -135,7 +138,7 @@ def _known(part: str, place: int) -> str | None:
     return ",".join(map(str, sorted(getattr(read, values))[::every])) if every else None
 
 
-_ABSENT = 404
+_ABSENT, _REFUSED = 404, 400
 _INTERVAL = re.compile(r"(\d{1,9})([smhd]?)", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST = 366 * 86400
@@ -288,15 +291,17 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
         # The new one first: nothing is lost if the instance refuses it.
         schedule_id = str(_created(client, wanted).recurring_run_id)
         action = "was changed" if others else "was created"
+    removed, remarks = _replace(client, others, known_as, bundle)
     return Scheduled(
         name=submission.name,
         schedule_id=schedule_id,
         action=action,
         timing=words,
         next=upcoming,
-        removed=_delete(client, others, known_as, bundle),
+        removed=removed,
         existed=same is not None,
         version=version,
+        remarks=remarks,
     )
 
 
@@ -325,16 +330,18 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
         note_schedule(config.code, known_as)
     made = old if is_same else _created(client, wanted)
     when = _meaning(wanted)
+    replaced = others if is_same else [old, *others]
+    removed, remarks = _replace(client, replaced, known_as, config.code)
     return Scheduled(
         name=name,
         schedule_id=str(made.recurring_run_id),
         action="is there already" if is_same else "was made again",
         timing=f"cron {when['cron']!r}" if when["cron"] else f"every {when['interval']} s",
         next="",
-        removed=_delete(client, others if is_same else [old, *others], known_as, config.code),
+        removed=removed,
         existed=is_same,
         version=version,
-        remarks=describe_ignored(values),
+        remarks=(*describe_ignored(values), *remarks),
     )
 
 
@@ -380,10 +387,126 @@ def _created(client: Client, wanted: V2beta1RecurringRun) -> Any:
     return ask(create, recurring_run=wanted)
 
 
-def unschedule(access: Access, name: str) -> int:
-    """Remove every schedule of this name, and return how many; raises `ConfigError` without one."""
+def unschedule(
+    access: Access,
+    name: str,
+    on_note: Callable[[str], None],
+    *,
+    cancel: bool = False,
+    now: bool = False,
+) -> int:
+    """Remove every schedule of this name, and return how many; raises `ConfigError` without one.
+
+    KFP's Workflows are owned by their schedule: one that is deleted takes its active runs away,
+    whose end nobody reports then. So the schedule is disabled, its runs end, and it is deleted.
+
+    Args:
+        access: the instance.
+        name: of the schedules.
+        on_note: called with one line about each run that is waited for, or lost.
+        cancel: whether the active runs are cancelled.
+        now: whether not to wait, with what is lost by that.
+    """
     client = connect(access)
-    return _delete(client, _named(client, name), _known_as(access, name))
+    named = _named(client, name)
+    _disable(client, named)
+    if now:
+        for run in _active_runs(client, named):
+            on_note(
+                f"run {run.run_id} is active, and before KFP 2.16 it goes with its schedule: no "
+                "last checkpoint, no report, and no end of it in the instance"
+            )
+    else:
+        _wait_for_runs(client, named, on_note, cancel=cancel)
+    return _delete(client, named, _known_as(access, name))
+
+
+def _wait_for_runs(
+    client: Client, schedules: Sequence[Any], on_note: Callable[[str], None], *, cancel: bool
+) -> None:
+    """Return once no run of these schedules, which are disabled, is active."""
+    seen, outage = set[str](), kfp_watch.Outage(on_note)
+    while True:
+        try:
+            active = _active_runs(client, schedules)
+            outage.end()
+            for run in active:
+                if run.run_id not in seen:
+                    on_note(_describe_wait(client.access, run, cancel=cancel))
+                    if cancel:
+                        _terminate(client, run.run_id)
+                    seen.add(run.run_id)
+        except InstanceError as error:
+            if not outage.may_pass(error):
+                raise UserError(
+                    f"{error}; the schedule is disabled and not removed: repeat the command"
+                ) from None
+        else:
+            if not active:
+                return
+        time.sleep(kfp_watch.LOOK_SECONDS)
+
+
+def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
+    """Return the line about a run that has to end before its schedule is deleted."""
+    what = f"the schedule is disabled, and removed when its run {run.run_id} has ended"
+    if cancel:
+        return f"{what}, which is being cancelled"
+    by_hand = kfp_watch.command(access, "cancel", run.run_id)
+    return f"{what} ({run.state.lower()}); to end that: {by_hand}"
+
+
+def _terminate(client: Client, run_id: str) -> None:
+    try:
+        ask(client.terminate_run, run_id)
+    except InstanceError as error:
+        # It has ended, or is ending already.
+        if error.status != _REFUSED:
+            raise
+
+
+def _disable(client: Client, schedules: Sequence[Any]) -> None:
+    """Let schedules start no more runs; those that had begun to start are there on return."""
+    enabled = [each for each in schedules if _enabled(each)]
+    for each in enabled:
+        try:
+            ask(client.disable_recurring_run, each.recurring_run_id)
+        except InstanceError as error:
+            # Someone else has removed it, or its object in the cluster (a 500).
+            if error.status != _ABSENT and "not found" not in str(error):
+                raise
+    if enabled:
+        time.sleep(kfp_watch.LOOK_SECONDS)
+
+
+def _active_runs(client: Client, schedules: Sequence[Any]) -> list[RemoteRun]:
+    """Return the runs of schedules that have not ended."""
+    found: list[RemoteRun] = []
+    for each in schedules:
+        own = str(each.recurring_run_id)
+        named = {"experiment_id": each.experiment_id, "filter": equals("recurring_run_id", own)}
+        runs = map(view, pages(client.list_runs, "runs", sort_by=NEWEST, **named))
+        found += [run for run in runs if run.schedule_id == own and not run.has_ended]
+    return found
+
+
+def _replace(
+    client: Client, schedules: Sequence[Any], known_as: str, kept: str
+) -> tuple[int, tuple[str, ...]]:
+    """Remove schedules, but for those with active runs, which are disabled; see `unschedule`.
+
+    Returns how many were removed, and a remark about each that was not.
+    """
+    _disable(client, schedules)
+    active = {each.recurring_run_id: _active_runs(client, [each]) for each in schedules}
+    remarks = tuple(
+        f"the schedule of before ({key}) is disabled, and stays while its run {runs[0].run_id} is "
+        "active, which would go with it; the same command later removes it"
+        for key, runs in active.items()
+        if runs
+    )
+    idle = [each for each in schedules if not active[each.recurring_run_id]]
+    return _delete(client, idle, known_as, kept), remarks
 
 
 def _named(client: Client, name: str) -> list[Any]:
@@ -504,7 +627,12 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
     """Remove schedules, and that they refer to bundles other than `kept`; return how many."""
     for each in schedules:
         try:
-            ask(client.delete_recurring_run, each.recurring_run_id)
+            # Since KFP 2.16 this leaves a run that has begun nevertheless; before, it is ignored.
+            ask(
+                client.recurring_runs.recurring_run_service_delete_recurring_run,
+                each.recurring_run_id,
+                propagation_policy="ORPHAN",
+            )
         except InstanceError as error:
             # Someone else has removed it.
             if error.status != _ABSENT:

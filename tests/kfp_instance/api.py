@@ -174,10 +174,8 @@ def _create_experiment(instance: Instance, request: Request) -> Tree:
     return instance.store.create_experiment(request.sent)
 
 
-def _delete(instance: Instance, key: str, _request: Request) -> Tree:
-    found(instance.store.recurring, key, "recurring run")
-    del instance.store.recurring[key]
-    return {}
+def _delete(instance: Instance, key: str, request: Request) -> Tree:
+    return instance.store.delete_recurring(key, request.query.get("propagation_policy", ""))
 
 
 def _list_of(name: str, attribute: str) -> Handle:

@@ -1,5 +1,5 @@
 """The instance itself, for the tests of what it does."""
 
-from tests.kfp_instance.fixtures import compiled, instance, uploaded
+from tests.kfp_instance.fixtures import compiled, instance, remote, uploaded
 
-__all__ = ["compiled", "instance", "uploaded"]
+__all__ = ["compiled", "instance", "remote", "uploaded"]

@@ -49,6 +49,8 @@ class Store:
         self.pipeline_root = ""
         # Of the buckets of a store in the cluster: a folder, as a URI.
         self.disk = ""
+        # Whether a schedule may be deleted without its workflows: since 2.16.
+        self.leaves_orphans = True
         # What happens to a run: one of these at each look at it.
         self.play: list[Callable[[Workflow, Tree], None]] = []
         self._seconds = itertools.count()
@@ -150,6 +152,8 @@ class Store:
         _require(begun, INVALID, f"Failed to terminate a run {run_id}. Row not found")
         run["state"] = "CANCELING"
         self._note(run)
+        gone = f"Failed to terminate run {run_id} due to error terminating its workflow: not found"
+        _require(not self.workflows[run_id].is_gone, BROKEN, gone)
         return {}
 
     def _note(self, run: Tree) -> None:
@@ -172,6 +176,25 @@ class Store:
             made["service_account"] = body.get("service_account") or "pipeline-runner"
         self.recurring[made["recurring_run_id"]] = made
         return made
+
+    def fire(self, recurring_run_id: str) -> Tree:
+        """Start the next run of a schedule, as its controller does by the same API."""
+        each = self.recurring[recurring_run_id]
+        copied = ("runtime_config", "experiment_id", "pipeline_version_reference")
+        body = {key: each[key] for key in copied}
+        run = self.create_run({**body, "display_name": f"{each['display_name']}-{_id()[:5]}"})
+        run |= {"recurring_run_id": recurring_run_id, "state": "RUNNING"}
+        return run
+
+    def delete_recurring(self, recurring_run_id: str, propagation: str = "") -> Tree:
+        """Delete a schedule, and what it owns: its workflows with their pods. Rows of runs stay."""
+        found(self.recurring, recurring_run_id, "recurring run")
+        del self.recurring[recurring_run_id]
+        for run in self.runs.values():
+            is_left = self.leaves_orphans and propagation == "ORPHAN"
+            if run.get("recurring_run_id") == recurring_run_id and not is_left:
+                self.workflows[run["run_id"]].collect()
+        return {}
 
     def enable(self, recurring_run_id: str, on: bool) -> Tree:
         each = found(self.recurring, recurring_run_id, "recurring run")

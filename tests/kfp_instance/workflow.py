@@ -55,6 +55,7 @@ class Workflow:
         has_old_steps: whether each stage is a step, as in pipelines of before.
         logs: of the pods that are there; `archive`: of those that are gone.
         disk: URI of the folder with the buckets of a store that only the instance can read.
+        is_gone: whether the workflow was deleted; the API keeps what was reported last.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Workflow:
         self.archive: dict[str, str] = {}
         self.active_deadline: int | None = None
         self.pods_go = False
+        self.is_gone = False
         self.has_old_steps = False
         self._pipeline_root = pipeline_root or "minio://mlpipeline/v2/artifacts"
         self._storage_root = storage_root
@@ -192,6 +194,13 @@ class Workflow:
         """Let the hour pass after which the workflow and its pods are removed."""
         self.archive.update(self.logs)
         self.logs.clear()
+
+    def collect(self) -> None:
+        """Delete the workflow with its pods; a log is archived when its pod has ended."""
+        running = {pod_name(node) for node in self.nodes if node["phase"] == "Running"}
+        self.archive.update({pod: log for pod, log in self.logs.items() if pod not in running})
+        self.logs.clear()
+        self.is_gone = True
 
     def pod(self, step: str) -> str:
         return pod_name(self._last(step))
