@@ -196,8 +196,8 @@ class _Places:
         units = max(1, min(_UNITS, _MOST_UNITS // len(names)))
         x = keras.layers.EinsumDense(
             "abc,bcd->abd", (len(names), units), bias_axes="bd", activation="relu",
-            # About as many pieces are full as empty.
-            kernel_initializer=keras.initializers.RandomNormal(2 * most**-0.5),
+            # About half of the pieces are full; units of a mean that is not 0 would all be alike.
+            kernel_initializer=keras.initializers.RandomNormal(stddev=most**-0.5),
             name="flotilla_pieces",
         )(x)  # fmt: skip
         found = [keras.layers.Flatten(name="flotilla_numbers")(x)]

@@ -141,6 +141,12 @@ def test_each_value_of_few_is_a_piece_of_its_own():
     np.testing.assert_allclose(filled, [0, 0, 1, 1.5, 2], atol=1e-6)
 
 
+def test_units_of_a_column_begin_as_different_ones():
+    kernel = built("age", "rooms").get_layer("flotilla_pieces").kernel.numpy()
+    assert abs(kernel.mean()) < kernel.std() / 4
+    assert kernel.std() == pytest.approx(0.25, rel=0.25)
+
+
 def test_infinite_and_unseen_gaps_give_finite_outputs():
     model = registry.build(
         ModelConfig(name="tabular"), spec_of("age", age=quantiles_of(1, 2, 3)), 0
