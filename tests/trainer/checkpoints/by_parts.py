@@ -52,7 +52,7 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Par
     folder.mkdir()
     monkeypatch.chdir(folder)
     for module in (part_saver, servers):
-        monkeypatch.setattr(module, "server_of", number)
+        monkeypatch.setattr(module, "find_server", number)
     monkeypatch.setattr(servers, "server_device", lambda _: "/CPU:0")
     server = PartServer(folder, "ps-0")
     server.start()
