@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 
 from benchmarks.comparisons import Comparison, alternating
+from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.models.classifiers import outputs
-from flotilla.trainer.models.embedding_table import EmbeddingTable
 from flotilla.trainer.models.spec import InputSpec, scaled_input
 
 ROUNDS = 5

@@ -49,7 +49,7 @@ ELSEWHERE = {
     "trainer/data/tfrecords.py": ("tests/trainer/data/preparation/test_parts.py",),
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity.py",),
     "trainer/prediction": ("tests/trainer/prediction",),
-    "trainer/embeddings/table_shard.py": ("tests/trainer/models/test_embedding_table.py",),
+    "trainer/embeddings/table_shard.py": ("tests/trainer/embeddings/test_embedding_table.py",),
     "trainer/storage": ("tests/trainer/storage",),
     "trainer/strategies/in_graph.py": ("tests/cluster/test_equivalence.py",),
 }

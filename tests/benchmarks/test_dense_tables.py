@@ -10,7 +10,7 @@ from clicks_large import PART, Clickstream
 from benchmarks import dense_tables
 from flotilla.trainer import storage
 from flotilla.trainer.data.prepare import prepare
-from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.models.two_tower import two_tower_ranker
 

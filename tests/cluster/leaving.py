@@ -21,8 +21,8 @@ from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckp
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import from_tf_config
+from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
-from flotilla.trainer.models.embedding_table import EmbeddingTable
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.strategies import placement
 from flotilla.trainer.strategies.strategy import Problem, create

@@ -22,7 +22,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import contents
 from flotilla.trainer.checkpoints.contents import PREFIX
-from flotilla.trainer.models.embedding_table import may_lack
+from flotilla.trainer.embeddings.embedding_table import may_lack
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import PASSING
 from flotilla.trainer.storage.retry import retry_until_deadline

@@ -24,8 +24,8 @@ from flotilla.trainer.checkpoints.contents import PREFIX
 from flotilla.trainer.checkpoints.index import KIND
 from flotilla.trainer.checkpoints.servers import PartServers
 from flotilla.trainer.config.model import CHAMPION, KERAS, InitialWeights, initial_weights
+from flotilla.trainer.embeddings.embedding_table import may_lack
 from flotilla.trainer.models import keras_file
-from flotilla.trainer.models.embedding_table import may_lack
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 

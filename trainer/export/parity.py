@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from flotilla.trainer.cluster import child_process
 from flotilla.trainer.config.main_metric import LOSS
+from flotilla.trainer.embeddings.embedding_table import shrink
 from flotilla.trainer.evaluation.signature import SERVING
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.export.formats import (
@@ -38,7 +39,6 @@ from flotilla.trainer.export.formats import (
     call_model,
     operations,
 )
-from flotilla.trainer.models.embedding_table import shrink
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.user_code import format_error
 from flotilla.trainer.tasks.base import Part

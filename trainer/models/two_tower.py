@@ -31,9 +31,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from flotilla.trainer.config.model import require_table
+from flotilla.trainer.embeddings.embedding_table import EmbeddingTable, advise_type
 from flotilla.trainer.embeddings.sharded_embedding import UNKNOWN, ShardedEmbedding
-from flotilla.trainer.models.embedding_table import growing
-from flotilla.trainer.models.spec import InputSpec, layer_name, size, sizes
+from flotilla.trainer.models.spec import InputSpec, initializer, layer_name, size, sizes
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 # Of the values of texts, which are counted by a sketch, so many have to have a row.
@@ -83,7 +84,7 @@ def two_tower(  # noqa: PLR0913
         if isinstance(of_name, int):
             layer: Any = _table(name, of_name, dimension, min(shards, of_name), unknown)
         else:
-            layer = growing(spec, name, dimension, of_name, shards)
+            layer = growing_table(spec, name, dimension, of_name, shards)
         found[name] = layer(ids)
     _, match = _matched(found, hidden_units, dimension)
     both = keras.layers.Concatenate(name="both")(list(found.values()))
@@ -99,6 +100,38 @@ def two_tower(  # noqa: PLR0913
 def _table(name: str, rows: int, dimension: int, shards: int, unknown: str) -> ShardedEmbedding:
     own = layer_name(name, "embedding")
     return ShardedEmbedding(rows, dimension, shards=shards, unknown=unknown, name=own)
+
+
+def growing_table(
+    spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any], shards: int = 2
+) -> EmbeddingTable:
+    """Return the table of an input feature, whose type says what its ids are.
+
+    `arguments` are from a configuration, and may have other `shards`.
+
+    Raises:
+        ConfigError: an argument is none of a table, or the feature is no id.
+    """
+    try:
+        require_table(name, arguments)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    dtype = spec.dtype[name] if isinstance(spec.dtype, Mapping) else spec.dtype
+    if dtype != "string" and ("int" not in dtype or dtype == "uint64"):
+        raise ConfigError(
+            f"tables.{name}: ids have to be whole numbers of up to 64 bits or texts, and {name!r} "
+            f"is {dtype}{advise_type(dtype)}"
+        )
+    drawn = initializer(f"tables.{name}.initializer", arguments.get("initializer", "uniform"))
+    try:
+        return EmbeddingTable(
+            dimension=dimension,
+            keys="string" if dtype == "string" else "int64",
+            name=layer_name(name, "embedding"),
+            **{"shards": shards, **arguments, "initializer": drawn},
+        )
+    except ValueError as error:
+        raise ConfigError(f"tables.{name}.{error}") from None
 
 
 def _matched(
@@ -300,7 +333,9 @@ def two_tower_ranker(  # noqa: PLR0913
     dimension, shards = size("dimension", dimension), size("shards", shards)
     given, of = spec.symbols(), tables or {}
     known = {
-        side: [growing(spec, name, dimension, of[name], shards)(given[name]) for name in of_side]
+        side: [
+            growing_table(spec, each, dimension, of[each], shards)(given[each]) for each in of_side
+        ]
         for side, of_side in names.items()
     }
     if popularity:

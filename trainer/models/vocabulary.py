@@ -17,22 +17,14 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from flotilla.trainer.embeddings.fingerprints import FINGERPRINTS, strip_spaces
 from flotilla.trainer.features.statistics.accumulator import LETTERS, PUNCTUATION
 
-# FarmHash, which is the same on every machine and in every version, without its sign.
-_FINGERPRINTS = 2**63 - 1
-# Of Unicode, as Arrow and Python have it: separators, and control characters of white space.
-_SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"
 _LETTER = f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])"
 
 
 # What no text is: a sign that Unicode has set aside.
 _NO_TEXT = "\uffff"
-
-
-def strip_spaces(texts: tf.Tensor) -> tf.Tensor:
-    """Return texts without spaces around them, as those of files are when they are read."""
-    return tf.strings.regex_replace(texts, rf"^{_SPACE}+|{_SPACE}+$", "")
 
 
 class _Known:
@@ -42,7 +34,7 @@ class _Known:
         """Number the values from `first` on."""
         with tf.init_scope(), tf.device("CPU:0"):
             known = strip_spaces(tf.constant([*values], tf.string))
-            found = tf.strings.to_hash_bucket_fast(known, _FINGERPRINTS)
+            found = tf.strings.to_hash_bucket_fast(known, FINGERPRINTS)
             fingerprints: NDArray[np.int64] = found.numpy()
         order = np.argsort(fingerprints, kind="stable")
         # One that none has, so that an empty vocabulary is no special case.
@@ -51,7 +43,7 @@ class _Known:
 
     def numbers(self, texts: tf.Tensor, unknown: int) -> tf.Tensor:
         """Return the number of each text [n], `unknown` where there is none."""
-        found = tf.strings.to_hash_bucket_fast(strip_spaces(texts), _FINGERPRINTS)
+        found = tf.strings.to_hash_bucket_fast(strip_spaces(texts), FINGERPRINTS)
         places = tf.searchsorted(self._sorted, found)
         known = tf.equal(tf.gather(self._sorted, places), found)
         return tf.where(known, tf.gather(self._numbers, places), np.int64(unknown))

@@ -12,9 +12,9 @@ from flotilla.trainer.embeddings.batch_rows import (
     find_lookups,
     find_tables,
 )
+from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.embeddings.row_updates import read_rows
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
-from flotilla.trainer.models.embedding_table import EmbeddingTable
 from flotilla.trainer.models.registry import reset_uids
 from flotilla.trainer.optimizers.optimizers import each_row_once
 from flotilla.trainer.strategies.gradients import rows_gradient_of

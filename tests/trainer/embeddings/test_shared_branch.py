@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.embeddings.shared_branch import SharedBranch
-from tests.trainer.models.test_embedding_table import known, table
+from tests.trainer.embeddings.test_embedding_table import known, table
 
 
 class Counter:

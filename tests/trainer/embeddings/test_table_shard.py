@@ -11,7 +11,14 @@ import tensorflow as tf
 
 from flotilla.trainer.embeddings import count_min_sketch as sieve
 from flotilla.trainer.embeddings import table_shard
-from tests.trainer.models.test_embedding_table import DIMENSION, KEYS, ids_of, known, table, trained
+from tests.trainer.embeddings.test_embedding_table import (
+    DIMENSION,
+    KEYS,
+    ids_of,
+    known,
+    table,
+    trained,
+)
 
 
 def in_graph(layer):

@@ -15,7 +15,7 @@ from flotilla.trainer.checkpoints.checkpoints import (
 )
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.embeddings import table_state
-from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.strategies.gradients import PureGradient

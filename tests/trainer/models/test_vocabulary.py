@@ -9,7 +9,8 @@ import pyarrow.compute as pc
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.models.vocabulary import Vocabulary, Words, strip_spaces
+from flotilla.trainer.embeddings.fingerprints import strip_spaces
+from flotilla.trainer.models.vocabulary import Vocabulary, Words
 
 CITIES = ["Rome", "Köln", "São Paulo", "x\ny"]
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task, find_topology
-from flotilla.trainer.models.embedding_table import EmbeddingTable
+from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies import server_state
 from flotilla.trainer.strategies.parameter_server import Served

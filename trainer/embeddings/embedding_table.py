@@ -6,9 +6,8 @@ are given to others; rows that were not used for `max_age` steps are given up be
 ever share a row, but the one of all ids without: it is trained by those that training turns away,
 and what an unknown id gets in evaluation and in the exported model. It begins with zeros.
 
-Ids are split over shards by their hash, each of which is on one server (`flotilla.trainer.models.
-table_shard`); rows are variables, of which a gradient touches those of its batch only, so that
-every optimizer works.
+Ids are split over shards by their hash, each of which is on one server (`table_shard`); rows are
+variables, of which a gradient touches those of its batch only, so that every optimizer works.
 
 A text is known by two fingerprints of 63 bits: the first finds its row, the second proves it. Of n
 texts two have the same first by a chance of n^2 / 2^64 (of a hundred million, one in two thousand);
@@ -22,7 +21,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -31,20 +30,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.config.model import MIN_AGE, require_sizes, require_table
+from flotilla.trainer.config.model import MIN_AGE, require_sizes
 from flotilla.trainer.embeddings import table_shard
 from flotilla.trainer.embeddings.count_min_sketch import hash_keys, size_sketch
+from flotilla.trainer.embeddings.fingerprints import FINGERPRINTS, strip_spaces
 from flotilla.trainer.embeddings.sharded_embedding import table_of
 from flotilla.trainer.embeddings.shared_branch import SharedBranch
 from flotilla.trainer.embeddings.table_shard import Asked, Noted, Rules, Shard
 from flotilla.trainer.embeddings.unique_rows import spread
-from flotilla.trainer.models.spec import InputSpec, initializer, layer_name
-from flotilla.trainer.models.vocabulary import strip_spaces
 from flotilla.trainer.runtime.errors import ConfigError
 
 KEYS = ("int64", "string")
-# FarmHash and SipHash, which are the same on every machine, without their sign.
-_FINGERPRINTS = 2**63 - 1
+# Of SipHash, which gives the fingerprint that proves a text.
 _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
 # Of a checkpoint: what counts ids that have no row yet, in this form and in an earlier one.
@@ -180,8 +177,8 @@ class EmbeddingTable(keras.layers.Layer):
         """
         if self.keys == "string":
             unique, places, counts = tf.unique_with_counts(strip_spaces(ids))
-            keys = tf.strings.to_hash_bucket_fast(unique, _FINGERPRINTS)
-            checks = tf.strings.to_hash_bucket_strong(unique, _FINGERPRINTS, key=_SIP_KEY)
+            keys = tf.strings.to_hash_bucket_fast(unique, FINGERPRINTS)
+            checks = tf.strings.to_hash_bucket_strong(unique, FINGERPRINTS, key=_SIP_KEY)
         else:
             keys, places, counts = tf.unique_with_counts(tf.cast(ids, tf.int64))
             checks = tf.zeros([0], tf.int64)
@@ -230,7 +227,7 @@ class EmbeddingTable(keras.layers.Layer):
         live = [np.flatnonzero(each.noted.used.numpy() >= 0) for each in self._parts]
         keys, proof = keras.ops.cast(ids, "int64") if self.keys != "string" else ids, None
         if self.keys == "string":
-            made = partial(keras.layers.Hashing, _FINGERPRINTS, dtype="int64")
+            made = partial(keras.layers.Hashing, FINGERPRINTS, dtype="int64")
             keys = made(name=f"{self.name}_key")(ids)
             proof = made(salt=_SIP_KEY, name=f"{self.name}_check")(ids)
         places = keras.ops.zeros_like(keys)
@@ -259,9 +256,8 @@ class EmbeddingTable(keras.layers.Layer):
         fits = name == "string" if self.keys == "string" else "int" in name and name != "uint64"
         if not fits:
             wanted = "texts" if self.keys == "string" else "whole numbers of up to 64 bits"
-            raise ValueError(
-                f"{self.name}: the ids of the table have to be {wanted}, not {name}{_remedy(name)}"
-            )
+            what = f"{self.name}: the ids of the table have to be {wanted}, not {name}"
+            raise ValueError(what + advise_type(name))
 
     def connect(
         self, steps: tf.Variable, slots_of: Any, alike: EmbeddingTable | None = None
@@ -351,38 +347,6 @@ class EmbeddingTable(keras.layers.Layer):
         }
 
 
-def growing(
-    spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any], shards: int = 2
-) -> EmbeddingTable:
-    """Return the table of an input feature, whose type says what its ids are.
-
-    `arguments` are from a configuration, and may have other `shards`.
-
-    Raises:
-        ConfigError: an argument is none of a table, or the feature is no id.
-    """
-    try:
-        require_table(name, arguments)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    dtype = spec.dtype[name] if isinstance(spec.dtype, Mapping) else spec.dtype
-    if dtype != "string" and ("int" not in dtype or dtype == "uint64"):
-        raise ConfigError(
-            f"tables.{name}: ids have to be whole numbers of up to 64 bits or texts, and {name!r} "
-            f"is {dtype}{_remedy(dtype)}"
-        )
-    drawn = initializer(f"tables.{name}.initializer", arguments.get("initializer", "uniform"))
-    try:
-        return EmbeddingTable(
-            dimension=dimension,
-            keys="string" if dtype == "string" else "int64",
-            name=layer_name(name, "embedding"),
-            **{"shards": shards, **arguments, "initializer": drawn},
-        )
-    except ValueError as error:
-        raise ConfigError(f"tables.{name}.{error}") from None
-
-
 def may_lack(path: str) -> bool:
     """Say whether a checkpoint of the same model may be without a variable of this path.
 
@@ -410,7 +374,7 @@ def _recount(shard: Shard) -> None:
         tally.assign_add(tf.abs(more) * tf.one_hot(which, table_shard.COUNTS, dtype=tf.int64))
 
 
-def _remedy(dtype: str) -> str:
+def advise_type(dtype: str) -> str:
     """Return what to do where ids are floats; empty for another type."""
     if "float" not in dtype:
         return ""

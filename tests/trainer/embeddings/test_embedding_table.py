@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from flotilla.trainer.config.schema import ModelConfig
 from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.embeddings.embedding_table import EmbeddingTable, shrink
 from flotilla.trainer.embeddings.table_shard import GIVEN
 from flotilla.trainer.models import registry
-from flotilla.trainer.models.embedding_table import EmbeddingTable, growing, shrink
 from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.models.two_tower import growing_table
 from flotilla.trainer.runtime.errors import ConfigError
 
 DIMENSION = 3
@@ -386,7 +387,7 @@ def test_ids_of_another_type_are_refused():
 def test_what_a_configuration_has_wrong_is_one_line(dtype, arguments, words):
     spec = InputSpec(shape=(), dtype=dtype, output_shape=(1,), names=("user",))
     with pytest.raises(ConfigError) as caught:
-        growing(spec, "user", 2, arguments)
+        growing_table(spec, "user", 2, arguments)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
