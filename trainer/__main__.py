@@ -24,7 +24,7 @@ from flotilla.trainer.code import bundle
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime import cores, signals, tensorflow_import, user_code
-from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import (
     DONE,
     FAILED,
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     tensorflow_import.prepare()
     streams.log_to_stderr()
     try:
-        variables.check()
+        check_variables()
         options.stage(options)
     except UserError as error:
         _report(options.workdir, str(error), user_code.find_traceback(error))

@@ -35,8 +35,8 @@ from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import StepBegin, StepEnd
 from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
-from flotilla.trainer.runtime import environment as variables
 from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import (
     DONE,
     FAILED,
@@ -183,7 +183,7 @@ def recorded(name: str, at: str = "") -> Iterator[_Course]:
     course = _Course(name, at)
     course.begin()
     try:
-        variables.check()
+        check_variables()
         with _interruptible(course.note_request):
             # The exit step works even when the run was asked to end.
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:

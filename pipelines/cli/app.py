@@ -35,7 +35,7 @@ from flotilla.pipelines.cli.retention import COLLECTED, gc
 from flotilla.pipelines.cli.run import RUNS, init, prepare, replay, run, train
 from flotilla.pipelines.cli.runs import cancel, list_runs, logs, status
 from flotilla.pipelines.cli.sweep import sweep
-from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, UserError
 from flotilla.trainer.runtime.masking import find_credentials, printable
 from flotilla.trainer.runtime.output.streams import discard, mask_libraries, say
@@ -299,7 +299,7 @@ def called(arguments: list[str]) -> int:
     if COMPLETION_VARIABLE in os.environ:
         completion_init()
     try:
-        variables.check()
+        check_variables()
         code: Any = app(
             arguments or ["--help"], prog_name="flotilla", standalone_mode=False, obj=as_json
         )

@@ -74,7 +74,7 @@ def read_variable(name: str) -> str:
     return text
 
 
-def check() -> None:
+def check_variables() -> None:
     """Raise `ConfigError` for the first variable of the environment that is wrong."""
     for name in VARIABLES:
         read_variable(name)

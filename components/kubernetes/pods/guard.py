@@ -35,8 +35,8 @@ from flotilla.trainer.cluster import termination
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader
-from flotilla.trainer.runtime import environment as variables
 from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, UserError
 from flotilla.trainer.runtime.output import streams
 
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
         streams.say("guard: usage: python -m flotilla.components.kubernetes.pods.guard -- COMMAND")
         return USAGE
     try:
-        variables.check()
+        check_variables()
     except ConfigError as error:
         streams.say(f"guard: {error}")
         return USAGE

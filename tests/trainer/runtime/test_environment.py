@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.components.kubernetes.pods import guard
 from flotilla.pipelines.cli.app import called
-from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.environment import VARIABLES, check_variables, read_variable
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -29,8 +29,8 @@ def test_the_table_names_every_variable() -> None:
         for path in ROOT.joinpath(folder).rglob("*.py"):
             found |= set(re.findall(r"(?<!_)FLOTILLA_[A-Z]\w+", path.read_text(encoding="utf-8")))
     # A prefix of several is none itself.
-    whole = {each for each in found if not any(f"{each}_" in name for name in variables.VARIABLES)}
-    assert whole == set(variables.VARIABLES)
+    whole = {each for each in found if not any(f"{each}_" in name for name in VARIABLES)}
+    assert whole == set(VARIABLES)
 
 
 @pytest.mark.parametrize(("name", "text"), [(k, text) for k, v in WRONG.items() for text in v])
@@ -39,7 +39,7 @@ def test_a_wrong_value_is_one_line_that_names_the_variable(
 ) -> None:
     monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=rf"^{name}: .* is not .*; unset it, or correct it$"):
-        variables.check()
+        check_variables()
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_a_wrong_value_is_one_line_that_names_the_variable(
 )
 def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
     monkeypatch.setenv(name, text)
-    variables.check()
-    assert variables.read_variable(name) == text
+    check_variables()
+    assert read_variable(name) == text
 
 
 def test_the_command_line_and_the_guard_refuse_it(

@@ -16,7 +16,7 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.runtime import environment as variables
+from flotilla.trainer.runtime.environment import check_variables, read_variable
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.telemetry.metrics import RunMetrics, export_metrics, serve_registry
 from tests.conftest import ROOT
@@ -238,10 +238,10 @@ def test_an_address_may_be_named(serving, monkeypatch):
 @pytest.mark.parametrize("host", ["", "*", "127.0.0.1", "::1", "a-host.example"])
 def test_an_address_that_is_none_is_refused_before_anything_begins(monkeypatch, host):
     monkeypatch.setenv(METRICS_HOST, host)
-    assert variables.read_variable(METRICS_HOST) == host
+    assert read_variable(METRICS_HOST) == host
     monkeypatch.setenv(METRICS_HOST, "a b")
     with pytest.raises(ConfigError, match="an address of this machine, or \\* for all"):
-        variables.check()
+        check_variables()
 
 
 @pytest.mark.parametrize("host", ["", "*"])
