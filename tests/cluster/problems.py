@@ -18,7 +18,8 @@ from flotilla.trainer.data.examples.lengths import add_lengths, bucket_batches
 from flotilla.trainer.data.records import encode, parse
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer

@@ -24,7 +24,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import STRATEGIES
 from flotilla.trainer.events import StepEnd, WarmStart
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import tabular
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.report.programs import programs

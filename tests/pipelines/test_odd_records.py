@@ -16,7 +16,8 @@ from flotilla.trainer.events import Event
 from flotilla.trainer.events import parse as parse_event
 from flotilla.trainer.events import to_tree as event_tree
 from flotilla.trainer.export import export
-from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.promotion import gate, registration, registry
 from flotilla.trainer.storage import Manifest
 from tests.pipelines.test_damaged_records import VALUES, refused_in_one_line, with_value

@@ -18,7 +18,8 @@ from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.records import encode
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.export.export import Exported, export
-from flotilla.trainer.features.dataset_spec import SCHEMA, FeatureSpec
+from flotilla.trainer.features.dataset_spec import SCHEMA
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.accumulator import Accumulator
 from flotilla.trainer.features.statistics.statistics import Statistics

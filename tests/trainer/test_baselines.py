@@ -11,7 +11,8 @@ from flotilla.trainer.baselines.baselines import fit_baselines
 from flotilla.trainer.baselines.rows import Splits
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.records import encode
-from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.tasks.base import Target
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.classification import Classification

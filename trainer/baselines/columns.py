@@ -14,7 +14,8 @@ import numpy as np
 from scipy import sparse
 
 from flotilla.trainer.baselines.rows import Clock, Rows
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 

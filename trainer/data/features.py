@@ -15,7 +15,8 @@ import tensorflow_datasets as tfds
 from flotilla.trainer.config.data import DataConfig, ImageConfig
 from flotilla.trainer.data.roles import Roles, below, find, find_one, named, require_apart
 from flotilla.trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, lengths_of
-from flotilla.trainer.features.dataset_spec import FeatureSpec, require_buckets
+from flotilla.trainer.features.dataset_spec import require_buckets
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 DEFAULT_LABEL = "label"

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.data.examples import images, lengths
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 
 # `decode_raw` does not know these; it reads the signed type of the same size.
 _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}

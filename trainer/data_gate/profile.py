@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flotilla.trainer import storage
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import (
     CLASS,

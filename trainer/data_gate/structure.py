@@ -15,7 +15,7 @@ from flotilla.trainer.data_gate.findings import (
     some,
 )
 from flotilla.trainer.data_gate.profile import FeatureProfile
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import nearest
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.evaluation.slices import condensing, text
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import layer_name
 from flotilla.trainer.models.registry import report_bad_input
 from flotilla.trainer.runtime.errors import UserError

@@ -1,19 +1,16 @@
 """The content of a prepared dataset, from its manifest. Free of TensorFlow.
 
-A split is a list of TFRecord shards of `tf.train.Example`. The form of a feature in a record is its
-`stored`: "raw" (the bytes of the tensor, little-endian, row by row), "int" (an int64), "float" (a
-float32), "bytes" (texts), "image" (an encoded PNG or JPEG of any size, whose `shape` is the size in
-which it is read) or "sequence" (the bytes of a tensor, or texts, whose first size varies).
+A split is a list of TFRecord shards of `tf.train.Example`, whose features `feature_spec` declares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
 
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.thresholds import split_rule
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import NOTHING, Learnt
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.json_records import parse_record
@@ -25,37 +22,6 @@ SCHEMA = 4
 # Of the classes of a label, so many are named.
 _SOME = 10
 SPLITS = ("train", "validation", "test")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeatureSpec:
-    """Shape of one example, NumPy's name of the type ("string" for texts), and the stored form.
-
-    A first size of None is that of the example: batches are padded with `padding`, or with empty
-    texts, to the longest. Of a feature whose values are classes `num_classes` is their number, and
-    `labels` are their names where they have names.
-    """
-
-    shape: tuple[int | None, ...]
-    dtype: str
-    stored: str
-    num_classes: int = 0
-    labels: tuple[str, ...] = ()
-    padding: int = 0
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Its shape, with 1 for a size that varies: what is needed of memory at least."""
-        return tuple(1 if size is None else size for size in self.shape)
-
-    @property
-    def varies(self) -> bool:
-        """Whether its examples differ in their first size."""
-        return None in self.shape
-
-    def to_json(self) -> dict[str, Any]:
-        """Return what the manifest says of it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.model import MODELS, ModelConfig
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.features.statistics.statistics import are_repeated
 

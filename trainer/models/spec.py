@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from flotilla.trainer.features import names
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.accumulator import is_letter
 from flotilla.trainer.features.statistics.statistics import (
     NOTHING,
@@ -19,7 +20,6 @@ from flotilla.trainer.features.statistics.statistics import (
     TENSOR,
     TEXT,
     UNKNOWN_KIND,
-    Feature,
     FeatureStatistics,
     Learnt,
 )
@@ -113,7 +113,7 @@ class InputSpec:
     @classmethod
     def of(  # noqa: PLR0913
         cls,
-        features: Mapping[str, Feature],
+        features: Mapping[str, FeatureSpec],
         inputs: Sequence[str],
         output_shape: Shape | Mapping[str, Shape],
         *,

@@ -29,7 +29,8 @@ from flotilla.trainer.data.files.scan import BrokenRows
 from flotilla.trainer.data.read import stage_shards
 from flotilla.trainer.data.records import parse
 from flotilla.trainer.events import DataNote
-from flotilla.trainer.features.dataset_spec import KIND, DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import KIND, DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.prediction.conversion import as_input, convert
 from flotilla.trainer.prediction.exported_model import ExportedModel

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.schema import TASKS, Config, OutputConfig, TaskConfig
 from flotilla.trainer.features.class_names import ClassIndex
-from flotilla.trainer.features.statistics.statistics import Feature
+from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Array, Target, Task
@@ -27,40 +27,6 @@ _GROUP = "group"
 _log = logging.getLogger(__name__)
 
 
-class Dataset(Protocol):
-    """What a task takes of a dataset, prepared or not: of a `DatasetSpec`."""
-
-    @property
-    def features(self) -> Mapping[str, Feature]:
-        """All features."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of those that the model takes."""
-
-    @property
-    def targets(self) -> tuple[str, ...]:
-        """Names of those to be predicted."""
-
-    @property
-    def group(self) -> str:
-        """Name of the one that says which examples belong together; empty where none does."""
-
-    @property
-    def target_counts(self) -> Mapping[str, Mapping[str, Sequence[int]]]:
-        """Examples of each class, by target and split."""
-
-    @property
-    def target_moments(self) -> Mapping[str, Mapping[str, float]]:
-        """Mean, std, min and max by target."""
-
-    def with_classes(self, target: str, labels: tuple[str, ...], *, swap: bool) -> Self:
-        """Return it with names of a target's classes; `swap` reads them in the other order."""
-
-
-_Dataset = TypeVar("_Dataset", bound=Dataset)
-
-
 class _Output(NamedTuple):
     """The task of one output, what is said of it, and the key where that is."""
 
@@ -69,7 +35,7 @@ class _Output(NamedTuple):
     key: str
 
 
-def create(config: TaskConfig, dataset: Dataset) -> Task:
+def create(config: TaskConfig, dataset: DatasetSpec) -> Task:
     """Return the task of a configuration for a dataset; see `set_positive`.
 
     Raises:
@@ -84,7 +50,7 @@ def create(config: TaskConfig, dataset: Dataset) -> Task:
     return MultiOutput(parts, weights)
 
 
-def _outputs(config: TaskConfig, dataset: Dataset) -> dict[str, _Output]:
+def _outputs(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
     """Return the output of each label."""
     name = chosen(config, dataset).name
     if name == MULTI_OUTPUT:
@@ -100,7 +66,7 @@ def _outputs(config: TaskConfig, dataset: Dataset) -> dict[str, _Output]:
     return {dataset.targets[0]: _Output(name, said, "task")}
 
 
-def _several(config: TaskConfig, dataset: Dataset) -> dict[str, _Output]:
+def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
     for key in ("args", "positive"):
         if getattr(config, key):
             raise ConfigError(f"task.{key}: each output has its own, in task.outputs")
@@ -118,7 +84,7 @@ def _several(config: TaskConfig, dataset: Dataset) -> dict[str, _Output]:
     return found
 
 
-def set_positive(config: TaskConfig, dataset: _Dataset) -> _Dataset:
+def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
     """Return a dataset as a task reads it: the positive one of two classes is the second one.
 
     This is the one place that says which class is positive. Whatever reads, minimises, measures or
@@ -158,7 +124,7 @@ def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: st
     return int(not (task.positive_by == "rarity" and len(counts) == TWO and counts[0] < counts[1]))
 
 
-def describe_task(config: TaskConfig, dataset: Dataset) -> str:
+def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
     """Return the task and the positive class in one line; the dataset is of `set_positive`."""
     name, why = chosen(config, dataset)
     said = []
@@ -184,7 +150,7 @@ def _why_positive(task: type[Task], target: Target, said: str) -> str:
     return f"the rarer one, {counts[1]:,} of {sum(counts):,} training examples"
 
 
-def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: str) -> Task:
+def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], key: str) -> Task:
     task = _class(name)
     user_code.require_arguments(key, name, task, args, ("target", _GROUP))
     group = {_GROUP: dataset.group} if _GROUP in inspect.signature(task).parameters else {}
@@ -204,7 +170,7 @@ def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: 
         raise ConfigError(f"{key} {name}: {user_code.format_error(error)}") from error
 
 
-def _require_feature(name: str, dataset: Dataset) -> None:
+def _require_feature(name: str, dataset: DatasetSpec) -> None:
     if name not in dataset.features:
         hint = nearest(name, dataset.features) or f" (it has {', '.join(dataset.features)})"
         raise ConfigError(f"there is no feature {name!r}{hint}")
@@ -217,7 +183,7 @@ class Choice(NamedTuple):
     why: str
 
 
-def chosen(config: TaskConfig, dataset: Dataset) -> Choice:
+def chosen(config: TaskConfig, dataset: DatasetSpec) -> Choice:
     """Return the task that a configuration names, or the one that the targets ask for.
 
     Raises:
@@ -233,7 +199,7 @@ def chosen(config: TaskConfig, dataset: Dataset) -> Choice:
     return choice
 
 
-def automatic(dataset: Dataset, label: str) -> Choice:
+def automatic(dataset: DatasetSpec, label: str) -> Choice:
     """Return the task that a label asks for.
 
     A whole number is a class: TFDS has labels of this kind, and says of none that it is a quantity.
@@ -265,7 +231,7 @@ def automatic(dataset: Dataset, label: str) -> Choice:
     )
 
 
-def _is_by_place(dataset: Dataset, target: Target) -> bool:
+def _is_by_place(dataset: DatasetSpec, target: Target) -> bool:
     """Say whether an input has as many places as a label: a sequence, or an image."""
     shapes = (dataset.features[name].shape for name in dataset.inputs)
     sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
@@ -273,7 +239,7 @@ def _is_by_place(dataset: Dataset, target: Target) -> bool:
     return any(shape[: len(places)] == places for shape in sizes)
 
 
-def make_objective(config: Config, dataset: Dataset) -> Objective:
+def make_objective(config: Config, dataset: DatasetSpec) -> Objective:
     """Return what a run minimises and measures on a dataset.
 
     Raises:
@@ -313,7 +279,7 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
     return {name: weights for name, weights in found.items() if weights is not None}
 
 
-def find_target(dataset: Dataset, name: str) -> Target:
+def find_target(dataset: DatasetSpec, name: str) -> Target:
     """Return what a dataset says of one of its targets.
 
     A whole number whose classes have no names has as many as the examples name.

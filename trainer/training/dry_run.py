@@ -37,12 +37,8 @@ from flotilla.trainer.evaluation import evaluate
 from flotilla.trainer.export import parity
 from flotilla.trainer.export.formats import Subject, format_path
 from flotilla.trainer.features.class_names import ClassIndex
-from flotilla.trainer.features.dataset_spec import (
-    DatasetSpec,
-    FeatureSpec,
-    require_buckets,
-    require_slices,
-)
+from flotilla.trainer.features.dataset_spec import DatasetSpec, require_buckets, require_slices
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.length import Splits, resolved
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.models import choice, registry

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.config.main_metric import LOSS
-from flotilla.trainer.features.statistics.statistics import Feature
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.tasks.base import Array, Direction, Part, Target, Task
@@ -48,7 +48,7 @@ class _MadeUp:
             yield Part(whole.labels[rows], whole.outputs[rows], weights, columns)
 
 
-def require_task(task: Task, features: Mapping[str, Feature]) -> None:
+def require_task(task: Task, features: Mapping[str, FeatureSpec]) -> None:
     """Raise `ConfigError` where a task of the user's, or one of several, does not keep to it."""
     for name, part in task.parts.items():
         if not is_built_in(part):
@@ -87,7 +87,7 @@ def _require(holds: Any, otherwise: str) -> None:
         raise ConfigError(otherwise)
 
 
-def require_contract(task: Task, features: Mapping[str, Feature]) -> None:
+def require_contract(task: Task, features: Mapping[str, FeatureSpec]) -> None:
     """Raise `ConfigError` where a task of one output does not keep to its contract."""
     _require_attributes(task)
     examples = _MadeUp(_task_examples(task, features))
@@ -236,7 +236,7 @@ def _require_plain(what: str, tree: Any) -> None:
         ) from error
 
 
-def _task_examples(task: Task, features: Mapping[str, Feature]) -> Part:
+def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
     random = np.random.default_rng(0)
     labels = _labels(task.target, random)
     # An axis of any size is as long as the label's.

@@ -14,7 +14,8 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.prepare import PreparedDataset, prepare
 from flotilla.trainer.data.records import encode, parse
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 
 ROOT = Path(__file__).parents[3]
 Prepare = Callable[..., PreparedDataset]

@@ -9,7 +9,7 @@ import tensorflow_datasets as tfds
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.features import select
 from flotilla.trainer.data.roles import find
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data import made_builders as builders
 

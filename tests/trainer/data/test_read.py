@@ -17,7 +17,8 @@ from flotilla.trainer.data.read import (
     training_batches,
 )
 from flotilla.trainer.data.records import encode
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data import made_builders as builders
 

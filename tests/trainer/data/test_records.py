@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from flotilla.trainer.data.features import choose_stored_form
 from flotilla.trainer.data.records import encode, parse
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 
 NUMBERS = [
     "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",

@@ -5,7 +5,8 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.data.targets import Target
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data import made_builders as builders
 

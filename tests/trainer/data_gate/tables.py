@@ -9,7 +9,7 @@ from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate.findings import Question
 from flotilla.trainer.data_gate.profile import DatasetProfile, split_profile
 from flotilla.trainer.data_gate.validate import find_all
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.accumulator import Accumulator
 
 SHARES = (("train", 0.7), ("validation", 0.1), ("test", 0.2))

@@ -7,7 +7,8 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data_gate import DataGateConfig
 from flotilla.trainer.data.splits import split_by_hash
 from flotilla.trainer.evaluation.contamination import Judges
-from flotilla.trainer.features.dataset_spec import SCHEMA, FeatureSpec
+from flotilla.trainer.features.dataset_spec import SCHEMA
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.accumulator import Accumulator
 from flotilla.trainer.features.statistics.hashing import hashes

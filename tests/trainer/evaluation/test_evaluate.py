@@ -15,7 +15,8 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.records import encode
 from flotilla.trainer.evaluation import evaluate as evaluation
-from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import UserError

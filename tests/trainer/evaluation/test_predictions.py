@@ -21,7 +21,8 @@ from flotilla.trainer.evaluation.predictions import (
     predict,
 )
 from flotilla.trainer.evaluation.slices import slice_metrics
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.tasks import base
 from flotilla.trainer.tasks.base import Part, SplitError, Target
 from flotilla.trainer.tasks.binary_classification import BinaryClassification

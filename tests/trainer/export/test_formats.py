@@ -26,7 +26,8 @@ from flotilla.trainer.export.parity import (
     fresh_process,
     prove,
 )
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import argument_names
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec

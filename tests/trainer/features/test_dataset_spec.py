@@ -9,11 +9,11 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.features.dataset_spec import (
     SCHEMA,
     DatasetSpec,
-    FeatureSpec,
     require_slices,
     shard_name,
     slice_features,
 )
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage import Manifest
 

@@ -3,7 +3,8 @@
 import pytest
 
 from flotilla.trainer.config.model import ModelConfig
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import choice
 
 NUMBER = FeatureSpec(shape=(), dtype="float32", stored="float")

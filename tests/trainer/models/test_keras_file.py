@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from flotilla.trainer.config.schema import ModelConfig
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable, shrink
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import keras_file, registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.models.vocabulary import Vocabulary, Words

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import (
     FeatureStatistics,
@@ -19,17 +18,14 @@ from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Column:
-    shape: tuple[int, ...]
-    dtype: str
-    num_classes: int = 0
+def column(shape, dtype, classes=0):
+    return FeatureSpec(shape=shape, dtype=dtype, stored="raw", num_classes=classes)
 
 
 FEATURES = {
-    "image": Column((28, 28, 1), "uint8"),
-    "age": Column((), "float32"),
-    "label": Column((), "int64"),
+    "image": column((28, 28, 1), "uint8"),
+    "age": column((), "float32"),
+    "label": column((), "int64"),
 }
 
 
@@ -61,9 +57,9 @@ def test_symbols_of_several_features_carry_their_names():
 
 
 TABLE = {
-    "age": Column((), "float32"),
-    "city": Column((), "string"),
-    "grade": Column((), "int64", 3),
+    "age": column((), "float32"),
+    "city": column((), "string"),
+    "grade": column((), "int64", 3),
 }
 KNOWN = {
     "age": FeatureStatistics(kind="number", examples=4, missing=1, mean=30.0, std=5.0),

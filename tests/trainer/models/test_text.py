@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.config.schema import ModelConfig
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.accumulator import Accumulator
 from flotilla.trainer.features.statistics.statistics import Learnt, Statistics

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import argument_names
 
 AGE = FeatureSpec(shape=(), dtype="float32", stored="float")

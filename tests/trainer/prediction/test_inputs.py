@@ -11,7 +11,7 @@ import tensorflow as tf
 from PIL import Image
 
 from flotilla.trainer import storage
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.prediction.predict import predict
 from flotilla.trainer.prediction.request import Request
 from flotilla.trainer.runtime.errors import ConfigError, UserError

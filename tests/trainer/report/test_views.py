@@ -12,7 +12,8 @@ import pytest
 
 from flotilla.trainer.evaluation.evaluate import summarize_predictions
 from flotilla.trainer.evaluation.predictions import Predictions, Worst
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.report import report, views
 from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.objective import Objective

@@ -9,7 +9,8 @@ import pytest
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import TaskConfig
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.tasks import registry
 

@@ -18,7 +18,8 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.records import encode
-from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, FeatureSpec
+from flotilla.trainer.features.dataset_spec import KIND, SCHEMA
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.server_state import is_lost

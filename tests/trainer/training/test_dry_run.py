@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.evaluation import evaluate
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.tasks import registry

@@ -15,7 +15,8 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.strategies import parameter_server
 from flotilla.trainer.training import server
 from flotilla.trainer.training.server import NUMBER_FILE, stage_input

@@ -15,7 +15,7 @@ from flotilla.trainer.data.examples.images import UndecodableError, resized, sto
 from flotilla.trainer.data.examples.lengths import add_lengths
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.shapes import Fit
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime.errors import UserError
 

@@ -23,7 +23,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 
 #: Pillow's mode by the number of channels.
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}

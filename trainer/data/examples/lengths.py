@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
 _AT_ONCE = 1024

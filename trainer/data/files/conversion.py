@@ -15,7 +15,7 @@ from flotilla.trainer.data.files.column_scan import EXACT, is_list
 from flotilla.trainer.data.files.columns import Column
 from flotilla.trainer.data.files.labels import class_ids
 from flotilla.trainer.data.files.written_lists import parse_numbers
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 
 _DTYPES = {
     "int": ("int64", "int"),

@@ -27,7 +27,8 @@ from flotilla.trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
 from flotilla.trainer.data.files.table_files import find_index
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.events.progress.work import Work
-from flotilla.trainer.features.dataset_spec import SPLITS, FeatureSpec
+from flotilla.trainer.features.dataset_spec import SPLITS
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.features.statistics.hashing import comparable_content, hashes
 from flotilla.trainer.runtime import cores

@@ -23,7 +23,7 @@ from flotilla.trainer.data.examples.images import (
 )
 from flotilla.trainer.data.features import image_spec
 from flotilla.trainer.data.listing import SourceFile, require_listed
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import PASSING, StoreError, report_errors
 from flotilla.trainer.storage.local import NotAFileError

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.association import measure_association
 from flotilla.trainer.features.statistics.hashing import comparable_content, hashes
 from flotilla.trainer.features.statistics.one_pass import BoundedCounter, Moments
@@ -22,7 +23,6 @@ from flotilla.trainer.features.statistics.statistics import (
     TENSOR,
     TEXT,
     ExampleSketch,
-    Feature,
     FeatureStatistics,
     SplitStatistics,
 )
@@ -47,7 +47,7 @@ LETTERS = (
 _LETTER = re.compile(f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])")
 
 
-def find_kind(feature: Feature) -> str:
+def find_kind(feature: FeatureSpec) -> str:
     """Return which kind of statistics a feature has."""
     if feature.stored == "image":
         return IMAGE
@@ -63,7 +63,7 @@ class Accumulator:
 
     def __init__(
         self,
-        features: Mapping[str, Feature],
+        features: Mapping[str, FeatureSpec],
         inputs: Sequence[str],
         targets: Sequence[str],
         *,
@@ -324,7 +324,7 @@ class Accumulator:
         )
 
 
-def _is_vector(feature: Feature) -> bool:
+def _is_vector(feature: FeatureSpec) -> bool:
     return len(feature.shape) == 1 and 0 < (feature.shape[0] or 0) <= _LONGEST
 
 

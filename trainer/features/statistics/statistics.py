@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,30 +28,6 @@ NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image
 Read = Callable[[], tuple[bytes, str]]
 #: Of a feature before its dataset is prepared.
 UNKNOWN_KIND = "unknown"
-
-
-class Feature(Protocol):
-    """What a dataset says of a feature, prepared or not: see `features.dataset_spec`."""
-
-    @property
-    def shape(self) -> tuple[int | None, ...]:
-        """Sizes of its axes, None for one along which examples differ; empty for a single value."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of its type; "string" for texts."""
-
-    @property
-    def stored(self) -> str:
-        """The form in a record; "image" for an encoded one."""
-
-    @property
-    def num_classes(self) -> int:
-        """How many classes its values name; 0 where they are none."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the classes."""
 
 
 # Up to this number of values a text is a category; of more, each occurs this often in the mean.

@@ -11,7 +11,7 @@ from PIL import Image
 
 from flotilla.trainer.data.examples import images
 from flotilla.trainer.data.records import encode, parse
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 
 HEIGHT, WIDTH = 16, 24
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}

@@ -11,7 +11,8 @@ from flotilla.trainer.data.examples import lengths
 from flotilla.trainer.data.prepare import dataset_key
 from flotilla.trainer.data.read import evaluation_batches, labelled_columns, training_batches
 from flotilla.trainer.data.records import encode, parse
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
 

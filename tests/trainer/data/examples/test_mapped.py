@@ -27,7 +27,7 @@ from flotilla.trainer.data.files.file_source import FileSource
 from flotilla.trainer.data.prepare import dataset_key
 from flotilla.trainer.data.records import encode, parse
 from flotilla.trainer.data.source import Batch, Part, Source
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import listed
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.source import Batch, Part, Source
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 
 

@@ -16,7 +16,7 @@ from flotilla.trainer.data.preparation.processes import map_parts
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.source import Batch
 from flotilla.trainer.events.progress.work import Work
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.preparation.numbers import Numbers
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flotilla.trainer.data.read import training_batches
-from flotilla.trainer.features.dataset_spec import DatasetSpec, FeatureSpec
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 
 EXAMPLES = (40, 41, 40, 39, 40, 41, 40)
 MEASURED = (13, 11, 12)

@@ -15,7 +15,8 @@ from flotilla.trainer.data.shards.shard_store import (
     plan_streaming,
     shuffle_shards,
 )
-from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, FeatureSpec, shard_name
+from flotilla.trainer.features.dataset_spec import KIND, SCHEMA, shard_name
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.local import FileStore

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flotilla.trainer.features.dataset_spec import FeatureSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.accumulator import Accumulator, words_of
 
 SPECS = {
