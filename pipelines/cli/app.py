@@ -1,4 +1,8 @@
-"""The command line `flotilla`: parse and call."""
+"""The command line `flotilla`: parse and call.
+
+A command is a function in the file of its group here, and an option is a parameter of the function.
+Options that several commands take are in `options.py`.
+"""
 
 from __future__ import annotations
 

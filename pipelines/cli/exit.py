@@ -1,4 +1,8 @@
-"""How a command ends: its answer as JSON where that was asked for, its exit code, its one error."""
+"""How a command ends: its answer as JSON where that was asked for, its exit code, its one error.
+
+The line of a run that failed for good is made by `pipelines/runs/outcome.py`, of the events of the
+step that failed.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A run by its id, on this machine or on a KFP instance: list, status, logs and cancel.
 
 A run below the workdir is one of this machine; any other is one of the instance, for which alone
-the client of KFP is loaded: that takes a second.
+the client of KFP is loaded: that takes a second. A cancelled run stops its own cluster:
+`trainer/cluster/supervisor.py` does on this machine, `components/kubernetes/launcher.py` elsewhere.
 """
 
 from __future__ import annotations

@@ -333,9 +333,7 @@ def two_tower_ranker(  # noqa: PLR0913
     dimension, shards = size("dimension", dimension), size("shards", shards)
     given, of = spec.symbols(), tables or {}
     known = {
-        side: [
-            growing_table(spec, each, dimension, of[each], shards)(given[each]) for each in of_side
-        ]
+        side: [growing_table(spec, one, dimension, of[one], shards)(given[one]) for one in of_side]
         for side, of_side in names.items()
     }
     if popularity:

@@ -1,5 +1,7 @@
 """The gate: whether a model is good enough to be exported.
 
+A bound may be of any metric that the task measures (`trainer/tasks/`).
+
 The decision is a published directory with `decision.json`:
 
     {"decision": "blessed" | "refused", "reasons": [one line each],

@@ -1,5 +1,6 @@
 """URIs of storage: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`.
 
+A scheme is a row in `SCHEMES`, and a `Bucket` (`store.py`) that `publishing.choose_store` opens.
 Keys of buckets are not encoded, but for `%25` and `%3F`: a question mark begins the options.
 """
 
