@@ -10,7 +10,12 @@ from flotilla.components import launchers
 from flotilla.components.image import component
 from flotilla.components.records import gather_report
 from flotilla.components.records.record import Step
-from flotilla.components.records.run_store import find_root, find_run_id, folder_of_run
+from flotilla.components.records.run_store import (
+    find_root,
+    find_run_id,
+    folder_of_run,
+    is_local_run,
+)
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 
@@ -40,29 +45,37 @@ def work(step: Step) -> None:
 
 def end_and_report(step: Step) -> None:
     """End what is left of the training cluster and report, whether it could be ended or not."""
-    run_id, folder, found = find_run_id(step.kfp_run_id), folder_of_run(), step.root
+    found = step.root
     # Without a root the first step has failed, and its own error says so.
     with suppress(UserError):
         found = find_root(step.root, step.report.uri, step.kfp_run_id)
     try:
-        launchers.end(step.settings, run_id)
+        launchers.end(step.settings, find_run_id(step.kfp_run_id))
     finally:
-        page, words = folder / gather_report.PAGE, step.status.error_message or ""
-        uri = storage.join(found, run_id, page.name) if found else ""
-        facts = gather_report.write(step.status.state, found, run_id, folder, page, words)
-        artifacts = {"report": step.report, "summary": step.summary}
-        for name, content in gather_report.render_artifacts(facts, page, uri).items():
-            Path(artifacts[name].path).write_bytes(content)
-        step.output.displays = {name: each.uri for name, each in artifacts.items()}
-        if found and _published(uri, page):
-            step.output.done(uri, {})
+        with folder_of_run() as folder:
+            _report(step, found, folder)
 
 
-def _published(uri: str, page: Path) -> bool:
+def _report(step: Step, root: str, folder: Path) -> None:
+    page, words = folder / gather_report.PAGE, step.status.error_message or ""
+    run_id = find_run_id(step.kfp_run_id)
+    uri = storage.join(root, run_id, page.name) if root else ""
+    facts = gather_report.write(step.status.state, root, run_id, folder, page, words)
+    artifacts = {"report": step.report, "summary": step.summary}
+    for name, content in gather_report.render_artifacts(facts, page, uri).items():
+        Path(artifacts[name].path).write_bytes(content)
+    step.output.displays = {name: each.uri for name, each in artifacts.items()}
+    # The folder of a run on a cluster is a temporary one, which goes with the step.
+    stays = page if is_local_run() else step.report.path
+    if root and _published(uri, page.read_bytes(), stays):
+        step.output.done(uri, {})
+
+
+def _published(uri: str, page: bytes, stays: Path | str) -> bool:
     """Publish the report; a store that is out for too long fails no run that is done."""
     try:
-        storage.write_bytes(uri, page.read_bytes())
+        storage.write_bytes(uri, page)
     except storage.Unavailable as error:
-        log.warning("the report is not published, and stays at %s: %s", page, error)
+        log.warning("the report is not published, and stays at %s: %s", stays, error)
         return False
     return True

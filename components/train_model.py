@@ -1,5 +1,6 @@
 """Launch the training cluster, watch it, and return the checkpoint that is handed on."""
 
+from functools import partial
 from typing import Any
 
 from kfp import dsl
@@ -59,18 +60,15 @@ def train(step: Step) -> str:
         # Here it comes before the pods of the cluster; on this machine the chief finds it.
         fitting.require(settings, step.dataset)
     step.output.held = gather_report.count_resources(settings.model_dump())
-    job = Job(
-        config=settings,
-        dataset=step.dataset,
-        checkpoints=storage.join(step.root, step.run_id, "checkpoints"),
-        workdir=folder_of_run() / "cluster",
-    )
-    require_first_weights(settings.training.warm_start, job.checkpoints)
-    descriptor.write_viewers(
-        step.mlpipeline_ui_metadata, logs := storage.join(job.checkpoints, "logs")
-    )
-    launchers.launch(job, PodDefaults(image=step.image, store_secret=step.store_secret))
-    found = select_checkpoint(job.checkpoints, settings.training.hand_on, settings.task.main_metric)
+    checkpoints = storage.join(step.root, step.run_id, "checkpoints")
+    require_first_weights(settings.training.warm_start, checkpoints)
+    logs = storage.join(checkpoints, "logs")
+    descriptor.write_viewers(step.mlpipeline_ui_metadata, logs)
+    pods = PodDefaults(image=step.image, store_secret=step.store_secret)
+    job = partial(Job, config=settings, dataset=step.dataset, checkpoints=checkpoints)
+    with folder_of_run() as folder:
+        launchers.launch(job(workdir=folder / "cluster"), pods)
+    found = select_checkpoint(checkpoints, settings.training.hand_on, settings.task.main_metric)
     metrics = _metrics(found)
     step.output.done(found.uri, metrics, found.best.by if found.best else None)
     descriptor.describe(step.checkpoint, found.uri, {"tensorboard": logs, **metrics})

@@ -48,7 +48,13 @@ from flotilla.components.kubernetes.heartbeat import Heartbeat
 from flotilla.components.kubernetes.logs import EventRelay, Logs
 from flotilla.components.kubernetes.names import NETWORK_POLICIES, PODS, Resource, Tree
 from flotilla.components.kubernetes.pods.pod_state import Loss
-from flotilla.components.kubernetes.pods.template import Place, grace_seconds, leading, replicas
+from flotilla.components.kubernetes.pods.template import (
+    Place,
+    grace_seconds,
+    label_job,
+    leading,
+    replicas,
+)
 from flotilla.components.kubernetes.restarts import Restarts
 from flotilla.components.kubernetes.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
 from flotilla.trainer import events
@@ -296,11 +302,11 @@ class _Launch:
     def _write(self, relay: EventRelay, task: Task, text: str) -> None:
         """Write a line of a task to the log of the step, and take the event that it may be."""
         streams.relay(str(task), text)
-        restart = events.parse(text)
-        if isinstance(restart, events.Restart):
-            self._job_events.put(replace(restart, task=str(task)))
-        elif task == leading(self._job.config):
-            relay.take(text)
+        event = events.parse(text, job=label_job(self._kind, self._name, self._namespace))
+        if isinstance(event, events.Restart):
+            self._job_events.put(replace(event, task=str(task)))
+        elif event and task == leading(self._job.config):
+            relay.take(event)
 
     def _end(self, supervisor: Supervisor) -> None:
         """Delete the job and wait for its pods: with the step nothing of it is left."""

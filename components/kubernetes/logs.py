@@ -191,9 +191,8 @@ class EventRelay:
         self._step = -1
         self._lines = LogLines()
 
-    def take(self, text: str) -> None:
-        """Take one line of the log."""
-        event = events.parse(text)
+    def take(self, event: events.Event) -> None:
+        """Take the next event of the log."""
         if not isinstance(event, _TRAINING_EVENTS):
             return
         if isinstance(event, events.UserCodeFailed):

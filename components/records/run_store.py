@@ -18,7 +18,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -102,16 +102,17 @@ def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
     return ""
 
 
-def folder_of_run() -> Path:
-    """Return the run's folder on this machine: that of the command line, or a temporary one."""
-    return Path(os.environ.get(RUN_FOLDER) or tempfile.mkdtemp(prefix="flotilla-"))
-
-
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Yield a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
         yield Path(folder)
+
+
+def folder_of_run() -> AbstractContextManager[Path]:
+    """Yield the run's folder on this machine: that of the command line, or a temporary one."""
+    folder = os.environ.get(RUN_FOLDER)
+    return nullcontext(Path(folder)) if folder else scratch_folder()
 
 
 def record_uri(at: str, folder: str, name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -223,12 +224,14 @@ def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
     return bool(item.damaged) or (run is not None and _stays(run, items, since))
 
 
-def find_reachable(items: Mapping[str, Item], roots: list[Item]) -> set[str]:
-    """Return the paths of `roots`, and of all that these need."""
+def find_reachable(
+    items: Mapping[str, Item], roots: list[Item], known: AbstractSet[str] = frozenset()
+) -> set[str]:
+    """Return the paths of `roots`, and of all that these need but what is `known` to be needed."""
     left, seen = list(roots), {each.path for each in roots}
     while left:
         origin = left.pop()
-        for path in origin.refs - seen:
+        for path in origin.refs - seen - known:
             target = items.get(path)
             if target and _needs(origin, target):
                 seen.add(path)

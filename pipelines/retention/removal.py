@@ -64,11 +64,11 @@ def remove(
     needed = find_reachable(
         found.items, [found.items[path] for path in stays if path in found.items]
     )
+    runs = set(map(find_run, needed))
     failures: list[UserError] = []
     for item in going:
-        is_needed = item.path in needed or item.path in map(find_run, needed)
         try:
-            if not is_needed and _removed(root, workdir, item):
+            if not (item.path in needed or item.path in runs) and _removed(root, workdir, item):
                 done(item)
                 continue
         except storage.Unavailable:
@@ -76,7 +76,9 @@ def remove(
         except UserError as error:
             failures.append(error)
         stays[item.path] = item
-        needed |= find_reachable(found.items, [item])
+        more = find_reachable(found.items, [item], needed)
+        needed |= more
+        runs |= set(map(find_run, more))
     if failures:
         raise failures[0]
     return tuple(stays.values())

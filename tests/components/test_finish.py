@@ -6,6 +6,7 @@ import pytest
 from kfp import dsl
 
 from flotilla.components import finish
+from flotilla.components.records import run_store
 from flotilla.trainer import storage
 from tests.components.called_steps import RUN, ended, refused
 from tests.trainer.page import Page
@@ -43,6 +44,15 @@ def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
     assert f"The whole report: `{uri}`" in text
 
 
+def test_a_pod_leaves_nothing_in_the_temporary_folder(root, report, summary, tmp_path, monkeypatch):
+    monkeypatch.delenv(run_store.RUN_FOLDER)
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    finish.finish.python_func(ended("SUCCEEDED"), root, LOCAL, RUN, report, summary)
+    assert page(root)[1] == "done"
+    assert not list((tmp_path / "temporary").iterdir())
+
+
 def test_a_failure_before_there_is_a_root_is_not_hidden(report, summary, emitted):
     finish.finish.python_func(ended("FAILED"), "", LOCAL, RUN, report, summary)
     assert emitted()[-1].status == "done"
@@ -73,6 +83,7 @@ def test_a_store_that_is_out_for_too_long_fails_no_run_that_is_done(
         real(uri, data)
 
     monkeypatch.setattr(storage, "write_bytes", write)
+    monkeypatch.setenv(run_store.RUN_ID, RUN)
     finish.finish.python_func(ended("SUCCEEDED"), root, LOCAL, RUN, report, summary)
     assert emitted()[-1].status == "done"
     page = tmp_path / "folder" / "report.html"

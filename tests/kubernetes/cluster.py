@@ -8,6 +8,7 @@ from pathlib import Path
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.heartbeat import is_renewed, read_heartbeat
+from flotilla.trainer.events import JOB, Event, to_tree
 from tests.kubernetes import events, jobset_api, jobset_controller, pods, rbac
 from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.job_controller import ENDED, JobController
@@ -203,6 +204,14 @@ class Cluster:
         uid = self.pod(task)["metadata"]["uid"]
         for line in lines:
             self.server.logs.write(uid, 0, line)
+
+    def write_event(self, task: str, event: Event) -> str:
+        """Write an event to the log of a task, as the task does; return its line."""
+        [container] = self.pod(task)["spec"]["containers"]
+        job = next(each["value"] for each in container["env"] if each["name"] == JOB)
+        line = f"2026-01-01 00:00:00,000 INFO {json.dumps({**to_tree(event), 'job': job})}"
+        self.write_log(task, line)
+        return line
 
     def finish(self, task: str, code: int, message: str = "", reason: str = "") -> Tree:
         return self._finish(self.pod(task), code, message, reason)

@@ -39,8 +39,6 @@ POLL_SECONDS = 2.0
 # A holder that is cut off from the store, or whose clock is wrong, may still train; the file of an
 # expired lease blocks nobody, and may be kept for long.
 ABANDONED_SECONDS = 24 * 3600.0
-# Names the job that a task belongs to: a new attempt of it takes over from the one before at once.
-VARIABLE = "FLOTILLA_JOB"
 _SUFFIX = ".json"
 log = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ class LeaseHolder:
 
     Attributes:
         token: unique to this holder.
-        job: the job whose attempts share the lease, or empty.
+        job: the job whose attempts share the lease, or empty: a new one takes over at once.
         writer: see `flotilla.trainer.storage.local.writer`.
     """
 
@@ -160,7 +158,7 @@ class Lease(NoLease):
         self._now = now
         self._own = LeaseHolder(
             token=secrets.token_hex(8),
-            job=os.environ.get(VARIABLE, ""),
+            job=os.environ.get(events.JOB, ""),
             run=run,
             host=socket.gethostname(),
             process=os.getpid(),
@@ -361,7 +359,7 @@ def hold_lease(uri: str, run: str) -> Iterator[Lease]:
 @cache
 def lease_environment() -> dict[str, str]:
     """Return the environment variables by which the tasks of this process share a lease."""
-    return {VARIABLE: f"launch {secrets.token_hex(8)}"}
+    return {events.JOB: f"launch {secrets.token_hex(8)}"}
 
 
 def _release(lease: Lease) -> None:

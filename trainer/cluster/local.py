@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from flotilla.trainer import events
-from flotilla.trainer.cluster import loopback
+from flotilla.trainer.cluster import lease, loopback
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.process import LOG, TaskProcess, require_gpus
 from flotilla.trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
@@ -133,7 +133,7 @@ class TaskLogs:
                     yield line.decode("utf-8", errors="replace").rstrip("\n")
 
     def _pass_on(self, task: str, line: str) -> None:
-        event = events.parse(line)
+        event = events.parse(line, job=lease.lease_environment()[events.JOB])
         if isinstance(event, events.UserCodeFailed):
             self.traceback = event.traceback
         if not event:

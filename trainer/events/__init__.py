@@ -30,6 +30,8 @@ from flotilla.trainer.runtime.json_records import parse_mapping, parse_record, t
 from flotilla.trainer.runtime.masking import mask
 
 VARIABLE = "FLOTILLA_EVENTS"
+#: Names the job that a task belongs to.
+JOB = "FLOTILLA_JOB"
 MARK = '{"event": '
 # Progress is appended up to this size of the file: at one a second, most of an hour.
 PROGRESS_BYTES = 1 << 20
@@ -355,12 +357,14 @@ _PROGRESS = (Progress, WorkProgress)
 def emit(event: Event, *, in_log: str | None = None) -> None:
     """Append one event, by one `write`, to the file of the run, or write it to the log.
 
-    The log gets the line `in_log` in its place, where there is one; none where it is empty.
+    The log gets the line `in_log` in its place, where there is one; none where it is empty. In the
+    log an event names its job: what user code prints there may look like one.
     """
     for listener in _listeners:
         listener(event)
     path = os.environ.get(VARIABLE)
-    line = _line(event).decode().rstrip() if in_log is None or path else in_log
+    job = {} if path else {"job": os.environ.get(JOB, "")}
+    line = _line(event, job).decode().rstrip() if in_log is None or path else in_log
     if not path:
         if line:
             log.info("%s", line)
@@ -496,22 +500,27 @@ def _place_of_progress(path: Path, kind: type[Event]) -> Path:
     return path.with_name(f"{path.name}.{event_name(kind)}")
 
 
-def _line(event: Event) -> bytes:
-    return f"{mask(json.dumps(to_tree(event), default=str))}\n".encode()
+def _line(event: Event, more: Mapping[str, str] | None = None) -> bytes:
+    return f"{mask(json.dumps({**to_tree(event), **(more or {})}, default=str))}\n".encode()
 
 
 def _parsed(line: bytes) -> Event | None:
     return parse(line.decode("utf-8", "replace"))
 
 
-def parse(line: str) -> Event | None:
-    """Return the event that a line, also one after a line cut short, ends with, if any."""
+def parse(line: str, *, job: str = "") -> Event | None:
+    """Return the event that a line, also one after a line cut short, ends with, if any.
+
+    With `job`, of a line of a log: only an event that names this job.
+    """
     at = line.rfind(MARK)
     if at < 0:
         return None
     try:
         tree = parse_mapping(line[at:])
     except ValueError:
+        return None
+    if job and tree.get("job") != job:
         return None
     kind = _kinds().get(str(tree["event"]))
     return parse_record(kind, tree) if kind and "time" in tree else None

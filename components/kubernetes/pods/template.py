@@ -10,7 +10,8 @@ from typing import Any
 from flotilla.components.image import DEFAULTS, SECRET_KEYS, PodDefaults
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.names import JobKind, Tree
-from flotilla.trainer.cluster import lease, termination
+from flotilla.trainer import events
+from flotilla.trainer.cluster import termination
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
 from flotilla.trainer.cluster.process import gpu_count
@@ -94,8 +95,13 @@ def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str)
     return {
         LAUNCHER_VARIABLE: json.dumps(watched),
         # A chief that is restarted, perhaps in another pod, is another attempt of the same job.
-        lease.VARIABLE: f"{kind.kind} {'/'.join(filter(None, [namespace, name]))}",
+        events.JOB: label_job(kind, name, namespace),
     }
+
+
+def label_job(kind: JobKind, name: str, namespace: str) -> str:
+    """Return by what the tasks of a job name it, in their lease and in the events of their logs."""
+    return f"{kind.kind} {'/'.join(filter(None, [namespace, name]))}"
 
 
 def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name: str) -> Tree:

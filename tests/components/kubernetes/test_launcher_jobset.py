@@ -1,6 +1,5 @@
 """A run as a JobSet: a lost pod costs that pod, a cancel suspends first, refusals are one line."""
 
-import json
 import signal
 import threading
 
@@ -15,7 +14,7 @@ from flotilla.components.kubernetes.launcher import delete_jobs
 from flotilla.components.kubernetes.pods.template import Place
 from flotilla.trainer import events
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.events import Restart, Suspension, to_tree
+from flotilla.trainer.events import Restart, Suspension
 from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.components.kubernetes.attempts import (
     Attempt,
@@ -184,7 +183,7 @@ def test_a_restart_that_a_guard_has_made_counts(kube, run_events):
     cause = "exit code 137 (signal SIGKILL)"
     for number in (1, 2):
         restart = Restart(task="ps-0", cause=cause, restarts=number, code=137)
-        kube.write_log("ps-0", f"INFO {json.dumps(to_tree(restart))}")
+        kube.write_event("ps-0", restart)
     message = fail(kube, attempt)
     assert message == f"cluster.max_restarts (1) is exceeded: ps-0 ended with {cause}"
     assert [(each.task, each.restarts) for each in run_events(Restart)] == [("ps-0", 1)]

@@ -1,6 +1,5 @@
 """Pods that are taken away: the operator fails the job, and the launcher makes it again."""
 
-import json
 import signal
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from flotilla.components.kubernetes import names
 from flotilla.components.tfjob.engine import Place, manifest
 from flotilla.trainer import events
-from flotilla.trainer.events import CheckpointPublished, Restart, to_tree
+from flotilla.trainer.events import CheckpointPublished, Restart
 from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods
@@ -64,7 +63,7 @@ def failure(kube, attempt):
 def published(kube, global_step):
     """Let the chief write that it has published a checkpoint, where the launcher reads it."""
     event = CheckpointPublished(uri=f"gs://b/step-{global_step}", global_step=global_step)
-    kube.write_log("chief-0", f"INFO {json.dumps(to_tree(event))}")
+    kube.write_event("chief-0", event)
     kube.wait_followed("chief-0")
 
 

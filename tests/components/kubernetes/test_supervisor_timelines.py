@@ -29,33 +29,29 @@ def run_events(tmp_path, monkeypatch):
 
 
 def progress(step):
-    fields = {
-        "event": "progress",
-        "time": 1.0,
-        "global_step": step,
-        "steps": 10,
-        "loss": 0.5,
-        "steps_per_second": 2.0,
-        "seconds_left": 1.0,
-    }
-    return f"2026-01-01 00:00:00,000 INFO {json.dumps(fields)}"
+    return Progress(
+        global_step=step, steps=10, loss=0.5, steps_per_second=2.0, seconds_left=1.0
+    )  # fmt: skip
 
 
 def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_events, monkeypatch):
     monkeypatch.setattr(completion, "is_over", lambda _job: True)
     attempt = watching_attempt(kube)
     kube.run_all()
-    kube.write_log("worker-0", "ready", "{not json", progress(99))
+    kube.write_log("worker-0", "ready", "{not json")
+    kube.write_event("worker-0", progress(99))
     kube.write_log(
         "chief-0", '{"event": "step_end", "step": "train_model"}', '{"event": "progress"}'
     )
-    kube.write_log("chief-0", progress(5), progress(10))
+    # What a text of the data says that a model prints.
+    kube.write_log("chief-0", f"2026-01-01 00:00:00,000 INFO {json.dumps(to_tree(progress(7)))}")
+    fifth, _ = kube.write_event("chief-0", progress(5)), kube.write_event("chief-0", progress(10))
     kube.finish("worker-0", 0)
     kube.finish("chief-0", 0)
     attempt.succeed()
     kube.wait_until_deleted()
     out = capfd.readouterr().out.splitlines()
-    for line in ("[worker-0] ready", "[worker-0] {not json", f"[chief-0] {progress(5)}"):
+    for line in ("[worker-0] ready", "[worker-0] {not json", f"[chief-0] {fifth}"):
         assert out.count(line) == 1
     assert [each.global_step for each in run_events(Progress)] == [5, 10]
     # An event that a model prints is not one of the step.
@@ -141,7 +137,7 @@ def test_the_traceback_of_the_users_code_comes_with_the_error(kube):
     attempt = watching_attempt(kube)
     kube.run_all()
     failed = UserCodeFailed(error="bad shape (blocks.py:14)", traceback="Traceback ...")
-    kube.write_log("chief-0", f"2026-01-01 00:00:00,000 INFO {json.dumps(to_tree(failed))}")
+    kube.write_event("chief-0", failed)
     kube.finish("chief-0", 1, "bad shape (blocks.py:14)")
     assert attempt.failure().startswith("bad shape (blocks.py:14) (chief-0, pod ")
     assert attempt.error.traceback == "Traceback ..."
@@ -225,7 +221,8 @@ def test_the_deletion_by_someone_else_is_reported(kube):
 def test_training_without_progress_is_ended(kube):
     attempt = watching_attempt(kube, stalling=2)
     kube.run_all()
-    kube.write_log("chief-0", progress(1), progress(1))
+    for _ in range(2):
+        kube.write_event("chief-0", progress(1))
     assert "no progress for 2 s (cluster.kubernetes.deadlines.stalling)" in attempt.failure()
     kube.wait_until_deleted()
 
@@ -262,7 +259,7 @@ def test_a_chiefless_job_is_led_by_worker_0(kube, run_events):
     tree["cluster"]["kubernetes"]["chiefless"] = True
     attempt = Attempt(job_of(tree))
     assert set(kube.run_all()) == {"ps-0", "worker-0"}
-    kube.write_log("worker-0", progress(3))
+    kube.write_event("worker-0", progress(3))
     kube.finish("worker-0", 0)
     attempt.succeed()
     assert [each.global_step for each in run_events(Progress)] == [3]

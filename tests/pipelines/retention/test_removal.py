@@ -17,7 +17,7 @@ from flotilla.components.records.record import recorded
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.retention import removal
 from flotilla.pipelines.retention.inventory import read
-from flotilla.pipelines.retention.plan import make_plan, policy
+from flotilla.pipelines.retention.plan import find_run, make_plan, policy
 from flotilla.pipelines.retention.removal import collect
 from flotilla.pipelines.sweeps.plan import SweepOptions
 from flotilla.pipelines.sweeps.plan import plan_sweep as trials_of
@@ -270,6 +270,17 @@ def test_a_run_that_went_on_and_ended_since_the_second_look_stays(root, monkeypa
     monkeypatch.setattr(removal, "_locked", resumed)
     assert swept(root) == ["digits-0001"]
     assert whole(data)
+
+
+def test_many_that_stay_after_all_are_looked_at_once_each(root, monkeypatch):
+    nights(root, 40, 1)
+    age(root, 60)
+    before = read(storage.uri_of(root), Path())
+    looks = []
+    monkeypatch.setattr(removal, "_removed", lambda *_: False)
+    monkeypatch.setattr(removal, "find_run", lambda path: looks.append(path) or find_run(path))
+    assert not swept(root)
+    assert len(looks) <= 2 * len(before.items)
 
 
 def test_one_of_two_removals_that_ends_leaves_the_mark_of_the_other(root, monkeypatch):

@@ -188,13 +188,13 @@ def test_a_renewed_lease_does_not_expire(uri, clock, place):
 
 
 def test_a_later_attempt_of_the_same_job_acquires_it_at_once(clock, monkeypatch, caplog):
-    monkeypatch.setenv(lease.VARIABLE, "TFJob models/digits-1")
+    monkeypatch.setenv(events.JOB, "TFJob models/digits-1")
     first = clock.acquire("digits-1")
     second = clock.acquire("digits-1")
     lost(first.check)
     second.check()
     assert "taken over" not in caplog.text
-    monkeypatch.setenv(lease.VARIABLE, "TFJob models/digits-2")
+    monkeypatch.setenv(events.JOB, "TFJob models/digits-2")
     refused(lambda: clock.acquire("digits-2"))
 
 
@@ -438,13 +438,13 @@ def test_a_block_that_fails_releases_it(here, error):
 
 
 def test_an_attempt_that_begins_again_leaves_it_to_the_next_one(here, monkeypatch):
-    monkeypatch.setenv(lease.VARIABLE, "job")
+    monkeypatch.setenv(events.JOB, "job")
     with pytest.raises(ClusterLostError), lease.hold_lease(here, "digits-1"):
         raise ClusterLostError("a server is gone")
     assert len(holders(here)) == 1
-    monkeypatch.setenv(lease.VARIABLE, "another")
+    monkeypatch.setenv(events.JOB, "another")
     refused(Lease(here, "digits-2").acquire)
-    monkeypatch.setenv(lease.VARIABLE, "job")
+    monkeypatch.setenv(events.JOB, "job")
     with lease.hold_lease(here, "digits-1") as mine:
         mine.check()
 
@@ -516,8 +516,8 @@ def test_leases_that_dead_processes_released_stay_for_a_while(here):
 
 def test_all_tasks_that_a_process_starts_are_of_one_job():
     assert lease.lease_environment() == lease.lease_environment()
-    assert list(lease.lease_environment()) == [lease.VARIABLE]
-    assert lease.lease_environment()[lease.VARIABLE].startswith("launch ")
+    assert list(lease.lease_environment()) == [events.JOB]
+    assert lease.lease_environment()[events.JOB].startswith("launch ")
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):

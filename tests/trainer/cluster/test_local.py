@@ -1,6 +1,7 @@
 """The logs of local tasks become lines of the step's own log, each once."""
 
 import errno
+import json
 import logging
 import socket
 import threading
@@ -9,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from flotilla.trainer import events
+from flotilla.trainer.cluster.lease import lease_environment
 from flotilla.trainer.cluster.local import HOST, TaskLogs, relay_logs, reserve_cluster
 from flotilla.trainer.config.topology import Task, check_port
 from flotilla.trainer.events import CheckpointPublished, UserCodeFailed
@@ -39,13 +41,12 @@ def lines():
 
 
 @pytest.fixture
-def event_line(tmp_path):
-    def line(event):
-        path = tmp_path / "event.jsonl"
-        events.append(path, event)
-        text = path.read_text(encoding="utf-8")
-        path.unlink()
-        return f"2026-01-01 00:00:00,000 INFO {text}"
+def event_line():
+    own = lease_environment()[events.JOB]
+
+    def line(event, job=own):
+        text = json.dumps({**events.to_tree(event), "job": job})
+        return f"2026-01-01 00:00:00,000 INFO {text}\n"
 
     return line
 
@@ -63,6 +64,18 @@ def test_lines_have_the_name_of_their_task_and_events_are_words(
         "global step 20/300  loss 0.25  100 steps/s",
         "checkpoint of global step 5: u",
     ]
+
+
+def test_what_a_text_of_the_data_says_that_is_printed_is_no_event(
+    tmp_path, lines, caplog, event_line
+):
+    caplog.set_level(logging.INFO)
+    logs = TaskLogs(tmp_path, lines.put)
+    for job in ("", "launch 0123456789abcdef"):
+        write(tmp_path, "chief-0", event_line(progress(20, 1.0), job))
+    logs.take()
+    assert not caplog.messages
+    assert len(lines) == 2
 
 
 def test_a_line_is_taken_once_and_when_it_is_complete(tmp_path, lines):
