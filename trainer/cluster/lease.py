@@ -4,7 +4,8 @@ A lease is a lock that expires unless it is renewed. It is a file `.lock/000003.
 folder, created by a write that replaces nothing. The highest number holds the lease, unless its
 file says `released` or has not been renewed for `LEASE_SECONDS`. A new holder creates the next
 number and touches no other file before that, so that a holder that was replaced always finds out.
-Clocks of different machines may differ by a minute.
+Clocks of different machines may differ by hours: what has expired by the clock alone is watched for
+as long as a holder needs to renew it.
 
 A task that was killed is restarted at once, as another process and perhaps on another machine, and
 finds the lease that it held itself: a chief that Kubernetes restarts, the retry of a step. Whether
@@ -35,6 +36,8 @@ from flotilla.trainer.storage.local import is_gone, is_living, writer
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
+# A holder that lives has renewed it twice.
+WATCH_SECONDS = 2 * RENEW_SECONDS
 POLL_SECONDS = 2.0
 # A holder that is cut off from the store, or whose clock is wrong, may still train; the file of an
 # expired lease blocks nobody, and may be kept for long.
@@ -82,8 +85,8 @@ class LeaseHolder:
 class LeaseHeldError(UserError):
     """Another job writes to the folder `uri`."""
 
-    def __init__(self, uri: str, holder: LeaseHolder) -> None:
-        """Name the holder, and the time until which it holds the lease at least."""
+    def __init__(self, uri: str, holder: LeaseHolder, watch: float = LEASE_SECONDS) -> None:
+        """Name the holder, the time until which it holds the lease, and how long to watch it."""
         super().__init__(
             f"{holder} writes to {uri} since {clock_time(holder.started)}, and holds its lease "
             f"until {clock_time(holder.until)} at least: wait for its end, or stop it; if it is "
@@ -91,6 +94,7 @@ class LeaseHeldError(UserError):
         )
         self.uri = uri
         self.holder = holder
+        self.watch = watch
 
 
 class LeaseLostError(UserError):
@@ -261,7 +265,9 @@ class Lease(NoLease):
             if holder is None:
                 log.warning("the lease of %s cannot be read; it is taken over", self._uri)
             elif not self._is_free(holder):
-                raise LeaseHeldError(self._uri, holder)
+                is_over = self._now() >= holder.until
+                watch = WATCH_SECONDS if is_over else LEASE_SECONDS
+                raise LeaseHeldError(self._uri, holder, watch)
         newest = found.get(max(found, default=0))
         if newest and not newest.released and not self._is_same_job(newest):
             renewed = f"was last renewed at {clock_time(newest.renewed)}"
@@ -277,7 +283,8 @@ class Lease(NoLease):
                 raise LeaseHeldError(self._uri, holder)
 
     def _is_free(self, holder: LeaseHolder) -> bool:
-        over = holder.released or self._now() >= holder.until or is_gone(holder.writer)
+        is_old = self._now() >= holder.until + ABANDONED_SECONDS
+        over = holder.released or is_old or is_gone(holder.writer)
         return over or holder == self._dead or self._is_same_job(holder) or self._is_own(holder)
 
     def _is_same_job(self, holder: LeaseHolder) -> bool:
@@ -295,14 +302,15 @@ def acquire_waiting(
 ) -> None:
     """Call `acquire` again while it raises `LeaseHeldError` and the lease holder may be dead.
 
-    It is dead where it does not renew the lease for as long as that lasts, whatever its clock said.
+    It is dead where it does not renew the lease for as long as that is watched, whatever its clock
+    said: one that has expired by the clock of this machine for a shorter time than another.
     Raises `LeaseHeldError` where the holder is alive, or another one was faster; also
     `RunInterruptedError` and `UserError`.
     """
     first: LeaseHolder | None = None
-    waited = 0.0
-    while refused := _refusal(partial(acquire, first if waited > LEASE_SECONDS else None)):
-        holder = refused.holder
+    waited, watch = 0.0, LEASE_SECONDS
+    while refused := _refusal(partial(acquire, first if waited > watch else None)):
+        holder, watch = refused.holder, refused.watch if first is None else watch
         if is_living(holder.writer) or holder != (first or holder):
             raise refused
         interrupts: list[None] = []

@@ -478,7 +478,8 @@ class Follower:
                 self._progress_at[type(event)] = event.time
                 yield event
         for event in newest_progress(self._path):
-            if event.time > self._progress_at.get(type(event), 0.0):
+            # The clock may be set back meanwhile.
+            if event.time != self._progress_at.get(type(event)):
                 self._progress_at[type(event)] = event.time
                 yield event
 

@@ -153,7 +153,8 @@ class LogLines:
         return wording(event) if wording else format_event(event)
 
     def _progress(self, event: Progress) -> str:
-        if event.time - self._progress_at < LINE_SECONDS:
+        # A clock that is set back silences nothing.
+        if 0 <= event.time - self._progress_at < LINE_SECONDS:
             return ""
         event = is_first_stretch(event) if self._progress_at < 0 else event
         self._progress_at = event.time
@@ -162,7 +163,8 @@ class LogLines:
     def _work(self, event: WorkProgress) -> str:
         if event.is_over:
             return work_line(event) if self._work_at.pop(event.what, 0.0) else ""
-        if event.time - self._work_at.get(event.what, event.time - event.seconds) < LOG_SECONDS:
+        before = self._work_at.get(event.what, event.time - event.seconds)
+        if 0 <= event.time - before < LOG_SECONDS:
             return ""
         self._work_at[event.what] = event.time
         return work_line(event)

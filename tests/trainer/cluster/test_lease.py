@@ -17,6 +17,7 @@ from flotilla.trainer.cluster.lease import (
     LEASE_SECONDS,
     POLL_SECONDS,
     RENEW_SECONDS,
+    WATCH_SECONDS,
     Lease,
     LeaseHeldError,
     LeaseLostError,
@@ -157,7 +158,7 @@ def test_of_many_at_once_one_acquires_it(uri):
 
 def test_an_expired_lease_is_taken_over_with_a_warning(uri, clock, place, caplog):
     first = clock.acquire("digits-1")
-    clock.time += LEASE_SECONDS - 1
+    clock.time += LEASE_SECONDS + ABANDONED_SECONDS - 1
     refused(lambda: clock.acquire("digits-2"))
     clock.time += 1
     second = clock.acquire("digits-2")
@@ -201,7 +202,7 @@ def test_a_later_attempt_of_the_same_job_acquires_it_at_once(clock, monkeypatch,
 def test_a_holder_with_another_number_gives_way(uri, clock, place, monkeypatch):
     """One saw the lease expired; before it acquired it, it was released, and a third one came."""
     stale = clock.acquire("digits-1")
-    clock.time += LEASE_SECONDS
+    clock.time += LEASE_SECONDS + ABANDONED_SECONDS
     create, third = storage.create_bytes, []
 
     def late(at, data):
@@ -317,11 +318,11 @@ def test_no_number_comes_twice(uri, clock):
     first = clock.acquire("digits-1")
     at = storage.join(uri, ".lock", "000001.json")
     late = storage.read_bytes(at)
-    clock.time += LEASE_SECONDS
+    clock.time += LEASE_SECONDS + ABANDONED_SECONDS
     clock.acquire("digits-2").release()
     third = clock.acquire("digits-3")
     third.release()
-    clock.time += LEASE_SECONDS
+    clock.time += LEASE_SECONDS + ABANDONED_SECONDS
     fourth = clock.acquire("digits-4")
     assert list(holders_by_name(uri)) == ["000004.json"]
     storage.write_bytes(at, late)
@@ -596,7 +597,7 @@ def test_a_holder_killed_elsewhere_is_waited_for_until_it_expires(
 ):
     dead = elsewhere("digits-1")
     again = time_.acquired("digits-1")
-    assert LEASE_SECONDS <= time_.waited < LEASE_SECONDS + POLL_SECONDS
+    assert LEASE_SECONDS < time_.waited <= LEASE_SECONDS + POLL_SECONDS
     again.check()
     (holder,) = holders(time_.uri).values()
     assert holder.started == holder.renewed == time_.now
@@ -637,7 +638,8 @@ def test_a_lease_that_is_released_meanwhile_is_acquired_at_once(time_, elsewhere
 def test_of_several_that_wait_one_acquires_it_and_the_others_fail(time_, elsewhere):
     elsewhere("digits-1")
     first = []
-    time_.then[LEASE_SECONDS] = lambda: first.append(elsewhere("digits-2"))
+    days = 2 * ABANDONED_SECONDS
+    time_.then[LEASE_SECONDS] = lambda: first.append(elsewhere("digits-2", ahead=days))
     assert "run digits-2" in refused(lambda: time_.acquired("digits-3"))
     first[0].check()
 
@@ -654,6 +656,22 @@ def test_a_holder_with_a_wrong_clock_that_renews_it_is_left_alone(time_, elsewhe
     time_.then[RENEW_SECONDS] = living.renew
     refused(lambda: time_.acquired("digits-2"))
     living.check()
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_clock_that_differs_by_an_hour_takes_over_no_living_holder(time_, elsewhere, hours):
+    living = elsewhere("digits-1", ahead=hours * 3600.0)
+    time_.then[RENEW_SECONDS] = living.renew
+    assert "run digits-1" in refused(lambda: time_.acquired("digits-2"))
+    living.check()
+
+
+def test_a_lease_that_has_expired_is_watched_for_two_renewals(time_, elsewhere, caplog):
+    dead = elsewhere("digits-1", ahead=-3600.0)
+    time_.acquired("digits-2").check()
+    assert WATCH_SECONDS < time_.waited <= WATCH_SECONDS + POLL_SECONDS
+    assert "it may be dead" in caplog.text
+    lost(dead.check)
 
 
 def test_an_error_of_the_store_ends_the_wait(time_, elsewhere, monkeypatch):

@@ -31,6 +31,13 @@ def test_progress_is_a_line_every_few_seconds():
     assert taken[2] == "global step 60/300  loss 0.25  100 steps/s  12 s left"
 
 
+def test_a_clock_that_is_set_back_silences_no_progress():
+    lines = LogLines()
+    assert lines.take(progress(20, 7200.0))
+    assert lines.take(progress(40, 3600.0))
+    assert not lines.take(progress(60, 3601.0))
+
+
 def test_progress_says_the_epoch_where_it_is_known():
     said = LogLines().take(progress(20, 1.0, epoch=1.25, epochs=18.75))
     assert said.startswith("global step 20/300 (epoch 1.25 of 18.8)  loss")
