@@ -4,11 +4,18 @@ import json
 import logging
 import random
 import shutil
+from pathlib import Path
 
 import pytest
+import typer.main
 
-from flotilla.pipelines.cli.app import called
+from flotilla.pipelines import compile
+from flotilla.pipelines.cli.app import app, called
+from flotilla.pipelines.doctor import configuration
+from flotilla.pipelines.doctor.examination import Finding
+from flotilla.pipelines.runs import kfp_access
 from flotilla.trainer.runtime.masking import printable
+from tests.kfp_instance.fixtures import _compiled_before
 from tests.pipelines.test_damaged_records import (
     DAMAGED,
     MODEL,
@@ -32,7 +39,7 @@ PIECES = (
     '\n{"event": "run_end", "time": 1.0, "status": "blessed"}',
     "\n2026-01-01 00:00:00,000 INFO blessed",
 )  # fmt: skip
-READ_ONLY = (
+OF_A_RUN = (
     ("runs",),
     ("status", DAMAGED),
     ("compare", WHOLE, DAMAGED),
@@ -43,6 +50,12 @@ READ_ONLY = (
     ("models", "show", MODEL, "1"),
     ("checkpoint", "show", DAMAGED),
     ("gc", "--keep-runs", "30d", "--dry-run"),
+    ("gc",),
+    ("cancel", DAMAGED),
+    ("replay", DAMAGED, "finish"),
+    ("predict", MODEL, "t.csv"),
+    ("models", "promote", MODEL, "1"),
+    ("models", "rollback", MODEL),
 )
 CODES = (0, 1, 2, 3)
 
@@ -82,11 +95,17 @@ def spoil(path, chance):
 
 
 @pytest.fixture
-def commands(capfd, monkeypatch, tmp_path):
+def commands(capfd, monkeypatch, tmp_path, instance):
     """Call a command in this process; return what is wrong with what it wrote."""
     monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text("x,y\n" + "".join(f"{each},{each % 2}\n" for each in range(40)))
+    # Compiling, and the trial of a model, take seconds, and have tests of their own.
+    monkeypatch.setattr(compile, "_text_of_pipeline", _compiled_before)
+    monkeypatch.setattr(configuration, "fits", lambda _config, **_: Finding("ok", "not tried"))
+    monkeypatch.setattr(kfp_access, "TOKEN_VOLUME", tmp_path / "no-volume")
 
     def wrong_with(*arguments):
+        arguments = [instance.url if each == "URL" else each for each in arguments]
         capfd.readouterr()
         with monkeypatch.context() as patch:
             # As in the process of a command, where nobody has set up a log.
@@ -125,21 +144,53 @@ NAMED = (
     ("replay", "NAME", "NAME"), ("replay", DAMAGED, "NAME"), ("completion", "NAME"), ("NAME",),
     ("--NAME",),
     ("sweep", "--over", "NAME"), ("run", "--resume", "NAME"), ("run", "xNAME"), ("train", "xNAME"),
-    ("prepare", "--set", "data.source=NAME"),
+    ("prepare", "--set", "data.source=NAME"), ("prepare", "--label", "NAME"),
+    ("run", "--set", "data.source=xNAME"), ("train", "--dataset", "NAME"),
+    ("sweep", "--metric", "NAME"), ("sweep", "--compile", "--image", "NAME", "-o", "x.yaml"),
+    ("predict", MODEL, "NAME", "--columns", "NAME"), ("predict", MODEL, "--split", "NAME"),
+    ("models", "promote", MODEL, "NAME"), ("gc", "--yes", "--keep-versions", "NAME"),
+    ("check", "xNAME"), ("check", "--set", "name=NAME", "--set", "steps=NAME"),
+    ("check", "--set", "data.source=xNAME", "--label", "NAME"), ("check", "--code", "xNAME"),
+    ("doctor", "xNAME"), ("doctor", "--workdir", "NAME"), ("doctor", "--endpoint", "NAME"),
+    ("doctor", "--service-account", "NAME", "--mount", "NAME"),
+    ("doctor", "--set", "tracking.mlflow.uri=NAME"), ("doctor", "--set", "storage.root=xNAME"),
+    ("init", "xNAME"), ("init", "t.csv", "--label", "NAME", "-o", "x.yaml"),
+    ("init", "t.csv", "--set", "name=NAME", "-o", "xNAME/y"), ("configs", "NAME"),
+    ("upload", "NAME"), ("upload", "--name", "NAME"), ("upload", "--image", "NAME"),
+    ("upload", "--env", "NAME=NAME"), ("upload", "--node-selector", "NAME"),
+    ("submit", "--name", "NAME"), ("submit", "--experiment", "NAME"), ("submit", "xNAME"),
+    ("submit", "--pipeline", "NAME"), ("submit", "--version", "NAME"), ("submit", "--file", "NAME"),
+    ("submit", "--pipeline-root", "NAME"), ("submit", "--service-account", "NAME"),
+    ("schedule", "--cron", "NAME"), ("schedule", "--every", "1h", "--name", "NAME"),
+    ("schedule", "--every", "NAME"), ("schedule", "--every", "1h", "--timezone", "NAME"),
+    ("reschedule", "NAME"), ("unschedule", "NAME"), ("upload", "--endpoint", "NAME"),
+    ("upload", "--token-file", "NAME"), ("upload", "-n", "NAME"), ("runs", "--endpoint", "URL"),
+    ("status", "NAME", "--endpoint", "URL"), ("logs", "NAME", "--endpoint", "URL"),
+    ("cancel", "NAME", "--endpoint", "URL"), ("replay", "NAME", "finish", "--endpoint", "URL"),
+    ("runs", "--endpoint", "URL", "--experiment", "NAME"),
+)  # fmt: skip
+ON_AN_INSTANCE = ("upload", "submit", "schedule", "reschedule", "unschedule")
+
+
+NOT_OF_A_WORKDIR = (
+    "check", "manifest", "compile", "completion", "configs", "init", "NAME", "--NAME",
+    *ON_AN_INSTANCE,
 )  # fmt: skip
 
 
-NOT_OF_A_WORKDIR = ("manifest", "compile", "completion", "NAME", "--NAME")
-
-
 def names(template, commands, seed, count, some):
-    """Give so many hostile names to some commands each; return what was wrong."""
+    """Give hostile names to each command, and so many more to two; return what was wrong."""
     chance = random.Random(seed)
     wrong = []
-    for _ in range(count):
+    # Each command once, and then some of each form.
+    first = {command[0]: command for command in chance.sample(some, len(some))}
+    rest = [chance.choice(some) for _ in range(2 * count)]
+    for some_commands in zip(*[iter([*first.values(), *rest])] * 2, strict=False):
         # No argument of a process has a zero or half of a pair.
         name = hostile(chance).replace("\0", "\x01").encode("utf-8", "replace").decode()
-        for command in chance.sample(some, min(len(some), 2)):
+        for command in some_commands:
+            if command[0] in ON_AN_INSTANCE and "--endpoint" not in command:
+                command = (*command, "--endpoint", "URL")  # noqa: PLW2901
             given = [each.replace("NAME", name) for each in command]
             if "--workdir" not in command and command[0] not in NOT_OF_A_WORKDIR:
                 given += ["--workdir", str(template)]
@@ -147,8 +198,15 @@ def names(template, commands, seed, count, some):
     return wrong
 
 
+def test_every_command_is_given_hostile_names():
+    tree, tried = typer.main.get_command(app), {command[:2] for command in NAMED}
+    for name, command in tree.commands.items():
+        for each in getattr(command, "commands", {"": command}):
+            assert any(found[0] == name and each in ("", found[1]) for found in tried), (name, each)
+
+
 def test_no_name_is_a_command_or_forges_a_line(template, commands):
-    wrong = names(template, commands, 1, 12, NAMED)
+    wrong = names(template, commands, 1, 5, NAMED)
     assert not wrong, "\n".join(wrong)
 
 
@@ -170,7 +228,7 @@ def attack(template, commands, folder, seed, records):
     log = runs / DAMAGED / "pipeline.log"
     log.write_text(said, encoding="utf-8", errors="replace")
     wrong = []
-    for command in READ_ONLY:
+    for command in OF_A_RUN:
         as_json = ["--json"] if chance.random() < 0.3 else []
         wrong += commands(*command, "--workdir", str(runs), *as_json)
     shutil.rmtree(runs)
@@ -185,6 +243,6 @@ def test_no_text_of_a_record_or_a_log_is_a_command_or_forges_a_line(template, co
 @pytest.mark.slow
 def test_no_text_of_many_records_is_a_command_or_forges_a_line(template, commands, tmp_path):
     wrong = [
-        each for seed in range(2, 102) for each in attack(template, commands, tmp_path, seed, 5)
+        each for seed in range(2, 102) for each in attack(template, commands, tmp_path, seed, 20)
     ]
     assert not wrong, "\n".join(wrong)
