@@ -176,7 +176,7 @@ def _listed(config: Config, root: str) -> str:
     if data.spans == SINCE_CHAMPION:
         before = trained.read_champion_data(root, config.name)
     found = listing.list_source(data)
-    taken = listing.chosen(found, data.spans, before.spans)
+    taken = listing.select_spans(found, data.spans, before.spans)
     spans = ", ".join(taken.spans)
     if before.version and found.spans and not spans:
         # What its files were is known, also where some are gone.

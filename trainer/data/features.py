@@ -1,4 +1,4 @@
-"""Which features of a TFDS dataset are kept, in which roles, and how they are stored."""
+"""Select the features of a TFDS dataset, their roles, and their stored form."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from flotilla.trainer.config.data import DataConfig, ImageConfig
-from flotilla.trainer.data.roles import Roles, below, find, find_one, named, require_apart
-from flotilla.trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, lengths_of
+from flotilla.trainer.data.roles import Roles, below, find, find_one, format_names, require_apart
+from flotilla.trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, make_length_features
 from flotilla.trainer.features.dataset_spec import require_buckets
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -26,10 +26,10 @@ _OWN_BUILDER = "write your own builder (data.dataset: package.module:Builder)"
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Roles):
-    """The kept features by name, and their roles.
+    """The selected features by name, and their roles.
 
-    Nested features are named by their path, `outer/inner`. `connectors` are the TFDS features that
-    they come from. `fits` is what makes one shape of a feature whose examples differ.
+    Nested features are named by their path, `outer/inner`. `connectors` are their TFDS features.
+    `fits` brings features whose examples differ in shape to one shape.
     """
 
     specs: Mapping[str, FeatureSpec]
@@ -38,18 +38,21 @@ class Selection(Roles):
 
     @property
     def example_bytes(self) -> int:
-        """About how many bytes an example takes in memory; a text counts as one."""
-        return sum(math.prod(spec.sizes) * _bytes_of(spec.dtype) for spec in self.specs.values())
+        """Estimated size of an example in memory, in bytes; a text counts as one."""
+        return sum(
+            math.prod(spec.sizes) * _size_in_bytes(spec.dtype) for spec in self.specs.values()
+        )
 
 
 def select(config: DataConfig, info: Any) -> Selection:
-    """Choose the features of a dataset by its `tfds.core.DatasetInfo`, before any download.
+    """Select the features of a dataset by its `tfds.core.DatasetInfo`, before any download.
 
-    What has no role is kept as well if it has a fixed shape.
+    A feature without a role is kept if it has a fixed shape.
 
     Raises:
-        ConfigError: a key of the data section is wrong or needed: it is named, with its remedy.
-        UserError: the dataset is of no use here.
+        ConfigError: a key of the data section is wrong or missing; the message names it and its
+            remedy.
+        UserError: the dataset cannot be used.
     """
     name = config.dataset
     if not isinstance(info.features, tfds.features.FeaturesDict):
@@ -81,16 +84,16 @@ def _whole(leaves: Mapping[str, Leaf]) -> Selection:
 def choose(
     config: DataConfig, name: str, leaves: Mapping[str, Leaf], keys: Any = None
 ) -> Selection:
-    """Choose from all features of a dataset; `keys` are supervised keys as TFDS has them.
+    """Select features of a dataset; `keys` are its TFDS supervised keys.
 
     Raises:
         ConfigError: see `select`.
     """
     varies = {each: size for each, size in config.shapes.items() if VARIES in size}
-    of_lengths = lengths_of(name, leaves, varies)
+    of_lengths = make_length_features(name, leaves, varies)
     roles = _roles(config, name, keys, leaves, of_lengths)
     _check(name, roles, {**leaves, **of_lengths})
-    specs = _encoded(config, roles, leaves)
+    specs = _encode_images(config, roles, leaves)
     specs |= {each: _sequence(leaves[each], is_target=each in roles.targets) for each in varies}
     needed = dict.fromkeys([*roles.inputs, *roles.targets])
     require_buckets(config.buckets, [each for each in needed if each in varies])
@@ -101,7 +104,7 @@ def choose(
         needed=[each for each in needed if each not in {*specs, *of_lengths}],
         targets=roles.targets,
     )
-    # Of classes it is no set of them then.
+    # A list of classes is then not a set of labels.
     made = {each: fit for each, fit in made.items() if each not in varies}
     leaves = {**leaves, **of_lengths}
     able = made.keys() | specs.keys()
@@ -126,16 +129,16 @@ def choose(
     )
 
 
-def _bytes_of(dtype: str) -> int:
-    # NumPy knows no bfloat16.
+def _size_in_bytes(dtype: str) -> int:
+    # NumPy does not know bfloat16.
     return {"string": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
 
 
 def choose_stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
     """Return how a feature is stored.
 
-    Scalars become numbers that every tool can show. Those that an int64 or a float32 would change
-    stay bytes, as tensors do.
+    Scalars are stored as numbers that every tool can show. Scalars that an int64 or a float32 would
+    change are stored as bytes, like tensors.
     """
     if dtype == "string":
         return "bytes"
@@ -147,10 +150,10 @@ def choose_stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
 def save_record_features(selection: Selection, folder: Path) -> None:
     """Write `features.json`, by which TFDS itself can read the records (`deserialize_example`).
 
-    But for tensors of uint32, which TFDS 4.9 writes and cannot decode.
+    Tensors of uint32 are left out: TFDS 4.9 writes them and cannot decode them.
     """
     features = {
-        name: _as_recorded(spec, selection.connectors.get(name))
+        name: _make_record_feature(spec, selection.connectors.get(name))
         for name, spec in selection.specs.items()
     }
     tfds.features.FeaturesDict(features).save_config(folder)
@@ -165,7 +168,7 @@ def _leaves(
         has_features = isinstance(element, tfds.features.FeaturesDict)
         for key, inner in tensor.items():
             each = element[key] if has_features else None
-            # A sequence of several features is stored as several sequences, which have none.
+            # A sequence of several features is stored as one sequence per feature.
             below = each if isinstance(connector, tfds.features.FeaturesDict) else None
             yield from _leaves(below, each, inner, f"{path}/{key}" if path else key)
     else:
@@ -179,11 +182,11 @@ def _roles(
     leaves: Mapping[str, Leaf],
     of_lengths: Mapping[str, Leaf],
 ) -> Roles:
-    """Return the roles by the configuration; by the dataset, what it leaves open.
+    """Return the configured roles; where the configuration is silent, those of the dataset.
 
-    A length is an input where it is named as one.
+    A length is an input only if `data.inputs` names it.
     """
-    by_keys = _by_keys(keys, list(leaves))
+    by_keys = _choose_by_keys(keys, list(leaves))
     targets = find("label", config.label, leaves, name)
     weight, group = (
         find_one(key, getattr(config, key), leaves, name) for key in ("weight", "group")
@@ -198,10 +201,10 @@ def _roles(
     if keys and not (inputs or by_keys.inputs):
         raise ConfigError(
             f"data.inputs: the supervised_keys {keys} of {name} name no input; set data.inputs to "
-            f"one or several of its features ({named(leaves)})"
+            f"one or several of its features ({format_names(leaves)})"
         )
     if not inputs:
-        # A label that the dataset names as an input too is left to be refused.
+        # A label that the dataset also names as an input stays, so that the check refuses it.
         taken = {weight, group, *(targets if config.label else ())}
         usual = [each for each in by_keys.inputs if each not in taken]
         others = (each for each in leaves if each not in {*targets, weight, group})
@@ -209,8 +212,8 @@ def _roles(
     return Roles(inputs=inputs, targets=targets, weight=weight, group=group)
 
 
-def _by_keys(keys: Any, leaves: list[str]) -> Roles:
-    # Inputs and labels, and a weight of the example where there is a third.
+def _choose_by_keys(keys: Any, leaves: list[str]) -> Roles:
+    # Supervised keys are inputs and labels, and an example weight if there are three.
     inputs, targets, weights = (
         tuple(dict.fromkeys(leaf for key in _flat(part) for leaf in below(key, leaves)))
         for part in (*(keys or ()), *[()] * 3)[:3]
@@ -219,7 +222,7 @@ def _by_keys(keys: Any, leaves: list[str]) -> Roles:
 
 
 def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
-    """Refuse roles that exclude each other, and features that cannot have theirs."""
+    """Refuse contradictory roles, and features that cannot have their role."""
     for key, feature in (("weight", roles.weight), ("group", roles.group)):
         leaf = leaves[feature] if feature else None
         is_text = leaf and leaf.dtype == "string" and key == "weight"
@@ -230,8 +233,8 @@ def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
             )
     if not roles.inputs:
         raise ConfigError(
-            f"data.inputs: nothing but {named(leaves)} is in {name}, so that no input is left; "
-            f"{_OWN_BUILDER} with features to predict from"
+            f"data.inputs: nothing but {format_names(leaves)} is in {name}, so that no input is "
+            f"left; {_OWN_BUILDER} with features to predict from"
         )
     require_apart(name, roles)
     texts = [each for each in roles.targets if leaves[each].dtype == "string"]
@@ -253,7 +256,7 @@ def _another_label(leaves: Mapping[str, Leaf]) -> str:
     if not able:
         return _OWN_BUILDER
     likely_first = sorted(able, key=lambda each: not leaves[each].classes[0])
-    return f"set data.label to one or several of its features ({named(likely_first)})"
+    return f"set data.label to one or several of its features ({format_names(likely_first)})"
 
 
 def _flat(keys: Any) -> list[str]:
@@ -264,16 +267,17 @@ def _flat(keys: Any) -> list[str]:
 
 
 def image_spec(image: ImageConfig) -> FeatureSpec:
-    """Return the spec of an image that is stored as it came; `image` has a size."""
+    """Return the spec of an image that is stored encoded; `image` has a size."""
     return FeatureSpec(shape=(*image.size, image.channels), dtype="uint8", stored="image")
 
 
-def _encoded(
+def _encode_images(
     config: DataConfig, roles: Roles, leaves: Mapping[str, Leaf]
 ) -> dict[str, FeatureSpec]:
-    """Return the images that are stored as they came, where `data.image` has a size.
+    """Return the specs of the images that stay encoded, if `data.image` has a size.
 
-    Not those of labels, which no resizing may blend, and not those that `data.shapes` names.
+    Labels are excluded, since resizing would blend their values, and so are features in
+    `data.shapes`.
     """
     if not config.image.size:
         return {}
@@ -285,7 +289,7 @@ def _encoded(
     if not found:
         raise ConfigError(
             f"data.image: {config.name} has no image of bytes but in data.shapes and data.label "
-            f"({named(leaves)}); leave data.image out"
+            f"({format_names(leaves)}); leave data.image out"
         )
     return found
 
@@ -311,7 +315,7 @@ def _sequence(leaf: Leaf, *, is_target: bool) -> FeatureSpec:
     return _spec(leaf, (None, *leaf.shape[1:]), dtype, "sequence", NO_LABEL if labels else 0)
 
 
-def _as_recorded(spec: FeatureSpec, connector: Any) -> Any:
+def _make_record_feature(spec: FeatureSpec, connector: Any) -> Any:
     if spec.stored == "image":
         return tfds.features.Image(shape=(None, None, spec.shape[-1]))
     if isinstance(connector, tfds.features.ClassLabel) and spec.stored == "int":

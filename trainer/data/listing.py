@@ -1,12 +1,12 @@
-"""Which files a source consists of, found by their names and never by reading. No TensorFlow here.
+"""List the files of a source by name, without reading them. No TensorFlow here.
 
-A source is a URI or a path of a file, of a folder, or a pattern: `*` and `?` within a name, `**`
-over folders, `[ab]`, `{a,b}`, and once `{SPAN}` (a whole number) or `{DATE}` (2026-11-23, 20261123
-or 2026/11/23), which tell the delivery of a file. What is hidden to tools of the field is left out:
-names that begin with a dot or an underscore, and checksums that end with `.crc`.
+A source is the URI or path of a file or folder, or a pattern: `*` and `?` within a name, `**` over
+folders, `[ab]`, `{a,b}`, and once `{SPAN}` (a whole number) or `{DATE}` (2026-11-23, 20261123 or
+2026/11/23), which give the span of a file. Hidden files are left out: names that begin with a dot
+or an underscore, and checksums that end with `.crc`.
 
-A file is told from a changed one by its size and its tag. That of a bucket is a checksum, so that
-the same content stored again is the same file; that of a disk is the time of its last change.
+A changed file is detected by its size and its tag. The tag of a bucket is a checksum, so the same
+content stored again is the same file; the tag of a disk is the modification time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCHEMA = 1
 KIND = "listing"
 _FILE = "listing.json.gz"
 _PROGRESS = 100_000
-# Many files below this size are read much slower than few large ones.
+# Many files below this size are read much more slowly than few large ones.
 _SMALL = 16 << 10
 _log = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class SourceFile:
 
     Attributes:
         root: URI of the folder below which it was found.
-        path: below the root.
+        path: path below the root.
         size: in bytes.
-        tag: what differs when the content does.
-        span: the delivery it belongs to, 17 or 2026-11-23; empty for none.
-        split: which `data.splits` names its pattern for; empty for none.
+        tag: changes with the content.
+        span: the span that it belongs to, 17 or 2026-11-23; empty if none.
+        split: the split whose pattern in `data.splits` matches; empty if none.
     """
 
     root: str
@@ -69,7 +69,7 @@ class SourceFile:
 
     @property
     def uri(self) -> str:
-        """Where it is."""
+        """The URI of the file."""
         return storage.join(self.root, self.path)
 
 
@@ -77,7 +77,7 @@ class SourceFile:
 class Listing:
     """The files of a source, in the order of their spans and paths.
 
-    `hidden` are those that are left out by their names, and how many there are by ending.
+    `hidden` counts the hidden files by suffix.
     """
 
     root: str
@@ -86,12 +86,12 @@ class Listing:
 
     @cached_property
     def digest(self) -> str:
-        """What differs when a name, a content or a split does; not the place, nor the order."""
+        """A digest of names, contents and splits; independent of the location and the order."""
         return _digest(self.files)
 
     @cached_property
     def spans(self) -> Mapping[str, str]:
-        """The digest of each span, oldest span first; files without a span belong to none."""
+        """The digest of each span, oldest span first; files without a span are not included."""
         found: dict[str, list[SourceFile]] = {}
         for file in self.files:
             if file.span:
@@ -100,29 +100,29 @@ class Listing:
 
     @property
     def roots(self) -> list[str]:
-        """The folders below which the files are."""
+        """The root folders of the files."""
         return sorted({file.root for file in self.files})
 
-    def of_spans(self, spans: Iterable[str]) -> Listing:
-        """Return the files of these spans, and those that belong to none."""
+    def select_spans(self, spans: Iterable[str]) -> Listing:
+        """Return the files of these spans, and the files without a span."""
         kept = {"", *spans}
         kept_files = tuple(file for file in self.files if file.span in kept)
         return replace(self, files=kept_files)
 
     def to_json(self) -> bytes:
-        """Return it compressed: a file is a short row."""
+        """Return the listing as compressed JSON, in which a file is a short row."""
         roots = self.roots
         number = {root: place for place, root in enumerate(roots)}
         rows = [[number[f.root], f.path, f.size, f.tag, f.span, f.split] for f in self.files]
         tree = {"schema": SCHEMA, "root": self.root, "roots": roots, "files": rows}
         tree |= {"hidden": dict(self.hidden)} if self.hidden else {}
         text = json.dumps(tree, separators=(",", ":"), ensure_ascii=True)
-        # Without the time of day equal listings are equal bytes.
+        # Without a timestamp, equal listings are equal bytes.
         return gzip.compress(text.encode(), mtime=0)
 
     @classmethod
     def from_json(cls, data: bytes, where: str) -> Listing:
-        """Read what `to_json` wrote; raises `UserError`, which names `where` it is."""
+        """Parse the result of `to_json`; raises `UserError`, which names the location `where`."""
         try:
             tree: Any = parse(gzip.decompress(data))
             if tree["schema"] != SCHEMA:
@@ -143,16 +143,16 @@ class Listing:
 
 
 def span_order(span: str) -> tuple[int, str]:
-    """Return what spans are sorted by: numbers as numbers, dates as dates."""
+    """Return the sort key of a span: numbers sort as numbers, dates as dates."""
     return len(span), span
 
 
 def list_source(config: DataConfig) -> Listing:
-    """Return all files of `data.source`, whatever `data.spans` chooses among them.
+    """Return all files of `data.source`, before `data.spans` selects among them.
 
     Raises:
-        ConfigError: the source or a pattern of `data.splits` is none.
-        UserError: no file matches, or the place cannot be listed; one line says where.
+        ConfigError: the source or a pattern of `data.splits` is invalid.
+        UserError: no file matches, or the location cannot be listed.
     """
     named = [split for split in SPLITS if config.splits.is_named(split)]
     wanted = {
@@ -162,21 +162,21 @@ def list_source(config: DataConfig) -> Listing:
     files: list[SourceFile] = []
     hidden: Counter[str] = Counter()
     for split, pattern in wanted.items():
-        files += _matching(pattern, split, hidden)
+        files += _match_files(pattern, split, hidden)
     files.sort(key=lambda file: (span_order(file.span), file.root, file.path, file.split))
     root = next(iter(wanted.values())).root
     _warn(config.source, files)
     return Listing(root, tuple(files), hidden)
 
 
-def chosen(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listing:
-    """Return the files that `data.spans` takes; those without a span are always taken.
+def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listing:
+    """Return the files that `data.spans` selects, and all files without a span.
 
     Args:
         listing: all files of the source.
-        spans: as in the configuration.
-        seen: the digest of each span that the champion and those before it were trained on. One
-            that is not among them is new, also where it came late or was written again.
+        spans: value of `data.spans`.
+        seen: digests of the spans that the champion and its predecessors were trained on. Any other
+            span is new, also one that arrived late or was rewritten.
     """
     there = list(listing.spans)
     if not there and spans != NEWEST:
@@ -188,12 +188,12 @@ def chosen(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listing:
         return listing
     if spans == SINCE_CHAMPION:
         taken = [span for span, digest in listing.spans.items() if seen.get(span) != digest]
-        return listing.of_spans(taken)
-    return listing.of_spans(there[-1 if spans == NEWEST else -int(spans) :])
+        return listing.select_spans(taken)
+    return listing.select_spans(there[-1 if spans == NEWEST else -int(spans) :])
 
 
 def require_listed(file: Any, size: int, tag: str) -> None:
-    """Raise `UserError` unless what was read of a file is what was listed, by size and tag."""
+    """Raise `UserError` unless the size and tag of a file are those that were listed."""
     named = local_path(file.uri) or file.uri.partition("?")[0]
     if size != file.size:
         what = f"has {size} bytes and had {file.size} when it was listed"
@@ -207,7 +207,7 @@ def require_listed(file: Any, size: int, tag: str) -> None:
 
 
 def publish(listing: Listing, root: str) -> None:
-    """Keep a listing below `root`, to be found by its digest; raises `UserError`."""
+    """Store a listing below `root` under its digest; raises `UserError`."""
     with tempfile.TemporaryDirectory(prefix="listing-") as folder:
         Path(folder, _FILE).write_bytes(listing.to_json())
         uri = _place(root, listing.digest)
@@ -215,13 +215,13 @@ def publish(listing: Listing, root: str) -> None:
         with suppress(storage.NotPublished):
             if storage.read_manifest(uri).fields == fields:
                 return
-            # The same files were somewhere else.
+            # The same files, at another location.
             storage.delete(uri)
         storage.publish(Path(folder), uri, kind=KIND, fields=fields)
 
 
 def read_listing(root: str, digest: str) -> Listing:
-    """Return the listing with a digest; raises `UserError` where none is kept below `root`."""
+    """Return the listing with a digest; raises `UserError` if there is none below `root`."""
     uri = _place(root, digest)
     try:
         return Listing.from_json(storage.read_file(uri, _FILE), where=uri)
@@ -233,7 +233,7 @@ def read_listing(root: str, digest: str) -> Listing:
 
 
 def list_spans(root: str, digest: str) -> dict[str, str]:
-    """Return the digest of each span of a listing that is kept; none where it is not."""
+    """Return the digest of each span of a stored listing; empty if it is not stored."""
     try:
         return dict(storage.read_manifest(_place(root, digest)).fields.get("spans", {}))
     except storage.NotPublished:
@@ -246,14 +246,14 @@ def _place(root: str, digest: str) -> str:
     return storage.join(root, "listings", digest)
 
 
-def _matching(pattern: Pattern, split: str, hidden: Counter[str]) -> list[SourceFile]:
-    """Return the files that a pattern names, or below folders that it names; count hidden ones."""
+def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[SourceFile]:
+    """Return the files that match a pattern or lie below a matching folder; count hidden ones."""
     exact: list[SourceFile] = []
     below: list[SourceFile] = []
     others: list[str] = []
     spellings: dict[str, str] = {}
     count = 0
-    for found in _listed(pattern, hidden):
+    for found in _list_files(pattern, hidden):
         count += 1
         if count % _PROGRESS == 0:
             _log.info("%s: %d files listed so far", pattern.key, count)
@@ -277,8 +277,8 @@ def _matching(pattern: Pattern, split: str, hidden: Counter[str]) -> list[Source
     return exact or below
 
 
-def _listed(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
-    """Yield the files below the root of a pattern which are not hidden."""
+def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
+    """Yield the files below the root of a pattern that are not hidden."""
     with report_errors(f"list {pattern.key} {pattern.text}"):
         try:
             for found in choose_store(pattern.root).files(pattern.root):
@@ -288,18 +288,18 @@ def _listed(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
                     yield found
         except FileNotFoundError as error:
             raise UserError(
-                f"{pattern.key}: there is nothing at {_readable(pattern.root)}"
+                f"{pattern.key}: there is nothing at {_format_location(pattern.root)}"
             ) from error
 
 
 def _is_hidden(path: str) -> bool:
-    # Also "a//b", which is no path of a file.
+    # Also "a//b", which is not the path of a file.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
 
 
 def _nothing(pattern: Pattern, count: int, others: list[str]) -> str:
-    at = _readable(pattern.root)
+    at = _format_location(pattern.root)
     if not count:
         return f"{pattern.key}: there is no file at {at} (hidden ones are left out)"
     few = ", ".join(repr(each) for each in others)
@@ -309,7 +309,7 @@ def _nothing(pattern: Pattern, count: int, others: list[str]) -> str:
     )
 
 
-def _readable(uri: str) -> str:
+def _format_location(uri: str) -> str:
     return str(storage.local_path(uri) or uri.partition("?")[0])
 
 

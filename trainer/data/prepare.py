@@ -1,7 +1,7 @@
 """Download a dataset, split it, and publish it as shards; once for each configuration.
 
-A dataset is at `<root>/datasets/<key>`. The key is derived from what determines its content: the
-same configuration finds it again, and another one does not.
+A dataset is at `<root>/datasets/<key>`. The key is derived from everything that determines its
+content: an equal configuration finds it again, a different one does not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flotilla.trainer.storage.errors import report_errors
 if TYPE_CHECKING:
     from flotilla.trainer.data.preparation.assembly import Written
 
-# What says where the data is found, or how it is read, and not what it is.
+# Keys that say where data is or how it is read; they do not change its content.
 _NOT_CONTENT = {
     "manual_dir",
     "partition",
@@ -50,14 +50,14 @@ _NOT_CONTENT = {
 }
 
 _LONGEST = 60
-# So many parts take longer to make than to store: a later attempt goes on with them.
+# From this number of parts on, storing them is cheaper than mapping again: a later attempt resumes.
 _LONG = 4
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class PreparedDataset:
-    """Where the dataset is published, and whether it was before."""
+    """The URI of the dataset, and whether it was published before."""
 
     uri: str
     manifest: Manifest
@@ -65,22 +65,22 @@ class PreparedDataset:
 
 
 def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
-    """Return the published dataset of this configuration, made where there is none.
+    """Return the published dataset of this configuration; prepare it if there is none.
 
-    One that is published and whole is reused; one that is damaged is made again. Parts that an
-    earlier attempt has finished are not made again.
+    A complete dataset is reused, a damaged one prepared again. Finished parts of an earlier attempt
+    are reused.
 
     Args:
         config: the data section.
         root: `storage.root`; the dataset is published below it.
-        scratch: local folder for what is downloaded and written meanwhile, removed at the end. What
-            TFDS makes of the download stays in `TFDS_DATA_DIR` instead, where that is set.
+        scratch: local folder for downloads and temporary files, removed at the end. If
+            `TFDS_DATA_DIR` is set, TFDS keeps its files there instead.
 
     Raises:
-        ConfigError: no such dataset, version or folder.
-        UserError: the dataset cannot be downloaded, or is of no use here.
+        ConfigError: the dataset, version or folder does not exist.
+        UserError: the dataset cannot be downloaded, or cannot be used.
     """
-    # A resumed run needs no builder, which may offer newer versions only.
+    # A resumed run needs no builder; the installed one may only have newer versions.
     known = _reusable(config, {"version": config.version}, root) if config.version else None
     if known:
         return known
@@ -100,11 +100,11 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
         module = config.map.partition(":")[0]
         section["map_source"] = user_code.digest("data.map", module)
     builder = "" if config.source else config.dataset.partition(":")[0]
-    # The version of a builder that is installed, or is ours, says what it makes.
+    # The installed version of a builder, or ours, determines the content.
     if ":" in config.dataset and user_code.is_users(builder):
         section["builder_source"] = user_code.digest("data.dataset", builder)
     content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
-    # Of files the last name alone: a path may be longer than a name can be.
+    # Only the last name of a path: the whole path may exceed the limit of a name.
     last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
@@ -112,23 +112,23 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
 
 @contextmanager
 def mistakes_of_data() -> Iterator[None]:
-    """Raise what is wrong with a dataset, or with the keys that say it, as a `ConfigError`."""
+    """Raise errors of a dataset, or of the keys that select it, as `ConfigError`."""
     try:
         yield
     except TransientError:
         raise
     except UserError as error:
-        # Others are of this machine or of the store, as a full disk is.
+        # Other errors concern this machine or the store, such as a full disk.
         if str(error).startswith("data."):
             raise ConfigError(str(error)) from error
         raise
 
 
 def make(config: DataConfig, source: Source, root: str, folder: Path) -> PreparedDataset:
-    """Make the dataset of a source and publish it below `root`; `folder` is for its files.
+    """Make the dataset of a source and publish it below `root`; `folder` holds its files.
 
     Raises:
-        UserError: it cannot be made.
+        UserError: the dataset cannot be made.
     """
     uri = _place(config, source.identity, root)
     selection = source.select()
@@ -151,25 +151,25 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
 
 
 def open_source(config: DataConfig, root: str, folder: Path) -> Source:
-    """Return what the dataset of a configuration is made from; `folder` is for what it fetches.
+    """Return the source of a configuration's dataset; `folder` holds the files that it fetches.
 
-    `root` is `storage.root`, below which the listing of `data.version` is; it may be empty.
+    `root` is `storage.root`, which stores the listing of `data.version`; it may be empty.
 
     Raises:
-        ConfigError: there is no such dataset.
+        ConfigError: the dataset does not exist.
         UserError: the files cannot be listed.
     """
     if not config.map:
-        return _given(config, root, folder)
+        return _make_source(config, root, folder)
     # TensorFlow takes seconds to load.
     from flotilla.trainer.data.examples.mapped import MappedSource, source_config  # noqa: PLC0415
 
-    return MappedSource(_given(source_config(config), root, folder), config)
+    return MappedSource(_make_source(source_config(config), root, folder), config)
 
 
-def _given(config: DataConfig, root: str, folder: Path) -> Source:
+def _make_source(config: DataConfig, root: str, folder: Path) -> Source:
     if config.source:
-        # It loads TensorFlow, which takes seconds.
+        # This import loads TensorFlow, which takes seconds.
         from flotilla.trainer.data.files.file_source import FileSource  # noqa: PLC0415
 
         version = config.version if root else ""
@@ -179,21 +179,21 @@ def _given(config: DataConfig, root: str, folder: Path) -> Source:
 
 
 def newest_version(config: DataConfig, scratch: Path) -> str:
-    """Return the version that the builder of `config.dataset` offers; nothing is downloaded.
+    """Return the version of the builder of `config.dataset`, without a download.
 
     Raises:
-        ConfigError: no such dataset.
+        ConfigError: the dataset does not exist.
     """
     with _folder(scratch) as folder:
         return str(datasets.builder(config, _tfds_dir(folder)).version)
 
 
 def select_features(config: DataConfig, scratch: Path) -> Selection:
-    """Return the features that a dataset would have, by its builder; nothing is downloaded.
+    """Return the features of a dataset from its builder, without a download.
 
     Raises:
-        ConfigError: no such dataset.
-        UserError: it is of no use here.
+        ConfigError: the dataset does not exist.
+        UserError: the dataset cannot be used.
     """
     with _folder(scratch) as folder:
         return open_source(config, "", folder).select()
@@ -236,11 +236,11 @@ def _whole(uri: str) -> Manifest | None:
 
 
 def _require_same(uri: str, written: Written) -> None:
-    """Raise `UserError` where the examples are others than those of a damaged dataset."""
+    """Raise `UserError` if the examples differ from those of a damaged dataset."""
     try:
         there = storage.read_manifest(uri).fields.get("fingerprint")
     except storage.Corrupt:
-        # Nothing says what they were.
+        # The manifest does not record a fingerprint.
         return
     if there and there != written.fingerprint:
         raise UserError(
@@ -251,14 +251,14 @@ def _require_same(uri: str, written: Written) -> None:
 
 def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:
     """Write the shards into `folder`; finished parts are kept below the URI `finished`."""
-    # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
+    # TensorFlow takes seconds to load, and a reused dataset does not need it.
     from flotilla.trainer.data.preparation.assembly import assemble  # noqa: PLC0415
     from flotilla.trainer.data.preparation.processes import map_parts  # noqa: PLC0415
 
     parts, places = source.parts(), folder.parent / "parts"
     by_beam = config.runner.name == "beam"
     keeps = by_beam or len(parts) >= _LONG
-    taken = {name for name, _ in _finished(finished, places)} if keeps else set()
+    taken = {name for name, _ in _fetch_finished(finished, places)} if keeps else set()
     left = [part for part in parts if part.folder not in taken]
 
     def keep(place: Path) -> None:
@@ -266,7 +266,7 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
             storage.publish(place, storage.join(finished, place.name), kind="part")
         work.add(0, 1)
 
-    # Of how many examples the parts are that an earlier attempt has finished is not known.
+    # The number of examples in the finished parts of an earlier attempt is unknown.
     total = source.total if len(left) == len(parts) and not by_beam else 0
     size = 0 if total or len(left) < _LONG else len(left)
     with Work("encoding the examples", "rows", total, size=size) as work:
@@ -278,8 +278,8 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
     return assemble(source, folders, folder, config)
 
 
-def _finished(uri: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Fetch the parts that an earlier attempt has finished; yield their names and folders."""
+def _fetch_finished(uri: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Fetch the finished parts of an earlier attempt; yield their names and folders."""
     for part, _ in storage.list_published(uri, "part"):
         place = folder / storage.name_of(part)
         try:

@@ -1,9 +1,9 @@
-"""Examples of the training split by their numbers, for `data.partition: dynamic`.
+"""Random access to the training split, for `data.partition: dynamic`.
 
-`by_number` returns two graphs, which run in a worker's process with no Python of ours: `held` is
-what a worker keeps between batches, `read` makes a batch of examples of which the numbers are
-given. A small split is held parsed in memory. Of a larger one the places of its records are held,
-which `write_index` finds, and runs of records are read where they stand.
+`make_random_access` returns two graphs, which run in a worker process without our Python code:
+`held` is the state that a worker keeps between batches, `read` makes a batch from example numbers.
+A small split is held parsed in memory. For a larger one the state holds record positions, which
+`write_index` finds, and runs of records are read from the files.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.data.read import fits_in_memory, to_keras_batch, whole_in_memory
+from flotilla.trainer.data.read import fits_in_memory, read_whole_split, to_keras_batch
 from flotilla.trainer.data.tfrecords import places
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 
-# Records in a row that are read at once, from a split that is not held in memory.
+# Consecutive records per read, from a split that is not held in memory.
 RUN = 8
 INDEX_FILE = "examples.index"
 # Fields of a row of the index.
@@ -30,7 +30,7 @@ _AT_ONCE = 4
 
 
 def write_index(paths: Sequence[Path]) -> None:
-    """Write where each record begins next to the shards, which are whole: they were verified."""
+    """Write the position of each record next to the shards, which have been verified."""
     rows = []
     for number, path in enumerate(paths):
         with path.open("rb") as file:
@@ -41,12 +41,12 @@ def write_index(paths: Sequence[Path]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ByNumber:
-    """How a worker reads examples by their numbers.
+    """Graphs by which a worker reads examples by number.
 
     Attributes:
-        held: what it keeps: a dataset of one element.
-        read: that element and a vector of numbers to a batch of these examples.
-        run: how many examples with numbers in a row are best read at once.
+        held: the worker's state: a dataset of one element.
+        read: maps that element and a vector of numbers to a batch of these examples.
+        run: the number of consecutive examples that is efficient to read together.
     """
 
     held: Callable[[], tf.data.Dataset]
@@ -54,11 +54,13 @@ class ByNumber:
     run: int
 
 
-def by_number(spec: DatasetSpec, folder: str, *, in_memory: bool | None = None) -> ByNumber:
-    """Return how the training split in `folder` is read, which is resolved where it is."""
+def make_random_access(
+    spec: DatasetSpec, folder: str, *, in_memory: bool | None = None
+) -> ByNumber:
+    """Return the graphs for the training split in `folder`, which is resolved on the worker."""
     files = [f"{folder}/{name}" for name in spec.files("train")]
     if fits_in_memory(spec) if in_memory is None else in_memory:
-        return ByNumber(held=lambda: whole_in_memory(spec, files), read=_gathered, run=1)
+        return ByNumber(held=lambda: read_whole_split(spec, files), read=_gather, run=1)
 
     def read(index: tf.Tensor, numbers: tf.Tensor) -> Any:
         return to_keras_batch(spec, _records(files, index, numbers))
@@ -66,7 +68,7 @@ def by_number(spec: DatasetSpec, folder: str, *, in_memory: bool | None = None) 
     return ByNumber(held=lambda: _index(f"{folder}/{INDEX_FILE}"), read=read, run=RUN)
 
 
-def _gathered(examples: Any, numbers: tf.Tensor) -> Any:
+def _gather(examples: Any, numbers: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda values: tf.gather(values, numbers), examples)
 
 
@@ -78,7 +80,7 @@ def _index(path: str) -> tf.data.Dataset:
 
 
 def _records(files: Sequence[str], index: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-    """Return records by their numbers; those that follow each other in a file are read at once."""
+    """Return records by their numbers; consecutive ones of a file are read together."""
     places = tf.gather(index, numbers)
     count = tf.size(numbers, tf.int64)
     in_turn = (numbers[1:] == numbers[:-1] + 1) & (places[1:, _FILE] == places[:-1, _FILE])

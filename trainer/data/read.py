@@ -1,7 +1,7 @@
-"""Fetch shards, and make batches of them: the only part of the data that a task of a cluster needs.
+"""Fetch shards and make batches of them: the only data code that a training task needs.
 
-Nothing here imports TFDS. All of `training_batches` and `evaluation_batches` is a TensorFlow graph,
-which a `ClusterCoordinator` can run in a worker's process, where none of our Python runs.
+This module does not import TFDS. All of `training_batches` and `evaluation_batches` is a TensorFlow
+graph, which a `ClusterCoordinator` can run in a worker process without our Python code.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from flotilla.trainer import storage
 from flotilla.trainer.data.examples import lengths
 from flotilla.trainer.data.records import parse
 from flotilla.trainer.data.shards.fed_records import (
+    allow_tensor_seed,
     epoch_of_records,
     evaluation_records,
-    no_seed_of_the_graph,
-    on_own_threads,
     training_records,
+    use_private_threads,
 )
 from flotilla.trainer.data.shards.shard_store import AT_ONCE, Streaming
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import UserError
 
-# Of what is held in memory to be shuffled, unless the caller says how many examples.
+# Bytes held in memory for shuffling, unless the caller gives a number of examples.
 SHUFFLE_BYTES = 256 << 20
 _TEXT_BYTES = 1024
-# What a sequence is taken for, before any is read.
+# Assumed length of a sequence before any is read.
 _LONG = 256
 # Images that one thread decodes at a time.
 _DECODED = 64
@@ -42,10 +42,10 @@ Files = str | Sequence[str | Path]
 def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int = 1) -> list[Path]:
     """Fetch the shards `index`, `index + of`, ... of a split, verified, and return their paths.
 
-    Other shards in `directory` are removed, since a reader may take all that it finds there.
+    Other shards in `directory` are removed, since a reader may read every file there.
 
     Raises:
-        UserError: no such split, or more readers than shards.
+        UserError: the split does not exist, or there are more readers than shards.
     """
     names = DatasetSpec.from_manifest(storage.read_manifest(uri)).files(split)
     if of > len(names):
@@ -74,25 +74,25 @@ def training_batches(  # noqa: PLR0913
 ) -> tf.data.Dataset:
     """Return endless batches, in a new order in every epoch; see `to_keras_batch` for their form.
 
-    An epoch holds each example once. Batches are full, so that one may reach into the next epoch:
-    nothing is skipped at the seam. The same seed gives the same order.
+    An epoch holds each example once. All batches are full, so a batch may reach into the next
+    epoch; no example is skipped at the boundary. The same seed gives the same order.
 
-    So many examples that were `taken` before are passed over, without reading them, where the whole
-    split fits in memory. Otherwise another order begins for them.
+    The first `taken` examples are skipped without reading them if the whole split fits in memory.
+    Otherwise training continues in another order.
 
     A pattern of `files`, such as "shards/*.tfrecord", is resolved where the dataset runs.
-    `shuffle_buffer` examples are held in memory; by default as many as take 256 MiB. Where the
-    whole split fits, it is read and parsed once and every order is equally likely.
+    `shuffle_buffer` examples are held in memory; the default takes 256 MiB. If the whole split
+    fits, it is read and parsed once and every order is equally likely.
 
-    Features that vary in length are padded to the longest of the batch. With `buckets` a batch is
-    of examples that fall between the same two of these lengths.
+    Features that vary in length are padded to the longest of the batch. With `buckets`, a batch
+    holds examples whose lengths fall into the same bucket.
     """
     held = _fitting(spec) if shuffle_buffer is None else shuffle_buffer
     if fits_in_memory(spec, held):
-        batches = _from_memory(spec, _whole(files, seed), seed, taken)
+        batches = _batch_from_memory(spec, _whole(files, seed), seed, taken)
         batches = batches.rebatch(batch_size, drop_remainder=True)
     else:
-        batches = _shuffled(files, seed + taken, held)
+        batches = _shuffle(files, seed + taken, held)
         if buckets and lengths.varying(spec):
             batches = lengths.bucket_batches(spec, batches, buckets, batch_size)
         else:
@@ -101,7 +101,7 @@ def training_batches(  # noqa: PLR0913
             lambda records: to_keras_batch(spec, records), num_parallel_calls=_parallel(spec)
         )
     batches = batches.prefetch(2)
-    return on_own_threads(batches) if isinstance(files, Streaming) else batches
+    return use_private_threads(batches) if isinstance(files, Streaming) else batches
 
 
 @tf.autograph.experimental.do_not_convert
@@ -115,8 +115,8 @@ def evaluation_batches(
 ) -> tf.data.Dataset:
     """Return batches of each example once, in the order of the files.
 
-    With `of` above 1 it is every `of`-th of these batches, from number `part` on. Of shards that
-    come and go it is as many of them in a row, so that few shards are needed.
+    With `of` above 1, return every `of`-th batch, from number `part` on. With streaming shards the
+    part is a contiguous range instead, so that few shards are needed.
     """
     if isinstance(files, Streaming):
         shards = spec.shards["validation"]
@@ -128,13 +128,13 @@ def evaluation_batches(
         lambda batch: to_keras_batch(spec, batch), num_parallel_calls=_parallel(spec)
     )
     batches = batches.prefetch(2)
-    return on_own_threads(batches) if isinstance(files, Streaming) else batches
+    return use_private_threads(batches) if isinstance(files, Streaming) else batches
 
 
 def read_columns(
     spec: DatasetSpec, files: Files, columns: Sequence[str], batch_size: int = 4096
 ) -> Iterator[dict[str, Any]]:
-    """Yield some columns alone of all examples, in the order of the files."""
+    """Yield only some columns of all examples, in the order of the files."""
     records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
     yield from records.map(partial(parse_features, spec, columns)).as_numpy_iterator()
 
@@ -145,8 +145,8 @@ def labelled_columns(
 ) -> tf.data.Dataset:
     """Return `(batch, {column: values})`, in the order of `evaluation_batches`.
 
-    The columns may be features of the dataset that no model takes. What varies in length is padded
-    to the longest of all examples, so that the outputs of all batches have one shape.
+    The columns may be features that no model takes. Variable lengths are padded to the longest of
+    all examples, so that the outputs of all batches have one shape.
     """
     found = lengths.longest(spec, _paths(files).flat_map(tf.data.TFRecordDataset))
     spec = lengths.fix_lengths(spec, found)
@@ -166,7 +166,7 @@ def _paths(files: Files) -> tf.data.Dataset:
 
 
 def fits_in_memory(spec: DatasetSpec, held: int = 0) -> bool:
-    """Say whether the training split is held as a whole, in `held` examples or in 256 MiB."""
+    """Say whether the whole training split fits in `held` examples or in 256 MiB."""
     return spec.examples("train") <= (held or _fitting(spec)) and not lengths.varying(spec)
 
 
@@ -185,32 +185,32 @@ def _has_images(spec: DatasetSpec) -> bool:
 
 
 def _parallel(spec: DatasetSpec) -> int | None:
-    """Return how many batches are parsed at once: images take a hundred times as long."""
+    """Return the number of batches parsed in parallel: images take a hundred times as long."""
     return tf.data.AUTOTUNE if _has_images(spec) else None
 
 
-def _from_memory(
+def _batch_from_memory(
     spec: DatasetSpec, records: tf.data.Dataset, seed: int | tf.Tensor, taken: int
 ) -> tf.data.Dataset:
     def reordered(example: Any, number: Any) -> Any:
-        # Of the shards that this task has.
+        # The number of examples in this task's shards.
         count = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
         epoch = number + taken // count
         order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))
         order = order[tf.where(number == 0, taken % count, 0) :]
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
-    parsed = _parsed(spec, records, spec.examples("train")).cache().repeat()
+    parsed = _parse(spec, records, spec.examples("train")).cache().repeat()
     return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
 
 
-def whole_in_memory(spec: DatasetSpec, files: Files) -> tf.data.Dataset:
+def read_whole_split(spec: DatasetSpec, files: Files) -> tf.data.Dataset:
     """Return the training split as one element, in the order of the files."""
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
-    return _parsed(spec, records, spec.examples("train"))
+    return _parse(spec, records, spec.examples("train"))
 
 
-def _parsed(spec: DatasetSpec, records: tf.data.Dataset, examples: int) -> tf.data.Dataset:
+def _parse(spec: DatasetSpec, records: tf.data.Dataset, examples: int) -> tf.data.Dataset:
     batches = records.batch(_DECODED if _has_images(spec) else examples)
     parsed = batches.map(
         lambda each: to_keras_batch(spec, each), num_parallel_calls=_parallel(spec)
@@ -224,18 +224,18 @@ def _whole(files: Files | Streaming, seed: int | tf.Tensor) -> tf.data.Dataset:
     return _paths(files).flat_map(tf.data.TFRecordDataset)
 
 
-def _shuffled(files: Files | Streaming, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
+def _shuffle(files: Files | Streaming, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
     if isinstance(files, Streaming):
         return training_records(files, seed, held)
-    with no_seed_of_the_graph():
-        # Even the most paths that a dataset may have are few compared with its examples.
+    with allow_tensor_seed():
+        # Even the largest number of paths is small compared with the examples.
         mixed = _paths(files).shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
         records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=AT_ONCE, block_length=16)
         return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()
 
 
 def to_keras_batch(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
-    """Return a batch as Keras has it: inputs, labels, and weights where there are some.
+    """Return a Keras batch: inputs, labels, and weights if there are any.
 
     Several inputs or labels are mappings by feature name. Weights are float32.
     """
@@ -249,13 +249,13 @@ def to_keras_batch(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
 def parse_features(
     spec: DatasetSpec, names: Sequence[str], records: tf.Tensor
 ) -> dict[str, tf.Tensor]:
-    """Return some features of records; of two classes 1 is the positive one."""
+    """Return some features of records; with swapped classes, 1 is the positive class."""
     values = parse({name: spec.features[name] for name in names}, records)
-    return {name: _swapped(v) if name in spec.swapped else v for name, v in values.items()}
+    return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 
 
-def _swapped(values: tf.Tensor) -> tf.Tensor:
-    """Return the numbers of two classes in the other order; what is none of them stays."""
+def _swap(values: tf.Tensor) -> tf.Tensor:
+    """Swap the numbers of two classes; other values stay."""
     if values.dtype == tf.bool:
         return ~values
     return tf.where((values == 0) | (values == 1), 1 - values, values)

@@ -1,7 +1,7 @@
-"""One record: a `tf.train.Example` of an example's features, written one by one, read in batches.
+"""Records: a `tf.train.Example` per example, written one at a time, read in batches.
 
-Reading is the inner loop of training. A batch is parsed by one op, and a tensor is restored by one
-`decode_raw` a feature, five to ten times as fast as example by example.
+Reading is the inner loop of training. One op parses a batch, and one `decode_raw` per feature
+restores a tensor, five to ten times as fast as example by example.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import tensorflow as tf
 from flotilla.trainer.data.examples import images, lengths
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
-# `decode_raw` does not know these; it reads the signed type of the same size.
+# `decode_raw` does not know these types; it reads the signed type of the same size.
 _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
 
 
 def encode(features: Mapping[str, FeatureSpec], batch: Mapping[str, Any]) -> Iterator[bytes]:
     """Yield a record for each example of a batch of arrays by feature name.
 
-    An image that is stored encoded is bytes that `images.stored_image` has returned, or pixels.
+    An encoded image is given as bytes from `images.stored_image`, or as pixels.
     """
-    # The order of a map is free, and the same content has to give the same bytes: protobuf's order,
-    # where a name comes after the longer ones that begin with it.
+    # The order of a map is free, and equal content has to give equal bytes: protobuf's order, in
+    # which a name comes after the longer names that begin with it.
     names = sorted(features, key=lambda name: name.encode() + b"\xff")
     columns = [_entries(name, features[name], batch[name]) for name in names]
     for values in zip(*columns, strict=True):
@@ -42,7 +42,8 @@ def parse(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, 
     return {name: _restore(feature, parsed[name]) for name, feature in features.items()}
 
 
-# Of protobuf: field 1 of a message, with a length (https://protobuf.dev/programming-guides/encoding).
+# Protobuf's tag: field 1 of a message, with a length
+# (https://protobuf.dev/programming-guides/encoding).
 _MAP = _FIRST = b"\x0a"
 _SECOND, _THIRD = b"\x12", b"\x1a"
 _BITS, _MORE, _WORD = 7, 0x80, (1 << 64) - 1
@@ -50,14 +51,14 @@ _KNOWN = 4096
 
 
 def _entries(name: str, feature: FeatureSpec, values: Any) -> Iterator[bytes]:
-    """Yield one feature of each example as protobuf writes it: an entry of the map by name.
+    """Yield one feature of each example as a protobuf map entry.
 
-    Messages of protobuf take several times as long, more than all else of preparing.
+    Protobuf messages take several times as long, more than the rest of preparation.
     """
     if feature.stored == "float":
         # All have the same length, so that only their last bytes differ.
         numbers = np.asarray(values, _dtype(feature)).astype("<f4").tobytes()
-        fixed = _entry(name, _SECOND, _sized(_FIRST, b"0000"))[:-4]
+        fixed = _entry(name, _SECOND, _add_length(_FIRST, b"0000"))[:-4]
         return (fixed + numbers[at : at + 4] for at in range(0, len(numbers), 4))
     if feature.stored == "int":
         kind = np.asarray(values, _dtype(feature))
@@ -69,7 +70,7 @@ def _entries(name: str, feature: FeatureSpec, values: Any) -> Iterator[bytes]:
 def _int_entry(name: str, value: int, known: dict[int, bytes]) -> bytes:
     found = known.get(value)
     if found is None:
-        found = _entry(name, _THIRD, _sized(_FIRST, _varint(value & _WORD)))
+        found = _entry(name, _THIRD, _add_length(_FIRST, _varint(value & _WORD)))
         if len(known) < _KNOWN:
             known[value] = found
     return found
@@ -77,15 +78,17 @@ def _int_entry(name: str, value: int, known: dict[int, bytes]) -> bytes:
 
 def _bodies(feature: FeatureSpec, values: Any) -> Iterator[bytes]:
     if feature.stored == "image":
-        # Pixels come back the same: a PNG loses nothing.
+        # PNG is lossless.
         given = (each if isinstance(each, bytes) else images.encode(each) for each in values)
-        return (_sized(_FIRST, each) for each in given)
+        return (_add_length(_FIRST, each) for each in given)
     dtype, is_text = _dtype(feature), feature.dtype == "string"
     varies = feature.stored == "sequence"
     rows = (np.asarray(each, dtype) for each in values) if varies else np.asarray(values, dtype)
     if is_text:
-        return (b"".join(_sized(_FIRST, each) for each in np.ravel(row).tolist()) for row in rows)
-    return (_sized(_FIRST, row.tobytes()) for row in rows)
+        return (
+            b"".join(_add_length(_FIRST, each) for each in np.ravel(row).tolist()) for row in rows
+        )
+    return (_add_length(_FIRST, row.tobytes()) for row in rows)
 
 
 def _dtype(feature: FeatureSpec) -> Any:
@@ -93,10 +96,12 @@ def _dtype(feature: FeatureSpec) -> Any:
 
 
 def _entry(name: str, kind: bytes, body: bytes) -> bytes:
-    return _sized(_FIRST, _sized(_FIRST, name.encode()) + _sized(_SECOND, _sized(kind, body)))
+    return _add_length(
+        _FIRST, _add_length(_FIRST, name.encode()) + _add_length(_SECOND, _add_length(kind, body))
+    )
 
 
-def _sized(tag: bytes, content: bytes) -> bytes:
+def _add_length(tag: bytes, content: bytes) -> bytes:
     return b"".join((tag, _varint(len(content)), content))
 
 
@@ -130,6 +135,6 @@ def _restore(feature: FeatureSpec, column: tf.Tensor) -> tf.Tensor:
     values = tf.io.decode_raw(column, _SIGNED.get(feature.dtype, dtype))
     if feature.dtype in _SIGNED:
         values = tf.bitcast(values, dtype)
-    # The size of the batch stays known where it is.
+    # Keeps the batch size static if it is known.
     size = -1 if column.shape[0] is None else column.shape[0]
     return tf.reshape(values, (size, *feature.shape))

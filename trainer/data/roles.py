@@ -1,4 +1,4 @@
-"""What features are for: the roles that the data section names. Free of TensorFlow."""
+"""Roles of features, as named in the data section. Free of TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_NAMED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """What the features are for: `targets` are predicted; `weight` and `group` may be empty."""
+    """Names of features by role: `targets` are predicted; `weight` and `group` may be empty."""
 
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
@@ -20,8 +20,8 @@ class Roles:
     group: str = ""
 
 
-def named(features: Iterable[str]) -> str:
-    """Return the names of features for a message, the first of them where there are many."""
+def format_names(features: Iterable[str]) -> str:
+    """Format the names of features for a message; a long list is cut."""
     every = list(features)
     more = f" and {len(every) - MOST_NAMED} more" if len(every) > MOST_NAMED else ""
     return ", ".join(every[:MOST_NAMED]) + more
@@ -30,28 +30,30 @@ def named(features: Iterable[str]) -> str:
 def find(
     key: str, wanted: Sequence[str], names: Iterable[str], where: str, what: str = "feature"
 ) -> tuple[str, ...]:
-    """Return the features that `data.KEY` names; an outer one is all below it."""
+    """Return the features that `data.KEY` names; an outer name selects all features below it."""
     known = list(names)
     found: dict[str, None] = {}
     for each in wanted:
         inner = below(each, known)
         if not inner:
-            hint = nearest(each, known) or f" (one of {named(known)})"
+            hint = nearest(each, known) or f" (one of {format_names(known)})"
             raise ConfigError(f"data.{key}: there is no {what} {each!r} in {where}{hint}")
         found.update(dict.fromkeys(inner))
     return tuple(found)
 
 
 def find_one(key: str, wanted: str, names: Iterable[str], where: str, what: str = "feature") -> str:
-    """Return the one feature that `data.KEY` names; empty where it is."""
+    """Return the one feature that `data.KEY` names; empty if the key is empty."""
     found = find(key, [wanted] if wanted else [], names, where, what)
     if len(found) > 1:
-        raise ConfigError(f"data.{key}: {wanted!r} of {where} is {named(found)}; name one of them")
+        raise ConfigError(
+            f"data.{key}: {wanted!r} of {where} is {format_names(found)}; name one of them"
+        )
     return found[0] if found else ""
 
 
 def require_apart(name: str, roles: Roles) -> None:
-    """Refuse a label that has another role as well."""
+    """Refuse a label that also has another role."""
     others = {"inputs": roles.inputs, "weight": (roles.weight,), "group": (roles.group,)}
     for key, features in others.items():
         if both := [each for each in roles.targets if each in features]:

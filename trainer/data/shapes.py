@@ -1,6 +1,6 @@
-"""One shape for a feature whose examples differ in shape: images are resized, the rest is padded.
+"""Fixed shapes for features whose examples differ in shape: images are resized, others padded.
 
-What is done stands here and needs no TensorFlow; `flotilla.trainer.data.builders.batches` does it.
+This module only plans and needs no TensorFlow; `flotilla.trainer.data.builders.batches` executes.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow_datasets as tfds
 
-from flotilla.trainer.data.roles import MOST_NAMED, named
+from flotilla.trainer.data.roles import MOST_NAMED, format_names
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-#: What stands where a sequence of labels has ended; losses and metrics leave it out.
+#: Padding after the end of a label sequence; losses and metrics ignore it.
 NO_LABEL = -1
-#: In `data.shapes`, of a size that stays as it is in each example.
+#: In `data.shapes`, a size that varies between examples.
 VARIES = 0
 _IMAGE_RANK = len(("height", "width", "channels"))
-# The sizes that a message suggests.
+# Sizes that a message suggests.
 _SIDE, _COLOURS = 64, 3
 _FRAMES = 16
 _LENGTH = 64
@@ -30,7 +30,7 @@ _SAMPLES = 16_000
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """A feature that is one tensor: what TFDS says of it, and of one element of a sequence.
+    """A feature that is one tensor, described by its TFDS feature and that of its elements.
 
     `connector` is None below a sequence of several features.
     """
@@ -41,12 +41,12 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """Its sizes; None for one that differs."""
+        """Its sizes; None for a variable one."""
         return tuple(self.tensor.shape)
 
     @property
     def dtype(self) -> str:
-        """NumPy's name of its type; "string" for texts."""
+        """The NumPy name of its type; "string" for texts."""
         name = np.dtype(self.tensor.np_dtype).name
         return "string" if name == "object" else name
 
@@ -57,7 +57,7 @@ class Leaf:
 
     @property
     def is_dataset(self) -> bool:
-        """Whether an example has a dataset of its own there."""
+        """Whether each example holds a nested dataset."""
         return bool(self.tensor.dataset_lvl)
 
     @property
@@ -67,29 +67,29 @@ class Leaf:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether TFDS keeps it as one encoded image of 8 bits a channel."""
+        """Whether TFDS stores it as one encoded image of 8 bits a channel."""
         return type(self.connector) is tfds.features.Image and self.dtype == "uint8"
 
     @property
     def classes(self) -> tuple[int, tuple[str, ...]]:
-        """How many classes its values name, and the names that these have."""
+        """The number of classes of its values, and their names."""
         named = (tfds.features.ClassLabel, tfds.features.LabeledImage)
         if isinstance(self.element, named) and self.element.num_classes:
             return self.element.num_classes, tuple(self.element.names)
         return 0, ()
 
     def __str__(self) -> str:
-        """Describe it as a message does."""
+        """Describe the feature for a message."""
         return f"{self.dtype} of shape {self.shape}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What makes one shape and type of all examples of a feature.
+    """Brings all examples of a feature to one shape and type.
 
-    `resize` blends pixels, `nearest` takes one of them, so that a mask keeps its classes. Both are
-    for the two axes before the last one. All else is cut, or padded at the end with `fill`.
-    `multi_hot` makes one bool a class of a set of classes.
+    `resize` interpolates pixels, `nearest` takes the nearest one, so that a mask keeps its classes.
+    Both apply to the two axes before the last one. Other axes are cut, or padded at the end with
+    `fill`. `multi_hot` turns a set of classes into one bool per class.
     """
 
     method: Literal["pad", "resize", "nearest", "multi_hot"]
@@ -106,17 +106,17 @@ def fits(
     needed: Iterable[str],
     targets: Sequence[str],
 ) -> dict[str, Fit]:
-    """Return what is done to features whose shape is not fixed, or is to be another one.
+    """Return the fits of features whose shape varies or has to change.
 
     Args:
-        name: of the dataset, for messages.
+        name: name of the dataset, for messages.
         leaves: all features.
         shapes: `data.shapes`.
-        needed: those that have to get one shape.
-        targets: those that are labels.
+        needed: features that must get one shape.
+        targets: features that are labels.
 
     Raises:
-        ConfigError: a shape does not suit its feature, or a feature that is needed has none.
+        ConfigError: a shape does not suit its feature, or a needed feature has none.
     """
     for feature, shape in shapes.items():
         _require(name, leaves, feature, shape)
@@ -132,7 +132,7 @@ def fits(
     lacking = [each for each in needed if each not in found and not leaves[each].is_fixed]
     if lacking:
         differ = ", ".join(f"{each!r} ({leaves[each]})" for each in lacking[:MOST_NAMED])
-        wanted = {**shapes, **{each: _suggested(leaves[each]) for each in lacking}}
+        wanted = {**shapes, **{each: _suggest_shape(leaves[each]) for each in lacking}}
         sizes = ", ".join(f"{each}: {list(shape)}" for each, shape in wanted.items())
         sets = "".join(
             f"; {each!r} is taken as a set of classes, with a length as one class at each position"
@@ -145,26 +145,25 @@ def fits(
     return found
 
 
-def lengths_of(
+def make_length_features(
     name: str, leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Leaf]:
-    """Return the lengths of features that stay as long as they are, as features of their own.
+    """Return the length features of the features that keep their variable length.
 
     Args:
-        name: of the dataset, for messages.
+        name: name of the dataset, for messages.
         leaves: all features.
-        shapes: those of `data.shapes` with a 0.
+        shapes: the entries of `data.shapes` with a 0.
 
     Raises:
-        ConfigError: more than the first size of a feature varies, or a length has a name that is
-            taken.
+        ConfigError: more than the first size of a feature varies, or the name of a length is taken.
     """
     for feature, shape in shapes.items():
         _require(name, leaves, feature, shape)
         leaf = leaves[feature]
         first, *others = shape
         if leaf.is_image or first != VARIES or others != list(leaf.shape[1:]):
-            usual = [VARIES, *_suggested(leaf)[1:]]
+            usual = [VARIES, *_suggest_shape(leaf)[1:]]
             advice = f"it may be {usual}" if not leaf.is_image else "give an image its size"
             raise ConfigError(
                 f"data.shapes: {feature}: {list(shape)}: only the first size of a sequence may be "
@@ -182,7 +181,7 @@ def lengths_of(
 
 def _require(name: str, leaves: Mapping[str, Leaf], feature: str, shape: tuple[int, ...]) -> None:
     if feature not in leaves:
-        hint = nearest(feature, leaves) or f" (one of {named(leaves)})"
+        hint = nearest(feature, leaves) or f" (one of {format_names(leaves)})"
         raise ConfigError(f"data.shapes: there is no feature {feature!r} in {name}{hint}")
     leaf = leaves[feature]
     if leaf.is_dataset or not leaf.shape:
@@ -194,14 +193,14 @@ def _require(name: str, leaves: Mapping[str, Leaf], feature: str, shape: tuple[i
     if not suits:
         raise ConfigError(
             f"data.shapes: {feature}: {list(shape)} does not suit {leaf}; it may be "
-            f"{list(_suggested(leaf))}"
+            f"{list(_suggest_shape(leaf))}"
         )
 
 
 def _fit(leaf: Leaf, shape: tuple[int, ...], *, is_target: bool) -> Fit:
     dtype = leaf.dtype
     if leaf.is_image:
-        # A label is no brightness: a mean of two classes would be a third one.
+        # A label is not a brightness: the mean of two classes would be a third one.
         keeps = is_target or isinstance(leaf.element, tfds.features.LabeledImage)
         return Fit(method="nearest" if keeps else "resize", shape=shape, dtype=dtype)
     if dtype == "string":
@@ -213,7 +212,7 @@ def _fit(leaf: Leaf, shape: tuple[int, ...], *, is_target: bool) -> Fit:
     return Fit(method="pad", shape=shape, dtype=wide, fill=NO_LABEL)
 
 
-def _suggested(leaf: Leaf) -> tuple[int, ...]:
+def _suggest_shape(leaf: Leaf) -> tuple[int, ...]:
     usual = [_LENGTH] * len(leaf.shape)
     if leaf.is_image:
         usual = [_FRAMES] * (len(leaf.shape) - _IMAGE_RANK) + [_SIDE, _SIDE, _COLOURS]

@@ -1,8 +1,8 @@
-"""What a dataset is made from. Builders of TFDS and files are read by the same interface.
+"""The interface of data sources: TFDS builders and files.
 
-A source is cut into parts. A part is read by one process, in batches, in an order that is always
-the same; a part that is read again gives the same examples. A source is pickled into the processes
-that prepare, so that it holds no open file.
+A source is cut into parts. One process reads a part, in batches and in a fixed order, so that a
+part gives the same examples again. A source is pickled into worker processes, so it holds no open
+file.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.data.features import Selection
 
-#: The features of some examples by name: arrays whose first axis is the example. What varies in
-#: length is an array of arrays, or a list of them; an image that is stored encoded is bytes.
+#: The features of some examples by name: arrays whose first axis is the example. A variable length
+#: is an array of arrays, or a list of them; an encoded image is bytes.
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -27,9 +27,9 @@ class Part:
     """A piece of a source.
 
     Attributes:
-        number: of the part; the order of the examples is that of the numbers.
-        origin: split of the source; empty where the source has none.
-        where: what the source needs to find it, as JSON has it.
+        number: number of the part; examples are ordered by it.
+        origin: split of the source; empty if the source has no splits.
+        where: its position, as JSON that the source interprets.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Part:
 
     @property
     def folder(self) -> str:
-        """The name of the folder that it is mapped into."""
+        """The name of its folder after mapping."""
         return f"{self.number:06d}"
 
 
@@ -51,13 +51,13 @@ class Batch:
 
 
 class Source(ABC):
-    """What a dataset is made from.
+    """A source of examples.
 
     Attributes:
-        name: for messages, as the configuration has it.
-        identity: what tells its content from another, such as the version or the digest of a
-            listing. Part of the dataset's key, and written into its manifest.
-        is_shuffled: whether its examples come in a random order; of others each shard is shuffled.
+        name: the configured name, for messages.
+        identity: identifies its content, such as the version or the digest of a listing. It is part
+            of the dataset's key and of its manifest.
+        is_shuffled: whether its examples come in a random order; if not, each shard is shuffled.
     """
 
     name: str
@@ -66,19 +66,19 @@ class Source(ABC):
 
     @abstractmethod
     def select(self) -> Selection:
-        """Return the features that are kept, with their roles.
+        """Return the selected features, with their roles.
 
-        With `data.map` these are all features that there are, without roles and without those of
-        `data.types` that it does not have: roles name what the function returns.
+        With `data.map` these are all features of the source, without roles, since roles name
+        features of the function's result. Unknown features in `data.types` are then allowed.
 
         Raises:
             ConfigError: a key of the data section does not suit the source.
-            UserError: the source is of no use here.
+            UserError: the source cannot be used.
         """
 
     @abstractmethod
     def fetch(self) -> None:
-        """Make the source ready to be read; raises `UserError`."""
+        """Prepare the source for reading; raises `UserError`."""
 
     @abstractmethod
     def parts(self) -> Sequence[Part]:
@@ -86,28 +86,28 @@ class Source(ABC):
 
     @property
     def total(self) -> int:
-        """How many examples `read` yields of all parts, where it is known after `parts`, else 0."""
+        """The number of examples of all parts if it is known after `parts`, else 0."""
         return 0
 
     @abstractmethod
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part; in a process that has TensorFlow or not.
+        """Yield the examples of a part; TensorFlow may be loaded or not.
 
         Raises:
-            UserError: it cannot be read, or has a broken row.
+            UserError: the part cannot be read, or has a broken row.
         """
 
     def place(self, part: Part, number: int) -> str:
-        """Say where an example of a part is, for messages; the first one is number 0."""
+        """Return the position of an example of a part, for messages; the first one is number 0."""
         return f"example {number} of part {part.number}{f' ({part.origin})' if part.origin else ''}"
 
     def notes(self) -> Sequence[str]:
-        """Return what a user should know of how the source was read, after all parts were read.
+        """Return notes for the user on how the source was read, after all parts were read.
 
-        Each is one line that names the column or the file, and the key that changes it.
+        Each is one line that names the column or file, and the key that changes it.
         """
         return ()
 
     def facts(self) -> Mapping[str, Any]:
-        """Return what the manifest says of it besides, after all parts were read."""
+        """Return further fields of the manifest, after all parts were read."""
         return {}

@@ -1,8 +1,8 @@
-"""Which example goes where: train, validation and test.
+"""Assignment of examples to the splits train, validation and test.
 
-Those of a builder of TFDS are drawn by a seed. Those of files are drawn by a keyed hash of their
-content, by group, by time, or named. A hash depends on nothing but the example and the seed: equal
-examples stay in one split, and an example keeps its split when others come.
+Examples of TFDS builders are drawn by a seed. Examples of files are assigned by a keyed hash of
+their content, by group, by time, or by name. A hash depends only on the example and the seed: equal
+examples stay in one split, and an example keeps its split when others are added.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ TRAIN, VALIDATION, TEST = range(len(SPLITS))
 
 
 def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[str, int]:
-    """Return in how many shards each split is written; one without examples is left out.
+    """Return the number of shards of each split; an empty split is left out.
 
-    `shards` is that of the training split; the others get shards of about the same size.
+    `shards` is the number for the training split; shards of the others have about the same size.
 
     Raises:
         UserError: there is no training example, or there are fewer than shards.
@@ -46,17 +46,16 @@ def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[st
 def plan(
     name: str, sizes: Mapping[str, int], *, validation: float, seed: int
 ) -> dict[str, NDArray[np.int8]]:
-    """Draw validation, and test where the source has none, from the training split.
+    """Draw validation, and test if the source has none, from the training split.
 
-    A validation split of the source's own is taken as it is, where it has a test split as well.
-    For each split of the source that is read there are its examples, in order, as indexes into
-    `SPLITS`.
+    If the source has both a validation and a test split, they are used unchanged. The result has,
+    for each split of the source, the target split of each example as an index into `SPLITS`.
 
     Args:
-        name: of the dataset, for errors.
+        name: name of the dataset, for errors.
         sizes: examples of each split of the source.
         validation: a share of the training split below 1, a count from 1, 0 for none.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Raises:
         UserError: the source is too small, or has no training split.
@@ -70,7 +69,7 @@ def plan(
         )
     test_source = next((split for split in ("test", "validation") if split in source), None)
     own = test_source == "test" and "validation" in source and validation > 0
-    held = 0 if own else _held_out(source["train"], validation)
+    held = 0 if own else _count_validation(source["train"], validation)
     targets = {"train": _draw(name, source["train"], held, test_source is None, seed)}
     if own:
         targets["validation"] = np.full(source["validation"], VALIDATION, np.int8)
@@ -79,7 +78,7 @@ def plan(
     return targets
 
 
-def _held_out(examples: int, validation: float) -> int:
+def _count_validation(examples: int, validation: float) -> int:
     if validation >= 1:
         return int(validation)
     return max(1, round(validation * examples)) if validation else 0
@@ -99,7 +98,7 @@ def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> ND
             f"data.validation: {what} would take {taken} of the {examples} training examples of "
             f"{name}; set a smaller share or count"
         )
-    # Of NumPy's generators only this one promises the same draw in every version.
+    # The only NumPy generator that promises the same draw in every version.
     order = np.random.RandomState(seed).permutation(examples)
     target = np.full(examples, TRAIN, np.int8)
     target[order[:held]] = VALIDATION
@@ -112,20 +111,20 @@ _ALIASES = {
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
     "test": "test", "testing": "test", "eval": "test",
 }  # fmt: skip
-# Such as train, seg_test or Training_Set2.
+# Names such as train, seg_test or Training_Set2.
 _FOLDER = re.compile(
     rf"(?:.*[ _-])?({'|'.join(_ALIASES)})(?:[ _-]?(?:set|data|images))?[ _-]?\d*", re.DOTALL
 )
 
 
 def split_named(text: str) -> int:
-    """Return the split that a word stands for, as an index into `SPLITS`; -1 for none."""
+    """Return the split that a word means, as an index into `SPLITS`; -1 if none."""
     name = _ALIASES.get(text.strip().lower())
     return SPLITS.index(name) if name else -1
 
 
 def split_of_folder(name: str) -> str:
-    """Return the split whose examples are in a folder of this name; empty for none."""
+    """Return the split that a folder name means; empty if none."""
     found = _FOLDER.fullmatch(name.lower())
     return _ALIASES[found[1]] if found else ""
 
@@ -140,7 +139,7 @@ def split_by_hash(found: NDArray[np.uint64], *, validation: float, test: float) 
 
 
 def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[np.int8]:
-    """Return the split of each time: from the first bound validation, from the second test."""
+    """Return the split of each time: validation from the first bound, test from the second."""
     splits = np.full(len(values), TRAIN, np.int8)
     splits[values >= bounds[0]] = VALIDATION
     splits[values >= bounds[1]] = TEST
@@ -148,10 +147,10 @@ def split_by_time(values: NDArray[Any], bounds: tuple[float, float]) -> NDArray[
 
 
 def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[float, float]:
-    """Return the shares of validation and test that are drawn; 0 for one that has its own files.
+    """Return the shares to draw for validation and test; 0 for a split with its own files.
 
     Raises:
-        ConfigError: there would be no test.
+        ConfigError: there would be no test split.
     """
     validation = config.validation
     if validation >= 1:
@@ -169,20 +168,20 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
 def find_bounds(
     times: Sequence[float], counts: NDArray[np.int64], *, validation: float, test: float
 ) -> tuple[float, float]:
-    """Return the times from which on examples are validation and test; equal ones stay together.
+    """Return the times at which validation and test begin; equal times stay together.
 
     Args:
-        times: different times, in ascending order.
-        counts: examples of each.
-        validation: their share.
-        test: their share.
+        times: distinct times, in ascending order.
+        counts: number of examples of each time.
+        validation: share of validation.
+        test: share of test.
     """
     total = int(counts.sum())
     left = np.concatenate([counts[::-1].cumsum()[::-1], [0]])
     ends = [*times, np.inf]
 
     def bound(share: float) -> float:
-        # The first time from which on there are no more than that share.
+        # The first time after which at most this share of the examples remains.
         return ends[int(np.argmax(left <= share * total + 0.5))] if share else float(np.inf)
 
     return bound(validation + test), bound(test)

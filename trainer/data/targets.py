@@ -1,7 +1,7 @@
-"""What the targets of a dataset hold: examples of each class, or the moments of a number.
+"""Statistics of the targets of a dataset: examples per class, or the moments of a number.
 
-They stand in the manifest: a task is checked by them, and balances its classes by them, without
-reading one example.
+They are part of the manifest: a task is checked by them, and balances its classes by them, without
+reading an example.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.one_pass import Moments
 from flotilla.trainer.runtime.errors import UserError
 
-# More than any list of classes; beyond it an integer is a quantity.
+# More than any list of classes; an integer above it is a quantity.
 MOST_CLASSES = 1_000_000
 # Classes that a note names.
 _NAMED = 3
 
 
 class Target:
-    """Sums over the values of one target, by split."""
+    """Statistics of one target, by split."""
 
     def __init__(self, name: str, spec: FeatureSpec) -> None:
         """Begin with no values."""
@@ -35,8 +35,8 @@ class Target:
         self._moments = Moments()
 
     def refuse(self, dataset: str, split: str, values: NDArray[Any]) -> None:
-        """Raise `UserError` where an example of a class has none, or a number is no number."""
-        values = _of_any_length(values)
+        """Raise `UserError` if an example has no class, or a number is not finite."""
+        values = _concatenate(values)
         if values.dtype.kind == "f":
             _refuse_infinite("label", self.name, dataset, split, values)
         elif self._spec.num_classes and self._spec.shape == () and values.min(initial=0) < 0:
@@ -48,7 +48,7 @@ class Target:
 
     def add(self, split: str, values: NDArray[Any]) -> None:
         """Add the values of some examples of a split."""
-        values = _of_any_length(values)
+        values = _concatenate(values)
         if split == "train" and values.size:
             self._moments.add(values)
         if not self._of_classes:
@@ -60,48 +60,48 @@ class Target:
             if flat.size and flat.max() >= MOST_CLASSES:
                 self._of_classes = False
                 return
-            # Below zero is padding of a sequence.
+            # Values below zero are padding of a sequence.
             found = np.bincount(flat[flat >= 0].astype(np.int64))
         self._count(split, found)
 
     def _count(self, split: str, found: NDArray[np.int64]) -> None:
         before = self._counts.get(split, np.zeros(0, np.int64))
         length = max(len(found), len(before))
-        self._counts[split] = _padded(found, length) + _padded(before, length)
+        self._counts[split] = _pad(found, length) + _pad(before, length)
 
     def merge(self, other: Target) -> None:
-        """Add the sums over further examples."""
+        """Add the statistics of further examples."""
         self._of_classes = self._of_classes and other._of_classes
         for split, found in other._counts.items():
             self._count(split, found)
         self._moments.merge(other._moments)
 
     def state(self) -> dict[str, Any]:
-        """Return all sums, as JSON has them."""
+        """Return all statistics as JSON."""
         counts = {split: each.tolist() for split, each in self._counts.items()}
         return {"of_classes": self._of_classes, "counts": counts, "moments": self._moments.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the sums of `state()`."""
+        """Continue with the statistics of `state()`."""
         self._of_classes = state["of_classes"]
         self._counts = {name: np.array(each, np.int64) for name, each in state["counts"].items()}
         self._moments = Moments(*state["moments"])
 
     def counts(self) -> dict[str, list[int]]:
-        """Return the examples of each class by split; empty for what is no class.
+        """Return the examples of each class by split; empty unless the target is a class.
 
-        Of a sequence it is the labels of each class, of several bools the examples where each one
-        is true.
+        A sequence counts the labels of each class; several bools count the examples where each is
+        true.
         """
         if not self._of_classes or not self._counts:
             return {}
         length = max(self._spec.num_classes, *(len(each) for each in self._counts.values()))
-        return {split: _padded(each, length).tolist() for split, each in self._counts.items()}
+        return {split: _pad(each, length).tolist() for split, each in self._counts.items()}
 
     def moments(self) -> Mapping[str, float]:
-        """Return mean, standard deviation, smallest and largest value of the training split.
+        """Return mean, standard deviation, minimum and maximum of the training split.
 
-        They are of all numbers of an example together. Empty where there is no value.
+        They are over all numbers of all examples together. Empty if there is no value.
         """
         found = self._moments
         if not found.count:
@@ -109,7 +109,7 @@ class Target:
         return {"mean": found.mean, "std": found.std, "min": found.least, "max": found.most}
 
     def notes(self) -> Iterator[str]:
-        """Say of which classes nothing can be learnt: none of their examples is trained on."""
+        """Yield notes on classes without training examples, or with a single one."""
         names, train = self._spec.labels, self._counts.get("train")
         if not names or self._spec.shape or train is None:
             return
@@ -137,7 +137,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> None:
-    """Raise `UserError` where a weight is below zero, or no number."""
+    """Raise `UserError` if a weight is negative or not finite."""
     _refuse_infinite("weight", name, dataset, split, values)
     if values.min(initial=0) < 0:
         raise UserError(
@@ -147,7 +147,7 @@ def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> 
 
 
 def _refuse_infinite(key: str, name: str, dataset: str, split: str, values: NDArray[Any]) -> None:
-    # Bfloat16 has no kind of NumPy's own.
+    # NumPy has no kind for bfloat16.
     wide = values.astype(np.float64)
     if not (finite := np.isfinite(wide)).all():
         raise UserError(
@@ -157,11 +157,11 @@ def _refuse_infinite(key: str, name: str, dataset: str, split: str, values: NDAr
         )
 
 
-def _padded(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+def _pad(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return np.pad(counts, (0, length - len(counts)))
 
 
-def _of_any_length(values: NDArray[Any]) -> NDArray[Any]:
+def _concatenate(values: NDArray[Any]) -> NDArray[Any]:
     """Return the values of sequences, an array of arrays, in one axis."""
     if values.dtype != object or not len(values):
         return values

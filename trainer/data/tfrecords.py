@@ -20,35 +20,35 @@ _LARGEST = 1 << 30
 
 
 class DamagedError(ValueError):
-    """A record is damaged; the message is its number, and why."""
+    """A record is damaged; the message is its number and the reason."""
 
 
 def frame_record(record: bytes) -> bytes:
-    """Return a record as it is in a file."""
+    """Return a record in the format of a file."""
     head = struct.pack("<Q", len(record))
-    return b"".join((head, _FOOT.pack(_masked(head)), record, _FOOT.pack(_masked(record))))
+    return b"".join((head, _FOOT.pack(_mask_crc(head)), record, _FOOT.pack(_mask_crc(record))))
 
 
 def records(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the records, each verified; raises `DamagedError`."""
+    """Yield the verified records; raises `DamagedError`."""
     number = 0
     while head := file.read(_HEAD.size):
         number += 1
         if len(head) < _HEAD.size:
-            raise _damaged(number, "it is cut off")
+            raise _make_error(number, "it is cut off")
         length, crc = _HEAD.unpack(head)
-        if _masked(head[:8]) != crc or length > _LARGEST:
-            raise _damaged(number, "its length is damaged, or the file is no TFRecord")
+        if _mask_crc(head[:8]) != crc or length > _LARGEST:
+            raise _make_error(number, "its length is damaged, or the file is no TFRecord")
         data, foot = file.read(length), file.read(_FOOT.size)
         if len(data) < length or len(foot) < _FOOT.size:
-            raise _damaged(number, "it is cut off")
-        if _masked(data) != _FOOT.unpack(foot)[0]:
-            raise _damaged(number, "its checksum differs")
+            raise _make_error(number, "it is cut off")
+        if _mask_crc(data) != _FOOT.unpack(foot)[0]:
+            raise _make_error(number, "its checksum differs")
         yield data
 
 
 def places(file: Any) -> list[int]:
-    """Return where each record begins, and the end of the last, without verifying any."""
+    """Return the offset of each record, and the end of the last, without verification."""
     found = [0]
     while head := file.read(_HEAD.size):
         found.append(found[-1] + _HEAD.size + _HEAD.unpack(head)[0] + _FOOT.size)
@@ -56,10 +56,10 @@ def places(file: Any) -> list[int]:
     return found
 
 
-def _masked(data: bytes) -> int:
+def _mask_crc(data: bytes) -> int:
     crc = google_crc32c.value(data)
     return int(((crc >> 15 | crc << 17) + _MASK) & _WORD)
 
 
-def _damaged(number: int, why: str) -> DamagedError:
+def _make_error(number: int, why: str) -> DamagedError:
     return DamagedError(f"record {number} cannot be read: {why}")

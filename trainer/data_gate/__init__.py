@@ -1,1 +1,1 @@
-"""The gate on data: a dataset next to the champion's, rules, and what a person reads of them."""
+"""The data gate: rules for a dataset, compared with the champion's, and their report."""

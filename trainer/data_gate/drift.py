@@ -1,4 +1,4 @@
-"""Rules of distributions: of one feature, of many a little, and of the splits among each other."""
+"""Drift rules: one feature, many features together, and differences between splits."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from flotilla.trainer.data_gate.two_samples import exceeds, holm, homogeneity, k
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 
 Pair = tuple[str, FeatureProfile, FeatureProfile]
-# Fewer features are tested one by one.
+# Fewer features are tested separately.
 _FEWEST = 5
 _FEWEST_ROWS = 50
-# So many examples, and so many times as many as the rarest value that is counted has, and another
-# sample has counted it as well.
+# Above this count, and this multiple of the rarest counted value's frequency, the other sample has
+# certainly counted a value as well.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
 def compare_samples(
     new: FeatureProfile, old: FeatureProfile, sizes: tuple[float, float] = (np.inf, np.inf)
 ) -> tuple[float, float] | None:
-    """Return size and probability of the difference of a feature in two samples; None for no test.
+    """Return effect size and p-value of the difference of a feature in two samples, or None.
 
-    The size is the distance of Kolmogorov and Smirnov for numbers, and of tensors for the means of
-    their examples; for texts and classes the total variation. `sizes` are the most that the samples
-    count as.
+    The effect size is the Kolmogorov-Smirnov distance for numbers, and for tensors that of the
+    means of their examples; for texts and classes the total variation. `sizes` bounds the effective
+    sample sizes.
     """
     if new.kind in (TEXT, CLASS):
         if not new.counts or not old.counts:
             return None
-        # Several texts of one example are no more than one.
+        # Several texts of one example are not independent.
         present = (min(sizes[0], new.present), min(sizes[1], old.present))
         found, known = _tables(new, old)
         return homogeneity(found, known, present)
@@ -43,8 +43,8 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield the counts of values that both are sure to have counted, and of all others as one."""
-    # Of a text with many values the rarest are not counted, and in each sample they are others.
+    """Yield the counts of values that both certainly counted, with all others as one."""
+    # Of a text with many values the rarest are not counted, and they differ between samples.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)
          for each in (new, old) if not each.is_counted),
@@ -59,7 +59,7 @@ def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, floa
     for each in (new, old):
         whole = max(each.present, sum(each.counts.values()))
         counts = {name: float(each.counts.get(name, 0)) for name in names}
-        # No value is named so: it has a line feed.
+        # No value can have this name: it contains a line feed.
         yield {**counts, "\nothers": whole - sum(counts.values())}
 
 
@@ -71,10 +71,10 @@ def compare_features(question: Question) -> Iterator[Finding]:
         return
     sizes = [question.independent(each, "train", by_inputs=False)
              for each in (question.dataset, champion)]  # fmt: skip
-    for name, size, new, old in _moved(pairs, question, (sizes[0], sizes[1])):
+    for name, size, new, old in _find_drifted(pairs, question, (sizes[0], sizes[1])):
         says = (
             f"{name!r} has another distribution than in the champion's dataset ({size:.3f} "
-            f"apart{_where(new, old)}): check what has changed at its source"
+            f"apart{_describe_change(new, old)}): check what has changed at its source"
         )
         yield Finding("drift", says, name, "train", size, question.limit("drift"))
 
@@ -82,22 +82,22 @@ def compare_features(question: Question) -> Iterator[Finding]:
 def compare_splits(question: Question) -> Iterator[Finding]:
     """Compare each feature of the test split with that of training.
 
-    Where the later examples are the test, nearly everything is distributed otherwise.
+    If the test split holds the latest examples, nearly every distribution differs.
     """
     dataset = question.dataset
     train, test = (dataset.features(split) for split in ("train", "test"))
     pairs = [
         (name, test[name], train[name])
         for name in dataset.used
-        if name in train and name in test and not question.is_of_splits(name)
+        if name in train and name in test and not question.defines_splits(name)
     ]
     if question.splits.time or not pairs:
         return
     sizes = [question.independent(dataset, split, by_inputs=True) for split in ("test", "train")]
-    for name, size, new, old in _moved(pairs, question, (sizes[0], sizes[1])):
+    for name, size, new, old in _find_drifted(pairs, question, (sizes[0], sizes[1])):
         says = (
             f"{name!r} has another distribution in test than in train ({size:.3f} "
-            f"apart{_where(new, old)}): metrics of the test split do not represent the "
+            f"apart{_describe_change(new, old)}): metrics of the test split do not represent the "
             "training data; check how it was drawn (data.splits)"
         )
         yield Finding("splits_differ", says, name, "test", size, question.limit("drift"))
@@ -105,12 +105,12 @@ def compare_splits(question: Question) -> Iterator[Finding]:
 
 def _is_tested(question: Question, name: str) -> bool:
     dataset = question.dataset
-    # Shares of the classes of a label are the rule balance.
+    # Shares of classes of a label belong to the rule `balance`.
     is_class = name in dataset.targets and dataset.specs[name].num_classes
-    return not (is_class or question.is_of_splits(name) or dataset.goes_on(name))
+    return not (is_class or question.defines_splits(name) or dataset.grows_by_design(name))
 
 
-def _moved(
+def _find_drifted(
     pairs: Iterable[Pair], question: Question, sizes: tuple[float, float]
 ) -> Iterator[tuple[str, float, FeatureProfile, FeatureProfile]]:
     found = {name: (compare_samples(new, old, sizes), new, old) for name, new, old in pairs}
@@ -122,7 +122,7 @@ def _moved(
             yield name, result[0], new, old
 
 
-def _where(new: FeatureProfile, old: FeatureProfile) -> str:
+def _describe_change(new: FeatureProfile, old: FeatureProfile) -> str:
     if new.kind in (TEXT, CLASS):
         shares = {
             value: new.counts.get(value, 0) / max(new.present, 1)
@@ -135,12 +135,12 @@ def _where(new: FeatureProfile, old: FeatureProfile) -> str:
     return f"; median {np.median(old.numbers):.4g} before and {np.median(new.numbers):.4g} now"
 
 
-def together(question: Question) -> Iterator[Finding]:
-    """Compare all numbers at once with those of the champion's dataset.
+def compare_together(question: Question) -> Iterator[Finding]:
+    """Test all numbers together against the champion's dataset.
 
-    The sum of squares of the Mann-Whitney statistics, each of variance 1, has the mean p for p
-    features, and the variance 2 tr(R^2) with the rank correlations R of the features: the test of
-    Bai and Saranadasa (1996) on ranks. A gamma distribution has both moments.
+    The sum of the squared Mann-Whitney statistics, each of variance 1, has mean p for p features,
+    and variance 2 tr(R^2) with the rank correlations R of the features: the test of Bai and
+    Saranadasa (1996) on ranks. A gamma distribution is fitted to both moments.
     """
     sample = question.dataset.splits["train"].sample if "train" in question.dataset.splits else {}
     pairs = [
@@ -157,7 +157,7 @@ def together(question: Question) -> Iterator[Finding]:
     total = float(np.sum(lifts**2 / variances))
     spread = 2 * _squares_of_correlations(question.dataset.splits["train"], pairs)
     chance = stats.gamma.sf(total, len(pairs) ** 2 / spread, scale=spread / len(pairs))
-    # What chance alone makes of it is no size.
+    # The expectation by chance is not an effect.
     size = float(np.sqrt(max(np.mean(lifts**2) - np.mean(variances), 0.0)))
     if chance < question.significance and size >= question.limit("drift_together"):
         order = np.argsort(-np.abs(lifts) / np.sqrt(variances))
@@ -176,7 +176,7 @@ def together(question: Question) -> Iterator[Finding]:
 
 
 def _squares_of_correlations(split: SplitProfile, pairs: list[Pair]) -> float:
-    """Return tr(R^2) of the rank correlations, without what chance adds to it."""
+    """Return tr(R^2) of the rank correlations, corrected for sampling noise."""
     columns = np.column_stack([split.sample[name] for name, _, _ in pairs])
     columns = columns[np.isfinite(columns).all(axis=1)]
     width, rows = len(pairs), len(columns)

@@ -1,7 +1,7 @@
-"""Rules of whole examples: the same one many times in a split, and the same one in two splits.
+"""Rules on whole examples: duplicates within a split, and leakage between splits.
 
-Examples are compared by the hashes of their inputs. Of a large split only the smallest hashes are
-known: an even sample of all different examples, and of every split the same one.
+Examples are compared by the hashes of their inputs. For a large split only the smallest hashes are
+known: a uniform sample of its distinct examples, and the same sample in every split.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from scipy import special
 
 from flotilla.trainer.data_gate.findings import Finding, Question, percent
 from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile
-from flotilla.trainer.data_gate.two_samples import more_often
+from flotilla.trainer.data_gate.two_samples import fisher_p_value
 from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSOR
 
-# A number tells examples apart where nearly every different one has another value of it.
+# A number identifies examples if it has at least this share of distinct values among them.
 _TELLS_APART = 0.9
-# By so much are values of a number denser than if they were spread evenly.
+# Factor by which the values of a number are denser than evenly spread ones.
 _DENSER = 4.0
-# Below this share of equal examples by chance any more of them are none.
+# Below this probability of a duplicate by chance, the binomial test is used.
 _RARE = 0.005
 
 
 def duplicates(question: Question) -> Iterator[Finding]:
-    """Find the split with the most equal examples beyond those that its values explain."""
+    """Find the split with the most duplicates beyond those that its values explain."""
     dataset, limit = question.dataset, question.limit("duplicates")
     found: dict[str, tuple[float, float]] = {}
     for split, each in dataset.splits.items():
-        examples, again = _again(each)
+        examples, again = _count_duplicates(each)
         expected = _expected(question, split)
         if not again or expected is None:
             continue
@@ -57,37 +57,37 @@ def duplicates(question: Question) -> Iterator[Finding]:
             split=split,
             value=value,
             limit=expected + limit,
-            champion=_of_champion(question, split),
+            champion=_get_champion_share(question, split),
         )
 
 
 def _expected(question: Question, split: str) -> float | None:
-    """Return the share of examples that have an equal one where nothing is wrong; None: unknown."""
-    by_chance = _by_chance(question.dataset)
+    """Return the expected share of duplicates; None if it is unknown."""
+    by_chance = _estimate_chance(question.dataset)
     if by_chance is not None:
-        return max(_of_champion(question, split) or 0.0, by_chance)
+        return max(_get_champion_share(question, split) or 0.0, by_chance)
     if split != "train":
-        # Fewer examples have fewer equal ones, but where some values are in few splits.
+        # Fewer examples have fewer duplicates, unless some values occur in few splits.
         return None
-    known = _of_champion(question, split)
+    known = _get_champion_share(question, split)
     if known is None or question.champion is None:
         return None
     grown = question.dataset.examples(split) / max(question.champion.examples(split), 1)
     return known * max(grown, 1.0)
 
 
-def _of_champion(question: Question, split: str) -> float | None:
+def _get_champion_share(question: Question, split: str) -> float | None:
     if question.champion is None or split not in question.champion.splits:
         return None
-    examples, found = _again(question.champion.splits[split])
+    examples, found = _count_duplicates(question.champion.splits[split])
     return found / examples if examples else None
 
 
-def _by_chance(dataset: DatasetProfile) -> float | None:
-    """Return how probable an equal example is by chance; None where that is not known.
+def _estimate_chance(dataset: DatasetProfile) -> float | None:
+    """Return the probability of a duplicate by chance; None if it is unknown.
 
-    Two examples are hardly ever equal where an image or a tensor is an input. Of numbers it is
-    asked how many different ones there could be: the range by the smallest step of a sample.
+    Two examples are hardly ever equal if an image or a tensor is an input. For numbers, the number
+    of possible values is estimated: the range divided by the smallest step of a sample.
     """
     train = dataset.splits.get("train")
     if train is None or not train.copies.sum():
@@ -96,7 +96,7 @@ def _by_chance(dataset: DatasetProfile) -> float | None:
     if any(each.kind in (TENSOR, IMAGE) for each in features):
         return 0.0
     unlike = train.examples * len(train.copies) / float(train.copies.sum())
-    # As many as have its most frequent value, and have one of so many that there could be.
+    # Examples with the most frequent value that also share one of the possible other values.
     chances = [
         float(counts.max()) / len(each.numbers)
         + _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)
@@ -108,16 +108,17 @@ def _by_chance(dataset: DatasetProfile) -> float | None:
     return min(chances, default=None)
 
 
-def _again(split: SplitProfile) -> tuple[int, int]:
-    """Return the examples of known hashes, and how many of them are not alone with theirs."""
+def _count_duplicates(split: SplitProfile) -> tuple[int, int]:
+    """Return the number of examples with known hashes, and the number of duplicates among them."""
     return int(split.copies.sum()), int(split.copies[split.copies > 1].sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Examples of one split that are in another as well: `found` of so many that were `asked`.
+    """Examples of one split that are also in another: `found` of the `asked` ones.
 
-    Of a large split only some are known; `whole` are all of it. `expected` is the share by chance.
+    For a large split only a sample is known; `whole` is its size. `expected` is the share by
+    chance.
     """
 
     found: int
@@ -131,7 +132,7 @@ class Copies:
         return self.found / self.asked
 
     def __str__(self) -> str:
-        """Say how many test examples these are."""
+        """Describe the number of test examples."""
         if self.asked == self.whole:
             return f"{self.found} of {self.whole} test examples"
         return (
@@ -141,7 +142,7 @@ class Copies:
 
 
 def leakage(question: Question) -> Iterator[Finding]:
-    """Find splits whose examples are in another one, more than their values explain."""
+    """Find splits whose examples are in another split, beyond what their values explain."""
     splits, limit = question.dataset.splits, question.limit("leakage")
     for first, second in combinations([name for name in splits if len(splits[name].hashes)], 2):
         one, other = splits[first], splits[second]
@@ -166,24 +167,24 @@ def find_copies(
     significance: float,
     limit: float = 0.0,
 ) -> Copies | None:
-    """Return the examples of a split of the dataset that are in another, if more than by chance.
+    """Return the examples of a split that are in another split, if more than by chance.
 
     Args:
-        dataset: the one of the split that is `asked`.
-        asked: its examples are looked for.
-        known: they are looked for among these.
-        significance: how probable by chance so many may be.
-        limit: by how much their share has to be larger than what was to be expected.
+        dataset: dataset of the split `asked`.
+        asked: split whose examples are searched.
+        known: split in which they are searched.
+        significance: significance level of the test.
+        limit: excess over the expected share that is allowed.
     """
     examples, found = count_shared(asked, known)
-    whole, again = _again(known)
-    # An example has an equal one elsewhere as often as one there has, if that is chance.
+    whole, again = _count_duplicates(known)
+    # By chance, an example has a copy in either split equally often.
     expected = again / whole if whole else 0.0
-    by_chance = _by_chance(dataset)
+    by_chance = _estimate_chance(dataset)
     if by_chance is not None and by_chance < max(limit, _RARE):
         chance = float(special.bdtrc(found - 1, examples, max(expected, by_chance)))
     else:
-        chance = more_often(found, examples, again, whole)
+        chance = fisher_p_value(found, examples, again, whole)
     if not found or found / examples <= expected + limit or chance >= significance:
         return None
     return Copies(found=found, asked=examples, whole=asked.examples, expected=expected)
@@ -192,18 +193,20 @@ def find_copies(
 def find_new_copies(
     dataset: DatasetProfile, known: SplitProfile, significance: float
 ) -> Copies | None:
-    """Return the test examples of a dataset that are in `known`, and not in its training split.
+    """Return the test examples of a dataset that are in `known`, but not in its training split.
 
-    None where as many are only in the training split: equal values by chance are in both as often.
+    None if equally many are only in the training split: equal values by chance occur in both alike.
     """
     asked, own = dataset.splits["test"], dataset.splits["train"]
-    within = asked.hashes <= min(_last(asked), _last(own), _last(known))
+    within = asked.hashes <= min(
+        _largest_known_hash(asked), _largest_known_hash(own), _largest_known_hash(known)
+    )
     hashes, copies = asked.hashes[within], asked.copies[within]
     there, here = np.isin(hashes, known.hashes), np.isin(hashes, own.hashes)
     examples, found, others = (int(copies[each].sum()) for each in (
         np.ones(len(hashes), np.bool_), there & ~here, here & ~there
     ))  # fmt: skip
-    by_chance = _by_chance(dataset)
+    by_chance = _estimate_chance(dataset)
     if by_chance is not None and by_chance < _RARE:
         chance = special.bdtrc(found - 1, examples, by_chance)
     else:
@@ -214,13 +217,13 @@ def find_new_copies(
 
 
 def count_shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
-    """Return examples of `asked`, as far as both know hashes, and how many of them are in both."""
-    within = asked.hashes <= min(_last(asked), _last(known))
+    """Return the number of `asked` examples whose hashes both know, and of those in both."""
+    within = asked.hashes <= min(_largest_known_hash(asked), _largest_known_hash(known))
     copies = asked.copies[within]
     return int(copies.sum()), int(copies[np.isin(asked.hashes[within], known.hashes)].sum())
 
 
-def _last(split: SplitProfile) -> NDArray[np.uint64] | np.uint64:
+def _largest_known_hash(split: SplitProfile) -> NDArray[np.uint64] | np.uint64:
     if split.is_whole or not len(split.hashes):
         return np.uint64(np.iinfo(np.uint64).max)
     return np.uint64(split.hashes.max())

@@ -1,12 +1,12 @@
-"""The schema file: what the features of a dataset have to be, written by a person.
+"""The schema file: constraints on the features of a dataset, written by a user.
 
     features:
       age: {type: number, min: 0, max: 120, missing: 0.01}
       city: {type: text, values: [Aachen, Bonn]}
       note: {required: false}
 
-`data.schema_file` names it, a path or a URI of YAML or JSON. A feature that it does not name may be
-anything. A validation publishes the schema that it has inferred, as a beginning.
+`data.schema_file` names it, a path or a URI of YAML or JSON. A feature that it does not name is
+unconstrained. A validation publishes an inferred schema as a starting point.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.uri import is_uri
 
 FILE = "schema.yaml"
-# A text of more values than this is no category.
+# A text with more values than this is not a category.
 _MOST_VALUES = 50
 
 
 class ExpectedFeature(Section):
-    """What one feature has to be; what is left out is not checked."""
+    """Constraints on one feature; an absent key is not checked."""
 
     type: Literal["", "number", "text", "class", "tensor", "image"] = ""
     required: bool = True
@@ -40,23 +40,23 @@ class ExpectedFeature(Section):
     values: tuple[str, ...] = Field((), strict=False)
 
     @model_validator(mode="after")
-    def _in_order(self) -> ExpectedFeature:
+    def _check_bounds(self) -> ExpectedFeature:
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min {self.min:g} is above max {self.max:g}")
         return self
 
 
 class ExpectedFeatures(Section):
-    """The whole file."""
+    """The content of a schema file."""
 
     features: dict[str, ExpectedFeature]
 
 
 def read(place: str) -> ExpectedFeatures | None:
-    """Return the schema at a path or URI; None where none is named.
+    """Return the schema at a path or URI; None if the path is empty.
 
     Raises:
-        ConfigError: it is not there, or is no schema.
+        ConfigError: the file does not exist, or is not a schema.
     """
     if not place:
         return None
@@ -80,7 +80,7 @@ def read(place: str) -> ExpectedFeatures | None:
 
 
 def infer_schema(dataset: DatasetProfile) -> str:
-    """Return the schema that a dataset keeps to, as YAML for a person to change."""
+    """Return a schema that a dataset satisfies, as YAML for a user to edit."""
     tree: dict[str, Any] = {}
     for name, each in dataset.features("train").items():
         entry: dict[str, Any] = {"type": each.kind}

@@ -1,4 +1,4 @@
-"""What a rule says of a dataset, and how a rule is written."""
+"""Findings of rules, and the input of a rule."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate.expected import ExpectedFeatures
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
-# Of YAML: needs no quotes as an element of a list, unless it is a word for another type.
+# YAML texts that need no quotes in a list, unless they are a word of another type.
 _PLAIN = re.compile(r"(?!(?:yes|no|on|off|true|false|null|y|n)$)[A-Za-z_][\w.-]*", re.IGNORECASE)
-#: What a value is written as where it is no number.
+#: Text of a value that is not a finite number.
 Value = float | int | str | None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a dataset by one rule.
+    """A violation of one rule by a dataset.
 
     Attributes:
         rule: one of `flotilla.trainer.config.data_gate.RULES`.
-        says: one sentence: what is wrong, and what to do.
-        feature: the feature, or empty; likewise `split`.
-        value: what was found.
-        limit: what is allowed, or None.
-        champion: what the champion's dataset has, or None.
+        says: one sentence: the problem and its remedy.
+        feature: the feature, or empty; the same holds for `split`.
+        value: the measured value.
+        limit: the allowed value, or None.
+        champion: the value of the champion's dataset, or None.
     """
 
     rule: str
@@ -45,12 +45,12 @@ class Finding:
     champion: Value = None
 
     def to_json(self, action: str) -> dict[str, Any]:
-        """Return the finding with what is done about it; a number that is not finite is a text."""
+        """Return the finding with its action; a number that is not finite becomes a text."""
         tree = {name: _plain(value) for name, value in asdict(self).items()}
         return {**tree, "action": action}
 
     def line(self, action: str) -> str:
-        """Return it as one line that names a key by which it is answered."""
+        """Return the finding as one line that names the key of its rule."""
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"
@@ -64,9 +64,9 @@ def _plain(value: Value) -> Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the rules judge: a dataset, the champion's if there is one, limits, and the schema file.
+    """Input of a rule: a dataset, the champion's if there is one, limits, and the schema file.
 
-    `gate` is the policy on the metrics of the model, `splits` is what the splits are drawn by.
+    `gate` is the policy on the metrics of the model, `splits` the configuration of the splits.
     """
 
     dataset: DatasetProfile
@@ -78,7 +78,7 @@ class Question:
 
     @property
     def significance(self) -> float:
-        """How probable a finding by chance may be, for one rule and one dataset."""
+        """The significance level of one rule for one dataset."""
         return self.limit("significance")
 
     def limit(self, name: str) -> float:
@@ -86,7 +86,7 @@ class Question:
         return self.limits.limit(name)
 
     def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
-        """Yield name and profile of each feature of a split that both datasets have of one kind."""
+        """Yield name and profiles of each feature of a split with one kind in both datasets."""
         known = self.champion.features(split) if self.champion else {}
         for name, found in self.dataset.features(split).items():
             if name in known and found.kind == known[name].kind:
@@ -94,21 +94,21 @@ class Question:
 
     @property
     def group(self) -> str:
-        """The feature whose equal values stay in one split; empty where equal inputs do."""
+        """The feature whose equal values stay in one split; empty if splits are drawn by inputs."""
         drawn = self.splits.time or self.splits.column
         return self.splits.group or ("" if drawn else self.dataset.group)
 
-    def is_of_splits(self, name: str) -> bool:
-        """Say whether a feature differs between the splits because it is what makes them."""
+    def defines_splits(self, name: str) -> bool:
+        """Say whether a feature differs between the splits because it defines them."""
         made_by = (self.splits.column, self.splits.time, self.group)
         return any(each and f"{name}/".startswith(f"{each}/") for each in made_by)
 
     def independent(self, dataset: DatasetProfile, split: str, *, by_inputs: bool) -> float:
-        """Return as how many examples drawn one by one those of a split are.
+        """Return the effective sample size of a split.
 
-        Examples of one group, or where splits are drawn by the inputs those with equal ones, came
-        together: with m of each it is the number of groups, the sum of m over groups squared by the
-        sum of squares ("Survey Sampling", Kish 1965).
+        Examples of one group, or equal examples if splits are drawn by the inputs, are not
+        independent: the effective number of groups is the squared sum of their sizes over the sum
+        of their squared sizes ("Survey Sampling", Kish 1965).
         """
         found = dataset.splits[split]
         size = max(found.examples, 1)
@@ -126,22 +126,22 @@ Rule = Callable[[Question], Iterator[Finding]]
 
 
 def share(part: float, whole: float) -> float:
-    """Return a share; 0 of nothing."""
+    """Return a share; 0 if the whole is 0."""
     return part / whole if whole else 0.0
 
 
 def percent(value: float) -> str:
-    """Return a share as a person reads it."""
+    """Format a share as a percentage."""
     return f"{100 * value:.3g} %"
 
 
 def advise_dropping(name: str) -> str:
-    """Return the words that say how to leave a column out."""
+    """Return advice on how to leave a column out."""
     plain = name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
     return f"set data.drop: [{plain}]"
 
 
 def some(names: list[str], most: int = 5) -> str:
-    """Return the first of these names, and how many there are besides."""
+    """Format the first of these names, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more

@@ -1,4 +1,4 @@
-"""Rules of the labels: classes that are new, gone or rare, their shares, and what says of them."""
+"""Rules on labels: new, missing and rare classes, their shares, and their associations."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from flotilla.trainer.data_gate.findings import Finding, Question, percent, shar
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from flotilla.trainer.features.class_names import ClassIndex
 
-# Metrics that a rare class moves; one that is bounded for a class is fine as well.
+# Metrics that are sensitive to a rare class; so is a metric that is bounded for one class.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy")
-# An association below this is none that could get lost.
+# An association below this is too weak to be lost.
 _LEAST = 0.15
-# What is left of one that is gone.
+# Share of an association below which it is lost.
 _LEFT = 0.5
 _FEWEST = 50
 _NEARLY_ONE = 0.999999
 
 
 def classes(question: Question) -> Iterator[Finding]:
-    """Find classes that are new, or gone from a split."""
+    """Find classes that are new, or missing from a split."""
     dataset, champion = question.dataset, question.champion
     for target in dataset.class_counts:
         known = champion.class_counts.get(target, {}) if champion else {}
         if champion and known:
-            seen = {name for split in known for name in _before(question, target, split)}
-            new = _with_examples(dataset, target) - seen
+            seen = {
+                name for split in known for name in _count_champion_classes(question, target, split)
+            }
+            new = _list_present(dataset, target) - seen
             if new:
                 says = (
                     f"{target} has {some(sorted(new))}, which the champion has never seen: "
@@ -37,41 +39,45 @@ def classes(question: Question) -> Iterator[Finding]:
                 yield Finding("new_class", says, target, value=", ".join(sorted(new)[:20]))
         for split in dataset.class_counts[target]:
             before = (
-                _before(question, target, split) if known else dataset.by_class(target, "train")
+                _count_champion_classes(question, target, split)
+                if known
+                else dataset.count_classes(target, "train")
             )
-            yield from _gone(question, target, split, before)
-            yield from _alone(dataset, target, split)
+            yield from _find_missing(question, target, split, before)
+            yield from _find_single(dataset, target, split)
 
 
-def _before(question: Question, target: str, split: str) -> dict[str, int]:
-    """Return the examples of the champion's classes, by the spelling that the dataset has."""
+def _count_champion_classes(question: Question, target: str, split: str) -> dict[str, int]:
+    """Return the examples of the champion's classes, in the spelling of the dataset."""
     assert question.champion
     names, found = question.dataset.class_names(target), dict[str, int]()
     index = ClassIndex(names)
-    for name, count in question.champion.by_class(target, split).items():
+    for name, count in question.champion.count_classes(target, split).items():
         number = index.number(name)
         own = names[number] if number >= 0 else name
         found[own] = found.get(own, 0) + count
     return {name: count for name, count in found.items() if count}
 
 
-def _with_examples(dataset: DatasetProfile, target: str) -> set[str]:
+def _list_present(dataset: DatasetProfile, target: str) -> set[str]:
     return {
         name
         for split in dataset.class_counts[target]
-        for name, count in dataset.by_class(target, split).items()
+        for name, count in dataset.count_classes(target, split).items()
         if count
     }
 
 
-def _gone(question: Question, target: str, split: str, before: dict[str, int]) -> Iterator[Finding]:
-    found = question.dataset.by_class(target, split)
+def _find_missing(
+    question: Question, target: str, split: str, before: dict[str, int]
+) -> Iterator[Finding]:
+    found = question.dataset.count_classes(target, split)
     examples, known = sum(found.values()), sum(before.values())
     alpha = question.significance / max(len(before), 1)
     for name, count in before.items():
         if found.get(name, 0) or not count or not examples:
             continue
-        # How probable it is that all examples of the class are in the other sample by chance.
+        # Probability that all examples of the class are in the other sample by chance.
         chance = stats.hypergeom.sf(count - 1, known + examples, count, known)
         if chance < alpha:
             says = (
@@ -81,9 +87,9 @@ def _gone(question: Question, target: str, split: str, before: dict[str, int]) -
             yield Finding("class_gone", says, target, split, 0, champion=count)
 
 
-def _alone(dataset: DatasetProfile, target: str, split: str) -> Iterator[Finding]:
-    there = {name: count for name, count in dataset.by_class(target, split).items() if count}
-    if len(there) == 1 < len(_with_examples(dataset, target)):
+def _find_single(dataset: DatasetProfile, target: str, split: str) -> Iterator[Finding]:
+    there = {name: count for name, count in dataset.count_classes(target, split).items() if count}
+    if len(there) == 1 < len(_list_present(dataset, target)):
         ((name, count),) = there.items()
         says = (
             f"all {count} examples of {split} are {name!r} of {target}: a model can learn and "
@@ -93,12 +99,12 @@ def _alone(dataset: DatasetProfile, target: str, split: str) -> Iterator[Finding
 
 
 def shares(question: Question) -> Iterator[Finding]:
-    """Find classes so rare that accuracy hides them, and shares that have moved."""
+    """Find classes so rare that accuracy hides them, and shares that have changed."""
     for target in question.dataset.class_counts:
-        counts = question.dataset.by_class(target, "train")
+        counts = question.dataset.count_classes(target, "train")
         yield from _imbalance(question, target, counts)
         if question.champion and target in question.champion.class_counts:
-            before = _before(question, target, "train")
+            before = _count_champion_classes(question, target, "train")
             yield from _balance(question, target, counts, before)
 
 
@@ -123,7 +129,7 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
 
 def _has_metric(question: Question) -> bool:
     names = [each.partition("@") for each in (*question.gate.min, *question.gate.max)]
-    # A mean that is weighted by the size of a class does not see a rare one either.
+    # A mean weighted by class size is insensitive to a rare class as well.
     return any(
         part or (metric.endswith(_OF_RARE) and not metric.startswith("weighted"))
         for metric, _, part in names
@@ -152,29 +158,29 @@ def _balance(
 
 
 def association(question: Question) -> Iterator[Finding]:
-    """Find labels of which features say far less than in the champion's dataset, or in training."""
+    """Find labels with far weaker associations than in the champion's dataset, or training."""
     dataset, champion = question.dataset, question.champion
     train = dataset.features("train")
     if champion:
         words = ("the champion's dataset", "train")
         sizes = [question.independent(each, "train", by_inputs=False)
                  for each in (champion, dataset)]  # fmt: skip
-        yield from _lost(question, champion.features("train"), train, words, sizes)
-    # Later examples differ from earlier ones, whatever is right.
+        yield from _find_lost(question, champion.features("train"), train, words, sizes)
+    # Later examples legitimately differ from earlier ones.
     if "test" in dataset.splits and not question.splits.time:
         words = ("train", "test")
         sizes = [question.independent(dataset, split, by_inputs=True) for split in words]
-        yield from _lost(question, train, dataset.features("test"), words, sizes)
+        yield from _find_lost(question, train, dataset.features("test"), words, sizes)
 
 
-def _lost(
+def _find_lost(
     question: Question,
     before: Mapping[str, FeatureProfile],
     now: Mapping[str, FeatureProfile],
     words: tuple[str, str],
     most: Sequence[float],
 ) -> Iterator[Finding]:
-    """Compare the strongest features of before, by the transform of Fisher; `most` are sizes."""
+    """Compare the strongest associations by Fisher's transform; `most` are effective sizes."""
     for target in question.dataset.targets:
         known = {
             name: each.association[target]
@@ -193,7 +199,7 @@ def _lost(
             continue
         error = math.sqrt(sum(1 / (size - 3) for size in sizes))
         lost = math.atanh(min(known[name], _NEARLY_ONE)) - math.atanh(min(value, _NEARLY_ONE))
-        # It is the strongest of many.
+        # The strongest of many is biased upwards.
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
                 f"no feature says of {target!r} in {words[1]} what {name!r} said in "

@@ -1,10 +1,10 @@
-"""The rule of leaks: one input that decides a label, as hardly any does that is known before it.
+"""The rule of leaks: a single input that decides a label, as hardly any legitimate input does.
 
-Of a class that is a value that all its examples have, or few thresholds between which all examples
-are of one class. Natural classes may be as far apart, as the petals of one iris are from those of
-the others: there the examples become rare towards the threshold. A label that was made by it cuts a
-distribution in two, or gives all examples of one class the same value. Of a number it is a line, an
-order, or a value. All is asked of the sample of the training split.
+A leak of a class is a value that all its examples share, or a few thresholds between which all
+examples have one class. Natural classes may also be separable, like the petals of one iris species:
+then examples become rare near the threshold. A derived label cuts a distribution in two, or gives
+all examples of a class one value. A leak of a number is a linear relation, an order, or a value.
+The rule uses the sample of the training split.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
 Numbers = NDArray[np.float64]
 _FEWEST, _FEWEST_OF_THRESHOLDS = 50, 100
-# Of a class, and of the values of a label that is a number.
+# For classes, and for the values of a numeric label.
 _FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
-# So many classes, by examples, are looked at; rarer ones are left out.
+# Share of the examples that frequent classes have to cover.
 _MOST_OF_ALL = 0.9
 # Intervals for each class.
 _INTERVALS = 2
-# So many examples at a threshold are as close as they are elsewhere, but for so many times; that is
-# asked of the denser quarter of so many times as many examples at least.
+# Number of examples around a threshold whose width is compared, the allowed factor of that width,
+# and the quantile and fewest windows of the widths that it is compared with.
 _NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
 _MOST_REMAINDERS = 32
 
@@ -39,7 +39,7 @@ def label_leakage(question: Question) -> Iterator[Finding]:
     dataset, champion = question.dataset, question.champion
     limit = question.limit("label_leakage")
     for name, each in dataset.features("train").items():
-        if name not in dataset.inputs or question.is_of_splits(name) or each.present < _FEWEST:
+        if name not in dataset.inputs or question.defines_splits(name) or each.present < _FEWEST:
             continue
         for target in dataset.targets:
             how = _how(dataset, name, target, limit)
@@ -53,7 +53,7 @@ def label_leakage(question: Question) -> Iterator[Finding]:
 
 
 def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
-    """Return in which way a feature decides a label; empty where it does not."""
+    """Return how a feature decides a label; empty if it does not."""
     features, sample = dataset.features("train"), dataset.splits["train"].sample
     if not {name, target} <= sample.keys() & features.keys():
         return ""
@@ -63,32 +63,32 @@ def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
         return ""
     if kinds[1] == NUMBER:
         is_one = kinds[0] in (NUMBER, TEXT, CLASS)
-        return _of_number(x, y, 1 - limit, is_number=kinds[0] == NUMBER) if is_one else ""
-    if not (usual := _usual(y)).any():
+        return _explain_number(x, y, 1 - limit, is_number=kinds[0] == NUMBER) if is_one else ""
+    if not (usual := _select_frequent(y)).any():
         return ""
     names, found = dataset.class_names(target), ""
     if kinds[0] in (NUMBER, TEXT, CLASS):
-        found = _of_class(x[usual], y[usual], 1 - limit, names, is_number=kinds[0] == NUMBER)
+        found = _explain_class(x[usual], y[usual], 1 - limit, names, is_number=kinds[0] == NUMBER)
     if found or kinds[0] in (TEXT, CLASS):
         return found
-    # Of an image or a tensor the sample has sums of its elements.
-    columns = [sample[key][there][usual] for key in sample if _is_of(key, name)]
+    # For an image or a tensor the sample has projections of its elements.
+    columns = [sample[key][there][usual] for key in sample if _is_same_feature(key, name)]
     is_tight = any(_is_tight(column, y[usual], limit) for column in columns)
     return "of each class its values are close together" if is_tight else ""
 
 
-def _is_of(column: str, name: str) -> bool:
+def _is_same_feature(column: str, name: str) -> bool:
     return column.removeprefix(name) in ("", "/std", *(f"/{place}" for place in range(4)))
 
 
 def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
     there = np.isfinite(x)
-    left = _left_by_value(classes[there], x[there]) if there.sum() >= _FEWEST else 1.0
+    left = _residual_spread_by_value(classes[there], x[there]) if there.sum() >= _FEWEST else 1.0
     return left <= math.sqrt(1 - limit**2)
 
 
-def _usual(y: Numbers) -> NDArray[np.bool_]:
-    """Return which examples are of classes that have enough; none where they are too few."""
+def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
+    """Return which examples belong to frequent classes; none if those are too few."""
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
     usual = counts >= _FEWEST_OF_CLASS
     is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)
@@ -96,29 +96,33 @@ def _usual(y: Numbers) -> NDArray[np.bool_]:
     return found
 
 
-def _of_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -> str:
-    """Compare what a feature leaves of the spread of a label with the share that it may leave."""
+def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -> str:
+    """Compare the spread that a feature leaves of a label with the allowed share."""
     if len(np.unique(y)) < _FEWEST_NUMBERS:
         return ""
-    if _left_by_value(x, y) <= spread:
+    if _residual_spread_by_value(x, y) <= spread:
         return "each of its values has one"
     there = np.isfinite(x)
     if not is_number or there.sum() < max(_FEWEST, len(x) / 2):
         return ""
     x, y = x[there], y[there]
-    if _left(x, y) <= spread:
+    if _residual_spread(x, y) <= spread:
         return "one is a multiple of the other"
-    return "both have one order" if _left(stats.rankdata(x), stats.rankdata(y)) <= spread else ""
+    return (
+        "both have one order"
+        if _residual_spread(stats.rankdata(x), stats.rankdata(y)) <= spread
+        else ""
+    )
 
 
-def _left(x: Numbers, y: Numbers) -> float:
+def _residual_spread(x: Numbers, y: Numbers) -> float:
     one, two = x - x.mean(), y - y.mean()
     scale = float((one**2).sum() * (two**2).sum())
     return float(np.sqrt(max(0.0, 1 - float((one * two).sum()) ** 2 / scale))) if scale else 1.0
 
 
-def _left_by_value(x: Numbers, y: Numbers) -> float:
-    """Return the spread that is left where each example is told by the others of its value."""
+def _residual_spread_by_value(x: Numbers, y: Numbers) -> float:
+    """Return the remaining spread if each example is predicted by the others of its value."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]
     others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)
@@ -126,11 +130,11 @@ def _left_by_value(x: Numbers, y: Numbers) -> float:
     return float(np.sqrt(((y - y.mean() - others) ** 2).sum() / whole)) if whole else 1.0
 
 
-def _of_class(
+def _explain_class(
     x: Numbers, y: Numbers, errors: float, names: Sequence[str], *, is_number: bool
 ) -> str:
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
-    # Each class counts as much as another.
+    # Classes have equal weight.
     weights = 1 / counts[places] / len(counts)
     is_ordered = is_number and len(x) >= _FEWEST_OF_THRESHOLDS
     if is_ordered and (found := _thresholds(x, y, weights, errors, names)):
@@ -142,10 +146,10 @@ def _of_class(
 
 
 def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
-    """Return the share of wrong classes where the other examples of a value say the class."""
+    """Return the error rate if the other examples of a value predict the class."""
     _, values, of_value = np.unique(x, return_inverse=True, return_counts=True)
     _, classes = np.unique(y, return_inverse=True)
-    # A value of its own is what is missing, too.
+    # A missing value counts as a value.
     pairs = values * (int(classes.max()) + 1) + classes
     _, pairs, of_pair = np.unique(pairs, return_inverse=True, return_counts=True)
     most = np.zeros(len(of_value), np.int64)
@@ -155,7 +159,7 @@ def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
 
 
 def _remainder(x: Numbers, y: Numbers, weights: Numbers, errors: float) -> int:
-    """Return by which number the remainders of a row's number decide its class; 0 for none."""
+    """Return a divisor whose remainder decides the class of a row number; 0 if there is none."""
     is_whole = bool(np.isfinite(x).all()) and not np.any(x % 1)
     if not is_whole or len(np.unique(x)) < len(x):
         return 0
@@ -170,12 +174,12 @@ def _thresholds(
     errors: float,
     names: Sequence[str],
 ) -> str:
-    """Return the first of few thresholds between which all examples are of one class."""
-    # What is missing is a value below all others.
+    """Describe the first of few thresholds between which all examples have one class."""
+    # A missing value is below all others.
     x = np.where(np.isfinite(x), x, -np.inf)
     order = np.lexsort((y, x))
     x, y, weights = x[order], y[order], weights[order]
-    kept, left = _without_few(y, weights, errors)
+    kept, left = _drop_small(y, weights, errors)
     if left > errors or np.any((x[kept][1:] == x[kept][:-1]) & (y[kept][1:] != y[kept][:-1])):
         return ""
     x, y = x[kept], y[kept]
@@ -189,16 +193,16 @@ def _thresholds(
             first, second = (names[int(y[at])] for at in (cut - 1, cut))
             if not np.isfinite(x[cut - 1]):
                 return f"it is missing where that is {first!r}"
-            return f"{first!r} up to {_written(x[cut - 1])}, {second!r} from {_written(x[cut])}"
+            return f"{first!r} up to {_format(x[cut - 1])}, {second!r} from {_format(x[cut])}"
     return ""
 
 
-def _written(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:.0f}" if value == round(value) else f"{value:.6g}"
 
 
-def _without_few(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[np.bool_], float]:
-    """Return which examples to keep so that intervals of few examples are gone, and their share."""
+def _drop_small(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[np.bool_], float]:
+    """Return which examples remain without small intervals, and their share."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(y)) + 1])
     sums = np.add.reduceat(weights, starts)
     order = np.argsort(sums, kind="stable")
@@ -209,11 +213,11 @@ def _without_few(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[n
 
 
 def _is_cut(x: Numbers, ends: list[int]) -> bool:
-    """Say whether two intervals are parts of one distribution, or one of them is one value."""
+    """Say whether two intervals are parts of one distribution, or one of them is a single value."""
     start, cut, end = ends
     if any(len(each) >= _NEAR and each[0] == each[-1] for each in (x[start:cut], x[cut:end])):
         return True
-    # A number that is missing is below all others.
+    # A missing number is below all others.
     there = x[np.isfinite(x)]
     start, cut, end = (max(0, each - len(x) + len(there)) for each in ends)
     half = _NEAR // 2

@@ -1,4 +1,4 @@
-"""The page of a validation: findings, and each feature next to that of the champion's dataset."""
+"""The report of a validation: findings, and each feature next to that of the champion's dataset."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from flotilla.trainer.report.pages import environment
 from flotilla.trainer.runtime.masking import mask
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-# A page of more features than this is not read; those with findings come first.
+# A longer page would not be read; features with findings come first.
 MOST_FEATURES = 60
 _MOST_FINDINGS = 200
 _BINS, _MOST_BARS, _LONGEST = 24, 12, 40
 WIDTH, HEIGHT = 300, 90
-# So much of a distribution is drawn: one far value would press all others into one bar.
+# Quantiles that are drawn: one outlier would squeeze all others into one bar.
 _DRAWN = (0.005, 0.995)
 
 
-# A bar: its place, the heights of the dataset's and of the champion's, and what it is.
+# A bar: its position, the heights for the dataset and the champion, and its label.
 Bar = dict[str, Any]
 
 
 def render(
     facts: Mapping[str, Any], dataset: DatasetProfile, champion: DatasetProfile | None
 ) -> bytes:
-    """Return the page as HTML; all that the data says is escaped."""
+    """Return the page as HTML; all data is escaped."""
     known = champion.features("train") if champion else {}
     found = [each["feature"] for each in facts["findings"]]
     features = dataset.features("train")
@@ -53,7 +53,7 @@ def render(
 
 
 def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> dict[str, Any]:
-    """Return one feature: lines of numbers, its bars, and the ends of these."""
+    """Return one feature: its lines of numbers, its bars, and their range."""
     rows: list[tuple[str, object, object]] = []
     rows.append(("missing", new.missing, old.missing if old else None))
     if math.isfinite(new.mean):
@@ -66,9 +66,9 @@ def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> dict
         ]  # fmt: skip
     rows.append(("values", new.distinct or None, (old.distinct or None) if old else None))
     if new.kind in (TEXT, CLASS):
-        bars, ends = _counted(new, old), ("", "")
+        bars, ends = _bars_of_counts(new, old), ("", "")
     else:
-        bars, ends = _binned(new, old)
+        bars, ends = _bars_of_numbers(new, old)
     return {"name": name, "facts": rows, "bars": bars, "ends": ends}
 
 
@@ -76,7 +76,7 @@ def _short(value: float) -> str:
     return f"{value:.5g}"
 
 
-def _counted(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
+def _bars_of_counts(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
     names = sorted(new.counts, key=lambda value: -new.counts[value])[:_MOST_BARS]
     before = old.counts if old else {}
     shares = [
@@ -87,7 +87,9 @@ def _counted(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
     return _bars(shares)
 
 
-def _binned(new: FeatureProfile, old: FeatureProfile | None) -> tuple[list[Bar], tuple[str, str]]:
+def _bars_of_numbers(
+    new: FeatureProfile, old: FeatureProfile | None
+) -> tuple[list[Bar], tuple[str, str]]:
     both = [each.numbers for each in (new, old) if each and len(each.numbers)]
     if not len(new.numbers):
         return [], ("", "")

@@ -1,6 +1,6 @@
-"""What the rules see of a dataset: its features, its classes, and its statistics.
+"""The input of the rules: features, classes and statistics of a dataset.
 
-A profile is made of the manifest, of `statistics.json` and `examples.npz` of a published dataset.
+A profile is made from the manifest, `statistics.json` and `examples.npz` of a published dataset.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from flotilla.trainer.features.statistics.statistics import (
     SplitStatistics,
 )
 
-# Of the numbers of examples, so many times as many may be left out.
+# Largest range of row numbers, as a multiple of the examples.
 _GAPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureProfile(FeatureStatistics):
-    """A feature in one split; what there is no number of is NaN.
+    """A feature in one split; unknown numbers are NaN.
 
-    `numbers` are a sample of them, ascending; of a tensor the means of its examples.
+    `numbers` is a sorted sample; for a tensor it holds the means of examples.
     """
 
     mean: float = math.nan
@@ -49,7 +49,7 @@ class FeatureProfile(FeatureStatistics):
 
     @property
     def is_serial(self) -> bool:
-        """Whether it numbers the examples: whole numbers, each once, with few gaps."""
+        """Whether it numbers the examples: distinct whole numbers with few gaps."""
         return (
             self.kind == NUMBER
             and 1 < self.present <= self.distinct
@@ -59,13 +59,13 @@ class FeatureProfile(FeatureStatistics):
 
     @property
     def is_counted(self) -> bool:
-        """Whether `counts` has every value."""
+        """Whether `counts` covers every value."""
         return bool(self.counts) and self.distinct <= len(self.counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitProfile(ExampleSketch):
-    """One split: how many examples, its features, and which examples are equal."""
+    """One split: its size, its features, and its duplicates."""
 
     examples: int
     features: Mapping[str, FeatureProfile] = field(default_factory=dict)
@@ -76,8 +76,8 @@ class DatasetProfile:
     """A dataset: its splits, the types of its features, and their roles.
 
     `class_counts` are the examples of each class by label and split, in the order of the classes.
-    `group` names the feature of groups; it may be empty. `times` are the columns of times. `notes`
-    say how its source was read, `spans` are the deliveries that it is made of.
+    `group` names the feature of groups, or is empty. `times` are the columns of times. `notes` are
+    notes of its source, `spans` the spans that it consists of.
     """
 
     uri: str
@@ -91,8 +91,8 @@ class DatasetProfile:
     notes: tuple[str, ...] = ()
     spans: tuple[str, ...] = ()
 
-    def goes_on(self, name: str) -> bool:
-        """Say whether a later delivery has further values by design: times, or row numbers."""
+    def grows_by_design(self, name: str) -> bool:
+        """Say whether later spans have new values by design: times, or row numbers."""
         return name in self.times or self.features("train")[name].is_serial
 
     @property
@@ -101,29 +101,29 @@ class DatasetProfile:
         return tuple(dict.fromkeys([*self.inputs, *self.targets]))
 
     def examples(self, split: str) -> int:
-        """Return the number of examples of a split; 0 for one that there is not."""
+        """Return the number of examples of a split; 0 if it does not exist."""
         return self.splits[split].examples if split in self.splits else 0
 
     def features(self, split: str) -> Mapping[str, FeatureProfile]:
-        """Return the statistics of the features of a split; none where it has none."""
+        """Return the statistics of the features of a split; empty if there are none."""
         return self.splits[split].features if split in self.splits else {}
 
     def class_names(self, target: str) -> tuple[str, ...]:
-        """Return the names of the classes of a label; their numbers where they have none."""
+        """Return the names of the classes of a label; their numbers if they have no names."""
         spec = self.specs[target]
         return spec.labels or tuple(map(str, range(spec.num_classes)))
 
-    def by_class(self, target: str, split: str) -> dict[str, int]:
+    def count_classes(self, target: str, split: str) -> dict[str, int]:
         """Return the examples of each class of a label, by its name."""
         counts = self.class_counts.get(target, {}).get(split, ())
         return dict(zip(self.class_names(target), counts, strict=False))
 
 
 def make_profile(uri: str) -> DatasetProfile:
-    """Return the profile of a published dataset, by the statistics that are beside its shards.
+    """Return the profile of a published dataset from the statistics next to its shards.
 
     Raises:
-        UserError: it is gone, damaged, or no dataset of this version.
+        UserError: the dataset is gone, damaged, or of another version.
     """
     manifest = storage.read_manifest(uri)
     spec = DatasetSpec.from_manifest(manifest)
@@ -150,7 +150,7 @@ def make_profile(uri: str) -> DatasetProfile:
 
 
 def split_profile(found: SplitStatistics, sketch: ExampleSketch) -> SplitProfile:
-    """Return the profile of a split of which these are the statistics."""
+    """Return the profile of a split from its statistics."""
     features = {
         name: _feature(each, sketch.sample.get(name, np.empty(0)))
         for name, each in found.features.items()

@@ -1,4 +1,4 @@
-"""Rules of what a dataset consists of: its features, their types, its splits and their sizes."""
+"""Rules on the structure of a dataset: its features, their types, its splits and their sizes."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def schema(question: Question) -> Iterator[Finding]:
         for split in question.dataset.splits:
             features: Mapping[str, FeatureProfile] = question.dataset.features(split)
             if name in features:
-                yield from _compared(name, split, features[name], wanted)
+                yield from _check_feature(name, split, features[name], wanted)
 
 
-def _compared(
+def _check_feature(
     name: str, split: str, found: FeatureProfile, wanted: ExpectedFeature
 ) -> Iterator[Finding]:
     def finding(value: Any, limit: Any, says: str, rule: str = "schema") -> Finding:

@@ -1,7 +1,7 @@
-"""Tests of whether two samples have one distribution, from what statistics keep of them.
+"""Two-sample tests on stored statistics.
 
-Every test gives a size of the difference and how probable it is by chance: with many examples the
-smallest difference is significant, and with few a large one is not.
+Each test returns an effect size and a p-value: with many examples the smallest difference is
+significant, and with few a large one is not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-# Of a table of counts: below this the distribution of chi-square is another one.
+# Expected counts below this invalidate the chi-square approximation.
 _LEAST_EXPECTED = 5.0
 Numbers = NDArray[np.float64]
 
@@ -20,22 +20,24 @@ Numbers = NDArray[np.float64]
 def kolmogorov_smirnov(
     new: Numbers, old: Numbers, sizes: tuple[float, float] = (np.inf, np.inf)
 ) -> tuple[float, float]:
-    """Return the largest distance of two distributions, and its probability by chance.
+    """Return the largest distance between two distribution functions, and its p-value.
 
     Args:
-        new: a sample, ascending.
-        old: likewise.
-        sizes: the most that each counts as, where its numbers did not come one by one.
+        new: a sorted sample.
+        old: another sorted sample.
+        sizes: bounds of the effective sample sizes, if the numbers are not independent.
     """
     at = np.union1d(new, old)
-    distance = float(np.max(np.abs(_at_most(new, at) - _at_most(old, at))))
+    distance = float(
+        np.max(np.abs(_distribution_function(new, at) - _distribution_function(old, at)))
+    )
     first, second = min(len(new), sizes[0]), min(len(old), sizes[1])
     root = np.sqrt(first * second / (first + second))
-    # Stephens, 1970: the limit distribution is good from some examples on.
+    # Stephens, 1970: the limit distribution is accurate above a few examples.
     return distance, float(stats.kstwobign.sf((root + 0.12 + 0.11 / root) * distance))
 
 
-def _at_most(values: Numbers, at: Numbers) -> Numbers:
+def _distribution_function(values: Numbers, at: Numbers) -> Numbers:
     return np.searchsorted(values, at, side="right") / len(values)
 
 
@@ -50,9 +52,9 @@ def homogeneity(
     old: Mapping[str, float],
     sizes: tuple[float, float] = (np.inf, np.inf),
 ) -> tuple[float, float]:
-    """Return the total variation of two tables of counts, and its probability by chance.
+    """Return the total variation between two tables of counts, and its p-value.
 
-    Values that are expected fewer than five times are one. For `sizes` see `kolmogorov_smirnov`.
+    Values with an expected count below five are merged. For `sizes` see `kolmogorov_smirnov`.
     """
     names = list({**old, **new})
     table = np.array([[of.get(name, 0) for name in names] for of in (new, old)], dtype=float)
@@ -72,13 +74,13 @@ def homogeneity(
     return moved, float(stats.chi2_contingency(pooled, correction=False).pvalue)
 
 
-def more_often(part: int, of: int, known: int, whole: int) -> float:
-    """Return how probable it is that a share is at least so much larger by chance (Fisher)."""
+def fisher_p_value(part: int, of: int, known: int, whole: int) -> float:
+    """Return the one-sided p-value of a larger share (Fisher's exact test)."""
     return float(stats.hypergeom.sf(part - 1, of + whole, part + known, of))
 
 
-def only_in_one(count: int, of: int, whole: int) -> float:
-    """Return how probable it is that these examples of both samples are all in the one of `of`."""
+def absence_p_value(count: int, of: int, whole: int) -> float:
+    """Return the probability that all `count` examples are in the sample of `of` by chance."""
     return float(stats.hypergeom.sf(count - 1, of + whole, count, of))
 
 

@@ -1,8 +1,8 @@
-"""Hold a dataset against its rules, and publish what was found.
+"""Check a dataset against the rules, and publish the findings.
 
 The validation is a published directory:
 
-    validation.json   {"decision": "accepted" | "refused", "reasons": [lines for findings that
+    validation.json   {"decision": "accepted" | "refused", "reasons": [lines of findings that
                       refuse], "warnings": [likewise], "findings": [{"rule", "feature", "split",
                       "value", "limit", "champion", "says", "action"}], "dataset": URI,
                       "champion": {"version", "dataset", "note"}, "examples": {split: number}}
@@ -40,7 +40,7 @@ from flotilla.trainer.runtime.errors import UserError
 KIND = "validation"
 ACCEPTED, REFUSED = "accepted", "refused"
 FILE, PAGE = "validation.json", "page.html"
-# For each rule.
+# The function of each rule.
 _MOST_LINES = 5
 _RULES: tuple[Rule, ...] = (
     structure.schema,
@@ -58,14 +58,14 @@ _RULES: tuple[Rule, ...] = (
     values.find_out_of_range,
     values.new_values,
     drift.compare_features,
-    drift.together,
+    drift.compare_together,
     drift.compare_splits,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opponent:
-    """The champion's dataset; `note` says why there is none to compare with."""
+    """The champion's dataset; `note` gives the reason if there is none."""
 
     version: int = 0
     uri: str = ""
@@ -75,7 +75,7 @@ class Opponent:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What was found; `facts` are `validation.json`, `schema` is the text of `schema.yaml`."""
+    """The result: `facts` is `validation.json`, `schema` is the text of `schema.yaml`."""
 
     facts: Mapping[str, Any]
     page: bytes
@@ -83,17 +83,17 @@ class Validation:
 
     @property
     def decision(self) -> str:
-        """The word: accepted or refused."""
+        """Either "accepted" or "refused"."""
         return str(self.facts["decision"])
 
     @property
     def digest(self) -> str:
-        """A text that another validation does not have."""
+        """A digest that identifies the validation."""
         return json.dumps(self.facts, sort_keys=True)
 
 
 def opponent(root: str, name: str) -> Opponent:
-    """Return the dataset of the champion of a name, as far as it is still there."""
+    """Return the dataset of a model's champion, if it still exists."""
     number = registry.champion_number(root, name)
     if not number:
         return Opponent(note=f"{name} has no champion yet")
@@ -110,7 +110,7 @@ def opponent(root: str, name: str) -> Opponent:
 
 
 def check(config: Config, dataset: str, champion: Opponent) -> Validation:
-    """Hold the dataset at a URI against the rules.
+    """Check the dataset at a URI against the rules.
 
     Raises:
         UserError: the dataset, or the schema file, cannot be read.
@@ -131,7 +131,7 @@ def check(config: Config, dataset: str, champion: Opponent) -> Validation:
 
 
 def publish(validation: Validation, uri: str) -> None:
-    """Publish a validation at a URI; the same again is a no-op."""
+    """Publish a validation at a URI; repeating it is a no-op."""
     with tempfile.TemporaryDirectory(prefix="validation-") as folder:
         text = json.dumps(validation.facts, indent=2, ensure_ascii=False, allow_nan=False)
         Path(folder, FILE).write_text(text + "\n", encoding="utf-8")
@@ -147,13 +147,13 @@ def publish(validation: Validation, uri: str) -> None:
 
 
 def find_all(question: Question) -> list[Finding]:
-    """Return what all rules find that are not off."""
+    """Return the findings of all enabled rules."""
     found = (finding for rule in _RULES for finding in rule(question))
     return [each for each in found if question.limits.action(each.rule) != OFF]
 
 
 def _lines(findings: Sequence[Finding], action: str) -> list[str]:
-    """Return a line for each finding; where a rule has many, one for all but the first."""
+    """Return a line for each finding; further findings of a rule share one line."""
     lines = []
     for rule in dict.fromkeys(each.rule for each in findings):
         found = [each for each in findings if each.rule == rule]

@@ -1,4 +1,4 @@
-"""Rules of the values of one feature: unit, range, missing, constant, new categories."""
+"""Rules on the values of one feature: unit, range, missing, constant, new categories."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from flotilla.trainer.data_gate.findings import (
     some,
 )
 from flotilla.trainer.data_gate.profile import FeatureProfile
-from flotilla.trainer.data_gate.two_samples import kolmogorov_smirnov, more_often, only_in_one
+from flotilla.trainer.data_gate.two_samples import (
+    absence_p_value,
+    fisher_p_value,
+    kolmogorov_smirnov,
+)
 from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
-# Factor and offset between units, and what they are. Both directions are tried.
+# Factor and offset between units, with their names. Both directions are tried.
 _UNITS = (
     (1000.0, 0.0, "thousands"), (1e6, 0.0, "millions"), (1e9, 0.0, "billions"),
     (100.0, 0.0, "hundreds, percent or cents"), (10.0, 0.0, "tens"), (60.0, 0.0, "minutes"),
@@ -28,17 +32,17 @@ _UNITS = (
     (1.8, 32.0, "degrees Fahrenheit"), (1.0, 273.15, "kelvin"),
 )  # fmt: skip
 _FEWEST_VALUES = 5
-# How far apart two distributions are that are no longer of one unit, and still of one.
+# Distances of distributions: above the first the units differ, below the second they agree.
 _APART, _ALIKE = 0.15, 0.05
 _CHANCE = 0.01
 
 
 def unit(question: Question) -> Iterator[Finding]:
-    """Find numbers that are those of the champion's dataset times the factor of a unit."""
+    """Find numbers that equal those of the champion's dataset up to a unit conversion."""
     for name, new, old in question.pairs():
         if new.kind != NUMBER or not len(new.numbers) or not len(old.numbers):
             continue
-        if question.dataset.goes_on(name):
+        if question.dataset.grows_by_design(name):
             continue
         size, chance = kolmogorov_smirnov(new.numbers, old.numbers)
         if size < _APART or chance > question.significance:
@@ -61,7 +65,7 @@ def unit(question: Question) -> Iterator[Finding]:
 
 
 def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
-    """Return the change of unit by which the old distribution becomes the new one, if any does."""
+    """Return the conversion that maps the old distribution to the new one, if there is one."""
     if len(np.unique(old.numbers)) < _FEWEST_VALUES:
         return None
     best: tuple[float, tuple[str, str]] | None = None
@@ -77,13 +81,13 @@ def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
 
 
 def find_out_of_range(question: Question) -> Iterator[Finding]:
-    """Find values beyond those of the champion's dataset: more than chance puts there."""
+    """Find values beyond the range of the champion's dataset, more than by chance."""
     pairs = [
         pair
         for pair in question.pairs()
         if pair[1].kind == NUMBER
-        and not question.is_of_splits(pair[0])
-        and not question.dataset.goes_on(pair[0])
+        and not question.defines_splits(pair[0])
+        and not question.dataset.grows_by_design(pair[0])
     ]
     alpha = question.significance / max(2 * len(pairs), 1)
     for name, new, old in pairs:
@@ -96,7 +100,7 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
             part = float(np.mean(outside))
             count = int(outside.sum())
             if part > question.limit("range") and count:
-                chance = only_in_one(count, len(new.numbers), old.present)
+                chance = absence_p_value(count, len(new.numbers), old.present)
                 if chance < alpha:
                     extreme = new.least if word == "below" else new.most
                     says = (
@@ -107,7 +111,7 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
 
 
 def missing(question: Question) -> Iterator[Finding]:
-    """Find features without values, and those of which more values are missing."""
+    """Find features without values, and those with more missing values than before."""
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present and _is_missed(question, name, split):
@@ -118,7 +122,7 @@ def missing(question: Question) -> Iterator[Finding]:
     limit = question.limit("missing_values")
     for name, new, old in pairs:
         now, before = share(new.missing, new.examples), share(old.missing, old.examples)
-        chance = more_often(new.missing, new.examples, old.missing, old.examples)
+        chance = fisher_p_value(new.missing, new.examples, old.missing, old.examples)
         if now - before > limit and chance < question.significance / len(pairs) and new.present:
             says = (
                 f"{percent(now)} of {name!r} is missing, {percent(before)} in the champion's "
@@ -128,7 +132,7 @@ def missing(question: Question) -> Iterator[Finding]:
 
 
 def _is_missed(question: Question, name: str, split: str) -> bool:
-    """Say whether it is more than chance that a used feature has no value in a split."""
+    """Say whether a used feature is missing from a split by more than chance."""
     dataset = question.dataset
     if split == "train" or name not in dataset.features("train"):
         return name in dataset.used
@@ -136,16 +140,16 @@ def _is_missed(question: Question, name: str, split: str) -> bool:
     for at in ("train", split):
         sizes.append(round(question.independent(dataset, at, by_inputs=True)))
     present = round(share(train.present, train.examples) * sizes[0])
-    chance = only_in_one(present, sizes[0], sizes[1])
+    chance = absence_p_value(present, sizes[0], sizes[1])
     return name in dataset.used and chance < question.significance / len(dataset.used)
 
 
 def constant(question: Question) -> Iterator[Finding]:
-    """Find features with one value in all examples of training."""
+    """Find features with one value in all training examples."""
     dataset, champion = question.dataset, question.champion
     known = champion.features("train") if champion else {}
     for name, each in dataset.features("train").items():
-        if name not in dataset.used or question.is_of_splits(name):
+        if name not in dataset.used or question.defines_splits(name):
             continue
         if _is_constant(each) and not (name in known and _is_constant(known[name])):
             says = (
@@ -156,7 +160,7 @@ def constant(question: Question) -> Iterator[Finding]:
 
 
 def _is_constant(each: FeatureProfile) -> bool:
-    # A value that some examples have and others lack says something.
+    # A value that some examples lack carries information.
     if each.present < 2 or each.missing:  # noqa: PLR2004
         return False
     if each.kind in (TEXT, CLASS):
@@ -165,7 +169,7 @@ def _is_constant(each: FeatureProfile) -> bool:
 
 
 def new_values(question: Question) -> Iterator[Finding]:
-    """Find categories that the champion's dataset does not have, beyond what chance brings."""
+    """Find categories that the champion's dataset lacks, more than by chance."""
     pairs = [
         pair
         for pair in question.pairs()
@@ -176,15 +180,15 @@ def new_values(question: Question) -> Iterator[Finding]:
     for name, new, old in pairs:
         unseen = {value: count for value, count in new.counts.items() if value not in old.counts}
         examples = sum(unseen.values())
-        # As many as are seen once have not been seen (Good and Turing): they are no news.
+        # Good-Turing: the unseen ones are as frequent as those seen once, and not new.
         once = sum(1 for count in old.counts.values() if count == 1) / max(old.present, 1)
         part = share(examples, new.present)
         if part - once <= question.limit("new_values"):
             continue
         alpha = question.significance / len(pairs)
         largest = max(unseen.values())
-        chance = only_in_one(largest, new.present, old.present) * len({**old.counts, **unseen})
-        # One category is decided by itself, the sum of many rare ones by those seen once.
+        chance = absence_p_value(largest, new.present, old.present) * len({**old.counts, **unseen})
+        # One category is tested separately, the sum of many rare ones by those seen once.
         if chance < alpha or part > 3 * once + 10 / max(min(new.present, old.present), 1):
             names = sorted(unseen, key=lambda value: -unseen[value])
             says = (

@@ -88,7 +88,7 @@ def _in_range(spec: FeatureSpec, array: pa.Array, found: Values) -> Converted:
 
 
 def _pictures(spec: FeatureSpec, pictures: Pictures, array: pa.Array) -> Converted:
-    values, bad, why = pictures.decoded(spec, array.to_pylist())
+    values, bad, why = pictures.decode_all(spec, array.to_pylist())
     return Converted(values, bad, why)
 
 

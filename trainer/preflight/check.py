@@ -96,7 +96,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
 
 def _require_columns(data: DataConfig, scratch: Path) -> None:
     found = listing.list_source(data)
-    taken = found if data.spans == SINCE_CHAMPION else listing.chosen(found, data.spans, {})
+    taken = found if data.spans == SINCE_CHAMPION else listing.select_spans(found, data.spans, {})
     # It loads Arrow, which takes half a second.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415

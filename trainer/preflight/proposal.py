@@ -20,7 +20,7 @@ from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig, SplitsConfi
 from flotilla.trainer.config.load import is_configuration, lay_over, parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data import listing
-from flotilla.trainer.data.roles import named
+from flotilla.trainer.data.roles import format_names
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.models import choice
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest
@@ -175,7 +175,7 @@ def _header(data: DataConfig, scratch: Path) -> list[str]:
 
 def _listed(data: DataConfig) -> Any:
     found = listing.list_source(data)
-    return found if data.spans == SINCE_CHAMPION else listing.chosen(found, data.spans, {})
+    return found if data.spans == SINCE_CHAMPION else listing.select_spans(found, data.spans, {})
 
 
 def _looked_at(data: DataConfig, scratch: Path) -> Rows:
@@ -236,7 +236,7 @@ def _scanned(
                 new = column_scan.ColumnScan(most=column_scan.MOST_CLASSES, gathers=name in labels)
                 scan = scans.setdefault(name, new)
                 array = pa.chunked_array(taken[name]).combine_chunks()
-                if column_scan.kind_of(array.type):
+                if column_scan.get_kind(array.type):
                     numbers = rows.numbers[: len(taken)]
                     scan.add(array, number, numbers, parsed=pieces.reader.parsed)
     return count, is_cut, scans
@@ -262,11 +262,11 @@ def _require_label(data: DataConfig, names: Sequence[str]) -> None:
     if not data.label and not any(each.lower() in _BY_NAME for each in names):
         raise ConfigError(
             f"--label: name the column of {data.source} that is to be predicted, perhaps "
-            f"{guess(names, data.source)!r} (one of {named(names)})"
+            f"{guess(names, data.source)!r} (one of {format_names(names)})"
         )
     for each in data.label:
         if each not in names and not any(name.startswith(f"{each}/") for name in names):
-            hint = nearest(each, names) or f" (one of {named(names)})"
+            hint = nearest(each, names) or f" (one of {format_names(names)})"
             raise ConfigError(f"--label: there is no column {each!r} in {data.source}{hint}")
 
 

@@ -80,7 +80,7 @@ def _of_builder(config: DataConfig, scratch: Path) -> Sample:
 
 def _of_files(config: DataConfig, scratch: Path) -> Sample:
     found = listing.list_source(config)
-    taken = found if config.version else listing.chosen(found, config.spans, {})
+    taken = found if config.version else listing.select_spans(found, config.spans, {})
     few = few_files(config, taken, scratch)
     if not few.listing.files:
         return Sample(notes=few.notes)

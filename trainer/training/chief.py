@@ -31,7 +31,7 @@ from flotilla.trainer.config.data import DYNAMIC
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, find_topology
-from flotilla.trainer.data.random_access import by_number
+from flotilla.trainer.data.random_access import make_random_access
 from flotilla.trainer.data.read import evaluation_batches, training_batches
 from flotilla.trainer.data.shards.shard_store import Streaming
 from flotilla.trainer.evaluation import evaluate
@@ -251,7 +251,7 @@ def _problem(
 
 
 def _stream(spec: DatasetSpec, seed: int) -> Stream:
-    read = by_number(spec, SHARDS)
+    read = make_random_access(spec, SHARDS)
     examples = spec.examples("train")
     return Stream(examples=examples, seed=seed, held=read.held, read=read.read, run=read.run)
 

@@ -6,11 +6,11 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.listing import (
     Listing,
-    chosen,
     list_source,
     list_spans,
     publish,
     read_listing,
+    select_spans,
 )
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage import store
@@ -60,7 +60,7 @@ def test_spans_come_in_their_order_and_not_in_that_of_their_names(folder):
     found = listed(at / "s-{SPAN}.csv")
     assert list(found.spans) == ["2", "9", "10"]
     assert [file.span for file in found.files] == ["2", "9", "10"]
-    assert paths(found.of_spans(["9"])) == ["s-9.csv"]
+    assert paths(found.select_spans(["9"])) == ["s-9.csv"]
 
 
 def test_splits_have_files_of_their_own(folder):
@@ -165,7 +165,7 @@ def test_a_damaged_listing_is_one_line(data):
 
 def test_spans_are_asked_for_where_there_are_some(folder):
     with pytest.raises(UserError, match=r"data\.spans: 3, and no file of data\.source has a span"):
-        chosen(listed(folder("a.csv")), "3", {})
+        select_spans(listed(folder("a.csv")), "3", {})
 
 
 def test_two_spellings_of_a_span_are_one_line(folder):
@@ -189,7 +189,7 @@ def test_a_span_is_written_once(folder, pattern):
 )
 def test_the_newest_spans(folder, spans, taken):
     found = listed(folder("s-9.csv", "s-10.csv", "s-2.csv") / "s-{SPAN}.csv")
-    assert list(chosen(found, spans, {}).spans) == taken
+    assert list(select_spans(found, spans, {}).spans) == taken
 
 
 def test_a_listing_is_kept_and_follows_its_files_elsewhere(tmp_path, place):

@@ -7,7 +7,7 @@ import random
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.data.random_access import RUN, by_number, write_index
+from flotilla.trainer.data.random_access import RUN, make_random_access, write_index
 from flotilla.trainer.data.read import evaluation_batches
 
 
@@ -21,7 +21,7 @@ def in_place(numbered, monkeypatch):
         write_index(files)
         batches = evaluation_batches(spec, files, batch_size=examples)
         ((values, _),) = batches.as_numpy_iterator()
-        return values.tolist(), by_number(spec, ".", in_memory=in_memory)
+        return values.tolist(), make_random_access(spec, ".", in_memory=in_memory)
 
     return read
 

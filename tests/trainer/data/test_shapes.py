@@ -8,7 +8,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.builders.batches import fitted
+from flotilla.trainer.data.builders.batches import fit_value
 from flotilla.trainer.data.features import select
 from flotilla.trainer.data.shapes import Fit
 from flotilla.trainer.runtime.errors import ConfigError
@@ -194,13 +194,13 @@ def test_an_image_keeps_its_brightness_and_its_type():
     image = np.full((7, 5, 3), 200, np.uint8)
     image[:, :2] = 100
     fit = Fit(method="resize", shape=(14, 10, 3), dtype="uint8")
-    large = fitted(fit, tf.constant(image)).numpy()
+    large = fit_value(fit, tf.constant(image)).numpy()
     assert (large.shape, large.dtype) == ((14, 10, 3), np.uint8)
     assert abs(large.mean() - image.mean()) < 2
     # Smaller by four: each pixel is a mean and not one of sixteen.
     checks = np.indices((16, 16)).sum(0)[..., None] % 2 * np.uint8(255)
     fit = Fit(method="resize", shape=(4, 4, 1), dtype="uint8")
-    small = fitted(fit, tf.constant(checks.astype(np.uint8))).numpy()
+    small = fit_value(fit, tf.constant(checks.astype(np.uint8))).numpy()
     assert abs(small.astype(int) - 128).max() < 20
 
 
@@ -208,11 +208,13 @@ def test_an_image_keeps_its_brightness_and_its_type():
 def test_an_image_of_another_type_keeps_its_range(dtype):
     top = 65535 if dtype == "uint16" else 1.0
     image = np.full((2, 2, 1), top, dtype)
-    found = fitted(Fit(method="resize", shape=(3, 5, 1), dtype=dtype), tf.constant(image)).numpy()
+    found = fit_value(
+        Fit(method="resize", shape=(3, 5, 1), dtype=dtype), tf.constant(image)
+    ).numpy()
     assert (found.dtype, found.min(), found.max()) == (np.dtype(dtype), top, top)
 
 
 def test_a_mask_takes_the_nearest_class():
     mask = np.array([[0, 9], [0, 9]], np.uint8)[..., None]
-    found = fitted(Fit(method="nearest", shape=(4, 4, 1), dtype="uint8"), tf.constant(mask))
+    found = fit_value(Fit(method="nearest", shape=(4, 4, 1), dtype="uint8"), tf.constant(mask))
     np.testing.assert_array_equal(found.numpy()[..., 0], [[0, 0, 9, 9]] * 4)

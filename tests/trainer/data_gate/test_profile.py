@@ -36,7 +36,7 @@ def test_features_have_their_statistics(dataset):
     assert size.distinct == size.present
     assert gaps.missing > 0.7 * gaps.examples
     assert set(train["kind"].counts) == {"ax", "bx"}
-    assert found.by_class("label", "train") == dict(train["label"].counts)
+    assert found.count_classes("label", "train") == dict(train["label"].counts)
 
 
 def test_equal_examples_are_seen_in_every_split(dataset):

@@ -115,13 +115,15 @@ def dependent(seed, size=1000, width=40):
 
 @pytest.mark.slow
 def test_columns_that_repeat_each_other_count_as_one():
-    found = [list(drift.together(question(dependent(n), dependent(n + 100)))) for n in range(40)]
+    found = [
+        list(drift.compare_together(question(dependent(n), dependent(n + 100)))) for n in range(40)
+    ]
     assert not any(found)
 
 
 def test_few_features_and_few_rows_are_not_tested_together():
-    assert not list(drift.together(question(dependent(0, width=3), dependent(1, width=3))))
-    assert not list(drift.together(question(dependent(0, size=30), dependent(1, size=30))))
+    assert not list(drift.compare_together(question(dependent(0, width=3), dependent(1, width=3))))
+    assert not list(drift.compare_together(question(dependent(0, size=30), dependent(1, size=30))))
 
 
 def test_the_distance_is_that_of_scipy():
@@ -155,8 +157,8 @@ def test_many_tests_are_corrected():
 
 def test_a_share_is_compared_by_the_exact_test():
     exact = stats.fisher_exact([[8, 92], [2, 198]], alternative="greater").pvalue
-    assert two_samples.more_often(8, 100, 2, 200) == pytest.approx(exact)
-    assert two_samples.only_in_one(3, 100, 100) == pytest.approx(0.123, abs=0.01)
+    assert two_samples.fisher_p_value(8, 100, 2, 200) == pytest.approx(exact)
+    assert two_samples.absence_p_value(3, 100, 100) == pytest.approx(0.123, abs=0.01)
 
 
 def ordinary(seed):

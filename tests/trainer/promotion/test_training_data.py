@@ -10,7 +10,7 @@ import pytest
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.listing import Listing, SourceFile, chosen
+from flotilla.trainer.data.listing import Listing, SourceFile, select_spans
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.runtime import user_code
@@ -51,7 +51,9 @@ def test_of_a_thousand_nights_no_span_is_trained_twice_or_missed(seed: int) -> N
         for span in [each for each in sorted(content)[:-KEPT] if each not in pending]:
             del content[span]
         before = trained.read_lineage_data(reversed(lineages))
-        taken = chosen(as_listing(content), "since_champion", before.spans) if content else None
+        taken = (
+            select_spans(as_listing(content), "since_champion", before.spans) if content else None
+        )
         if taken is None:
             continue
         version = taken.digest if taken.spans else before.version

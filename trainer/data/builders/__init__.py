@@ -1,1 +1,1 @@
-"""Datasets of TFDS: their builders, found by name, downloaded, and read as a source."""
+"""TFDS datasets: find a builder by name, download its data and read it as a source."""

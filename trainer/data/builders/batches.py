@@ -11,7 +11,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from flotilla.trainer.data.builders import datasets
-from flotilla.trainer.data.examples.images import UndecodableError, resized, stored_image
+from flotilla.trainer.data.examples.images import UndecodableError, resize, stored_image
 from flotilla.trainer.data.examples.lengths import add_lengths
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.shapes import Fit
@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import UserError
 BATCH = 1024
 _ROWS = 64
 BATCH_BYTES = 64 << 20
-# What these are in a record is plain: a number, a text, an encoded image.
+# Feature types that a record stores plainly: a number, a text, an encoded image.
 _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
 
 
@@ -37,26 +37,28 @@ def batches(  # noqa: PLR0913, PLR0917
     """Yield the selected features of the examples of a range of a split, by feature name.
 
     Raises:
-        UserError: a file is missing or damaged, or holds not as many examples as announced.
+        UserError: a file is missing or damaged, or has another number of examples than announced.
     """
     left = end - first
     whole = end == source.info.splits[split].num_examples
     try:
         for given in _arrays(source, selection, split, (first, -1 if whole else left)):
-            # Those for `data.map` have no role yet, and no feature of their lengths.
+            # Features for `data.map` have no role yet, and no length feature.
             batch = add_lengths(selection.specs, given) if selection.targets else given
             left -= len(next(iter(given.values())))
             if left < 0:
                 break
-            for image in _encoded(selection):
-                batch[image] = list(_stored(selection.specs[image], batch[image], name, split))
+            for image in _list_encoded(selection):
+                batch[image] = list(
+                    _store_images(selection.specs[image], batch[image], name, split)
+                )
             yield batch
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0]
-        raise UserError(_unreadable(name, source, split, reason)) from error
+        raise UserError(_describe_read_error(name, source, split, reason)) from error
     if left:
         reason = f"{abs(left)} examples {'too few' if left > 0 else 'too many'}"
-        raise UserError(_unreadable(name, source, split, reason))
+        raise UserError(_describe_read_error(name, source, split, reason))
 
 
 def _arrays(
@@ -65,10 +67,10 @@ def _arrays(
     if selection.targets or not any(spec.varies for spec in selection.specs.values()):
         yield from _dataset(source, selection, split, part).prefetch(2).as_numpy_iterator()
         return
-    # Of any shape, also of images: one by one.
+    # Examples of any shape, also images: one at a time.
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order).skip(part[0]).take(part[1])
-    kept = examples.map(lambda example: {path: _at(example, path) for path in selection.specs})
+    kept = examples.map(lambda example: {path: _get(example, path) for path in selection.specs})
     rows = kept.prefetch(_ROWS).as_numpy_iterator()
     while chunk := list(itertools.islice(rows, _ROWS)):
         yield {name: _column([row[name] for row in chunk]) for name in selection.specs}
@@ -77,16 +79,16 @@ def _arrays(
 def _column(values: list[Any]) -> Any:
     found = np.empty(len(values), object)
     for index, value in enumerate(values):
-        # A sequence of sequences has lists of its own.
+        # A nested sequence is a list of lists.
         found[index] = value.to_list() if hasattr(value, "to_list") else value
     return found
 
 
-def _encoded(selection: Selection) -> list[str]:
+def _list_encoded(selection: Selection) -> list[str]:
     return [name for name, spec in selection.specs.items() if spec.stored == "image"]
 
 
-def _stored(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[bytes]:
+def _store_images(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[bytes]:
     for data in column:
         try:
             yield stored_image(data, spec.sizes[-1])
@@ -100,29 +102,29 @@ def _stored(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[b
 def _dataset(
     source: tfds.core.DatasetBuilder, selection: Selection, split: str, part: tuple[int, int]
 ) -> tf.data.Dataset:
-    """Return batches of the examples after the first `part[0]`, so many as `part[1]`; -1: all."""
+    """Return batches of the examples after the first `part[0]`: `part[1]` or, if -1, all."""
     size = max(1, min(BATCH, BATCH_BYTES // max(1, selection.example_bytes)))
     skipped, taken = part
     if not selection.fits and _is_plain(source, selection):
         return _records(source, selection, split, part, size)
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-    examples = source.as_dataset(split=split, read_config=order, decoders=_undecoded(selection))
+    examples = source.as_dataset(split=split, read_config=order, decoders=_skip_decoding(selection))
     fits = selection.fits.items()
     varying = [name for name, spec in selection.specs.items() if spec.varies]
     stored = selection.specs.keys() - set(map(length_name, varying))
 
     def kept(example: Any) -> dict[str, tf.Tensor]:
-        values = {path: _at(example, path) for path in stored}
-        return {**values, **{path: fitted(fit, values[path]) for path, fit in fits}}
+        values = {path: _get(example, path) for path in stored}
+        return {**values, **{path: fit_value(fit, values[path]) for path, fit in fits}}
 
     found = examples.skip(skipped).take(taken).map(kept, num_parallel_calls=4)
     return found.ragged_batch(size) if varying else found.batch(size, num_parallel_calls=2)
 
 
-def _undecoded(selection: Selection) -> dict[str, Any]:
-    """Return what makes TFDS give the bytes of images that are stored as they came."""
+def _skip_decoding(selection: Selection) -> dict[str, Any]:
+    """Return the TFDS decoders that leave stored images encoded."""
     tree: dict[str, Any] = {}
-    for path in _encoded(selection):
+    for path in _list_encoded(selection):
         *outer, last = path.split("/")
         inner = tree
         for key in outer:
@@ -131,32 +133,32 @@ def _undecoded(selection: Selection) -> dict[str, Any]:
     return tree
 
 
-def fitted(fit: Fit, value: Any) -> tf.Tensor:
+def fit_value(fit: Fit, value: Any) -> tf.Tensor:
     """Return one feature of one example in its fixed shape and type."""
     if fit.method == "multi_hot":
         return tf.reduce_any(tf.one_hot(value, *fit.shape, on_value=True, off_value=False), 0)
     if fit.method in {"resize", "nearest"}:
-        value = _resized(fit, value)
+        value = _resize(fit, value)
     if isinstance(value, tf.RaggedTensor):
         value = tf.cast(value, fit.dtype) if value.dtype != fit.dtype else value
         return value.to_tensor(fit.fill, shape=fit.shape)
     value = value if value.dtype == fit.dtype else tf.cast(value, fit.dtype)
     value = value[tuple(slice(size) for size in fit.shape)]
     after = [[0, size - tf.shape(value)[axis]] for axis, size in enumerate(fit.shape)]
-    # The fill has to have the type: a Python number would be one of 32 bits.
+    # The fill value needs this type: a Python number would become a 32-bit one.
     padded = tf.pad(value, after, constant_values=tf.constant(fit.fill, fit.dtype))
     return tf.ensure_shape(padded, fit.shape)
 
 
-def _resized(fit: Fit, images: tf.Tensor) -> tf.Tensor:
+def _resize(fit: Fit, images: tf.Tensor) -> tf.Tensor:
     *_, height, width, _ = fit.shape
     if fit.method == "nearest":
         return tf.image.resize(images, (height, width), method="nearest")
-    return resized(images, height, width)
+    return resize(images, height, width)
 
 
 def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
-    # An exact type: a subclass may store anything.
+    # The exact type: a subclass may store its values in another form.
     if datasets.is_folder(source):
         return False
     return source.info.file_format == tfds.core.FileFormat.TFRECORD and all(
@@ -172,8 +174,8 @@ def _records(
     part: tuple[int, int],
     size: int,
 ) -> tf.data.Dataset:
-    """Parse whole batches of records: three times as fast as TFDS, which takes one by one."""
-    classes, encoded = tfds.features.ClassLabel, _encoded(selection)
+    """Parse whole batches of records: three times as fast as TFDS, which parses one at a time."""
+    classes, encoded = tfds.features.ClassLabel, _list_encoded(selection)
     wire = {
         name: tf.io.FixedLenFeature((), tf.int64 if type(connector) is classes else tf.string)
         for name, connector in selection.connectors.items()
@@ -193,14 +195,16 @@ def _records(
     return records.batch(size).map(parse, num_parallel_calls=2)
 
 
-def _at(example: Any, path: str) -> Any:
+def _get(example: Any, path: str) -> Any:
     if path in example:
         return example[path]
     outer, _, inner = path.partition("/")
-    return _at(example[outer], inner)
+    return _get(example[outer], inner)
 
 
-def _unreadable(name: str, source: tfds.core.DatasetBuilder, split: str, reason: str) -> str:
+def _describe_read_error(
+    name: str, source: tfds.core.DatasetBuilder, split: str, reason: str
+) -> str:
     return (
         f"data.dataset: the split {split!r} of {name} in {source.data_dir} cannot be read "
         f"({reason}); remove that folder, and it is made again"

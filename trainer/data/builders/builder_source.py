@@ -1,4 +1,4 @@
-"""A builder of TFDS as a source: its splits are cut into parts, and drawn as `splits.plan` says."""
+"""A TFDS builder as a source: its splits are cut into ranges, and drawn by `splits.plan`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from flotilla.trainer.data.preparation.beam import pipeline_options
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.data.splits import plan
 
-# Of a part in memory, as far as that is known.
+# Memory that a part takes, as far as it can be estimated.
 PART_BYTES = 64 << 20
 
 
 class BuilderSource(Source):
-    """The dataset of `data.dataset`; TFDS keeps what it makes in `data_dir`."""
+    """The dataset named by `data.dataset`; TFDS stores its files in `data_dir`."""
 
-    # TFDS shuffles what it writes.
+    # TFDS shuffles the examples that it writes.
     is_shuffled = True
 
     def __init__(self, config: DataConfig, data_dir: Path) -> None:
@@ -38,7 +38,7 @@ class BuilderSource(Source):
         self.identity = {"version": str(self._builder.version)} | datasets.content(self._builder)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the builder out: another process finds its own."""
+        """Drop the builder from the pickle: another process finds it again by its name."""
         return {name: value for name, value in vars(self).items() if name != "_builder"}
 
     @cached_property
@@ -46,7 +46,7 @@ class BuilderSource(Source):
         return datasets.builder(self._config, self._data_dir)
 
     def select(self) -> Selection:
-        """Return the features that are kept, by the builder alone."""
+        """Return the selected features, from the builder's information alone."""
         return features.select(self._config, self._builder.info)
 
     def fetch(self) -> None:
@@ -60,7 +60,7 @@ class BuilderSource(Source):
         download(self.name, self._builder, self._config.manual_dir, beam_options=options)
 
     def parts(self) -> Sequence[Part]:
-        """Return ranges of the splits that are read."""
+        """Return ranges of the selected splits."""
         selection = self.select()
         size = max(1, PART_BYTES // max(1, selection.example_bytes))
         ranges = [
@@ -75,7 +75,7 @@ class BuilderSource(Source):
 
     @property
     def total(self) -> int:
-        """All of the splits that are read."""
+        """The number of examples in the selected splits."""
         return sum(map(len, self._plan().values()))
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
@@ -83,7 +83,7 @@ class BuilderSource(Source):
         splits = self._plan()[part.origin]
         at, end = part.where["first"], part.where["end"]
         for columns in self._batches(selection, part.origin, at, end):
-            # Those for `data.map` have no targets.
+            # Examples for `data.map` have no targets.
             count = len(next(iter(columns.values())))
             yield Batch(columns=columns, splits=splits[at : at + count])
             at += count
@@ -95,7 +95,7 @@ class BuilderSource(Source):
             for columns in self._builder.columns(split, first, end):
                 yield {name: columns[name] for name in selection.specs}
             return
-        # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
+        # TensorFlow takes seconds to load, and a reused dataset does not need it.
         from flotilla.trainer.data.builders.batches import batches  # noqa: PLC0415
 
         yield from batches(self.name, self._builder, selection, split, first, end)

@@ -1,4 +1,4 @@
-"""Find the builder of a dataset: embedded, from TFDS, or your own `package.module:Builder`."""
+"""Find the builder of a dataset: embedded, from TFDS, or a user's `package.module:Builder`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# By name, so that a builder's packages are loaded only when it is used.
+# Named as text, so that the packages of a builder are loaded only when it is used.
 _HERE = "flotilla.trainer.data.embedded"
 EMBEDDED = {
     "brackets": f"{_HERE}.generated:Brackets",
@@ -29,7 +29,7 @@ EMBEDDED = {
     "wine": f"{_HERE}.scikit:Wine",
 }
 
-# What was embedded before, and what to use.
+# Datasets that are no longer embedded, and their replacements.
 _MOVED = {
     "clicks_large": "is an example since 0.2: take clicks_large:ClicksLarge, with "
     "--code examples/clicks_large of the source",
@@ -43,7 +43,7 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     `data_dir`. The builder takes `data.builder_args`.
 
     Raises:
-        ConfigError: no such dataset, config of it, version or class.
+        ConfigError: the dataset, its config, its version or the class does not exist.
     """
     if remedy := _MOVED.get(config.dataset):
         raise ConfigError(f"data.dataset: {config.dataset} {remedy}")
@@ -55,7 +55,7 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     else:
         given = {"data_dir": data_dir, **version}
     try:
-        return _of_version(config, make(**given, **config.builder_args))
+        return _check_version(config, make(**given, **config.builder_args))
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
         raise ConfigError(
@@ -64,7 +64,7 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
         ) from error
     except ConfigError:
         raise
-    # Whatever a builder's constructor raises: a wrong version, config or argument.
+    # A builder's constructor may raise anything over a wrong version, config or argument.
     except Exception as error:
         raise ConfigError(_refusal(config, error)) from error
 
@@ -75,20 +75,20 @@ def is_folder(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
-    """Say whether a builder draws any range of a split by itself: `sizes` and `columns`.
+    """Say whether a builder generates any range of a split on demand, by `sizes` and `columns`.
 
-    TFDS then has nothing to write: see `examples/clicks_large`.
+    TFDS then writes no files: see `examples/clicks_large`.
     """
     return hasattr(found, "sizes") and hasattr(found, "columns")
 
 
 def uses_beam(found: tfds.core.DatasetBuilder) -> bool:
-    """Say whether a builder makes its examples by Apache Beam."""
+    """Say whether a builder generates its examples with Apache Beam."""
     return isinstance(found, tfds.core.BeamBasedBuilder)
 
 
 def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
-    """Return what tells the content of a builder's folder from another; nothing for others."""
+    """Return a digest of the files of a folder builder; empty for other builders."""
     if not is_folder(found):
         return {}
     folder = Path(found.data_dir)
@@ -105,7 +105,7 @@ def _reads_a_folder(make: Any) -> bool:
     return all(each.name != "data_dir" and each.kind != each.VAR_KEYWORD for each in taken)
 
 
-def _of_version(config: DataConfig, found: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
+def _check_version(config: DataConfig, found: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
     if config.version and is_folder(found) and str(found.version) != config.version:
         raise ValueError(f"it has version {found.version} alone")
     return found
@@ -130,7 +130,7 @@ def _own_class(name: str) -> type[Any]:
 
 
 def _refusal(config: DataConfig, error: Exception) -> str:
-    # TFDS puts its own call before the reason.
+    # TFDS puts its own call in front of the reason.
     reason = re.sub(r"^Failed to construct dataset .*?}\": ", "", user_code.short_message(error))
     base, _, chosen = config.dataset.partition("/")
     if "BuilderConfig" in reason and chosen:

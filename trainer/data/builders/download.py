@@ -1,6 +1,6 @@
-"""Let TFDS download and prepare a dataset, and say in one line why it could not.
+"""Let TFDS download and prepare a dataset, and report a failure in one line.
 
-Say within seconds that a download cannot work, where TFDS alone would try for minutes.
+A download that cannot work fails within seconds; TFDS alone would retry for minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 from flotilla.trainer.runtime.user_code import find_place, format_error, short_message
 
 SECONDS = 8.0
-# TFDS takes these as a reason to try again, ten times.
+# Status codes after which TFDS retries, ten times.
 UNAVAILABLE = (500, 502, 503, 504)
 _FTP_PORT = 21
 _GCS = "https://storage.googleapis.com"
@@ -38,7 +38,7 @@ class UnreachableError(ConnectionError):
 
 
 def reach(url: str, *, seconds: float = SECONDS) -> None:
-    """Return as soon as the host of `url` answers; what it answers is for the download to judge.
+    """Return as soon as the host of `url` answers; the download itself judges the answer.
 
     Proxies and certificates are those of `requests`, which TFDS downloads with. Local files are
     taken as reached.
@@ -47,7 +47,7 @@ def reach(url: str, *, seconds: float = SECONDS) -> None:
         UnreachableError: it refused, or did not answer for `seconds`.
     """
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
-    # Names are looked up without any limit of time, hence a thread that nothing waits for.
+    # DNS look-ups have no timeout, hence a daemon thread.
     threading.Thread(
         target=lambda: answers.put(_network_failure(url, seconds)), name="reach", daemon=True
     ).start()
@@ -69,21 +69,21 @@ def _network_failure(url: str, seconds: float) -> str:
         if parts.scheme == "ftp":
             address = (parts.hostname or "", parts.port or _FTP_PORT)
             socket.create_connection(address, timeout=seconds).close()
-    # Whatever it is: what a thread raises is lost, and would look like silence.
+    # Catch everything: an exception in a thread is lost, and would look like a host that is silent.
     except Exception as error:
         return _reason(error)
     return ""
 
 
 def _reason(error: Exception) -> str:
-    # requests wraps urllib3's error, which wraps the system's: the innermost says it best.
+    # requests wraps urllib3's error, which wraps the system's: the innermost is the most specific.
     inner = error.args[0] if error.args else error
     text = str(getattr(inner, "reason", inner) if isinstance(inner, Exception) else error)
     return " ".join(text.rpartition(": ")[2].split()) or type(error).__name__
 
 
 _FILES_NAMED = 8
-# RetryError: TFDS has asked ten times within seconds.
+# RetryError: TFDS has sent ten requests within seconds.
 _BROKEN = (
     ConnectionError,
     TimeoutError,
@@ -97,7 +97,7 @@ _BROKEN = (
 def download(
     name: str, builder: tfds.core.DatasetBuilder, manual_dir: str, *, beam_options: Any = None
 ) -> None:
-    """Make the builder's dataset ready to be read; at once where it is prepared already.
+    """Download and prepare the builder's dataset; return at once if it is prepared already.
 
     The download goes to the builder's data_dir. Official files that are in the folder `manual_dir`,
     where it is not empty, are taken from there, without the network. A builder that uses Beam runs
@@ -109,7 +109,7 @@ def download(
         UserError: files are missing and cannot be downloaded, are not the official ones, or the
             builder failed.
     """
-    # Not `is_prepared()`, which warns of each dataset that is not.
+    # `is_prepared()` would log a warning for each dataset that is not prepared.
     if (builder.data_path / "dataset_info.json").exists():
         return
     folder = _folder(manual_dir)
@@ -120,8 +120,8 @@ def download(
         manual_dir=folder, try_download_gcs=False, beam_options=beam_options
     )
     try:
-        # TFDS prints; standard output belongs to the results.
-        with contextlib.redirect_stdout(sys.stderr), _counted():
+        # TFDS prints to standard output, which is reserved for results.
+        with contextlib.redirect_stdout(sys.stderr), _report_bars():
             builder.download_and_prepare(download_config=settings)
     except UserError:
         raise
@@ -129,24 +129,24 @@ def download(
         raise _kind(error)(
             f"data.dataset: {name} cannot be downloaded: {short_message(error)}"
         ) from error
-    # Beneath is the builder's code, which may fail in any way, and may be the user's own.
+    # The builder's code may raise anything, and may be the user's own.
     except Exception as error:
         raise _kind(error)(_failure(name, error)) from error
 
 
-# How TFDS titles the works that may take long; that of the downloads counts MiB.
+# Titles of the slow TFDS progress bars, with their units; the download bar counts MiB.
 _TITLES = {"Dl Size": "downloading", "Extraction": "extracting", "Shuffling": "shuffling"}
 _MIB = 1 << 20
 
 
 class _Bar:
-    """A progress bar of TFDS that draws nothing: its work counts."""
+    """A silent TFDS progress bar: it reports its counts as progress."""
 
     def __init__(self, iterable: Any = None, *_: object, **given: Any) -> None:
         title, unit = (str(given.get(name) or "").strip(" .") for name in ("desc", "unit"))
         known = {title: f"generating{title[10:]}"} if title.startswith("Generating ") else _TITLES
         what = next((words for begin, words in known.items() if title.startswith(begin)), "")
-        # The bars of splits and of URLs are around those of examples and of bytes.
+        # The bars of splits and of URLs enclose those of examples and of bytes.
         is_counted = what and unit not in ("splits", "url")
         unit = {"MiB": "bytes", "file": "files"}.get(unit, unit)
         self._work = Work(what, unit, given.get("total") or 0) if is_counted else None
@@ -170,14 +170,14 @@ class _Bar:
 
     def update(self, count: int = 1) -> None:
         if self._work:
-            self._work.add(self._scaled(count))
+            self._work.add(self._scale(count))
 
     def update_total(self, more: int = 1) -> None:
         if self._work:
-            self._work.expect(self._scaled(more))
+            self._work.expect(self._scale(more))
 
-    def _scaled(self, count: int) -> int:
-        # Of a file that is copied TFDS counts bytes.
+    def _scale(self, count: int) -> int:
+        # TFDS counts bytes when it copies a file.
         return int(count) * (1 if isinstance(count, tfds.core.utils.Size) else self._size)
 
     def __getattr__(self, _name: str) -> Callable[..., None]:
@@ -185,8 +185,8 @@ class _Bar:
 
 
 @contextlib.contextmanager
-def _counted() -> Iterator[None]:
-    """Have the works of TFDS count in this block: what its bars are where they are disabled."""
+def _report_bars() -> Iterator[None]:
+    """Replace the TFDS progress bars, which are disabled, by `_Bar` in this block."""
     before = tqdm_utils.EmptyTqdm
     tqdm_utils.EmptyTqdm = _Bar
     try:
@@ -196,7 +196,7 @@ def _counted() -> Iterator[None]:
 
 
 def _kind(error: Exception) -> type[UserError]:
-    """Return `TransientError` for a failure of the network or of a server that is too busy."""
+    """Return `TransientError` for a network failure or an overloaded server, else `UserError`."""
     status = re.search(r"HTTP code: (\d+)", str(error))
     busy = status is not None and int(status[1]) in (408, 429, *UNAVAILABLE)
     broken = isinstance(error, _BROKEN) and not isinstance(error, requests.exceptions.SSLError)
@@ -213,7 +213,7 @@ def _folder(manual_dir: str) -> Path | None:
 
 
 def _manual_folder(builder: Any, folder: Path | None) -> Path:
-    # The second is TFDS's default.
+    # The second folder is TFDS's default.
     return folder or Path(builder.data_dir_root) / "downloads" / "manual"
 
 
@@ -228,10 +228,10 @@ def _refuse_without_manual_files(name: str, builder: Any, folder: Path | None) -
 
 
 def _ask_before_download(builder: Any, ask: Callable[[str], None]) -> None:
-    """Have `ask(url)` called before each real download, and only then.
+    """Call `ask(url)` before each real download.
 
-    The URLs that a builder downloads are unknown before it does: its list of checksums holds
-    those of all its configs, and may be missing. TFDS has no public hook there.
+    The URLs of a builder are unknown until it downloads them: its list of checksums covers all its
+    configs, and may be missing. TFDS has no public hook there.
     """
     make = builder._make_download_manager
 
@@ -272,7 +272,7 @@ def _remedy(url: str, builder: Any, place: Path, is_set: bool) -> str:
     known = builder.url_infos or {}
     if url not in known or not known[url].filename:
         return "run it where the network is open, or set TFDS_DATA_DIR to a folder that has it"
-    # The configured one comes first: the rest may belong to other configs.
+    # The configured folder comes first: the others may belong to other configs.
     names = dict.fromkeys([known[url].filename, *(info.filename or "" for info in known.values())])
     absent = [file for file in names if file and not (place / file).exists()]
     more = f" and {len(absent) - _FILES_NAMED} more" if len(absent) > _FILES_NAMED else ""

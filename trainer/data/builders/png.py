@@ -1,6 +1,6 @@
-"""Write small images as PNG six times as fast as TFDS, which calls TensorFlow for each one.
+"""Encode small images as PNG six times as fast as TFDS, which calls TensorFlow for each image.
 
-TFDS keeps images as PNG until they are read into shards. For MNIST that is two thirds of its work.
+TFDS stores images as PNG until they are read into shards; for MNIST this is two thirds of its work.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
-# By the number of channels: grey, colours, colours and opacity.
+# PNG colour types by the number of channels: grey, RGB, RGBA.
 _COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
 _BITS = 8
-# What it saves in space is thrown away minutes later.
+# Better compression is not worth its time: the files are deleted minutes later.
 _FASTEST = 1
 
 
 def quicken(connectors: Iterable[Any]) -> None:
-    """Make the image features among TFDS features encode arrays of bytes by `encode`.
+    """Make the TFDS image features encode uint8 arrays by `encode`.
 
-    Any other value goes the way that it went before, and fails as it did.
+    Other values take TFDS's own path, and fail as before.
     """
     for connector in connectors:
         if _is_png(connector):
@@ -35,7 +35,7 @@ def quicken(connectors: Iterable[Any]) -> None:
 def encode(image: NDArray[np.uint8]) -> bytes:
     """Return an image of shape (height, width, channels) as PNG (ISO/IEC 15948)."""
     height, width, channels = image.shape
-    # Each row starts with the number of its filter: 0, none.
+    # Each row begins with its filter type: 0, none.
     rows = np.zeros((height, 1 + width * channels), np.uint8)
     rows[:, 1:] = image.reshape(height, -1)
     colour = _COLOUR_TYPES[channels]

@@ -1,1 +1,1 @@
-"""The datasets that are always there: generated, or shipped with scikit-learn."""
+"""Datasets that need no download: generated, or shipped with scikit-learn."""

@@ -1,12 +1,12 @@
-"""Made up data, always there: brackets among letters, and clicks for recommenders.
+"""Generated datasets without download: brackets among letters, and clicks for recommenders.
 
-Brackets are sequences of different lengths. What is to be found has to be counted: how deep each
-place is nested, and whether a bracket is left open where the sequence ends.
+Brackets are sequences of different lengths. The labels need counting: the nesting depth of each
+position, and whether a bracket is left open at the end of the sequence.
 
-Clicks say who was shown what, and whether they clicked. Users and items have `RANK` hidden tastes.
-The more those of a user agree with those of an item, the likelier a click; some items are liked a
-little more by all, and some are shown more often. What is to be found is in the pairs: guessing by
-the item alone is right in 53 of 100 cases, who knows all tastes is right in 83.
+Clicks hold which user was shown which item, and whether the user clicked. Users and items have
+`RANK` latent factors. A click is likelier the more the factors of user and item agree; some items
+are liked a little more by all users, and some are shown more often. The signal is in the pairs: a
+guess by the item alone is right in 53 of 100 cases, one that knows all factors in 83.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Brackets(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
         del dl_manager
-        # Of NumPy's generators only this one promises the same numbers in every version.
+        # The only NumPy generator that promises the same numbers in every version.
         random = np.random.RandomState(SEED)
         drawn = [_sequence(random) for _ in range(SEQUENCES)]
         return {
@@ -64,10 +64,10 @@ class Brackets(tfds.core.GeneratorBasedBuilder):
 
 
 def _sequence(random: np.random.RandomState) -> tuple[list[int], list[int]]:
-    """Return tokens, and how many brackets are open after each."""
+    """Return tokens, and the number of open brackets after each."""
     tokens, depths, depth = [], [], 0
     for _ in range(random.randint(SHORTEST, LONGEST + 1)):
-        # What is open is rather closed, so that both endings occur as often.
+        # An open bracket is closed more often than not, so that both endings are equally frequent.
         token = int(random.choice([OPENS, CLOSES, LETTER], p=[0.3, 0.4, 0.3]))
         if token == CLOSES and not depth:
             token = LETTER
@@ -82,18 +82,18 @@ ITEMS = 500
 EXAMPLES = 40_000
 TRAINING = 32_000
 RANK = 2
-# In units of the score whose sigmoid is the chance of a click.
+# In units of the score whose sigmoid is the probability of a click.
 AFFINITY = 4.0
 POPULARITY = 0.5
-# Not the seed of the configuration: all have to be the same in every run.
+# Not the configured seed: the examples have to be the same in every run.
 SEED = 20
 
 Column = NDArray[np.int64]
 
 
 def draw() -> tuple[Column, Column, Column]:
-    """Return user, item and click of every example, in the order in which they came about."""
-    # Of NumPy's generators only this one promises the same numbers in every version.
+    """Return user, item and click of every example, in the order of their creation."""
+    # The only NumPy generator that promises the same numbers in every version.
     random = np.random.RandomState(SEED)
     of_users = random.normal(size=(USERS, RANK))
     of_items = random.normal(size=(ITEMS, RANK))

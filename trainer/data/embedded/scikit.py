@@ -1,4 +1,4 @@
-"""Small tables and images of scikit-learn: every learning task has a dataset that is always there.
+"""Small tables and images of scikit-learn: one dataset without download for each learning task.
 
 Inputs of tables are standardized by the training examples, which are the same in every run.
 """
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow_datasets as tfds
 
-# Not the seed of the configuration: train and test have to be the same in every run.
+# Not the configured seed: train and test have to be the same in every run.
 SEED = 20
 TRAINING = 1437
 TEST_SHARE = 0.2
@@ -56,7 +56,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 class DigitProperties(tfds.core.GeneratorBasedBuilder):
-    """What is true of a handwritten digit: a set of properties, of 1,797 images of `digits`."""
+    """Properties of a handwritten digit as a set of labels, for the 1,797 images of `digits`."""
 
     VERSION = tfds.core.Version("1.0.0")
 
@@ -84,7 +84,7 @@ class DigitProperties(tfds.core.GeneratorBasedBuilder):
 
 
 class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
-    """Rows of numbers, `features`, and what is to be predicted of them."""
+    """Base class of tables: rows of numbers, `features`, and their labels."""
 
     VERSION = tfds.core.Version("1.0.0")
     LABELS: ClassVar[Mapping[str, Any]]
@@ -124,7 +124,7 @@ class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: 
 
 
 class Diabetes(_Table):
-    """How far diabetes has got a year later, of 442 patients (Efron et al. 2004)."""
+    """Progression of diabetes after one year in 442 patients (Efron et al. 2004)."""
 
     LABELS: ClassVar[Mapping[str, Any]] = {"progression": tfds.features.Scalar(np.float32)}
 
@@ -142,14 +142,14 @@ class Linnerud(_Table):
     }
 
     def load(self) -> tuple[Any, Mapping[str, Any]]:
-        """Return chins, sit-ups and jumps of each man, and what was measured of him."""
+        """Return chins, sit-ups and jumps of each man, and his weight, waist and pulse."""
         found = _source().load_linnerud()
         columns = found.target.astype(np.float32).T
         return found.data, dict(zip(self.LABELS, columns, strict=True))
 
 
 class Wine(_Table):
-    """By which of three growers each of 178 wines was made (Aeberhard and Forina, UCI, 1991)."""
+    """The grower, one of three, of each of 178 wines (Aeberhard and Forina, UCI, 1991)."""
 
     LABELS: ClassVar[Mapping[str, Any]] = {
         "grower": tfds.features.ClassLabel(names=["first", "second", "third"])
@@ -162,7 +162,7 @@ class Wine(_Table):
 
 
 class BreastCancer(_Table):
-    """Whether each of 569 tumours was malignant or benign (Wolberg et al., UCI, 1995)."""
+    """Diagnosis, malignant or benign, of 569 tumours (Wolberg et al., UCI, 1995)."""
 
     LABELS: ClassVar[Mapping[str, Any]] = {
         "diagnosis": tfds.features.ClassLabel(names=["malignant", "benign"])
@@ -175,21 +175,21 @@ class BreastCancer(_Table):
 
 
 def _source() -> Any:
-    # It takes a second to load, and is not needed to find a dataset that is published.
+    # The import takes a second, and is not needed to find a published dataset.
     from sklearn import datasets  # noqa: PLC0415
 
     return datasets
 
 
 def _digits() -> tuple[Any, Any]:
-    """Return the images of bytes [n, 8, 8, 1], and the digits."""
+    """Return the images as bytes [n, 8, 8, 1], and the digits."""
     found = _source().load_digits()
-    # The source counts 0 to 16.
+    # The source has values from 0 to 16.
     return np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis], found.target
 
 
 def _shares(count: int) -> tuple[Any, Any]:
-    """Return the places of the examples for training, and for the test."""
+    """Return the indices of the training and of the test examples."""
     order = np.random.RandomState(SEED).permutation(count)
     test, train = np.split(order, [round(TEST_SHARE * count)])
     return train, test

@@ -1,1 +1,1 @@
-"""Of what one example consists: images as they came, lengths that vary, a function of the user."""
+"""The values of one example: encoded images, sequences of variable length, and `data.map`."""

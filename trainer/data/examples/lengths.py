@@ -1,7 +1,7 @@
-"""Sequences whose examples differ in length: stored as they are, padded to the longest of a batch.
+"""Sequences of variable length: stored unpadded, and padded to the longest of a batch.
 
-The length of an example is stored next to it, as a whole number in a feature of its own: a model
-takes it where `data.inputs` names it, and examples are batched by it.
+The length of an example is stored next to the sequence, as an integer feature: a model takes it
+where `data.inputs` names it, and batches are bucketed by it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
 _AT_ONCE = 1024
-# Decoding that pads knows few types: by the size of one value in bytes.
+# `tf.io` pads few types when it decodes: chosen by the size of one value in bytes.
 _SAME_SIZE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}
 
 
 def add_lengths(features: Mapping[str, FeatureSpec], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return columns, and the lengths of those that vary, which become arrays of arrays."""
+    """Return columns with the lengths of variable features, which become arrays of arrays."""
     found = dict(columns)
     for name, feature in features.items():
         if feature.varies:
@@ -37,7 +37,7 @@ def add_lengths(features: Mapping[str, FeatureSpec], columns: Mapping[str, Any])
 
 
 def wire(feature: FeatureSpec) -> Any:
-    """Return how `tf.io.parse_example` finds a sequence in a record."""
+    """Return the `tf.io.parse_example` feature of a sequence."""
     if feature.dtype != "string":
         return tf.io.FixedLenFeature((), tf.string)
     inner = [tf.io.RaggedFeature.UniformRowLength(size) for size in feature.sizes[1:]]
@@ -45,10 +45,10 @@ def wire(feature: FeatureSpec) -> Any:
 
 
 def pad_column(feature: FeatureSpec, column: Any) -> tf.Tensor:
-    """Return a column as it is parsed, (batch, length, ...), padded and cut to one length.
+    """Return a parsed column, (batch, length, ...), padded or cut to one length.
 
-    That is the longest of the batch where the feature varies, and one place at least: a layer
-    cannot reduce none.
+    For a variable feature this is the longest of the batch, and at least 1: a layer cannot reduce
+    an empty axis.
     """
     first, *inner = feature.shape
     if feature.dtype == "string":
@@ -72,7 +72,7 @@ def pad_column(feature: FeatureSpec, column: Any) -> tf.Tensor:
 
 
 def varying(spec: DatasetSpec) -> tuple[str, ...]:
-    """Return the features of a batch that vary in length."""
+    """Return the names of the features of a batch that vary in length."""
     return tuple(name for name in spec.roles if spec.features[name].varies)
 
 
@@ -86,7 +86,7 @@ def fix_lengths(spec: DatasetSpec, lengths: Mapping[str, int]) -> DatasetSpec:
 
 
 def longest(spec: DatasetSpec, records: tf.data.Dataset) -> dict[str, int]:
-    """Return the length of the longest example of each feature that varies, 1 at least."""
+    """Return the length of the longest example of each variable feature, at least 1."""
     names = varying(spec)
     found = dict.fromkeys(names, 1)
     if not names:
@@ -100,9 +100,9 @@ def longest(spec: DatasetSpec, records: tf.data.Dataset) -> dict[str, int]:
 def bucket_batches(
     spec: DatasetSpec, records: tf.data.Dataset, buckets: Sequence[int], batch_size: int
 ) -> tf.data.Dataset:
-    """Return full batches of records whose longest inputs fall between the same two lengths.
+    """Return full batches of records whose longest inputs fall into the same bucket of lengths.
 
-    Nothing is dropped of records without end: what fills no batch yet is held until it does.
+    No record of an endless dataset is dropped: an incomplete batch waits for more records.
     """
     inputs = [name for name in spec.inputs if spec.features[name].varies]
     names = inputs or list(varying(spec))
@@ -111,7 +111,7 @@ def bucket_batches(
     )
     batches = with_length.unbatch().bucket_by_sequence_length(
         lambda _, length: tf.cast(length, tf.int32),
-        # A boundary belongs to the longer ones there, and to the shorter ones here.
+        # TensorFlow's boundary is exclusive, the configured one inclusive.
         [bound + 1 for bound in buckets],
         [batch_size] * (len(buckets) + 1),
         drop_remainder=True,

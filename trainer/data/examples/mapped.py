@@ -1,10 +1,10 @@
-"""`data.map`: a function of the user's between the examples of a source and those of the dataset.
+"""`data.map`: a user's function from the examples of a source to the examples of the dataset.
 
-It takes an example, a dict of values by name, and returns one, or None to leave it out. One whose
-attribute `batched` is true takes and returns arrays of several examples, as many as it was given.
-Texts are `str`; images that are stored encoded are bytes; all else are numbers and NumPy arrays.
+It takes an example, a dict of values by name, and returns one, or None to leave it out. A function
+whose attribute `batched` is true takes and returns arrays of the same number of examples. Texts are
+`str`, encoded images bytes, other values numbers or NumPy arrays.
 
-What it returns is inferred from the first examples, and every later one has to be like these.
+The features of the result are inferred from the first examples; later ones have to match.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# By which the features of the result are inferred.
+# The number of examples from which the features of the result are inferred.
 FIRST = 256
 Value = NDArray[Any]
 Example = dict[str, Value]
@@ -45,18 +45,18 @@ _CAST: dict[str, np.dtype[Any]] = {
 
 
 class UnsuitableError(ValueError):
-    """An example cannot be stored; the message goes on from where it is."""
+    """An example cannot be stored; the message lacks its subject, the function."""
 
 
 def source_config(config: DataConfig) -> DataConfig:
-    """Return the configuration by which a source is read: roles and shapes are of the result."""
+    """Return the configuration for reading the source: roles and shapes belong to the result."""
     of_result = {"inputs": (), "label": (), "weight": "", "group": "", "shapes": {}, "buckets": ()}
     return config.model_copy(update=of_result)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """What the function returned: for which example of the part and of the batch."""
+    """A result of the function, with the index of its example in the part and in the batch."""
 
     place: str
     index: int
@@ -64,12 +64,12 @@ class _Row:
 
 
 class MappedSource(Source):
-    """The examples of another source, each as a function of the user's returns it."""
+    """The examples of another source, transformed by the user's function."""
 
     def __init__(self, source: Source, config: DataConfig) -> None:
         """Map the examples of `source`, which was made for the same configuration."""
         self.name = f"data.map: {config.map}"
-        # The source of the function is part of the key by the configuration that names it.
+        # The digest of the function's code is part of the dataset's key through `data.map`.
         self.identity: Mapping[str, Any] = source.identity
         self.is_shuffled = source.is_shuffled
         self._source = source
@@ -77,7 +77,7 @@ class MappedSource(Source):
         self._selection: Selection | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what the source finds again: TFDS's features of it cannot be pickled."""
+        """Drop the source's selection from the pickle: TFDS features cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_given"}
 
     @cached_property
@@ -85,16 +85,16 @@ class MappedSource(Source):
         return self._source.select()
 
     def select(self) -> Selection:
-        """Return the features of what the function returns for the first examples.
+        """Return the features of the function's results for the first examples.
 
-        The source is fetched for it; it is read as a whole where texts are classes. It is done
-        once, and remembered when the source is pickled.
+        This fetches the source, and reads all of it where texts are classes. The result is cached,
+        and pickled with the source.
         """
         if self._selection is None:
-            self._selection = self._inferred()
+            self._selection = self._infer()
         return self._selection
 
-    def _inferred(self) -> Selection:
+    def _infer(self) -> Selection:
         self._source.fetch()
         first: list[_Row] = []
         for row in self._rows():
@@ -122,13 +122,13 @@ class MappedSource(Source):
         return self._source.parts()
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield what the function returns; raises `UserError` where it fails."""
+        """Yield the function's results; raises `UserError` where it fails."""
         of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
-        for batch, rows in self._mapped(part):
+        for batch, rows in self._map(part):
             if not rows:
                 continue
             columns = {
-                name: _column(spec, [self._stored(row, name, selection) for row in rows])
+                name: _column(spec, [self._store(row, name, selection) for row in rows])
                 for name, spec in selection.specs.items()
                 if name not in of_lengths
             }
@@ -138,40 +138,40 @@ class MappedSource(Source):
             )
 
     def place(self, part: Part, number: int) -> str:
-        """Say where an example of the source is."""
+        """Return the position of an example in the source, for messages."""
         return self._source.place(part, number)
 
     def notes(self) -> Sequence[str]:
-        """Return those of the source."""
+        """Return the notes of the source."""
         return self._source.notes()
 
     def facts(self) -> Mapping[str, Any]:
-        """Return those of the source."""
+        """Return the facts of the source."""
         return self._source.facts()
 
     def _rows(self) -> Iterator[_Row]:
         for part in self._source.parts():
-            for _, rows in self._mapped(part):
+            for _, rows in self._map(part):
                 yield from rows
 
-    def _mapped(self, part: Part) -> Iterator[tuple[Batch, list[_Row]]]:
+    def _map(self, part: Part) -> Iterator[tuple[Batch, list[_Row]]]:
         function = user_code.find_function("data.map", self._config.map)
         call = _several if getattr(function, "batched", False) else _one_by_one
         before = 0
         for batch in self._source.read(part, self._given):
-            given = _as_given(batch.columns, self._given.specs)
+            given = _make_arguments(batch.columns, self._given.specs)
             count = len(batch.splits)
             rows = []
-            for index, result in call(function, given, count, self._failed(part, before)):
+            for index, result in call(function, given, count, self._make_failure(part, before)):
                 if result is None:
                     continue
                 place = self._source.place(part, before + index)
-                with self._named(place):
-                    rows.append(_Row(place, index, example_of(result)))
+                with self._locate_errors(place):
+                    rows.append(_Row(place, index, make_example(result)))
             before += count
             yield batch, rows
 
-    def _failed(self, part: Part, before: int) -> Callable[[int, Exception], UserError]:
+    def _make_failure(self, part: Part, before: int) -> Callable[[int, Exception], UserError]:
         def failed(index: int, error: Exception) -> UserError:
             place = self._source.place(part, before + index)
             return UserError(f"{self.name}: {user_code.format_error(error)}, for {place}")
@@ -179,8 +179,8 @@ class MappedSource(Source):
         return failed
 
     @contextmanager
-    def _named(self, place: str) -> Iterator[None]:
-        """Say where an example is that is not suitable."""
+    def _locate_errors(self, place: str) -> Iterator[None]:
+        """Add function and position to an `UnsuitableError` of the block."""
         try:
             yield
         except UnsuitableError as error:
@@ -192,25 +192,25 @@ class MappedSource(Source):
             what = "no" if name in names else "a"
             raise UserError(f"{self.name} gives {what} {name!r}, unlike for others ({row.place})")
 
-    def _stored(self, row: _Row, name: str, selection: Selection) -> Any:
+    def _store(self, row: _Row, name: str, selection: Selection) -> Any:
         if name not in row.example:
             raise UserError(f"{self.name} gives no {name!r}, unlike for others ({row.place})")
-        with self._named(row.place):
-            value = as_said(name, row.example[name], self._config.types.get(name, ""))
-            return stored(name, value, selection.specs[name], selection.fits.get(name))
+        with self._locate_errors(row.place):
+            value = convert_value(name, row.example[name], self._config.types.get(name, ""))
+            return store_value(name, value, selection.specs[name], selection.fits.get(name))
 
     def _leaf(self, name: str, rows: Sequence[_Row], classes: Any) -> Leaf:
         if self._is_image(name, rows[0]):
             return image_leaf(self._config.image)
         values: list[Any] = []
         for row in rows:
-            with self._named(row.place):
+            with self._locate_errors(row.place):
                 said = self._config.types.get(name, "")
-                values.append(as_said(name, row.example[name], said))
-                # The first one that goes with none before is named.
+                values.append(convert_value(name, row.example[name], said))
+                # Name the first example that does not match an earlier one.
                 if values[-1].dtype != values[0].dtype or values[-1].ndim != values[0].ndim:
-                    leaf_for(name, values, classes)
-        return leaf_for(name, values, classes)
+                    infer_leaf(name, values, classes)
+        return infer_leaf(name, values, classes)
 
     def _is_image(self, name: str, row: _Row) -> bool:
         said = self._config.types.get(name, "")
@@ -223,7 +223,7 @@ class MappedSource(Source):
         return value.ndim == 0 and value.dtype.kind == "O"
 
     def _classes(self, first: Sequence[_Row]) -> dict[str, Any]:
-        """Return the TFDS features of classes: labels that are texts, and what is said to be."""
+        """Return the TFDS features of classes: labels that are texts, and types set to `class`."""
         labels = self._config.label or (DEFAULT_LABEL,)
         said = self._config.types
         found: dict[str, Any] = {}
@@ -232,19 +232,19 @@ class MappedSource(Source):
             is_text = value.dtype == object
             if said.get(name) == "class" or (is_text and name in labels and name not in said):
                 wanted[name] = set()
-            elif (given := self._given_classes(name)) and value.dtype.kind in "iu":
+            elif (given := self._get_source_classes(name)) and value.dtype.kind in "iu":
                 found[name] = given
         if wanted:
             with Work("reading the classes", "rows", self._source.total) as work:
                 for part in self._source.parts():
-                    for batch, rows in self._mapped(part):
+                    for batch, rows in self._map(part):
                         work.add(len(batch.splits))
                         for row in rows:
                             for name, values in wanted.items():
                                 values.update(np.ravel(row.example.get(name, ())).tolist())
         return found | {name: _class_label(self.name, name, each) for name, each in wanted.items()}
 
-    def _given_classes(self, name: str) -> Any:
+    def _get_source_classes(self, name: str) -> Any:
         spec = self._given.specs.get(name)
         if spec is None or not spec.num_classes:
             return None
@@ -275,7 +275,7 @@ def _one_by_one(
     for index in range(count):
         try:
             yield index, function({name: values[index] for name, values in given.items()})
-        # The user's code may fail in any way.
+        # The user's code may raise anything.
         except Exception as error:
             raise failed(index, error) from error
 
@@ -300,9 +300,9 @@ def _several(
         yield index, {name: values[index] for name, values in columns.items()}
 
 
-def _as_given(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]) -> dict[str, Any]:
+def _make_arguments(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]) -> dict[str, Any]:
     return {
-        name: _decoded(columns[name]) if _is_text(spec) else columns[name]
+        name: _decode(columns[name]) if _is_text(spec) else columns[name]
         for name, spec in specs.items()
         if name in columns
     }
@@ -312,14 +312,14 @@ def _is_text(spec: FeatureSpec) -> bool:
     return spec.dtype == "string" and spec.stored != "image"
 
 
-def _decoded(values: Any) -> Any:
-    """Return texts as `str`, in arrays of the same form; bytes that are no text are kept in it."""
+def _decode(values: Any) -> Any:
+    """Return texts as `str`, in arrays of the same shape; bytes that are not UTF-8 are escaped."""
     found = np.empty(len(values), object)
     for index, value in enumerate(values):
         if isinstance(value, bytes):
             found[index] = value.decode(errors="surrogateescape")
         else:
-            found[index] = _decoded(value) if isinstance(value, np.ndarray | list) else value
+            found[index] = _decode(value) if isinstance(value, np.ndarray | list) else value
     return found
 
 
@@ -327,29 +327,29 @@ def _column(spec: FeatureSpec, values: list[Any]) -> list[Any] | NDArray[Any]:
     return values if spec.stored == "image" or spec.varies else np.stack(values)
 
 
-def example_of(result: Any) -> Example:
+def make_example(result: Any) -> Example:
     """Return the values of an example as arrays; texts are bytes in arrays of objects.
 
-    Numbers of Python and floats of 64 bits become int64 and float32.
+    Python numbers and 64-bit floats become int64 and float32.
 
     Raises:
-        UnsuitableError: it is no mapping from names to values, or a value is of no use.
+        UnsuitableError: the result is not a mapping, or a value cannot be stored.
     """
     if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
         raise UnsuitableError(f"gives {_kind(result)}, and no dict from names to values")
     if not result:
         raise UnsuitableError("gives an empty dict; return None to leave an example out")
-    return {name: value_of(name, value) for name, value in result.items()}
+    return {name: make_value(name, value) for name, value in result.items()}
 
 
-def value_of(name: str, value: Any) -> Value:
+def make_value(name: str, value: Any) -> Value:
     """Return one value as an array; raises `UnsuitableError`."""
     if hasattr(value, "numpy"):
         value = value.numpy()
     if value is None:
         raise UnsuitableError(f"gives None for {name!r}; give NaN for a number that is missing")
     try:
-        # NumPy takes away the zeros at the end of bytes.
+        # NumPy strips zeros from the end of bytes.
         has_bytes = isinstance(value, bytes)
         array = np.array(value, object) if has_bytes else np.asarray(value)
     except ValueError:
@@ -378,26 +378,26 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
-def as_said(name: str, value: Value, said: str) -> Value:
-    """Return a value in the type that `data.types` says; raises `UnsuitableError`."""
+def convert_value(name: str, value: Value, said: str) -> Value:
+    """Convert a value to its type in `data.types`; raises `UnsuitableError`."""
     if said == "text" and value.dtype != _TEXT:
-        return value_of(name, value.astype(str))
+        return make_value(name, value.astype(str))
     if said not in _CAST or value.dtype == _CAST[said]:
         return value
     try:
         found: Value = value.astype(_CAST[said])
     except ValueError:
-        raise UnsuitableError(f"gives {name!r} as {dtype_of(value)}, which is no {said}") from None
+        raise UnsuitableError(f"gives {name!r} as {get_dtype(value)}, which is no {said}") from None
     return found
 
 
-def dtype_of(value: Value) -> str:
-    """Return NumPy's name of the type; "string" for texts."""
+def get_dtype(value: Value) -> str:
+    """Return the NumPy name of the type; "string" for texts."""
     return "string" if value.dtype == _TEXT else value.dtype.name
 
 
-def dtype_for(name: str, values: Sequence[Value]) -> np.dtype[Any]:
-    """Return the type that holds all of these; raises `UnsuitableError`."""
+def choose_dtype(name: str, values: Sequence[Value]) -> np.dtype[Any]:
+    """Return the type that holds all of these values; raises `UnsuitableError`."""
     kinds = {value.dtype for value in values}
     if len(kinds) == 1:
         return values[0].dtype
@@ -407,10 +407,10 @@ def dtype_for(name: str, values: Sequence[Value]) -> np.dtype[Any]:
     return np.dtype(np.float32) if wide == np.float64 else wide
 
 
-def leaf_for(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
-    """Return the feature whose first examples are these; raises `UnsuitableError`.
+def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
+    """Return the feature inferred from the first values; raises `UnsuitableError`.
 
-    `classes` is the TFDS feature of one class, where the values are classes.
+    `classes` is the TFDS feature of one class, if the values are classes.
     """
     shapes = {value.shape for value in values}
     if len({len(shape) for shape in shapes}) > 1:
@@ -418,7 +418,7 @@ def leaf_for(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
         raise UnsuitableError(f"gives {name!r} of shape {one}, and others of shape {other}")
     sizes = (set(axis) for axis in zip(*shapes, strict=True))
     shape = tuple(next(iter(axis)) if len(axis) == 1 else None for axis in sizes)
-    dtype = np.dtype(np.int64) if classes else dtype_for(name, values)
+    dtype = np.dtype(np.int64) if classes else choose_dtype(name, values)
     tensor = tfds.features.TensorInfo(shape=shape, dtype=np.str_ if dtype == _TEXT else dtype)
     return Leaf(connector=None if shape else classes, element=classes, tensor=tensor)
 
@@ -431,14 +431,14 @@ def image_leaf(config: ImageConfig) -> Leaf:
     return Leaf(connector=image, element=image, tensor=image.get_tensor_info())
 
 
-def stored(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> Any:
-    """Return a value in the shape and type in which it is stored; raises `UnsuitableError`."""
+def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> Any:
+    """Convert a value to its stored shape and type; raises `UnsuitableError`."""
     if spec.stored == "image":
-        return _stored_image(name, value, spec)
+        return _store_image(name, value, spec)
     if value.dtype == _TEXT and spec.labels:
         value = _classes(name, value, spec)
     if fit is not None:
-        value = _fitted(fit, value)
+        value = _fit(fit, value)
     inner = len(spec.shape) == value.ndim and all(
         size in {None, found} for size, found in zip(spec.shape, value.shape, strict=True)
     )
@@ -447,17 +447,17 @@ def stored(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> Any:
             f"gives {name!r} of shape {value.shape}, and the first examples of shape {spec.shape}; "
             f"set data.shapes to {{{name}: {[0, *value.shape[1:]]}}}, or to another shape"
         )
-    if dtype_of(value) != spec.dtype:
+    if get_dtype(value) != spec.dtype:
         able = spec.dtype != "string" and value.dtype != _TEXT
         if not (able and np.can_cast(value.dtype, spec.dtype, "same_kind")):
             raise UnsuitableError(
-                f"gives {name!r} as {dtype_of(value)}, and the first examples as {spec.dtype}"
+                f"gives {name!r} as {get_dtype(value)}, and the first examples as {spec.dtype}"
             )
         value = value.astype(spec.dtype)
     return value
 
 
-def _stored_image(name: str, value: Value, spec: FeatureSpec) -> bytes:
+def _store_image(name: str, value: Value, spec: FeatureSpec) -> bytes:
     if value.dtype == _TEXT and value.shape == ():
         try:
             return images.stored_image(value.item(), spec.sizes[-1])
@@ -466,8 +466,8 @@ def _stored_image(name: str, value: Value, spec: FeatureSpec) -> bytes:
     pixels = value[..., np.newaxis] if value.ndim == len(("height", "width")) else value
     if pixels.dtype != np.uint8 or pixels.shape[2:] != spec.shape[2:]:
         raise UnsuitableError(
-            f"gives {name!r} as {dtype_of(value)} of shape {value.shape}; an image is the bytes of "
-            f"a file, or uint8 of shape (height, width, {spec.shape[-1]})"
+            f"gives {name!r} as {get_dtype(value)} of shape {value.shape}; an image is the bytes "
+            f"of a file, or uint8 of shape (height, width, {spec.shape[-1]})"
         )
     return images.encode(pixels)
 
@@ -484,7 +484,7 @@ def _classes(name: str, value: Value, spec: FeatureSpec) -> Value:
     return np.array(flat, np.int64).reshape(value.shape)
 
 
-def _fitted(fit: Fit, value: Value) -> Value:
+def _fit(fit: Fit, value: Value) -> Value:
     if fit.method == "multi_hot":
         found = np.zeros(fit.shape, bool)
         found[value.astype(np.int64)] = True

@@ -1,1 +1,1 @@
-"""Files as a source of data: csv, parquet, jsonl, tfrecord and images, without code of the user."""
+"""Files as a source of data without user code: csv, parquet, jsonl, tfrecord and images."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.roles import Roles, find, find_one, named, require_apart
+from flotilla.trainer.data.roles import Roles, find, find_one, format_names, require_apart
 from flotilla.trainer.runtime.errors import ConfigError
 
 LABELS = ("label", "target")
@@ -14,7 +14,7 @@ LABELS = ("label", "target")
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRoles(Roles):
-    """Roles, and what splits are drawn by; `kept` are all columns that are read."""
+    """Roles of columns, and the columns that splits depend on; `kept` are all columns to read."""
 
     kept: tuple[str, ...]
     split: str = ""
@@ -25,15 +25,15 @@ class ColumnRoles(Roles):
 def assign(
     config: DataConfig, names: Sequence[str], where: str = "", index: Sequence[str] = ()
 ) -> ColumnRoles:
-    """Choose the roles of columns; with `data.map`, which roles are named after, there are none.
+    """Choose the roles of columns; none with `data.map`, whose results have the roles.
 
-    Those of `index` are left out unless a key names them; `where` they are is for messages.
+    Columns of `index` are left out unless a key names them; `where` is used in messages.
 
     Raises:
-        ConfigError: a key names no column, or no label can be told.
+        ConfigError: a key names a missing column, or no label can be inferred.
     """
     where, column = where or config.source, "column"
-    # An empty name is that of no column where a role has none. TensorFlow Lite ends names at a NUL.
+    # An empty name means "no column" where a role is optional. TensorFlow Lite ends names at a NUL.
     if odd := [name for name in names if not name or "\0" in name]:
         what = f"named {odd[0]!r}" if odd[0] else "without a name"
         raise ConfigError(f"data.source: {where} has a column {what}; rename it")
@@ -52,7 +52,7 @@ def assign(
     }
     find("types", list(config.types), names, where, column)
     left = [name for name in left if name not in index or name in config.types]
-    targets = find("label", config.label, names, where, column) or _by_name(config, left)
+    targets = find("label", config.label, names, where, column) or _guess_label(config, left)
     inputs = find("inputs", config.inputs, names, where, column)
     if not inputs:
         taken = {*targets, *one.values(), *by.values()}
@@ -64,7 +64,7 @@ def assign(
         **one,
         split=by["column"],
         time=by["time"],
-        # Of an id that is an input all examples to test on would be unknown.
+        # An id that is an input would be unknown for every test example.
         split_group=by["group"]
         or ("" if by["time"] or by["column"] or one["group"] in inputs else one["group"]),
         kept=tuple(name for name in names if name in left or name in used),
@@ -73,14 +73,14 @@ def assign(
     return found
 
 
-def _by_name(config: DataConfig, left: Sequence[str]) -> tuple[str, ...]:
+def _guess_label(config: DataConfig, left: Sequence[str]) -> tuple[str, ...]:
     found = [name for word in LABELS for name in left if name.lower() == word]
     if found:
         return (found[0],)
     raise ConfigError(
         f"data.label: {config.source} has no column 'label' or 'target'; set data.label to the "
         f"column that is to be predicted, perhaps {left[-1] if left else ''!r} (one of "
-        f"{named(left)})"
+        f"{format_names(left)})"
     )
 
 

@@ -1,4 +1,4 @@
-"""Sums over the values of one column: which kinds of values there are, over all rows."""
+"""Statistics of the values of one column over all rows: kinds, ranges, shapes, distinct values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flotilla.trainer.data.files.written_lists import LIST, parse_numbers
 #: More classes than any label has.
 MOST_CLASSES = 1_000_000
 _SEEN = 10_000
-#: Up to it each whole number is one of the type.
+#: Up to this value a float type holds every whole number.
 EXACT = {"float32": 2**24, "float64": 2**53}
-# So many steps a range has to have.
+# Fewest representable steps in the range of a column.
 _STEPS, _FEW_STEPS = 4096, 64
 # Nearer to zero a float32 has fewer digits.
 _TINY = 1e-37
@@ -29,7 +29,7 @@ _NAMED = 3
 
 @dataclass(kw_only=True)
 class ColumnScan:
-    """Sums over the values of one column; those of two pieces are merged.
+    """Statistics of the values of one column; those of two pieces can be merged.
 
     Attributes:
         kinds: values of each kind: int, huge (a whole number beyond 64 bits), code, float, bool,
@@ -63,14 +63,14 @@ class ColumnScan:
     whole: bool = True
 
     def add(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
-        """Add the values of some rows; texts are `parsed` where a format has nothing else."""
+        """Add the values of some rows; `parsed` says that the format has texts alone."""
         self.rows += len(array)
         kind = array.type
         if pa.types.is_dictionary(kind):
             array = pc.cast(array, kind.value_type)
             kind = array.type
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            array = _as_texts(array)
+            array = _decode_texts(array)
             kind = array.type
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
             self._add_texts(array, piece, numbers, parsed=parsed)
@@ -79,17 +79,17 @@ class ColumnScan:
         if pa.types.is_floating(kind):
             missing += pc.sum(pc.is_nan(array)).as_py() or 0
         self.empty += missing
-        self._count(kind_of(kind), len(array) - missing)
+        self._count(get_kind(kind), len(array) - missing)
         self._measure(array)
-        if kind_of(kind) == "tensor":
+        if get_kind(kind) == "tensor":
             self._add_shapes(array)
             if self.gathers:
                 self._see(pc.cast(pc.list_flatten(array), pa.string()))
-        elif kind_of(kind) in ("int", "bool") or (self.gathers and kind_of(kind) == "float"):
+        elif get_kind(kind) in ("int", "bool") or (self.gathers and get_kind(kind) == "float"):
             self._see(pc.cast(array, pa.string()))
 
     def add_images(self, measured: Iterable[tuple[int, int, int]], missing: int) -> None:
-        """Add the sizes of some images; those that are broken are `missing`."""
+        """Add the sizes of some images; broken ones count as `missing`."""
         for size in measured:
             self.rows += 1
             self._count("image", 1)
@@ -99,16 +99,16 @@ class ColumnScan:
 
     @property
     def missing(self) -> int:
-        """How many values are missing, if it is no text."""
+        """The number of missing values, unless the column is text."""
         return self.empty + self.marks.total()
 
     def lack(self, rows: int) -> None:
-        """Count the rows that have no value of this column, of `rows` in all."""
+        """Count the rows that lack this column, of `rows` in all."""
         self.empty += rows - self.rows
         self.rows = rows
 
     def merge(self, other: ColumnScan) -> None:
-        """Add the sums of a later piece."""
+        """Add the statistics of a later piece."""
         self.rows += other.rows
         self.empty += other.empty
         self.marks += other.marks
@@ -122,22 +122,22 @@ class ColumnScan:
         self._gather(other.values, many=other.many)
 
     def fits(self, dtype: str) -> bool:
-        """Say whether a type of floats has all whole numbers, and a small part of the range."""
+        """Say whether a float type holds all whole numbers, and resolves the range."""
         if self.lowest > self.highest:
             return True
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
-        # Of a constant there is nothing to tell apart.
+        # A constant has no differences to resolve.
         fine = self.whole or range_ == 0 or range_ / largest >= _STEPS / EXACT[dtype]
         return fine and (largest == 0 or largest > _TINY) and largest <= EXACT[dtype]
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the numbers differ, by so little that a float32 hardly tells them apart."""
+        """Whether the numbers differ by so little that a float32 hardly distinguishes them."""
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
         return 0 < range_ < largest * _FEW_STEPS / EXACT["float32"]
 
     def _measure(self, array: pa.Array) -> None:
-        """Note between which numbers the values are; of texts those that are numbers."""
+        """Track the range of the values; of texts, only those that are numbers."""
         while is_list(array.type):
             array = pc.list_flatten(array)
         if pa.types.is_integer(array.type):
@@ -149,7 +149,7 @@ class ColumnScan:
             array = pc.cast(array, pa.string())
         if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
             array = pa.array(text_values.numbers(array)[0])
-        # What is a float32 in the file loses nothing as one.
+        # A float32 of the file loses nothing when it stays one.
         if not pa.types.is_float64(array.type):
             return
         values = pc.cast(array.drop_null(), pa.float64()).to_numpy(zero_copy_only=False)
@@ -163,7 +163,7 @@ class ColumnScan:
         self.whole = self.whole and whole
 
     def is_doubtful(self, kind: str, *, required: bool) -> bool:
-        """Say whether some rows may be broken where the values are read as a type."""
+        """Say whether some rows may be broken if the values are read as a type."""
         if required and self.missing:
             return True
         if kind == "image":
@@ -202,7 +202,7 @@ class ColumnScan:
             return
         rows = pc.filter(pa.array(numbers), pc.invert(missing))
         if not parsed:
-            # JSON has no times but texts, and a time is one in every format.
+            # JSON has no time type, and a time is recognized in every format.
             times = text_values.matches(known, text_values.TIME)
             self._count("time", pc.sum(times).as_py() or 0)
             self._add_left(known, pc.invert(times), piece, rows)
@@ -232,7 +232,7 @@ class ColumnScan:
         self.writing += written_numbers.count_writing(pc.filter(known, left))
 
     def _add_written(self, array: pa.Array, chosen: pa.Array) -> pa.Array:
-        """Add lists that texts hold; return which of the chosen texts are some."""
+        """Add lists that are written as texts; return which of the chosen texts are lists."""
         found = chosen.to_numpy(zero_copy_only=False).copy()
         for place in np.flatnonzero(found):
             values = parse_numbers(array[int(place)].as_py())
@@ -262,10 +262,10 @@ class ColumnScan:
             level, kind, depth = pc.list_flatten(level), kind.value_type, depth + 1
         self.shapes.update(shape)
         if not pa.types.is_null(kind):
-            self.tensor = _wider(self.tensor, kind_of(kind))
+            self.tensor = _wider(self.tensor, get_kind(kind))
 
 
-# Kinds of values that are of a type for certain.
+# Kinds of values that determine the type.
 _FITTING = {
     "int": {"int"},
     "float": {"int", "huge", "float"},
@@ -289,7 +289,7 @@ def _wider(kind: str, other: str) -> str:
     return max(kind, other, key=order.index)
 
 
-def _as_texts(array: pa.Array) -> pa.Array:
+def _decode_texts(array: pa.Array) -> pa.Array:
     """Return bytes as texts if they are UTF-8; images never are."""
     try:
         return pc.cast(array, pa.string())
@@ -304,16 +304,16 @@ def is_list(kind: pa.DataType) -> bool:
     )
 
 
-def kind_of(kind: pa.DataType) -> str:
+def get_kind(kind: pa.DataType) -> str:
     """Return the kind of values of an Arrow type; empty for one that cannot be read."""
     if pa.types.is_dictionary(kind):
-        return kind_of(kind.value_type)
+        return get_kind(kind.value_type)
     for test, name in _ARROW:
         if test(kind):
             return name
     if is_list(kind):
         inner = kind.value_type
-        numbers = kind_of(inner) in ("int", "float", "bool", "tensor")
+        numbers = get_kind(inner) in ("int", "float", "bool", "tensor")
         return "tensor" if numbers or pa.types.is_null(inner) else ""
     return ""
 

@@ -1,4 +1,4 @@
-"""What the columns of files hold, inferred over all rows and not over the first ones."""
+"""Types of the columns of files, inferred over all rows and not over the first ones."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# So many classes with a mark between parts, which come again, are hardly names.
+# Repeated classes with a separator up to this number are likely sets of labels, not names.
 _FEWEST_SETS = 2
 _FEWEST_IDS = 2
 _NUMBERS = ("int", "huge", "float")
 _INT64 = 2**63
-# Words for missing that a note names.
+# Words for missing values that a note names.
 _MARKS = 5
 _TENSORS = {"float": "float32", "int": "int64", "bool": "bool"}
 
@@ -70,10 +70,10 @@ def decide(  # noqa: PLR0913
     required: bool = False,
     exact: bool = False,
 ) -> Column:
-    """Return what a column holds; `said` is its type where that is not inferred, or empty.
+    """Return the type of a column; `said` is the configured type, empty if it is inferred.
 
-    A row without a value that is `required` is broken. Of an `exact` column all digits are kept, as
-    of one by which splits are drawn.
+    If a value is `required`, a row without it is broken. An `exact` column keeps all digits, as
+    splits drawn by it need them.
 
     Raises:
         UserError: the values are of several types or shapes, or too many for classes.
@@ -86,7 +86,7 @@ def decide(  # noqa: PLR0913
     kind, why, note = label.type or said, label.why or "data.types", ""
     _check_said(name, said, scan)
     if not kind:
-        kind, why = _inferred(name, scan, files, tolerates=config.bad_rows > 0)
+        kind, why = _infer(name, scan, files, tolerates=config.bad_rows > 0)
     if single and kind == "tensor":
         kind = scan.tensor or "text"
     gaps = (scan.missing > 0 or (single and (0,) in scan.shapes)) and not (is_label or required)
@@ -104,13 +104,13 @@ def decide(  # noqa: PLR0913
     if kind == "class":
         _check_class(name, scan, gaps=gaps and not config.bad_rows)
         classes = label.classes or list_classes(scan)
-        note = "; ".join(filter(None, [note, _of_sets(name, classes) if is_label else ""]))
+        note = "; ".join(filter(None, [note, _note_sets(name, classes) if is_label else ""]))
         return replace(column, classes=classes, note=note)
-    return _with_dtype(config, column, scan, exact=exact, is_label=is_label)
+    return _set_dtype(config, column, scan, exact=exact, is_label=is_label)
 
 
-def _of_sets(name: str, classes: Sequence[str]) -> str:
-    """Return a note where classes seem to be several ones, as in `red|blue`."""
+def _note_sets(name: str, classes: Sequence[str]) -> str:
+    """Return a note where a class looks like a set of several, as in `red|blue`."""
     for mark in ("|", ";"):
         joined = [each for each in classes if mark in each.strip(mark)]
         parts = {part.strip() for each in joined for part in each.split(mark)}
@@ -136,10 +136,10 @@ def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
         )
 
 
-def _with_dtype(
+def _set_dtype(
     config: DataConfig, column: Column, scan: ColumnScan, *, exact: bool, is_label: bool
 ) -> Column:
-    """Return a column with the shape of tensors, and a type of floats that holds its numbers."""
+    """Return a column with the shape of tensors, and a float type that holds its numbers."""
     if column.type in NUMBERS_IN_WRITING:
         unit = _unit(column.name, scan)
         return replace(column, unit=unit, dtype="" if is_label else "float64")
@@ -148,7 +148,7 @@ def _with_dtype(
         held = scan.tensor or "float"
         _check_digits(column.name, scan, held)
         dtype = wide if wide and held == "float" else _TENSORS[held]
-        return replace(_with_shape(config, column, scan, is_label=is_label), dtype=dtype)
+        return replace(_set_shape(config, column, scan, is_label=is_label), dtype=dtype)
     is_float = column.type == "float" or (column.type == "int" and column.gaps)
     return replace(column, dtype=wide if is_float else "")
 
@@ -168,12 +168,12 @@ def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
 def _int_or_id(
     name: str, scan: ColumnScan, said: str, why: str, *, gaps: bool
 ) -> tuple[str, str, str]:
-    """Return type, reason and note of whole numbers: those that no number holds are texts."""
+    """Return type, reason and note of whole numbers; text where no number type holds them."""
     found = ""
     if "huge" in scan.kinds or scan.highest >= _INT64:
         found = "whole numbers beyond 64 bits"
     elif gaps and max(scan.highest, -scan.lowest) > EXACT["float64"]:
-        # What is missing has no form but among floats.
+        # Only floats can represent a missing value.
         found = "whole numbers beyond 2^53, and some are missing"
     if not found:
         return "int", why, ""
@@ -189,8 +189,8 @@ def _int_or_id(
     return "text", found, note
 
 
-def _with_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label: bool) -> Column:
-    """Return a column with the shape of its lists: that of `data.shapes`, or what they have."""
+def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label: bool) -> Column:
+    """Return a column with the shape of its lists: from `data.shapes`, or inferred."""
     name, shapes = column.name, sorted(scan.shapes)
     ranks = {len(each) for each in shapes if each != (0,)} or {1}
     given = config.shapes.get(name)
@@ -227,8 +227,8 @@ def _with_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_labe
 
 
 def _check_said(name: str, said: str, scan: ColumnScan) -> None:
-    """Refuse a type of numbers of which nearly all values are in writing."""
-    best = _written(scan) if said in ("int", "float") else ""
+    """Refuse a number type if nearly all values need another notation."""
+    best = _infer_format(scan) if said in ("int", "float") else ""
     if best and scan.kinds.get("text", 0) >= NEARLY_ALL * sum(scan.kinds.values()):
         raise UserError(
             f"data.types: the values of {name!r} are no {said}, such as {scan.texts[0][2]!r}; set "
@@ -237,7 +237,7 @@ def _check_said(name: str, said: str, scan: ColumnScan) -> None:
 
 
 def _unit(name: str, scan: ColumnScan) -> str:
-    """Return the one unit of numbers in writing; another one is another number."""
+    """Return the common unit of numbers in writing; raises `UserError` if there are several."""
     units = written_numbers.list_units(scan.writing)
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
     if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
@@ -253,9 +253,7 @@ def _unit(name: str, scan: ColumnScan) -> str:
     return "".join(units)
 
 
-def _inferred(
-    name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool
-) -> tuple[str, str]:
+def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -> tuple[str, str]:
     kinds = scan.kinds
     total = sum(kinds.values())
     if not total:
@@ -273,7 +271,7 @@ def _inferred(
     if tolerates:
         return "float" if "float" in kinds else "int", f"{counted} of {total} values are numbers"
     places = ", ".join(f"{files.place(piece, row)}: {text!r}" for piece, row, text in scan.texts)
-    best = _written(scan)
+    best = _infer_format(scan)
     ways = (
         f"{{{name}: {best}}} to read them as numbers, {{{name}: text}}"
         if best
@@ -286,8 +284,8 @@ def _inferred(
     )
 
 
-def _written(scan: ColumnScan) -> str:
-    """Return the type by which nearly all values are numbers, some of them in writing, or empty."""
+def _infer_format(scan: ColumnScan) -> str:
+    """Return the type by which nearly all values are numbers, with formatted ones, or empty."""
     texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *_NUMBERS))
     whole += huge
     others = sum(scan.kinds.values()) - texts - whole - fractions
@@ -297,7 +295,7 @@ def _written(scan: ColumnScan) -> str:
 
 
 def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
-    """Say what is doubtful: words that are taken as missing, numbers and dates that are texts."""
+    """Yield doubtful findings: words taken as missing, and numbers and dates taken as texts."""
     odd = {mark: n for mark, n in scan.marks.items() if not text_values.is_null(mark)}
     if odd and kind not in ("text", "class"):
         marks = ", ".join(f"{mark!r} ({odd[mark]} times)" for mark in sorted(odd)[:_MARKS])
@@ -308,7 +306,7 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
     if kind != "text" or said or not scan.writing:
         return
     first = scan.texts[0][2]
-    if best := _written(scan):
+    if best := _infer_format(scan):
         other = next(each for each in NUMBERS_IN_WRITING if each != best)
         both = scan.writing[best] == scan.writing[other] and "," in first
         yield (
@@ -337,7 +335,7 @@ def _hint(scan: ColumnScan, kind: str) -> str:
 
 
 def describe_columns(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
-    """Return what a manifest says of the columns."""
+    """Return the columns for a manifest."""
     return [
         {"name": each.name, "type": each.type, "why": each.why}
         | ({"unit": each.unit} if each.unit else {})

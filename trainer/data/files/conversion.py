@@ -1,4 +1,4 @@
-"""Columns of files become arrays of features; a value that does not fit breaks its row."""
+"""Convert columns of files to arrays of features; a value that does not fit breaks its row."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
 
 
 class Values(NamedTuple):
-    """The values of a column by row, which of them are broken, and what is wrong with these.
+    """The values of a column by row, which of them are broken, and why.
 
-    Those of a number or a class that are `missing` are broken where a value is required.
+    A `missing` number or class is broken where a value is required.
     """
 
     values: NDArray[Any]
@@ -42,11 +42,11 @@ class Values(NamedTuple):
 
 
 def make_spec(column: Column) -> FeatureSpec:
-    """Return how a column is stored."""
+    """Return the stored form of a column."""
     if column.type in ("tensor", "image"):
         stored = column.stored or ("sequence" if None in column.shape else "raw")
         return FeatureSpec(shape=column.shape, dtype=column.dtype, stored=stored)
-    # An int or a bool has no form for a missing value.
+    # An int or a bool cannot represent a missing value.
     is_float = column.type in NUMBERS_IN_WRITING or (column.gaps and column.type in ("int", "bool"))
     kind = "float" if is_float else column.type
     dtype, stored = _DTYPES[kind]
@@ -62,7 +62,7 @@ def make_spec(column: Column) -> FeatureSpec:
 
 
 def convert_rows(column: Column, array: pa.Array, *, required: bool) -> Values:
-    """Return the values of some rows, each by itself.
+    """Return the converted values of some rows.
 
     Args:
         column: what the values are.
@@ -82,7 +82,7 @@ def convert_rows(column: Column, array: pa.Array, *, required: bool) -> Values:
     dtype = make_spec(column).dtype
     why = f"is no {column.type}"
     if dtype in ("int64", "bool"):
-        # None of these is kept: the row is broken.
+        # These values are not used: the row is broken.
         return Values(values.astype(dtype), bad | numbers.missing, why, numbers.missing)
     wide = values.astype(np.float64)
     wide[numbers.missing | bad] = np.nan
@@ -96,9 +96,9 @@ def convert_rows(column: Column, array: pa.Array, *, required: bool) -> Values:
 
 
 def read_times(array: pa.Array, said: str = "") -> list[int | float]:
-    """Return the times, or numbers, by which examples are put in order, in their own precision.
+    """Return the times or numbers that order the examples, in full precision.
 
-    They are of the kind that is `said`; of texts else of that which most of them are.
+    Their kind is `said`; if that is empty, texts take the kind of the majority.
     """
     kind = said or ("int" if pa.types.is_integer(array.type) else "float")
     if _is_text(array.type) and not said:
@@ -110,7 +110,7 @@ def read_times(array: pa.Array, said: str = "") -> list[int | float]:
 
 
 class Numbers(NamedTuple):
-    """Numbers by row, int64 where all are whole by their type; which are missing, or are none."""
+    """Numbers by row, int64 if all are whole by their type; which are missing, which invalid."""
 
     values: NDArray[Any]
     missing: NDArray[np.bool_]
@@ -118,28 +118,28 @@ class Numbers(NamedTuple):
 
 
 def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
-    """Return the values of some rows as numbers of a kind: int, float, bool, time, in writing."""
+    """Parse the values of some rows as numbers of a kind: int, float, bool, time, in writing."""
     if pa.types.is_decimal(array.type):
-        # Its text is exact, and read as that of any other format.
+        # The text of a decimal is exact, and parsed as in any other format.
         array = pc.cast(array, pa.string())
     if _is_text(array.type):
-        return _parsed(kind, text_values.trim_texts(array), unit)
+        return _parse(kind, text_values.trim_texts(array), unit)
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
-        return _known(kind, _seconds(array))
+        return _check_kind(kind, _seconds(array))
     if pa.types.is_boolean(array.type):
         array = pc.cast(array, pa.int8())
     missing = array.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_integer(array.type) and kind == "int":
         whole = pc.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        # Of an unsigned one that is too large the sign is what shows it.
+        # An unsigned value that is too large shows by its sign.
         return Numbers(whole, missing, (whole < 0) & pa.types.is_unsigned_integer(array.type))
     if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
         return Numbers(np.full(len(array), np.nan), missing, ~missing)
     wide = pc.fill_null(pc.cast(array, pa.float64(), safe=False), np.nan)
-    return _known(kind, wide.to_numpy(zero_copy_only=False))
+    return _check_kind(kind, wide.to_numpy(zero_copy_only=False))
 
 
-def _parsed(kind: str, short: pa.Array, unit: str) -> Numbers:
+def _parse(kind: str, short: pa.Array, unit: str) -> Numbers:
     missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)
     if kind in NUMBERS_IN_WRITING:
         values, wrong = written_numbers.numbers(kind, short, unit)
@@ -147,25 +147,25 @@ def _parsed(kind: str, short: pa.Array, unit: str) -> Numbers:
     if kind != "int":
         parse = {"bool": text_values.bools, "time": text_values.times}
         values, bad = parse.get(kind, text_values.numbers)(short)
-        return _known(kind, values, bad)
+        return _check_kind(kind, values, bad)
     whole, wrong = text_values.ints(short)
     left = wrong & ~missing
     if left.any():
         # 30.0 and 3e1 are whole as well.
-        others = _known(kind, *text_values.numbers(short.filter(pa.array(left))))
+        others = _check_kind(kind, *text_values.numbers(short.filter(pa.array(left))))
         whole[left], wrong[left] = others.values, others.bad
     return Numbers(whole, missing, wrong & ~missing)
 
 
-def _known(kind: str, values: NDArray[np.float64], bad: Any = False) -> Numbers:
-    """Return numbers in floats, NaN where missing, with those that are not of their kind."""
+def _check_kind(kind: str, values: NDArray[np.float64], bad: Any = False) -> Numbers:
+    """Return numbers as floats, NaN where missing, and which of them are not of their kind."""
     missing = np.isnan(values) & ~np.broadcast_to(bad, values.shape)
     known = ~np.isnan(values)
     if kind == "bool":
         bad = bad | (known & ~np.isin(values, (0, 1)))
     if kind != "int":
         return Numbers(values, missing, np.broadcast_to(bad, values.shape))
-    # A larger one may have lost digits where it became a float.
+    # A larger one may have lost digits in the conversion to float.
     whole = known & (np.abs(values) < EXACT["float64"]) & (values == np.floor(values))
     bad = bad | (known & ~whole)
     return Numbers(np.where(whole, values, 0).astype(np.int64), missing, bad)
@@ -176,7 +176,7 @@ def _seconds(array: pa.Array) -> NDArray[np.float64]:
         array = pc.cast(array, pa.timestamp("s"))
     units = pc.cast(array, pa.int64())
     known = pc.fill_null(units, 0).to_numpy(zero_copy_only=False)
-    # To the microsecond, as texts are read: a float of seconds tells no more apart.
+    # To the microsecond, as texts are parsed: a float of seconds resolves no more.
     if array.type.unit == "ns":
         found = (known // 1000) / 10**6
     else:
@@ -185,7 +185,7 @@ def _seconds(array: pa.Array) -> NDArray[np.float64]:
 
 
 def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
-    texts, broken = _as_texts(array)
+    texts, broken = _decode_texts(array)
     texts = text_values.trim_texts(texts)
     if column.type == "class":
         ids = class_ids(column.classes, texts)
@@ -199,8 +199,8 @@ def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
     return Values(values.astype(object), bad, why)
 
 
-def _as_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Return values as texts, and which of them are bytes that are no UTF-8."""
+def _decode_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
+    """Return values as texts, and which of them are bytes that are not UTF-8."""
     good = np.zeros(len(array), np.bool_)
     if _is_text(array.type):
         return array, good
@@ -223,7 +223,7 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _tensor(column: Column, array: pa.Array) -> Values:
-    """Return lists as one array, or as an array of arrays where their lengths stay."""
+    """Return lists as one array, or as an array of arrays where lengths vary."""
     level = array
     if pa.types.is_fixed_size_list(array.type):
         level = pc.cast(array, pa.list_(array.type.value_type))
@@ -239,7 +239,7 @@ def _tensor(column: Column, array: pa.Array) -> Values:
         if (lengths == np.prod(np.array(column.shape, int))).all() and not flat.null_count:
             values = flat.to_numpy(zero_copy_only=False).reshape(len(level), *column.shape)
             return Values(values.astype(column.dtype), np.zeros(len(level), np.bool_), "")
-    found = [_fitted(column, row) for row in level.to_pylist()]
+    found = [_fit(column, row) for row in level.to_pylist()]
     bad = np.array([each is None for each in found], np.bool_)
     empty = np.zeros(tuple(size or 0 for size in column.shape), column.dtype)
     kept = [empty if each is None else each for each in found]
@@ -249,13 +249,13 @@ def _tensor(column: Column, array: pa.Array) -> Values:
         values = np.empty(len(kept), object)
         for place, each in enumerate(kept):
             values[place] = each
-    return Values(values, bad, f"has not the shape {_said(column.shape)}")
+    return Values(values, bad, f"has not the shape {_format_shape(column.shape)}")
 
 
-def _fitted(column: Column, row: Any) -> NDArray[Any] | None:
-    """Return one list in the shape of its column, padded where that is asked for; else None."""
+def _fit(column: Column, row: Any) -> NDArray[Any] | None:
+    """Return one list in the shape of its column, padded if configured; None if it does not fit."""
     varies = None in column.shape
-    # A list that is missing has no values, where lists may have any number of them.
+    # A missing list is empty where lists may have any length.
     found = parse_numbers([] if varies and row in (None, "") else row)
     if found is None:
         return None
@@ -274,19 +274,19 @@ def _fitted(column: Column, row: Any) -> NDArray[Any] | None:
 
 
 def pad_values(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:
-    """Return values cut, or padded at the end with zeros or empty texts, to some sizes."""
+    """Cut values to some sizes, or pad them at the end with zeros or empty texts."""
     found = np.full(sizes, b"" if values.dtype == object else 0, values.dtype)
     here = tuple(slice(min(each)) for each in zip(sizes, values.shape, strict=True))
     found[here] = values[here]
     return found
 
 
-def _said(shape: tuple[int | None, ...]) -> str:
+def _format_shape(shape: tuple[int | None, ...]) -> str:
     return f"[{', '.join('any' if size is None else str(size) for size in shape)}]"
 
 
 def _only_values(array: pa.Array) -> pa.Array:
-    """Return the values of lists of one value; null for one that is empty."""
+    """Return the values of lists of one value; null for an empty list."""
     lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     places = np.cumsum(lengths) - lengths
     flat = pc.list_flatten(array)

@@ -1,6 +1,6 @@
-"""The files of a source, cut into pieces that are read alone, and these grouped into parts.
+"""The files of a source, cut into pieces that can be read independently, grouped into parts.
 
-Local files are read in place; others are fetched, and removed again.
+Local files are read in place; others are fetched, and deleted after use.
 """
 
 from __future__ import annotations
@@ -65,30 +65,30 @@ class FilePieces:
 
     @property
     def is_listing(self) -> bool:
-        """Whether the listing itself is the table, and no file has several rows."""
+        """Whether each file is one row, so that the listing is the table."""
         return isinstance(self.reader, ImageFilesReader)
 
     def local(self, number: int) -> AbstractContextManager[Path]:
-        """Give a file as a local path."""
+        """Provide a file as a local path."""
         return nullcontext(Path()) if self.is_listing else local(self.files[number], self.scratch)
 
     def folder(self, number: int) -> str:
-        """Return the URI of the folder that paths in a file are below; empty for a listing."""
+        """Return the URI of the folder that contains the paths in a file; empty for a listing."""
         return "" if self.is_listing else storage.parent_of(self.files[number].uri)
 
     @property
     def first(self) -> int:
-        """The file by whose columns others are checked: the first one to train on."""
+        """The file whose columns others are checked against: the first training file."""
         numbered = enumerate(self.files)
         return next((at for at, file in numbered if file.split in ("", SPLITS[0])), 0)
 
     def columns(self, number: int, path: Path) -> tuple[str, ...]:
-        """Return the columns of a file, those of its folders after its own."""
+        """Return the columns of a file, followed by those of its partition folders."""
         names = self.reader.names(path)
         return tuple(dict.fromkeys([*names, *self._partition(number)]))
 
     def header(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the columns of the first file, and those which it says are an index."""
+        """Return the columns of the first file, and its index columns."""
         with self.local(self.first) as path:
             said = () if self.is_listing else self.reader.index(path)
             return self.columns(self.first, path), said
@@ -103,18 +103,18 @@ class FilePieces:
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records of a piece with the columns of its folders; see `Reader.rows`."""
+        """Yield the records of a piece with its partition columns; see `Reader.rows`."""
         added = self._partition(piece.file)
         if not added:
             yield from self.reader.rows(path, piece, columns, broken)
             return
         there = self.reader.names(path)
         added = {name: value for name, value in added.items() if name not in there}
-        # No column at all would be every one.
+        # An empty list would select every column.
         own = [name for name in columns if name not in added] or list(there[: len(columns)])
         for rows in self.reader.rows(path, piece, own, broken):
             table = rows.table
-            # A record may have a key of that name that the first ones have not.
+            # A record may have a partition key that the first records lack.
             table = table.select([each for each in table.column_names if each not in added])
             for name, value in added.items():
                 table = table.append_column(name, pa.repeat(value, len(table)))
@@ -135,7 +135,7 @@ class FilePieces:
     def pieces(self) -> Iterator[Piece]:
         """Yield all pieces, in order."""
         if self.is_listing:
-            # A piece is of one split.
+            # A piece belongs to one split.
             for _, files in groupby(range(len(self.files)), lambda at: self.files[at].split):
                 places = list(files)
                 for start in places[::_IMAGES]:
@@ -145,7 +145,7 @@ class FilePieces:
             yield from self._cut(number)
 
     def groups(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """Yield the origin and the pieces of each part: small files are put together."""
+        """Yield the origin and the pieces of each part: small files share a part."""
         held: list[list[int]] = []
         size, origin = 0, ""
         for piece in self.pieces():
@@ -161,7 +161,7 @@ class FilePieces:
             yield origin, held
 
     def _cut(self, number: int) -> list[Piece]:
-        """Return the pieces of a file; one that is not on this machine stays whole."""
+        """Return the pieces of a file; a remote file stays whole."""
         file = self.files[number]
         if file.size < 2 * PART_BYTES or not file.uri.startswith("file:"):
             return [Piece(number)]
@@ -170,15 +170,15 @@ class FilePieces:
 
 
 def select_pieces(config: DataConfig, listing: Listing, scratch: Path) -> FilePieces:
-    """Return the files of a listing that are examples to learn from, with the splits they say.
+    """Return the files of a listing to learn from, with the splits that their names give.
 
     Raises:
-        UserError: see `choose_reader`, `by_class` and `with_labels`.
+        UserError: see `choose_reader`, `arrange_by_class` and `select_labelled`.
     """
     pieces = choose_reader(config, listing.files, scratch, listing.hidden)
     if pieces.is_listing:
-        return by_class(config, pieces)
-    return pieces if config.map else with_labels(config, pieces, config.label or LABELS)
+        return arrange_by_class(config, pieces)
+    return pieces if config.map else select_labelled(config, pieces, config.label or LABELS)
 
 
 def choose_reader(
@@ -187,14 +187,14 @@ def choose_reader(
     scratch: Path,
     hidden: Mapping[str, int] | None = None,
 ) -> FilePieces:
-    """Choose the files of one format, and their reader; `hidden` are those not listed, by ending.
+    """Choose the files of one format and their reader; `hidden` counts unlisted ones by suffix.
 
     Raises:
-        ConfigError: the format cannot be told.
+        ConfigError: the format cannot be inferred.
         UserError: there is no file.
     """
     form, kept = one_format(config, files)
-    notes = _left_out(files, kept, hidden or {})
+    notes = _note_unread(files, kept, hidden or {})
     if form == "images":
         paths, uris = [file.path for file in kept], [file.uri for file in kept]
         reader: Reader = ImageFilesReader(paths, uris, labelled=True)
@@ -203,13 +203,13 @@ def choose_reader(
     return FilePieces(files=kept, reader=reader, scratch=scratch, notes=notes)
 
 
-def with_labels(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
-    """Return the files to train on, with the splits that their names say.
+def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
+    """Return the files to train on, with the splits that their names give.
 
-    A file without a label is left out if it is called as one to predict from.
+    A file without a label is left out if its name says that it is for prediction.
 
     Raises:
-        UserError: one that `data.splits` names has no label.
+        UserError: a file that `data.splits` names has no label.
     """
     doubtful = [at for at, file in enumerate(pieces.files) if may_lack_label(file)]
     files, notes = list(pieces.files), list(pieces.notes)
@@ -241,11 +241,11 @@ def with_labels(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -
     return replace(pieces, files=files, notes=[*notes, note] if note else notes)
 
 
-def by_class(config: DataConfig, images: FilePieces) -> FilePieces:
-    """Return a folder of images in a drawn order, with the splits that its folders say.
+def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
+    """Return a folder of images in a random order, with the splits that its folders give.
 
     Raises:
-        UserError: an image is in no folder of a class, or of a split where others are.
+        UserError: an image is in no class folder, or in no split folder although others are.
     """
     files, notes = list(images.files), list(images.notes)
     if not any(file.split for file in files):
@@ -263,7 +263,7 @@ def by_class(config: DataConfig, images: FilePieces) -> FilePieces:
 
 def _reader(form: str) -> Reader:
     if form == "tfrecord":
-        # It loads TensorFlow.
+        # This import loads TensorFlow.
         from flotilla.trainer.data.files.formats.example_records import ExampleReader  # noqa: PLC0415
 
         return ExampleReader()
@@ -276,18 +276,18 @@ def _reader(form: str) -> Reader:
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
-    """Return the format of a listing, and the files that have it; raises `ConfigError`."""
+    """Return the format of a listing, and its files; raises `ConfigError`."""
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
     files = drop_documents(files)
-    formats = [_format_of(file.path) for file in files]
+    formats = [_infer_format(file.path) for file in files]
     first = {form: file.path for file, form in reversed(list(zip(files, formats, strict=True)))}
     first.pop("", None)
     if "images" in first and all(
         form != "csv" or file.path.lower().endswith(".txt")
         for file, form in zip(files, formats, strict=True)
     ):
-        # Notes next to images are no table.
+        # Notes next to images are not a table.
         first.pop("csv", None)
     chosen: str = config.format or next(iter(first), "")
     if not config.format and len(first) != 1:
@@ -308,18 +308,18 @@ def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]
     return chosen, kept or list(files)
 
 
-def _format_of(path: str) -> str:
+def _infer_format(path: str) -> str:
     suffix = Path(bare_name(path)).suffix
     return next((form for form, suffixes in FORMATS.items() if suffix in suffixes), "")
 
 
-def _left_out(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str, int]) -> list[str]:
-    """Return a note of the files of a source that are not read; none where all are.
+def _note_unread(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str, int]) -> list[str]:
+    """Return a note on the files of a source that are not read; empty if all are.
 
     Args:
-        files: all that are not hidden.
-        kept: those that are read.
-        hidden: how many there are by suffix. Those of another form are of no interest.
+        files: all files that are not hidden.
+        kept: the files that are read.
+        hidden: hidden files by suffix; only those of the same format count.
     """
     taken = {id(file) for file in kept}
     others = [file.path for file in files if id(file) not in taken]
@@ -339,40 +339,40 @@ def _left_out(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str, in
 
 @contextmanager
 def local(file: Any, scratch: Path) -> Iterator[Path]:
-    """Give a file of a listing as a local path.
+    """Provide a file of a listing as a local path.
 
     Raises:
-        UserError: it is not what was listed, or cannot be read; the message names it.
+        UserError: the file has changed since it was listed, or cannot be read.
     """
     path = local_path(file.uri)
     if path:
-        with _named(file, path):
-            yield from _in_place(file, path)
+        with _name_file(file, path):
+            yield from _use_in_place(file, path)
         return
-    # A worker on another machine has no such folder.
+    # A worker on another machine may lack this folder.
     place = scratch if scratch.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place, prefix="file-") as folder:
         path = Path(folder) / file.path.rpartition("/")[2]
-        with _named(file, path):
+        with _name_file(file, path):
             tag = choose_store(file.uri).download(file.uri, path)
             require_listed(file, path.stat().st_size, tag)
             yield path
 
 
-def _in_place(file: Any, path: Path) -> Iterator[Path]:
+def _use_in_place(file: Any, path: Path) -> Iterator[Path]:
     before = path.stat()
     require_listed(file, before.st_size, tag_of(before))
     try:
         yield path
     except UserError:
-        # It may be wrong because it has changed.
+        # The error may come from a change of the file.
         require_listed(file, path.stat().st_size, tag_of(before, path.stat()))
         raise
     require_listed(file, path.stat().st_size, tag_of(before, path.stat()))
 
 
 @contextmanager
-def _named(file: Any, path: Path) -> Iterator[None]:
+def _name_file(file: Any, path: Path) -> Iterator[None]:
     named = str(local_path(file.uri) or file.uri)
     try:
         with report_errors("read data.source"):

@@ -1,4 +1,4 @@
-"""Files as a source: what they hold, in which roles, cut into parts that are read alone."""
+"""Files as a source: scan their columns, choose roles, and cut them into parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from flotilla.trainer.runtime import cores
 from flotilla.trainer.runtime.errors import UserError
 
 _ROWS = 1 << 14
-# Notes on how files are laid out.
+# Notes on the layout of files.
 _NAMED = 5
 _SEVERAL = 2
 _Found = TypeVar("_Found")
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class FileSource(Source):
-    """Files of one format, as `flotilla.trainer.data.listing` found them."""
+    """Files of one format from a `flotilla.trainer.data.listing`."""
 
     def __init__(self, config: DataConfig, listing: Any, scratch: Path) -> None:
         """Read the files of a listing; copies of remote ones are in `scratch` meanwhile."""
@@ -61,10 +61,10 @@ class FileSource(Source):
         self._selection: Selection | None = None
 
     def select(self) -> Selection:
-        """Scan the files, unless that is remembered, and say types and roles."""
+        """Return types and roles of the columns; scans the files unless a scan is cached."""
         if self._selection:
             return self._selection
-        scan = self._scan = self._scan or self._scanned()
+        scan = self._scan = self._scan or self._scan_files()
         roles = self._roles = self._files.roles(self._config, scan.names, scan.index)
         if not scan.broken.rows:
             raise UserError(f"{self.name} has no row in any file; name files that have some")
@@ -77,7 +77,7 @@ class FileSource(Source):
                 name,
                 said=self._said.get(name, ""),
                 is_label=name in roles.targets,
-                required=name in self._needed(roles),
+                required=name in self._list_required(roles),
                 exact=name in (roles.time, roles.group, roles.split_group),
             )
             for name in roles.kept
@@ -91,10 +91,10 @@ class FileSource(Source):
             self._check_numbers("splits.time", roles.time, scan, "time")
             self._bounds = self._time_bounds(scan)
         self._tell(roles)
-        self._selection = self._selected(roles)
+        self._selection = self._make_selection(roles)
         return self._selection
 
-    def _selected(self, roles: ColumnRoles) -> Selection:
+    def _make_selection(self, roles: ColumnRoles) -> Selection:
         specs = {name: make_spec(column) for name, column in self._columns.items()}
         lengths = {}
         for name in (each for each, spec in specs.items() if spec.varies):
@@ -105,7 +105,7 @@ class FileSource(Source):
                     f"{name} a length"
                 )
             lengths[length_name(name)] = FeatureSpec(shape=(), dtype="int64", stored="int")
-        # Of whole numbers 0 is what is padded with, of all others only the length says it.
+        # Whole numbers are padded with 0; other values need a length feature.
         needed = (
             length_name(each)
             for each in roles.inputs
@@ -125,7 +125,7 @@ class FileSource(Source):
         """Do nothing: files are fetched part by part."""
 
     def parts(self) -> Sequence[Part]:
-        """Return parts of about 64 MB, in an order drawn by the seed: files are often sorted."""
+        """Return parts of about 64 MB in an order drawn by the seed: files are often sorted."""
         with Work("looking where the files can be cut"):
             groups = list(self._files.groups())
         order = np.random.RandomState(self._config.seed).permutation(len(groups))
@@ -136,13 +136,13 @@ class FileSource(Source):
 
     @property
     def total(self) -> int:
-        """All rows but the broken ones."""
+        """The number of rows without the broken ones."""
         broken = self._scan.broken if self._scan else BrokenRows()
         return broken.rows - broken.count - broken.unlabelled
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the examples of a part; broken rows were counted by the scan, and are left out."""
-        for (piece, numbers), columns, bad in self._read(part):
+        """Yield the examples of a part without broken rows, which the scan has counted."""
+        for (piece, numbers), columns, bad in self._read_pieces(part):
             kept = add_lengths(
                 {name: selection.specs[name] for name in columns},
                 {name: array[~bad] for name, array in columns.items()},
@@ -153,8 +153,8 @@ class FileSource(Source):
                 yield Batch(columns={name: kept[name] for name in selection.specs}, splits=drawn)
 
     def place(self, part: Part, number: int) -> str:
-        """Say in which file and row an example is."""
-        for (piece, numbers), _, bad in self._read(part):
+        """Return the file and row of an example."""
+        for (piece, numbers), _, bad in self._read_pieces(part):
             left = numbers[~bad]
             if number < len(left):
                 return self._files.place(piece, int(left[number]))
@@ -162,7 +162,7 @@ class FileSource(Source):
         return f"part {part.number}"
 
     def notes(self) -> Sequence[str]:
-        """Return what is noteworthy of files, columns and rows."""
+        """Return notes on files, columns and rows."""
         scan = self._scan or Scan()
         said = list(self._files.notes)
         for text, files in list(scan.notes.items())[:_NAMED]:
@@ -197,7 +197,7 @@ class FileSource(Source):
         return said
 
     def facts(self) -> Mapping[str, Any]:
-        """Return the spans, the columns with their types, and the rows that were left out."""
+        """Return the spans, the columns with their types, and the number of skipped rows."""
         broken = self._scan.broken if self._scan else BrokenRows()
         return {
             "spans": [*dict.fromkeys(file.span for file in self._files.files if file.span)],
@@ -207,14 +207,14 @@ class FileSource(Source):
         }
 
     def state(self) -> Any:
-        """Return what the scan found, to be pickled with the parts."""
+        """Return the scan, to be pickled with the parts."""
         return self._scan
 
     def restore(self, state: Any) -> None:
-        """Go on with what `state` returned for the same files, instead of a scan."""
+        """Use the `state` of a scan of the same files instead of a new scan."""
         self._scan = state
 
-    def _read(
+    def _read_pieces(
         self, part: Part
     ) -> Iterator[
         tuple[tuple[Piece, NDArray[np.int64]], dict[str, NDArray[Any]], NDArray[np.bool_]]
@@ -229,21 +229,21 @@ class FileSource(Source):
                     broken.check(self.name, 0, self._files.place)
                 yield (piece, rows.numbers), columns, bad
 
-    def _over_pieces(self, what: str, read: Callable[[Piece, Work], _Found]) -> Iterator[_Found]:
+    def _map_pieces(self, what: str, read: Callable[[Piece, Work], _Found]) -> Iterator[_Found]:
         files = self._files
-        # Of a listing each file is a row.
+        # In a listing each file is a row.
         total = len(files.files) if files.is_listing else 0
         size = sum(each.size for each in files.files)
-        # Arrow and Pillow let go of the lock of Python while they parse.
+        # Arrow and Pillow release the GIL while they parse.
         threads = self._config.runner.processes or cores.usable()
-        # The work ends before the pool, so that after an interrupt no thread goes on.
+        # The work stops before the pool, so that no thread continues after an interrupt.
         with ThreadPoolExecutor(threads) as pool, Work(what, "rows", total, size=size) as work:
             yield from pool.map(lambda piece: read(piece, work), files.pieces())
 
-    def _scanned(self) -> Scan:
+    def _scan_files(self) -> Scan:
         names, said = self._files.header()
         varies = self._files.reader.varies
-        # A wrong key is refused before all is read.
+        # Refuse a wrong key before all files are read.
         columns = () if varies else self._files.roles(self._config, names, said).kept
         require_few(len(columns), self._config.source)
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
@@ -272,7 +272,7 @@ class FileSource(Source):
                 ).run()
 
         total = Scan(names=names)
-        for each in self._over_pieces("reading the files", scanned):
+        for each in self._map_pieces("reading the files", scanned):
             total.merge(each)
         total.close()
         total.index = find_index(total.names, said)
@@ -304,8 +304,8 @@ class FileSource(Source):
         return Pictures(self._config.image, folder, {each.uri: each for each in named})
 
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
-        """Count broken rows for certain, where there may be some, and refuse too many."""
-        needed = self._needed(roles)
+        """Count the broken rows exactly, where there may be some, and refuse too many."""
+        needed = self._list_required(roles)
         below = roles.weight and scan.columns[roles.weight].lowest < 0
         doubtful = (
             scan.broken.count
@@ -318,13 +318,13 @@ class FileSource(Source):
         )
         if doubtful:
             total = BrokenRows()
-            for each in self._over_pieces("checking the rows", self._broken_in):
+            for each in self._map_pieces("checking the rows", self._count_broken):
                 total.merge(each)
             scan.broken = total
         scan.broken.check_labels(self._files.place)
         scan.broken.check(self.name, self._config.bad_rows, self._files.place)
 
-    def _broken_in(self, piece: Piece, work: Work) -> BrokenRows:
+    def _count_broken(self, piece: Piece, work: Work) -> BrokenRows:
         broken = BrokenRows()
         for rows in self._rows(piece, broken):
             self._converted(rows, piece, broken)
@@ -344,7 +344,7 @@ class FileSource(Source):
                     size = 0 if start else rows.size
                     yield Rows(rows.table.slice(start, _ROWS), rows.numbers[here], size=size)
 
-    def _needed(self, roles: ColumnRoles) -> set[str]:
+    def _list_required(self, roles: ColumnRoles) -> set[str]:
         return {*roles.targets, roles.weight, roles.split, roles.time}
 
     def _converted(
@@ -353,15 +353,15 @@ class FileSource(Source):
         roles = self._roles
         assert roles
         bad = np.zeros(len(rows.numbers), np.bool_)
-        needed, found = self._needed(roles), {}
-        # A row without a label is left out, whatever else is wrong with it.
+        needed, found = self._list_required(roles), {}
+        # A row without a label is left out even if it has other errors.
         names = sorted(self._columns, key=lambda name: name not in roles.targets)
         for name in names:
             column = self._columns[name]
             array = pa.chunked_array(rows.table[name]).combine_chunks()
             if column.type == "image":
                 spec, pictures = make_spec(column), self._pictures(piece)
-                values, wrong, reasons = pictures.decoded(spec, array.to_pylist())
+                values, wrong, reasons = pictures.decode_all(spec, array.to_pylist())
                 result = Values(values, wrong, "")
             else:
                 result = convert_rows(column, array, required=name in needed)
@@ -398,7 +398,7 @@ class FileSource(Source):
             return splits.split_by_time(columns[roles.time], self._bounds)
         validation, test = self._shares()
         drawn = [roles.split_group] if roles.split_group else roles.inputs or tuple(columns)
-        # A length is that of no column.
+        # Length features have no column.
         labels = {name: column.classes for name, column in self._columns.items()}
         content = {name: comparable_content(columns[name], labels.get(name, ())) for name in drawn}
         found = hashes(content, self._config.seed)
@@ -439,7 +439,7 @@ class FileSource(Source):
         )
 
     def _check_distances(self, name: str, scan: Scan) -> None:
-        """Refuse a number to be predicted whose values no float32 tells apart, as a model gives."""
+        """Refuse a label whose values a float32, the type of predictions, does not distinguish."""
         if self._columns[name].type in ("int", "float", "time") and scan.columns[name].is_narrow:
             lowest, highest = scan.columns[name].lowest, scan.columns[name].highest
             raise UserError(

@@ -1,4 +1,4 @@
-"""What a label of files is: classes, or a quantity; which, over all rows and in every format."""
+"""Labels of files: classes or a quantity, decided over all rows and alike for every format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
 from flotilla.trainer.features.class_names import ClassIndex, Spellings, lookalikes
 from flotilla.trainer.runtime.errors import UserError
 
-#: Whole numbers of a label with at most so many different values are classes.
+#: Whole numbers with at most this many distinct values are classes.
 FEW_VALUES = 20
 _NUMBERS = ("int", "huge", "float")
 _TWO = 2
@@ -26,7 +26,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Label:
-    """What a label is read as: its type, why, the classes if it has some, and notes."""
+    """A label's type and reason, its classes if it has any, and notes."""
 
     type: str
     why: str
@@ -35,21 +35,21 @@ class Label:
 
 
 def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ...]:
-    """Return the classes of a column in their order; `as_written` keeps spellings apart."""
+    """Return the sorted classes of a column; `as_written` keeps spellings apart."""
     return tuple(sorted(scan.values - {""})) if as_written else _spellings(scan).names()
 
 
 def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
-    """Decide what a label of single values is; one whose type is empty is what any column is.
+    """Decide the type of a label of single values; an empty type means that of any column.
 
     Args:
-        name: of the column.
-        said: its type by `data.types`, or empty.
-        scan: its values.
+        name: name of the column.
+        said: its type in `data.types`, or empty.
+        scan: statistics of its values.
         parsed: whether texts in the file may be numbers, as those of CSV.
 
     Raises:
-        UserError: it has no value, or is a number in writing.
+        UserError: it has no value, or holds formatted numbers.
     """
     spellings = _spellings(scan)
     if not (scan.kinds or spellings.count):
@@ -59,20 +59,20 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
         return Label("class", "label of texts as they are written", classes)
     if scan.many or not spellings.count or said not in ("", "class", "bool"):
         of_times = not said and set(scan.kinds) == {"time"}
-        return Label("", "", (), (_of_times(name),) if of_times else ())
+        return Label("", "", (), (_note_times(name),) if of_times else ())
     if said or spellings.is_truth:
         why = "data.types" if said else "label of yes and no"
-        return _of_classes(name, why, spellings, scan)
+        return _read_classes(name, why, spellings, scan)
     are_texts = not parsed and set(scan.kinds) == {"text"}
     if spellings.are_whole:
-        return _of_whole(name, spellings, scan, are_texts=are_texts)
+        return _read_whole(name, spellings, scan, are_texts=are_texts)
     if set(scan.kinds) == {"time"} or _is_quantity(spellings, scan, are_texts=are_texts):
-        return Label("", "", (), (_of_times(name),) if "time" in scan.kinds else ())
-    found = _of_classes(name, "label of texts", spellings, scan)
-    return replace(found, notes=(*found.notes, *_numbers_in(name, spellings, scan)))
+        return Label("", "", (), (_note_times(name),) if "time" in scan.kinds else ())
+    found = _read_classes(name, "label of texts", spellings, scan)
+    return replace(found, notes=(*found.notes, *_check_numbers(name, spellings, scan)))
 
 
-def _of_times(name: str) -> str:
+def _note_times(name: str) -> str:
     return (
         f"the label {name!r} holds times, which are taken as seconds since 1970; write the number "
         f"that is to be predicted, or set data.types: {{{name}: class}} if they are classes"
@@ -80,7 +80,7 @@ def _of_times(name: str) -> str:
 
 
 def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> bool:
-    """Say whether a label is what its values are, or has numbers and a few mistakes."""
+    """Say whether a label holds numbers with a few mistakes, not classes."""
     if spellings.are_numbers and not are_texts:
         return True
     numbers = sum(scan.kinds.get(each, 0) for each in _NUMBERS)
@@ -88,7 +88,7 @@ def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> 
 
 
 def rows_without_class(scan: ColumnScan) -> int:
-    """Count the values that are no class: a word such as `unknown` is one among texts."""
+    """Count the values that are not a class: a word such as `unknown` is a class among texts."""
     return scan.empty + sum(count for each, count in scan.marks.items() if _is_mark(each, scan))
 
 
@@ -101,10 +101,10 @@ def _spellings(scan: ColumnScan) -> Spellings:
     return Spellings(each for each in scan.values if not _is_mark(each, scan))
 
 
-def _of_whole(name: str, spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> Label:
+def _read_whole(name: str, spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> Label:
     count = spellings.count
     if are_texts or count <= min(FEW_VALUES, max(_TWO, scan.rows // 2)):
-        found = _of_classes(name, f"label of {count} whole numbers", spellings, scan)
+        found = _read_classes(name, f"label of {count} whole numbers", spellings, scan)
         says = (
             f"the label {name!r} has {count} different whole numbers and is taken as classes; set "
             f"data.types: {{{name}: float}} if it is a quantity"
@@ -117,7 +117,7 @@ def _of_whole(name: str, spellings: Spellings, scan: ColumnScan, *, are_texts: b
     return Label("float", f"label of {count} different whole numbers", (), (says,))
 
 
-def _of_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -> Label:
+def _read_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -> Label:
     names = spellings.names()
     notes = []
     if merged := spellings.merged():
@@ -151,8 +151,8 @@ def _pairs(groups: Sequence[Sequence[str]]) -> str:
     return ", ".join(" and ".join(map(repr, each)) for each in groups[:_NAMED]) + more
 
 
-def _numbers_in(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
-    """Note or refuse a label of numbers that are texts: as classes no two values would be near."""
+def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
+    """Note or refuse numbers that are texts: as classes they lose their distances."""
     texts = [text for each in spellings.by_key.values() for text in each]
     writing = written_numbers.count_writing(pa.array(texts))
     kind = written_numbers.find_kind(writing, texts=len(texts))
@@ -165,7 +165,7 @@ def _numbers_in(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[s
         return
     says = f"the label {name!r} has numbers that are written as texts, such as {texts[0]!r}"
     ways = f"set data.types: {{{name}: {kind}}} to read them as numbers"
-    # `3 doors` may be a class, a price is none.
+    # `3 doors` may be a class, a price is not.
     few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
     if not few or written_numbers.is_amount(writing):
         raise UserError(f"data.types: {says}; {ways}, or {{{name}: class}} if they are classes")
@@ -174,12 +174,12 @@ def _numbers_in(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[s
 
 @lru_cache(maxsize=16)
 def _index(classes: tuple[str, ...]) -> ClassIndex:
-    # Of a million classes it takes seconds, and rows come in blocks.
+    # A million classes take seconds to index, and rows come in blocks.
     return ClassIndex(classes)
 
 
 def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:
-    """Return the numbers of the classes of some texts, -1 where there is none."""
+    """Return the class numbers of some texts, -1 for an unknown class."""
     index = _index(tuple(classes))
     coded = pc.dictionary_encode(texts)
     known = np.array([index.number(each) for each in coded.dictionary.to_pylist()], np.int64)

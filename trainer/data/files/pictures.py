@@ -1,4 +1,4 @@
-"""Images of a source: from files that a table or a listing names, or from bytes within a table."""
+"""Images of a source: from files named in a table or a listing, or from bytes in a table."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flotilla.trainer.config.data import ImageConfig
 from flotilla.trainer.data.examples.images import (
     ORIENTATION,
     UndecodableError,
-    as_seen,
-    opened,
+    normalize_image,
+    open_image,
     stored_image,
 )
 from flotilla.trainer.data.features import image_spec
@@ -32,27 +32,27 @@ from flotilla.trainer.storage.store import TooLargeError, Trouble
 from flotilla.trainer.storage.uri import check_path, local_path
 
 _GREY = ("1", "L", "LA")
-# Of the EXIF orientation.
+# Values of the EXIF orientation that swap height and width.
 _TURNED = (5, 6, 7, 8)
-# Hardly a photo of the most pixels that are taken has more, stored without any compression.
+# Largest image file in bytes: an uncompressed photo with the most pixels is hardly larger.
 _MOST_BYTES = 256 << 20
-# What a store says of one object; all else is of the store, and of every row.
+# Errors of a single object; all others concern the store, and therefore every row.
 _OF_A_FILE = ("DENIED", "OTHER")
-# Of Windows too.
+# Path separators, also of Windows.
 _ABSOLUTE = re.compile("/|[A-Za-z]:/")
 _ELSEWHERE = "it leads outside the folder of its table; write paths below that folder"
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Finds and decodes the images that the rows of one file name.
+    """Finds and decodes the images named by the rows of one file.
 
-    A cell of a table is data of anyone's, so that it names a file below the folder of its table,
-    and never a host, a scheme, or a place elsewhere.
+    Cells are untrusted: they may only name files below the folder of their table, and never a host,
+    a scheme or another folder.
 
     Attributes:
         config: how images are decoded.
-        folder: URI of the folder of a table; empty for a listing, which has URIs of its own.
+        folder: URI of the table's folder; empty for a listing, which contains URIs.
         listed: the files of that listing, by URI.
     """
 
@@ -62,12 +62,12 @@ class Pictures:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Height, width and channels as configured; raises `ValueError` where they are not."""
+        """Configured height, width and channels; raises `ValueError` if they are not configured."""
         height, width = self.config.size
         return height, width, self.config.channels
 
     def data(self, value: Any) -> bytes:
-        """Return the bytes of an image; raises `UndecodableError` where there are none."""
+        """Return the bytes of an image; raises `UndecodableError` if there are none."""
         if isinstance(value, bytes):
             return value
         if not value:
@@ -90,18 +90,18 @@ class Pictures:
             require_listed(file, len(data), tag)
         return data
 
-    def measured(self, value: Any) -> tuple[int, int, int]:
+    def measure(self, value: Any) -> tuple[int, int, int]:
         """Return height, width and channels of an image; raises `UndecodableError`."""
-        with opened(self.data(value)) as image:
+        with open_image(self.data(value)) as image:
             width, height = image.size
             if image.getexif().get(ORIENTATION) in _TURNED:
                 width, height = height, width
             return height, width, 1 if image.mode in _GREY or image.mode[0] == "I" else 3
 
-    def decoded(
+    def decode_all(
         self, spec: FeatureSpec, values: Sequence[Any]
     ) -> tuple[NDArray[Any], NDArray[np.bool_], list[str]]:
-        """Return images as they are stored, which of them are broken, and why."""
+        """Return images in their stored form, which of them are broken, and why."""
         found: list[Any] = []
         reasons = []
         for value in values:
@@ -120,7 +120,7 @@ class Pictures:
         return encoded, bad, reasons
 
     def _below(self, value: str) -> str:
-        """Return the URI of a path in a cell; raises `UndecodableError` where it leads away."""
+        """Return the URI of a path in a cell; raises `UndecodableError` outside the folder."""
         path = value.replace("\\", "/")
         names = [name for name in path.split("/") if name not in ("", ".")]
         if _ABSOLUTE.match(path) or "://" in path or ".." in names or not names:
@@ -134,7 +134,7 @@ class Pictures:
 
 
 def _require_below(root: Path, path: Path) -> None:
-    """Raise `UndecodableError` where the links of a path of this machine lead out of `root`."""
+    """Raise `UndecodableError` if the symbolic links of a local path leave `root`."""
     try:
         if not path.resolve().is_relative_to(root.resolve()):
             raise UndecodableError(_ELSEWHERE)
@@ -144,7 +144,7 @@ def _require_below(root: Path, path: Path) -> None:
 
 
 def _reason(uri: str, error: OSError) -> str:
-    """Say why one file cannot be read; raises `UserError` where its place is to blame."""
+    """Explain why one file cannot be read; raises `UserError` if the store is the cause."""
     if isinstance(error, NotAFileError):
         return "it is a folder" if error.errno == errno.EISDIR else "it is no file"
     trouble = getattr(error, "trouble", "")
@@ -157,10 +157,10 @@ def _reason(uri: str, error: OSError) -> str:
 
 
 def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
-    """Return how images are stored: encoded where a size is configured, else as pixels.
+    """Return the stored form of images: encoded if a size is configured, else pixels.
 
     Raises:
-        UserError: they are of several sizes, and none is configured.
+        UserError: they have several sizes, and none is configured.
     """
     if config.size:
         return image_spec(config)
@@ -171,7 +171,7 @@ def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fe
             f"{list(high)}; set data.image: {{size: [HEIGHT, WIDTH]}}"
         )
     height, width, channels = max(sizes, default=(1, 1, 1))
-    # The default is that of colours; images without colours need one channel.
+    # The default is three channels; grey images need one.
     if config.channels != ImageConfig().channels:
         channels = config.channels
     return FeatureSpec(shape=(height, width, channels), dtype="uint8", stored="raw")
@@ -179,8 +179,8 @@ def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fe
 
 def _pixels(data: bytes, spec: FeatureSpec) -> NDArray[np.uint8]:
     sizes = spec.sizes
-    with opened(data) as image:
-        pixels = np.asarray(as_seen(image, sizes[-1]))
+    with open_image(data) as image:
+        pixels = np.asarray(normalize_image(image, sizes[-1]))
     if pixels.shape[:2] != sizes[:2]:
         raise UndecodableError(f"its size is {list(pixels.shape[:2])}, not {list(sizes[:2])}")
     return pixels.reshape(sizes)

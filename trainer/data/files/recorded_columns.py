@@ -1,7 +1,7 @@
-"""What an exported model says of its inputs, so that files can be read as those of training were.
+"""The inputs in the manifest of an exported model, by which later files are read like training's.
 
-The manifest of a model has one entry an input: the spec by which it was stored, and the type that
-the column of the files had. Later files are read by it, and nothing is inferred from them.
+The manifest has one entry per input: the stored spec, and the type of the column. Later files are
+read by it, without inference.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 # Height, width and channels.
 _PICTURE = 3
-# How the values of a column are read.
+# Fields of a `Column` that determine how its values are read.
 _READ = ("type", "unit")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedInput:
-    """One input of a model: its feature, how it is stored, and the column that it is read from."""
+    """An input of the model: its feature, its stored spec, and its column."""
 
     feature: str
     spec: FeatureSpec
@@ -34,8 +34,8 @@ class RecordedInput:
 
 
 def read_recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> list[dict[str, Any]]:
-    """Return what the manifest of a model says of the inputs of a dataset, in their order."""
-    # Those of `data.map` are columns before the function.
+    """Return the inputs of a dataset for the manifest of a model, in their order."""
+    # With `data.map`, columns are the function's inputs, not the model's.
     columns = [] if config.map else dataset.fields.get("columns", [])
     read = {each["name"]: {key: each[key] for key in _READ if key in each} for each in columns}
     return [
@@ -45,7 +45,7 @@ def read_recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> l
 
 
 def make_inputs(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]:
-    """Return the inputs from what `read_recorded` returned."""
+    """Return the inputs from the result of `read_recorded`."""
     found = []
     for entry in entries:
         given = {name: value for name, value in entry.items() if name not in ("feature", *_READ)}
@@ -59,10 +59,10 @@ def make_inputs(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ..
 
 
 def _column(name: str, spec: FeatureSpec, said: str, unit: str) -> Column:
-    # It loads Arrow, which an export does not need.
+    # This import loads Arrow, which an export does not need.
     from flotilla.trainer.data.files.columns import Column  # noqa: PLC0415
 
-    kind = said or _type_of(spec)
+    kind = said or _choose_type(spec)
     return Column(
         name=name,
         type=kind,
@@ -76,8 +76,8 @@ def _column(name: str, spec: FeatureSpec, said: str, unit: str) -> Column:
     )
 
 
-def _type_of(spec: FeatureSpec) -> str:
-    """Return the type of a column that holds what a dataset that was no file has."""
+def _choose_type(spec: FeatureSpec) -> str:
+    """Return the column type for a feature of a dataset that does not come from files."""
     if spec.stored == "image" or (len(spec.shape) == _PICTURE and spec.dtype == "uint8"):
         return "image"
     if spec.shape:

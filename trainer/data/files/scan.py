@@ -1,6 +1,6 @@
-"""The first pass over files: rows, types and classes over all rows, broken rows, times.
+"""The first pass over files: types, classes, broken rows and times over all rows.
 
-What it found is remembered with the parts of a preparation, which goes on without a second scan.
+Its result is stored with the parts of a preparation, which resumes without a second scan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from flotilla.trainer.data.examples.images import UndecodableError
-from flotilla.trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, is_list, kind_of
+from flotilla.trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, get_kind, is_list
 from flotilla.trainer.data.files.conversion import read_times
 from flotilla.trainer.data.files.file_pieces import FilePieces
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
@@ -23,28 +23,28 @@ from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime.errors import UserError
 
-# Beyond it the times by which splits are drawn are thinned out.
+# Above this number, the times that splits are drawn by are thinned out.
 _MOST_TIMES = 1 << 21
-# Places that a message names.
+# Positions that a message names.
 _NAMED = 3
 _MOST_UNLABELLED = 0.5
-# Types of one family are widened to one of them.
+# Types of one family widen to a common type.
 _FAMILIES = {
     "int": "number", "float": "number", "bool": "bool", "time": "time", "text": "text",
     "image": "text", "tensor": "list",
 }  # fmt: skip
-# Kinds of texts that say for certain what a column of them holds, from so many values on.
+# Kinds of texts that determine the type of a column, from this number of values on.
 _WRITTEN = {"int": "numbers", "float": "numbers", "text": "texts", "time": "times"}
 _SURE = 20
-# Advice to skip more than this share of rows would throw a table away.
+# Advice to skip more than this share of rows would discard a table.
 _MOST_SKIPPED = 0.2
 
 
 @dataclass
 class BrokenRows:
-    """A count, and the first places: piece, number of the record in it, and what is wrong.
+    """Number of broken rows, and the first ones: piece, record number in it, and reason.
 
-    Rows without a label are no broken ones: `unlabelled` has as much of them.
+    Rows without a label are counted separately, as `unlabelled`.
     """
 
     count: int = 0
@@ -61,14 +61,14 @@ class BrokenRows:
             self.places.append((piece, number, why))
 
     def add_unlabelled(self, piece: Piece, number: int, name: str, mark: str) -> None:
-        """Count a row without a value of a label, or with a word that says so."""
+        """Count a row whose label is missing, or a word for missing."""
         self.unlabelled += 1
         if len(self.first_unlabelled) < _NAMED:
             self.first_unlabelled.append((piece, number, name))
         self.unlabelled_mark = self.unlabelled_mark or mark
 
     def merge(self, other: BrokenRows) -> None:
-        """Add what was counted in a later piece."""
+        """Add the counts of a later piece."""
         self.count += other.count
         self.rows += other.rows
         self.places = (self.places + other.places)[:_NAMED]
@@ -77,13 +77,13 @@ class BrokenRows:
         self.unlabelled_mark = self.unlabelled_mark or other.unlabelled_mark
 
     def says_unlabelled(self, place: Callable[[Piece, int], str]) -> str:
-        """Return how many rows have no label, and where, in words."""
+        """Describe how many rows have no label, and where."""
         where = ", ".join(place(piece, number) for piece, number, _ in self.first_unlabelled)
         name = self.first_unlabelled[0][2]
         return f"data.label: {self.unlabelled} of {self.rows} rows have no {name!r} ({where})"
 
     def check_labels(self, place: Callable[[Piece, int], str]) -> None:
-        """Raise `UserError` where most rows have no label: a wrong column may be meant."""
+        """Raise `UserError` if most rows have no label: probably the column is wrong."""
         if self.unlabelled > _MOST_UNLABELLED * self.rows:
             raise UserError(
                 f"{self.says_unlabelled(place)}, too many to leave them out; name another column, "
@@ -91,11 +91,11 @@ class BrokenRows:
             )
 
     def first(self, place: Callable[[Piece, int], str]) -> list[str]:
-        """Return the first places in words."""
+        """Return the first positions with their reasons, as texts."""
         return [f"{place(piece, number)}: {why}" for piece, number, why in self.places]
 
     def check(self, name: str, allowed: float, place: Callable[[Piece, int], str]) -> None:
-        """Raise `UserError` where more rows are broken than `allowed`, a share of all rows."""
+        """Raise `UserError` if more than `allowed`, a share of all rows, are broken."""
         if not self.count or self.count <= allowed * self.rows:
             return
         where = "; ".join(self.first(place))
@@ -107,7 +107,7 @@ class BrokenRows:
         )
 
     def to_json(self, place: Callable[[Piece, int], str]) -> dict[str, Any]:
-        """Return what a manifest says of them."""
+        """Return the counts for a manifest."""
         return {"count": self.count, "of": self.rows, "first": self.first(place)}
 
 
@@ -117,16 +117,16 @@ def _share(count: int, rows: int) -> str:
 
 @dataclass
 class Scan:
-    """Sums over pieces; those of a later piece are merged into those before.
+    """Statistics of files; those of a later piece are merged into those before.
 
     Attributes:
-        names: of all columns.
-        columns: sums of each.
-        broken: rows.
-        index: columns that are an index, and no data.
-        notes: what is noteworthy of how files are laid out, and of which.
-        families: by column, where the first value of each family of types is, and its type.
-        times: how often there is each, by which splits are drawn.
+        names: names of all columns.
+        columns: statistics of each column.
+        broken: the broken rows.
+        index: columns that are an index, not data.
+        notes: remarks on the layout of files, with the files.
+        families: by column and family of types, the position of the first value and its type.
+        times: counts of the times that splits are drawn by.
     """
 
     names: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class Scan:
     times: dict[int | float, int] = field(default_factory=dict)
 
     def merge(self, other: Scan) -> None:
-        """Add the sums of a later piece."""
+        """Add the statistics of a later piece."""
         for name, column in other.columns.items():
             if name in self.columns:
                 self.columns[name].merge(column)
@@ -154,10 +154,10 @@ class Scan:
         for time, count in other.times.items():
             self.times[time] = self.times.get(time, 0) + count
         if len(self.times) > _MOST_TIMES:
-            self.times = _thinned(self.times)
+            self.times = _thin(self.times)
 
     def close(self) -> None:
-        """Count what records lack, after all pieces."""
+        """Count missing keys of records, after all pieces."""
         for column in self.columns.values():
             column.lack(self.broken.rows - self.broken.count)
         self.names = tuple(dict.fromkeys([*self.names, *self.columns]))
@@ -165,15 +165,15 @@ class Scan:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a scan looks for.
+    """The columns that a scan examines, and how.
 
     Attributes:
         names: all columns of the first file.
-        columns: those that are read; none for all that there are.
-        gathered: those whose values may be classes.
-        images: those that name images.
-        time: by which splits are drawn, or empty.
-        time_type: its type by `data.types`, or empty.
+        columns: columns to read; all of them if empty.
+        gathered: columns whose values may be classes.
+        images: columns that name images.
+        time: the column of times that splits are drawn by, or empty.
+        time_type: its type in `data.types`, or empty.
         whole: whether a column of later files that the first one lacks is refused.
         measures: whether the sizes of images are needed.
     """
@@ -190,7 +190,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceScan:
-    """Scans one piece; `pictures` finds the images that its rows name, `work` counts its rows."""
+    """Scans one piece; `pictures` finds the images of its rows, `work` counts the rows."""
 
     files: FilePieces
     path: Path
@@ -201,7 +201,7 @@ class PieceScan:
     found: Scan = field(default_factory=Scan)
 
     def run(self) -> Scan:
-        """Return the sums.
+        """Return the statistics.
 
         Raises:
             UserError: the file cannot be read, or has other columns.
@@ -226,7 +226,7 @@ class PieceScan:
         return found
 
     def _see_written(self, name: str, column: ColumnScan) -> None:
-        """Note the family of a column of texts, where all of many values in a file are of one."""
+        """Note the type family of a text column, if all of its many values belong to one."""
         families = {_WRITTEN.get(kind, "") for kind in column.kinds}
         if len(families) == 1 and sum(column.kinds.values()) >= _SURE:
             family = families.pop()
@@ -235,7 +235,7 @@ class PieceScan:
 
     def _add(self, name: str, rows: Rows) -> None:
         array = pa.chunked_array(rows.table[name]).combine_chunks()
-        if not kind_of(array.type):
+        if not get_kind(array.type):
             remedy = f"set data.drop: [{name}]"
             if name in self.wanted.gathered and is_list(array.type):
                 remedy = "write a column of 0 and 1 for each class, and name them in data.label"
@@ -249,7 +249,7 @@ class PieceScan:
             return
         parsed = self.files.reader.parsed or name in rows.mixed
         column.add(array, self.piece, rows.numbers, parsed=parsed)
-        kind = kind_of(array.type)
+        kind = get_kind(array.type)
         family = _FAMILIES.get(kind, kind)
         if not parsed and array.null_count < len(array):
             first = int(rows.numbers[int(np.argmax(array.is_valid()))])
@@ -279,7 +279,7 @@ class PieceScan:
         found = []
         for value in values:
             try:
-                found.append(self.pictures.measured(value))
+                found.append(self.pictures.measure(value))
             except UndecodableError:
                 continue
         return found
@@ -316,7 +316,7 @@ def _add_times(times: dict[int | float, int], array: pa.Array, said: str) -> Non
         times[value] = times.get(value, 0) + count
 
 
-def _thinned(times: dict[int | float, int]) -> dict[int | float, int]:
+def _thin(times: dict[int | float, int]) -> dict[int | float, int]:
     order = sorted(times)
     return {
         first: sum(times[each] for each in order[place : place + 2])

@@ -1,4 +1,4 @@
-"""Which files of a listing are the table, and what their paths say of them: splits, partitions."""
+"""Select the files of a listing that form the table; infer splits and partitions from paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flotilla.trainer.config.data import DataConfig, SplitsConfig
 from flotilla.trainer.data.files.formats.decompression import bare_name
 from flotilla.trainer.data.splits import split_of_folder
 
-# What Hive and Spark write for a value that is missing.
+# Hive's and Spark's name for a missing value.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 _DOCUMENT = re.compile(
     r"(?:read[-_ ]?me|licen[cs]e|copying|notice|changelog|authors|citation|metadata|meta|schema|"
@@ -28,7 +28,7 @@ _NUMBERED = re.compile(r"[-_.]\d+(?:-of-\d+)?$")
 
 
 def drop_documents(files: Sequence[Any]) -> list[Any]:
-    """Leave out what only describes a table, and empty files, where others are left."""
+    """Leave out documentation and empty files, unless no others remain."""
     names = [bare_name(file.path.rpartition("/")[2]) for file in files]
     has_tables = any(name.endswith(_TABLES) for name in names)
     kept = [
@@ -42,27 +42,27 @@ def drop_documents(files: Sequence[Any]) -> list[Any]:
 
 
 def may_lack_label(file: Any) -> bool:
-    """Say whether a file is one that often has no label, by its name: as that of a contest."""
-    return _split_of(file.path) not in ("", "train") or answers_only(file)
+    """Say whether a file, by its name, may lack a label, like the test file of a contest."""
+    return _find_split(file.path) not in ("", "train") or answers_only(file)
 
 
 def answers_only(file: Any) -> bool:
-    """Say whether a file holds answers and no examples, by its name."""
+    """Say whether a file, by its name, holds answers without examples."""
     return bool(_ANSWERS.search(file.path.lower()))
 
 
 def find_index(names: Sequence[str], said: Sequence[str]) -> tuple[str, ...]:
-    """Return which columns are an index: a file says so, or pandas has named them."""
+    """Return the index columns: those that a file declares, or that pandas has named."""
     return tuple(each for each in names if each in said or _INDEX.fullmatch(each))
 
 
 def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any], str]:
-    """Return files with the splits that their names or folders say, and a note of it.
+    """Return files with the splits that their names or folders give, and a note of it.
 
-    Where the configuration says anything of splits, or one of the files is of none, there are none.
+    No split is inferred if the configuration mentions splits, or if a file belongs to none.
     """
     drawn = config.splits != SplitsConfig() or any(file.span or file.split for file in files)
-    found = {} if drawn else {file.path: _split_of(file.path) for file in files}
+    found = {} if drawn else {file.path: _find_split(file.path) for file in files}
     named = {split: path for path, split in reversed(found.items())}
     if "" in named or "train" not in named or len(named) < len(("train", "test")):
         return list(files), ""
@@ -71,7 +71,7 @@ def split_by_names(config: DataConfig, files: Sequence[Any]) -> tuple[list[Any],
     return [replace(file, split=found[file.path]) for file in files], note
 
 
-def _split_of(path: str) -> str:
+def _find_split(path: str) -> str:
     *folders, name = path.split("/")
     stem = Path(bare_name(name)).stem
     stems = (stem, _NUMBERED.sub("", stem))
@@ -79,9 +79,9 @@ def _split_of(path: str) -> str:
 
 
 def read_partition(file: Any) -> dict[str, str]:
-    """Return the columns that the folders of a file have the values of, as `kind=cat/`.
+    """Return the partition columns in the folders of a path, such as `kind=cat/`.
 
-    That of a delivery is none: it tells which files are read.
+    The folder of a span is not one: it selects the files to read.
     """
     found = {}
     for folder in file.path.split("/")[:-1]:

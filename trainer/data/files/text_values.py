@@ -1,4 +1,4 @@
-"""What texts in a file mean: numbers, bools, times, or texts. Vectorised by pyarrow."""
+"""Parse texts of a file as numbers, bools or times. Vectorized with pyarrow."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-# What R, pandas, databases and spreadsheets write for a value that is missing.
+# Missing values as written by R, pandas, databases and spreadsheets.
 _WRITTEN = (
     "", "NA", "N/A", "n/a", "<NA>", "#N/A", "#NA", "#N/A N/A", "nan", "NaN", "NAN", "-nan", "-NaN",
     "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN", "null", "NULL", "Null", "None", "NaT", "\\N",
     "#DIV/0!", "#VALUE!", "#REF!", "#NUM!", "#NAME?", "#NULL!",
 )  # fmt: skip
-# What people write, in lower case: it is missing among numbers, and a text among texts.
+# Missing values as people write them, in lower case: missing among numbers, a text among texts.
 _AMONG_NUMBERS = (
     "-", "--", "---", "\u2013", "\u2014", "?", "??", ".", "..", "...", "*", "none", "nil", "na",
     "''", '""', "na.", "n.a.", "n.a", "n.d.", "n/d", "nd", "(null)", "<null>", "(none)", "(na)",
@@ -25,7 +25,7 @@ _AMONG_NUMBERS = (
 )  # fmt: skip
 _WHOLE = 2.0**53
 _MOST = str(2**63 - 1)
-# What has 19 digits fits where it is below the largest one in its first digit that differs.
+# A number of 19 digits fits if its first digit that differs from the maximum is smaller.
 _BELOW = "|".join(
     rf"{_MOST[:place]}[0-{int(digit) - 1}]\d{{{len(_MOST) - 1 - place}}}"
     for place, digit in enumerate(_MOST)
@@ -33,7 +33,7 @@ _BELOW = "|".join(
 )
 INT = rf"^([+-]?(\d{{1,{len(_MOST) - 1}}}|{_BELOW}|{_MOST})|-{2**63})$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^(?i:[+-]?inf(inity)?)$"
-# 007 is a code and not a number; Arrow reads 0x10 as one.
+# 007 is a code, not a number; Arrow parses 0x10 as a number.
 _CODE = r"^[+-]?0[0-9xX]"
 WHOLE = r"^[+-]?\d+$"
 CODE = r"^0\d+([eE]\d+)?$"
@@ -41,46 +41,46 @@ BOOL = r"^(?i:true|false)$"
 _DAY = r"\d{4}(-\d{2}-|/\d{2}/)\d{2}"
 _ZONE = r" ?(Z|UTC|GMT|[+-]\d{2}(:?\d{2})?)"
 TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
-# In lower case; in a column that is inferred to be of truths there are but true and false.
+# In lower case; a column is inferred as bool only from true and false.
 _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 
 
 def trim_texts(array: pa.Array) -> pa.Array:
-    """Return texts without spaces around them, and "" for null."""
-    # Few functions of Arrow take large strings, as pandas writes them.
+    """Return texts without surrounding spaces, and "" for null."""
+    # Few Arrow functions accept large strings, which pandas writes.
     short = array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
     return pc.fill_null(pc.utf8_trim_whitespace(short), "")
 
 
 def format_float(value: Any) -> str:
-    """Return the text of a float, without a fraction where it is whole, as that of an int."""
+    """Return the text of a float; a whole number is formatted like an int."""
     wide = float(value)
     return str(int(wide)) if abs(wide) < _WHOLE and wide == int(wide) else str(value)
 
 
 def is_missing(array: pa.Array) -> pa.Array:
-    """Say which trimmed texts stand for a missing number, truth or time."""
+    """Say which trimmed texts mean a missing number, bool or time."""
     return pc.is_in(pc.utf8_lower(array), value_set=_MISSING)
 
 
 def may_be_missing(text: str) -> bool:
-    """Say whether people write a text for what is missing; only among numbers it is so."""
+    """Say whether people write a text for a missing value; it counts only among numbers."""
     return text.lower() in _DOUBTFUL
 
 
 def is_null(text: str) -> bool:
-    """Say whether a tool wrote a trimmed text for what is missing: it is no class either."""
+    """Say whether a tool wrote a trimmed text for a missing value: such a text is not a class."""
     return text in _WRITTEN
 
 
 def matches(array: pa.Array, pattern: str) -> pa.Array:
-    """Say which texts match."""
+    """Say which texts match a pattern."""
     return pc.match_substring_regex(array, pattern)
 
 
 def are_numbers(array: pa.Array, kind: pa.DataType) -> bool:
-    """Say whether all texts are plain numbers of a type; the fast way for most columns."""
+    """Say whether all texts are plain numbers of a type; the fast path for most columns."""
     if pc.any(matches(array, _CODE)).as_py():
         return False
     try:
@@ -91,7 +91,7 @@ def are_numbers(array: pa.Array, kind: pa.DataType) -> bool:
 
 
 def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return trimmed texts as numbers, NaN where missing, and which of them are none."""
+    """Return trimmed texts as numbers, NaN where missing, and which of them are invalid."""
     present = pc.invert(is_missing(array))
     known = pc.if_else(present, array, pa.scalar(None, array.type))
     try:
@@ -102,21 +102,21 @@ def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     except pa.ArrowInvalid:
         right = matches(array, NUMBER)
         bad = pc.and_not(present, right).to_numpy(zero_copy_only=False)
-        # Arrow takes no sign of plus before an int, but before a float, and no 007 but as a float.
+        # Arrow accepts a plus sign and leading zeros in floats only.
         found = pc.cast(pc.if_else(right, known, pa.scalar(None, array.type)), pa.float64())
-    return _filled(found, np.nan), bad
+    return _fill(found, np.nan), bad
 
 
 def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return trimmed texts as ints, and which of them are none, a missing one among them."""
+    """Return trimmed texts as ints, and which of them are invalid or missing."""
     right = matches(array, INT)
     bare = pc.replace_substring_regex(array, r"^\+", "")
     found = pc.cast(pc.if_else(right, bare, pa.scalar(None, array.type)), pa.int64())
-    return _filled(found, 0), pc.invert(right).to_numpy(zero_copy_only=False)
+    return _fill(found, 0), pc.invert(right).to_numpy(zero_copy_only=False)
 
 
 def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return trimmed texts as 0 and 1, NaN where missing, and which of them are neither."""
+    """Return trimmed texts as 0 and 1, NaN where missing, and which of them are invalid."""
     true, false = (
         pc.is_in(pc.utf8_lower(array), value_set=words).to_numpy(zero_copy_only=False)
         for words in (_TRUE, _FALSE)
@@ -127,7 +127,7 @@ def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
 
 
 def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return trimmed texts as seconds since 1970, NaN where missing, and which are no time.
+    """Return trimmed texts as seconds since 1970, NaN where missing, and which are invalid.
 
     A time without a zone is taken as UTC.
     """
@@ -138,7 +138,7 @@ def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         known = pc.replace_substring_regex(known, pattern, plain)
     bad = pc.and_not(present, right).to_numpy(zero_copy_only=False)
     try:
-        found = _filled(pc.cast(pc.cast(known, pa.timestamp("us")), pa.int64()), 0) / 1e6
+        found = _fill(pc.cast(pc.cast(known, pa.timestamp("us")), pa.int64()), 0) / 1e6
         found[known.is_null().to_numpy(zero_copy_only=False)] = np.nan
     except pa.ArrowInvalid:
         found = np.array([_seconds(each) for each in known.to_pylist()], np.float64)
@@ -156,13 +156,13 @@ def _seconds(text: str | None) -> float:
     return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
 
 
-def _filled(array: pa.Array, value: Any) -> NDArray[Any]:
+def _fill(array: pa.Array, value: Any) -> NDArray[Any]:
     filled: NDArray[Any] = pc.fill_null(array, value).to_numpy(zero_copy_only=False).copy()
     return filled
 
 
 _MISSING = pa.array(sorted({*(each.lower() for each in _WRITTEN), *_AMONG_NUMBERS}))
-# As a class `-` is the opposite of `+`, `none` is a degree, and `unknown` an answer.
+# Possible classes: `-` is the opposite of `+`, `none` a degree, `unknown` an answer.
 _DOUBTFUL = {
     "''", '""', "--", "?", "??", ".", "..", "...", "na", "n.a.", "n/d", "(null)", "missing",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Lists of numbers that a text holds, as in CSV: by JSON or Python, or as NumPy prints them."""
+"""Parse lists of numbers in texts, as in CSV: JSON, Python, or printed by NumPy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-#: A text that may be one: [0.1, 2], [[1 2] [3 4]].
+#: A text that may be a list: [0.1, 2], [[1 2] [3 4]].
 LIST = r"^\[(?:[\[\]\s\d.,+\-eE]|nan|NaN|null|None)*\]$"
 # NumPy separates by spaces, and writes 1. for 1.0.
 _GAP = re.compile(r"(?<=[\d.\]naN])\s+(?=[\d.\[+\-nN])")
@@ -18,12 +18,12 @@ _MISSING = re.compile("nan|None|null")
 
 
 def parse_numbers(value: Any) -> NDArray[Any] | None:
-    """Return the numbers of a list, also of one that is written in a text; None where it is none.
+    """Return the numbers of a list or of its text; None if it is not a list.
 
-    Lists of lists are an array where all have one length. What is missing in a list is NaN.
+    Nested lists of equal lengths become one array. A missing value is NaN.
     """
     try:
-        found = np.asarray(_parsed(value) if isinstance(value, str | bytes) else value)
+        found = np.asarray(_parse(value) if isinstance(value, str | bytes) else value)
         if found.dtype == object:
             found = found.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -31,7 +31,7 @@ def parse_numbers(value: Any) -> NDArray[Any] | None:
     return found if found.ndim and found.dtype.kind in "iubf" else None
 
 
-def _parsed(text: str | bytes) -> Any:
+def _parse(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Numbers as people write them: units, currency, per cent, thousands, a comma for the point.
+"""Parse formatted numbers: units, currency, per cent, thousands, a decimal comma.
 
-`number` has a point before its fraction, `number_comma` a comma. Both read `1'234`, `1 234`, `$5`,
-`5 kg`, `(5)` and `5-` for minus, and 12 % as 0.12. All values have one unit, or none.
+`number` has a decimal point, `number_comma` a decimal comma. Both read `1'234`, `1 234`, `$5`, `5
+kg`, `(5)` and `5-` for minus, and 12 % as 0.12. All values have one unit, or none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
 
-#: From this share on a column is what most of its values are.
+#: Share of its values from which a column has their type.
 NEARLY_ALL = 0.9
-# Texts such as addresses begin with a number as well.
+# Other texts, such as addresses, begin with a number as well.
 _MOST_UNITS = 3
 _LONGEST = 40
 _UNIT_OF = "unit "
 _BARE = "without unit"
-#: It divides by a hundred, and is no unit.
+# It divides by a hundred, and is not a unit.
 PER_CENT = "%"
 _CODES = (
     "AUD|BRL|CAD|CHF|CNY|CZK|DKK|EUR|GBP|HKD|HUF|INR|JPY|KRW|MXN|NOK|NZD|PLN|RUB|SEK|SGD|TRY|USD|ZAR"
@@ -34,7 +34,7 @@ _CODES = (
 _CURRENCY = rf"[A-Za-z]{{0,3}}\p{{Sc}}|(?:{_CODES})"
 _UNIT = r"(?:[%‰]|\p{Sc}|[\p{L}°µ][\p{L}\p{M}°µ²³/.*^ -]{0,15})"
 _MONEY = re.compile(rf"[A-Za-z]{{0,3}}[$\u00a2-\u00a5\u20a0-\u20c0]|{_CODES}")
-# Groups of three, or as in India of two before the last.
+# Groups of three digits, or as in India of two before the last.
 _GROUPED = r"[1-9]\d{{0,2}}(?:{0}\d{{3}})+"
 _SHARED = "|".join(_GROUPED.format(each) for each in (" ", "'", "_"))
 _DIGITS = {
@@ -58,16 +58,16 @@ _DATE = (
     r"|([\p{L}]{3,9},? )?[\p{L}]{3,9}\.? \d{1,2},? \d{4}|[\p{L}]{3,9}[ -]\d{4})([ T].{1,20})?$"
 )
 _CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
-# What takes the engine most of its time to prepare, and what it is in ASCII.
+# The slow parts of the pattern to compile, and their ASCII equivalents.
 _IN_ASCII = ((r"\p{L}", "A-Za-z"), (r"\p{M}", ""), (r"\p{Sc}", "[$]"))
-# `2nd` is no number of nd.
+# `2nd` is not a number with the unit nd.
 _ORDINALS = {"st", "nd", "rd", "th"}
 _SPACES = "[\u00a0\u2007\u2009\u202f]"
 _MINUS = "[\u2212\u2012\u2013\ufe63\uff0d]"
 
 
 def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return trimmed texts as numbers, NaN where there is none, and which are none of the unit."""
+    """Return trimmed texts as numbers, NaN if missing, and which lack the unit or are invalid."""
     found = _parts(kind, array)
     if found is None:
         return np.full(len(array), np.nan), np.ones(len(array), np.bool_)
@@ -82,13 +82,13 @@ def numbers(kind: str, array: pa.Array, unit: str) -> tuple[NDArray[np.float64],
 
 
 def count_writing(array: pa.Array) -> Counter[str]:
-    """Count how many texts are in each kind of writing; units are counted as `unit kg`.
+    """Count the texts of each notation; units are counted as `unit kg`.
 
-    Those without a unit are counted but for 0, which is the same in all.
+    A text without a unit is counted too, unless it is 0, which is the same in all units.
     """
     found: Counter[str] = Counter()
     short = pc.filter(array, pc.less_equal(pc.utf8_length(array), _LONGEST))
-    # What has no digit is no number, and 007 is a code.
+    # A text without a digit is not a number, and 007 is a code.
     short = pc.filter(short, pc.match_substring_regex(short, r"[1-9]|0$|0\D"))
     short = pc.filter(short, pc.invert(pc.match_substring_regex(short, r"^0\d+$")))
     bare = np.zeros(len(short), np.bool_)
@@ -107,7 +107,7 @@ def count_writing(array: pa.Array) -> Counter[str]:
     found[_BARE] = int(bare.sum())
     for name, pattern in (("date", _DATE), ("clock", _CLOCK)):
         found[name] += (
-            pc.sum(pc.match_substring_regex(short, _pattern_for(short, pattern))).as_py() or 0
+            pc.sum(pc.match_substring_regex(short, _choose_pattern(short, pattern))).as_py() or 0
         )
     return +found
 
@@ -118,11 +118,11 @@ def find_kind(
     """Return the type by which nearly all values of a column are numbers, or empty.
 
     Args:
-        writing: counts of `count_writing` over its texts.
-        texts: how many these are.
-        whole: how many other values are plain numbers without a fraction.
-        fractions: how many are plain numbers with one.
-        others: how many values are neither.
+        writing: counts from `count_writing`.
+        texts: number of texts.
+        whole: number of other values that are plain whole numbers.
+        fractions: number of other values that are plain fractions.
+        others: number of values that are not numbers.
     """
     plain = {"number": whole + fractions, "number_comma": whole}
     best = max(NUMBERS_IN_WRITING, key=lambda kind: writing.get(kind, 0) + plain[kind])
@@ -132,19 +132,19 @@ def find_kind(
 
 
 def list_units(writing: Mapping[str, int]) -> list[str]:
-    """Return the units of some writing, the most frequent first; per cent is none."""
+    """Return the counted units, the most frequent first, without per cent."""
     found = {name.removeprefix(_UNIT_OF): n for name, n in writing.items() if name[:5] == _UNIT_OF}
     return sorted(found.keys() - {PER_CENT}, key=lambda unit: (-found[unit], unit))
 
 
 def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
-    """Say whether some is per cent beside a unit or none; `plain` numbers are there as well."""
+    """Say whether per cent is mixed with other numbers; `plain` ones are unformatted."""
     others = plain or writing.get(_BARE) or list_units(writing)
     return bool(others and f"{_UNIT_OF}{PER_CENT}" in writing)
 
 
 def is_amount(writing: Mapping[str, int]) -> bool:
-    """Say whether some of it is money, a share of a hundred, or has no unit at all."""
+    """Say whether some values are money, per cent, or numbers without a unit."""
     units = list_units(writing)
     return not units or PER_CENT in "".join(writing) or any(map(_MONEY.fullmatch, units))
 
@@ -153,7 +153,7 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
     plain = pc.replace_substring_regex(array, _SPACES, " ")
     plain = pc.replace_substring_regex(plain, _MINUS, "-")
     plain = pc.replace_substring_regex(plain, "[\u2019\u02bc]", "'")
-    found = pc.extract_regex(plain, _pattern_for(plain, _PATTERNS[kind]))
+    found = pc.extract_regex(plain, _choose_pattern(plain, _PATTERNS[kind]))
     right = pc.is_valid(found).to_numpy(zero_copy_only=False)
     if not right.any():
         return None
@@ -166,8 +166,8 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
     return fields, right & (brackets == closed) & (minus + closed <= 1)
 
 
-def _pattern_for(array: pa.Array, pattern: str) -> str:
-    """Return a pattern, or a quicker one that is the same for texts of ASCII."""
+def _choose_pattern(array: pa.Array, pattern: str) -> str:
+    """Return a pattern, or a faster equivalent one for ASCII texts."""
     if not pc.all(pc.string_is_ascii(array)).as_py():
         return pattern
     for name, letters in _IN_ASCII:

@@ -1,1 +1,1 @@
-"""From a source to shards: its parts are mapped one by one, and assembled."""
+"""From a source to shards: map its parts one by one, then assemble them."""

@@ -19,13 +19,13 @@ from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import Statistics
 from flotilla.trainer.runtime.errors import UserError
 
-# Records that are counted at a time.
+# Records per progress update.
 _COUNTED = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The content of the shards: examples of each shard by split, and the sums over them."""
+    """The content of the shards: number of examples per shard and split, and the statistics."""
 
     examples: Mapping[str, list[int]]
     sums: Sums
@@ -35,11 +35,11 @@ class Written:
 def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataConfig) -> Written:
     """Write the shards of all splits into `folder`, from the folders of the parts in their order.
 
-    Records are dealt out to the shards of their split in turn. Where the source is not shuffled,
-    each shard gets a random order, by the seed of the configuration.
+    Records are distributed to the shards of their split in turn. If the source is not shuffled,
+    each shard is shuffled by the configured seed.
 
     Raises:
-        UserError: there are fewer training examples than shards, or none to test on.
+        UserError: there are fewer training examples than shards, or no test examples.
     """
     selection = source.select()
     sums = Sums(selection, vocabulary=config.vocabulary)

@@ -1,8 +1,8 @@
-"""Map the parts of a source by Apache Beam: its workers publish them, and they are fetched here.
+"""Map the parts of a source with Apache Beam: workers publish parts, which are fetched here.
 
-A worker needs this package, and where `data.map` or a builder of your own is used that module too,
-which it fetches where the run has a bundle of code. The options of the pipeline, and what its
-workers reach, are checked before anything is made. Beam is an extra, and loaded where it is used.
+A worker needs this package and the module of `data.map` or of a user's builder, which it fetches if
+the run has a code bundle. The pipeline options and the stores that workers need are checked first.
+Beam is an extra, imported where it is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 
 _FAILED = "failed part"
 _SUFFIX = ".failed"
-# Between two looks at which parts are finished.
+# Seconds between two checks for finished parts.
 _LOOK_SECONDS = 5.0
 
 
@@ -42,14 +42,14 @@ def map_parts_by_beam(  # noqa: PLR0913
     uri: str,
     work: Work,
 ) -> None:
-    """Map parts by a pipeline that publishes each below `uri`; fetch them into `folder`.
+    """Map parts with a pipeline that publishes each below `uri`; fetch them into `folder`.
 
-    How many its workers have published is looked up for `work` now and then: they count nowhere.
+    Workers report no progress, so the published parts are counted for `work` from time to time.
 
     Raises:
         UserError: a part cannot be read, or the pipeline failed.
     """
-    # It has no types for what is called here.
+    # Beam has no types for the calls here.
     beam: Any = importlib.import_module("apache_beam")
     for name in storage.names(uri):
         if name.endswith(_SUFFIX):
@@ -58,11 +58,15 @@ def map_parts_by_beam(  # noqa: PLR0913
         mapper = PartMapper(pickle.dumps(source), uri, config.vocabulary)
         try:
             options = pipeline_options(config.runner)
-            with _quiet(), _looked_up(parts, uri, work), beam.Pipeline(options=options) as pipeline:
-                # What is created is one bundle otherwise, which one worker takes.
+            with (
+                _quiet(),
+                _watch_parts(parts, uri, work),
+                beam.Pipeline(options=options) as pipeline,
+            ):
+                # Without a reshuffle, the created elements are one bundle for one worker.
                 made = pipeline | beam.Create(list(parts), reshuffle=False) | beam.Reshuffle()
                 _ = made | "map" >> beam.Map(mapper)
-        # A runner raises whatever it likes.
+        # A runner may raise anything.
         except Exception as error:
             _raise_failure(uri)
             raise UserError(
@@ -74,7 +78,7 @@ def map_parts_by_beam(  # noqa: PLR0913
 
 
 @contextlib.contextmanager
-def _looked_up(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
+def _watch_parts(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
     names, seen = {part.folder for part in parts}, 0
 
     def look() -> None:
@@ -91,23 +95,23 @@ def _looked_up(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
 
 
 class PartMapper:
-    """Maps one part, and publishes it; what a worker runs."""
+    """Maps one part and publishes it; runs in a worker."""
 
     def __init__(self, source: bytes, uri: str, vocabulary: int) -> None:
-        """Take a pickled source."""
+        """Store a pickled source."""
         self._source, self._uri, self._vocabulary = source, uri, vocabulary
-        # A worker on another machine has none of the user's modules.
+        # A worker on another machine lacks the user's modules.
         self._code = user_code.bundle()
         self._opened: tuple[Source, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what a worker opens."""
+        """Drop the objects that a worker opens from the pickle."""
         return {**vars(self), "_opened": None}
 
     def __call__(self, part: Part) -> int:
         """Return the number of the part.
 
-        Why it is not mapped is published as well: a runner hands on the text of an error alone.
+        A failure is published too: a runner returns only the text of an error.
         """
         # TensorFlow takes seconds to load.
         from flotilla.trainer.data.preparation.parts import map_part  # noqa: PLC0415
@@ -135,7 +139,7 @@ class PartMapper:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out what Beam says of its channels, and its traceback of an error that is raised."""
+    """Suppress Beam's log of its channels, and its traceback of an error that is raised."""
     levels = {"apache_beam": logging.WARNING, "apache_beam.runners.common": logging.CRITICAL}
     before = {name: logging.getLogger(name).level for name in levels}
     try:
@@ -155,7 +159,7 @@ def _raise_failure(uri: str) -> None:
         raise UserError(failures[0][1].fields["message"])
 
 
-# Beam's own name for it may take another runner, which it downloads.
+# Beam may choose another runner for its own name, and download it.
 _DIRECT = "apache_beam.runners.portability.fn_api_runner.FnApiRunner"
 _HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDirectRunner"}
 
@@ -163,30 +167,30 @@ _HERE = {"FnApiRunner", "PrismRunner", "BundleBasedDirectRunner", "SwitchingDire
 def pipeline_options(runner: RunnerConfig) -> Any:
     """Return Beam's `PipelineOptions` of `data.runner`; raises `ConfigError`."""
     beam = _beam()
-    given = _parsed(beam, runner.options)
+    given = _parse(beam, runner.options)
     name = given["runner"] or ""
     if name.lower().removesuffix("runner") in ("", "direct"):
         name = _DIRECT
     try:
         kind = _kind_of_runner(name)
-    # A class of any module is created.
+    # Beam can create a class of any module.
     except Exception as error:
         raise ConfigError(
             f"data.runner.options: --runner={name}: {user_code.format_error(error)}"
         ) from error
-    unknown = sorted(given.keys() - _parsed(beam, ()).keys())
-    # Others have options that only their job server knows.
+    unknown = sorted(given.keys() - _parse(beam, ()).keys())
+    # Options of other runners are known to their job server alone.
     if kind in _HERE and unknown:
-        hint = nearest(unknown[0], sorted(_parsed(beam, ())))
+        hint = nearest(unknown[0], sorted(_parse(beam, ())))
         raise ConfigError(f"data.runner.options: Beam has no option --{unknown[0]}{hint}")
     options = beam.PipelineOptions([*runner.options, f"--runner={name}"])
-    # Types are inferred from hints otherwise, which differ from what is handed on.
+    # Beam would infer types from annotations, which differ from the actual elements.
     options.view_as(beam.TypeOptions).pipeline_type_check = False
     return options
 
 
 def require_reachable(config: DataConfig, root: str) -> None:
-    """Refuse what workers on other machines do not reach; raises `ConfigError`.
+    """Refuse storage that remote workers cannot reach; raises `ConfigError`.
 
     Args:
         config: the data section.
@@ -227,7 +231,7 @@ def _kind_of_runner(name: str) -> str:
     return type(importlib.import_module("apache_beam.runners.runner").create_runner(name)).__name__
 
 
-def _parsed(beam: Any, flags: tuple[str, ...]) -> dict[str, Any]:
+def _parse(beam: Any, flags: tuple[str, ...]) -> dict[str, Any]:
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

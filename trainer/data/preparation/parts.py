@@ -1,7 +1,7 @@
-"""A part of a source that was mapped: its encoded records by split, and the sums over them.
+"""A mapped part of a source: its encoded records by split, and their statistics.
 
-A folder with a file of records for each split, in the order of the source, the lengths of these
-records, and `sums.json`, which is written last. It may be published and read elsewhere.
+A folder has one file of records per split, in the order of the source, the lengths of the records,
+and `sums.json`, which is written last. It may be published and read on another machine.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _READ_BYTES = 1 << 20
 
 
 class Sums:
-    """What is summed up over the examples of one part, or of several."""
+    """Statistics over the examples of one part, or of several."""
 
     def __init__(self, selection: Selection, *, vocabulary: int, part: int = 0) -> None:
-        """Begin with no examples; samples are drawn for the number of the part."""
+        """Begin with no examples; the number of the part seeds the samples."""
         self.examples = dict.fromkeys(SPLITS, 0)
         self.targets = {each: Target(each, selection.specs[each]) for each in selection.targets}
         self.accumulators = {
@@ -56,7 +56,7 @@ class Sums:
                 target.add(split, kept[target.name])
 
     def merge(self, other: Sums) -> None:
-        """Add what was summed up over further examples."""
+        """Add the statistics of further examples."""
         for split, count in other.examples.items():
             self.examples[split] += count
         for name, target in other.targets.items():
@@ -65,7 +65,7 @@ class Sums:
             self.accumulators[split].merge(accumulator)
 
     def save(self, folder: Path) -> None:
-        """Write all sums into a folder."""
+        """Write the statistics into a folder."""
         for split, accumulator in self.accumulators.items():
             np.savez(_statistics(folder, split), **accumulator.arrays())  # type: ignore[arg-type]
         targets = {name: each.state() for name, each in self.targets.items()}
@@ -73,7 +73,7 @@ class Sums:
         (folder / _SUMS).write_text(json.dumps(tree), encoding="utf-8")
 
     def restore(self, folder: Path) -> None:
-        """Continue with the sums that were saved into a folder."""
+        """Continue with the statistics saved in a folder."""
         tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
         self.examples |= tree["examples"]
         for name, state in tree["targets"].items():
@@ -103,7 +103,7 @@ def map_part(  # noqa: PLR0913
     `count` is called with the examples of each batch.
 
     Raises:
-        UserError: the part cannot be read, or a label or a weight in it is none.
+        UserError: the part cannot be read, or has an invalid label or weight.
     """
     folder.mkdir(parents=True)
     sums = Sums(selection, vocabulary=vocabulary, part=part.number)
@@ -124,7 +124,7 @@ def map_part(  # noqa: PLR0913
 
 
 def read_sums(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
-    """Return the sums over a part that was mapped into `folder`."""
+    """Return the statistics of a part that was mapped into `folder`."""
     found = Sums(selection, vocabulary=vocabulary)
     found.restore(folder)
     return found

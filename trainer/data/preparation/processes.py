@@ -1,7 +1,7 @@
 """Map the parts of a source in parallel processes of this machine.
 
-A process imports TensorFlow, which takes it seconds: a few parts are mapped here. Every process
-ends with its parent, also where that one is killed.
+A process takes seconds to import TensorFlow, so a few parts are mapped in the current process. Each
+process ends with its parent, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime import cores
 from flotilla.trainer.runtime.errors import UserError
 
-# Of parts for each process: fewer are not worth its start.
+# Fewest parts per process that are worth its start.
 _FEWEST = 2
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 Done = Callable[[Path], None]
@@ -42,12 +42,12 @@ def map_parts(  # noqa: PLR0913
     """Map parts into folders of `folder`; `done` is called here after each, in any order.
 
     Args:
-        source: what is read.
-        parts: those that are not mapped yet.
-        folder: local; a part is in the folder with its number.
-        config: says how many processes run at once, where there are enough parts.
+        source: the source to read.
+        parts: the parts that are not mapped yet.
+        folder: local folder, with a subfolder per part, named by its number.
+        config: gives the number of processes, if there are enough parts.
         work: counts the examples.
-        done: takes the folder of the part.
+        done: is called with the folder of the part.
 
     Raises:
         UserError: a part cannot be read, or a process was killed.
@@ -72,10 +72,10 @@ def map_parts(  # noqa: PLR0913
             work.add(answer)
             work.say("")
 
-    _in_processes(source, stripes, folder, vocabulary, took)
+    _run_processes(source, stripes, folder, vocabulary, took)
 
 
-def _in_processes(
+def _run_processes(
     source: Source,
     stripes: Sequence[Sequence[Part]],
     folder: Path,
@@ -93,13 +93,13 @@ def _in_processes(
                 daemon=True,
             )
             process.start()
-            # So that the end of the process is the end of the pipe.
+            # Closed here so that the pipe ends when the process ends.
             writer.close()
             running[reader] = (process, list(stripe))
         while running:
             for reader in set(running).intersection(wait(list(running))):
                 process, left = running[reader]
-                if not _answered(reader, process, left, took):
+                if not _take_answer(reader, process, left, took):
                     del running[reader]
     finally:
         for process, _ in running.values():
@@ -107,10 +107,10 @@ def _in_processes(
             process.join()
 
 
-def _answered(
+def _take_answer(
     reader: Any, process: SpawnProcess, left: list[Part], took: Callable[[Part | int], None]
 ) -> bool:
-    """Take one message of a process, of which None ends a part; return whether it goes on."""
+    """Take one message of a process, None at the end of a part; return whether more follow."""
     try:
         answer = reader.recv()
     except EOFError:
@@ -140,22 +140,22 @@ def _work(  # noqa: PLR0913, PLR0917
     parent: int,
     answers: Any,
 ) -> None:
-    """Map parts one after another; this is all that a process does."""
+    """Map parts one after another: the main function of a process."""
     # Ctrl-C reaches the whole group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with(parent)
+    _exit_with_parent(parent)
     try:
         selection = source.select()
         for part in parts:
             place = folder / part.folder
             map_part(source, selection, part, place, vocabulary=vocabulary, count=answers.send)
             answers.send(None)
-    # Whatever it is, it is raised again in the parent.
+    # Any exception is raised again in the parent.
     except Exception as error:
         answers.send(error if isinstance(error, UserError | OSError) else RuntimeError(repr(error)))
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -16,10 +16,10 @@ BUFFER_BYTES = 64 << 20
 
 
 class ShardWriter:
-    """Deals records out over the shards in turn, so that their sizes differ by at most one.
+    """Distributes records over the shards in turn, so that their sizes differ by at most one.
 
-    A writer of TensorFlow's keeps its file open; a thousand shards would need a thousand. Records
-    are gathered in memory instead, and appended when there are enough of them.
+    TensorFlow's writer keeps its file open, and a thousand shards would need a thousand open files.
+    So records are buffered in memory, and appended in batches.
     """
 
     def __init__(self, folder: Path, split: str, count: int) -> None:
@@ -31,7 +31,7 @@ class ShardWriter:
         self._crcs = [0] * count
 
     def add(self, record: bytes) -> None:
-        """Add a record to the shard whose turn it is."""
+        """Add a record to the next shard."""
         frame = frame_record(record)
         self._pending[self._added % len(self._paths)].append(frame)
         self._added += 1
@@ -50,28 +50,28 @@ class ShardWriter:
         self._pending_bytes = 0
 
     def shuffle(self, seed: int, count: Callable[[int], None]) -> None:
-        """Bring the records of each shard into a random order; after the last `flush`.
+        """Shuffle the records of each shard; call it after the last `flush`.
 
-        Each is read from its file in place, so that the memory does not grow with it. `count` is
-        called with the records of each shard.
+        Records are read from the memory-mapped file, so that memory does not grow with it. `count`
+        is called with the number of records of each shard.
         """
         for index, (path, examples) in enumerate(zip(self._paths, self.examples, strict=True)):
-            self._crcs[index] = _shuffled(path, np.random.RandomState((seed, index)))
+            self._crcs[index] = _shuffle(path, np.random.RandomState((seed, index)))
             count(examples)
 
     @property
     def examples(self) -> list[int]:
-        """Records of each shard."""
+        """Number of records of each shard."""
         share, more = divmod(self._added, len(self._paths))
         return [share + (index < more) for index in range(len(self._paths))]
 
     @property
     def crcs(self) -> list[str]:
-        """The crc32c of each shard, as far as it is written."""
+        """The crc32c of each shard as written so far."""
         return [f"{crc:08x}" for crc in self._crcs]
 
 
-def _shuffled(path: Path, random: np.random.RandomState) -> int:
+def _shuffle(path: Path, random: np.random.RandomState) -> int:
     """Rewrite a shard in a random order; return its crc32c."""
     if not path.stat().st_size:
         return 0

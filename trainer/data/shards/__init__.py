@@ -1,1 +1,1 @@
-"""Shards that come and go while training runs."""
+"""Streaming shards: fetched and deleted while training runs."""

@@ -1,4 +1,4 @@
-"""Records of shards that come and go, as a graph: the other side of `ShardFeed`."""
+"""Records of streaming shards as a graph: the client of `ShardFeed`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from flotilla.trainer.data.shards.shard_store import (
     part_range,
 )
 
-# A thread that waits for a shard must not be one that the rest of the process needs.
+# Threads that wait for a shard must not be those that the process needs for other work.
 _THREADS = 8
 _NOTHING = "nothing"
-# Of one shard, before it is the turn of the next one.
+# Records taken from one shard before the next one.
 _BLOCK = 16
 
 
 def epoch_of_records(
     streaming: Streaming, seed: int | tf.Tensor, epoch: int | tf.Tensor = 0
 ) -> tf.data.Dataset:
-    """Return the training records of one epoch, of several shards in turn."""
+    """Return the training records of one epoch, interleaved from several shards."""
     names = _names(streaming, TRAIN, epoch, seed)
     return names.interleave(
         lambda name: _records(streaming, TRAIN, name),
@@ -37,10 +37,10 @@ def epoch_of_records(
 
 
 def training_records(streaming: Streaming, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
-    """Return training records without end, each epoch shuffled within `held` records."""
+    """Return endless training records, each epoch shuffled within `held` records."""
 
     def shuffled(epoch: tf.Tensor) -> tf.data.Dataset:
-        with no_seed_of_the_graph():
+        with allow_tensor_seed():
             own = tf.cast(seed, tf.int64) + 104_729 * epoch
             records = epoch_of_records(streaming, seed, epoch)
             return records.shuffle(held, seed=own, reshuffle_each_iteration=False)
@@ -69,16 +69,16 @@ def evaluation_records(
     return mine.concatenate(_done(streaming, VALIDATION, tf.constant(""))).batch(batch_size)
 
 
-def on_own_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Let a dataset wait on threads of its own."""
+def use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Run a dataset in a private thread pool, since it may block."""
     options = tf.data.Options()
     options.threading.private_threadpool_size = _THREADS
     return batches.with_options(options)
 
 
 @contextmanager
-def no_seed_of_the_graph() -> Iterator[None]:
-    """Let a seed be a tensor: TensorFlow compares it with 0, if the seed of the graph is 0."""
+def allow_tensor_seed() -> Iterator[None]:
+    """Allow a tensor as seed: TensorFlow would compare it with 0 if the graph's seed is 0."""
     graph = tf.compat.v1.get_default_graph()
     before, graph.seed = graph.seed, None
     try:
@@ -90,15 +90,15 @@ def no_seed_of_the_graph() -> Iterator[None]:
 def _names(
     streaming: Streaming, reader: str, epoch: int | tf.Tensor, seed: int | tf.Tensor
 ) -> tf.data.Dataset:
-    """Return the paths of shards as they come, until the epoch ends."""
+    """Return the paths of shards as they arrive, until the epoch ends."""
     epoch, seed = (tf.strings.as_string(tf.cast(each, tf.int64)) for each in (epoch, seed))
 
     def named(number: tf.Tensor) -> tf.data.Dataset:
         parts = [reader, streaming.attempt, epoch, tf.strings.as_string(number)]
         key = tf.strings.join(parts, separator=" ")
         gate = tf.strings.join([f"{FOLDER}/{reader}.gate", tf.strings.as_string(number % 2)])
-        asked = _said(tf.strings.join(["next ", key, " ", seed, "\n"]))
-        # It has no records: to open it is to wait.
+        asked = _send(tf.strings.join(["next ", key, " ", seed, "\n"]))
+        # A file without records: opening it is the wait.
         passed = tf.data.FixedLengthRecordDataset(gate, record_bytes=1)
         answer = tf.data.Dataset.from_tensors(tf.strings.join([f"{FOLDER}/", key])).map(_read)
         answers = tf.data.Dataset.counter().flat_map(
@@ -111,7 +111,7 @@ def _names(
 
 
 def _read(place: tf.Tensor) -> tf.Tensor:
-    """Return the answer at a path, or that there is none."""
+    """Return the answer in a file, or that the file does not exist."""
     is_there = tf.size(tf.io.matching_files(place)) > 0
     answer = tf.cond(is_there, lambda: tf.io.read_file(place), lambda: tf.constant(_NOTHING))
     has_failed = tf.debugging.Assert(answer != FAILED, ["no more shards come"])
@@ -124,13 +124,13 @@ def _records(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Data
 
 
 def _done(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
-    """Say that a shard was read; with no name, that all were."""
+    """Report that a shard was read; without a name, that all were."""
     words = ["done", reader, streaming.attempt, name]
-    return _said(tf.strings.join([tf.strings.join(words, separator=" "), "\n"]))
+    return _send(tf.strings.join([tf.strings.join(words, separator=" "), "\n"]))
 
 
-def _said(line: tf.Tensor) -> tf.data.Dataset:
-    """Return no element, but write a line into the pipe when the turn comes."""
+def _send(line: tf.Tensor) -> tf.data.Dataset:
+    """Return an empty dataset that writes a line into the pipe when it is read."""
 
     def written(line: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([tf.io.write_file(ASK, line)]):

@@ -1,7 +1,7 @@
-"""Gives shards to the graphs that run in a worker's process, where none of our Python runs.
+"""Serves shards to graphs in a worker process, which cannot run our Python code.
 
-A graph can read and write files, and to open a named pipe that nobody writes is to wait. So a
-reader of shards, `flotilla.trainer.data.shards.fed_records`, does this for each:
+A graph can read and write files, and blocks when it opens a named pipe without a writer. So a
+reader, `flotilla.trainer.data.shards.fed_records`, does this for each shard:
 
 1. It writes `next READER ATTEMPT EPOCH NUMBER SEED` into the pipe `ask`, which never waits.
 2. It reads the pipe `READER.gate0`, or `gate1` if NUMBER is odd. That waits until this feed opens
@@ -11,8 +11,7 @@ reader of shards, `flotilla.trainer.data.shards.fed_records`, does this for each
    another one, and it begins again.
 4. After the last record of a shard it writes `done READER ATTEMPT NAME` into `ask`.
 
-A graph of an attempt that is over may still wait at a gate: all that it asks for has failed. Free
-of TensorFlow.
+A graph of an earlier attempt may still wait at a gate: all its requests fail. Free of TensorFlow.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from pathlib import Path
 from flotilla.trainer.data.shards.shard_store import ASK, FAILED, FOLDER, SHARDS, TRAIN, ShardStore
 from flotilla.trainer.storage.errors import report_errors
 
-# The names of an epoch's shards, by seed and number of the epoch.
+# Returns the names of an epoch's shards, by seed and number of the epoch.
 Order = Callable[[int, int], Sequence[str]]
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
 class _Ask:
-    """The request of a reader for the shard `number` of an epoch."""
+    """A reader's request for the shard `number` of an epoch."""
 
     reader: str
     attempt: str
@@ -46,10 +45,10 @@ class _Ask:
 
 
 class ShardFeed:
-    """Answers the graphs of this process in a thread, from a `ShardStore`."""
+    """Answers the graphs of this process from a `ShardStore`, in a thread."""
 
     def __init__(self, uri: str, workdir: Path, *, limit: int, orders: Mapping[str, Order]) -> None:
-        """Begin to answer the readers that `orders` names.
+        """Start to answer the readers that `orders` names.
 
         Raises:
             UserError: the dataset or the folder cannot be used.
@@ -69,7 +68,7 @@ class ShardFeed:
             gates = (self._folder / f"{reader}.gate{odd}" for reader in orders for odd in (0, 1))
             for path in (workdir / ASK, *gates):
                 os.mkfifo(path)
-            # Held open for writing too, so that it never ends and no writer waits.
+            # Opened for writing too, so that it never ends and no writer waits.
             self._requests = os.open(workdir / ASK, os.O_RDWR | os.O_NONBLOCK)
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
@@ -79,14 +78,14 @@ class ShardFeed:
         threading.Thread(target=self._serve, name="shard-feed", daemon=True).start()
 
     def wait(self) -> None:
-        """Block until a shard cannot be had, and raise why; return when the feed is closed."""
+        """Block until a fetch fails, and raise the reason; return when the feed is closed."""
         self._ended.wait()
         if self.error and not self._closing:
             raise self.error
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Raise why a shard cannot be had, in place of the error of a graph that has no more."""
+        """Raise the reason why a shard cannot be fetched instead of the graph's error."""
         try:
             yield
         except Exception:
@@ -97,13 +96,13 @@ class ShardFeed:
             self.close()
 
     def close(self) -> None:
-        """Answer all readers that no more will come, and let none of them wait."""
+        """Tell all readers that no more shards come, and unblock them."""
         self._closing = True
         self.store.close()
         self._wake()
 
     def _wake(self) -> None:
-        # A full pipe wakes as well.
+        # A full pipe also wakes the thread.
         with suppress(BlockingIOError):
             os.write(self._wakes, b".")
 
@@ -112,7 +111,7 @@ class ShardFeed:
             try:
                 for key, _ in self._selector.select():
                     key.data()
-            # Whatever it is, no reader may wait for ever.
+            # After any error, unblock the readers.
             except Exception as error:
                 self.error = self.error or error
                 self._ended.set()
@@ -139,7 +138,7 @@ class ShardFeed:
                     self._forget(self._asked.pop(reader))
 
     def _forget(self, ask: _Ask) -> None:
-        """Take back the answer, and close the gate."""
+        """Delete the answer, and close the gate."""
         self._path(ask).unlink(missing_ok=True)
         if ask.reader in self._gates:
             os.close(self._gates.pop(ask.reader))
@@ -168,7 +167,7 @@ class ShardFeed:
             self._answer(ask)
 
     def _answer(self, ask: _Ask) -> None:
-        """Open the gate for a reader, if its shard is here."""
+        """Open the gate for a reader if its shard is on disk."""
         if ask.reader in self._gates:
             return
         order = self._orders[ask.reader](ask.seed, ask.epoch)
@@ -182,7 +181,7 @@ class ShardFeed:
             return
         self._path(ask).write_text(answer, encoding="utf-8")
         gate = self._folder / f"{ask.reader}.gate{ask.number % 2}"
-        # Opened for reading too, so that it need not wait for the reader.
+        # Opened for reading too, so that it does not wait for the reader.
         self._gates[ask.reader] = os.open(gate, os.O_RDWR | os.O_NONBLOCK)
 
     def _path(self, ask: _Ask) -> Path:

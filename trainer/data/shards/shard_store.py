@@ -1,11 +1,11 @@
-"""What `data.disk` means for one dataset, and the shards that a task has on its disk within it.
+"""The disk limit `data.disk` of one dataset, and the shards that a task keeps within it.
 
-The chief and all workers come to the same answer whether shards come and go, since it depends only
-on the configuration, the manifest and the number of workers.
+The chief and all workers decide alike whether shards stream, since it depends only on the
+configuration, the manifest and the number of workers.
 
-Readers say which shards they will use, in order. One thread fetches those that are used next, as
-far as there is room, and removes what is used last. What a reader holds is never removed. The bytes
-of a shard count from the moment in which its fetch begins. Free of TensorFlow.
+Readers announce the shards that they will use, in order. One thread prefetches the next ones as far
+as there is room, and evicts those that are used last. A held shard is never evicted. The bytes of a
+shard count from the start of its fetch. Free of TensorFlow.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.errors import report_errors
 
 TRAIN, VALIDATION = "train", "validation"
-# In the working folder of a worker: the shards, and the pipes by which its graphs ask for them.
+# Subfolder of a worker's working folder: the shards, and the pipes through which graphs request
+# them.
 FOLDER = "feed"
 SHARDS = "held"
 ASK = f"{FOLDER}/ask"
 FAILED = "failed"
-# Shards that are read in turn, as far as the disk has room for them.
+# Shards read in turn, as far as the disk has room for them.
 AT_ONCE = 8
-# How many of the shards that a reader will use are looked at.
+# Number of announced shards of a reader that the store considers.
 LOOKAHEAD = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """Shards come and go, as they do not fit together.
+    """Parameters of streaming shards, which do not all fit on the disk.
 
     Attributes:
-        limit: bytes of shards on the disk of a worker.
-        at_once: shards that training reads in turn.
-        attempt: tells the graphs of this attempt from those of one before.
+        limit: most bytes of shards on the disk of a worker.
+        at_once: number of shards that training reads in turn.
+        attempt: identifies the graphs of this attempt.
     """
 
     limit: int
@@ -57,7 +58,7 @@ class Streaming:
 
 @dataclass(frozen=True, kw_only=True)
 class PartRange:
-    """The shards from `first` to before `last`; of their examples `skip` are passed over."""
+    """The shards from `first` to before `last`, without the first `skip` examples."""
 
     first: int
     last: int
@@ -66,7 +67,7 @@ class PartRange:
 
 
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
-    """Return how shards stream to a worker; None where all that it needs fits in `data.disk`.
+    """Return the parameters of streaming; None if all that a worker needs fits in `data.disk`.
 
     Raises:
         ConfigError: not even two shards fit, or all workers share one folder.
@@ -94,7 +95,7 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
             f"read while one of {_megabytes(other)} comes; set data.disk to "
             f"{_megabytes(largest + other)} or more, or data.shards to {count} or more"
         )
-    # While some are read, as many come, and there is always room for any other one.
+    # While some shards are read, as many are fetched, and there is always room for one more.
     room = (limit - max(largest, other)) // (2 * largest)
     return Streaming(limit=limit, at_once=max(1, min(AT_ONCE, room)))
 
@@ -109,9 +110,9 @@ def shuffle_shards(names: Sequence[str], seed: int, epoch: int) -> list[str]:
 
 
 def part_range(shards: Sequence[int], batch_size: int, part: int, of: int) -> PartRange:
-    """Return where a part of a split is, which is a whole number of batches.
+    """Return the range of a part of a split, which is a whole number of batches.
 
-    The parts have equal numbers of batches but for one; `shards` are the examples of each shard.
+    The parts have equal numbers of batches except one; `shards` are the examples of each shard.
     """
     examples = sum(shards)
     batches = math.ceil(examples / batch_size)
@@ -130,13 +131,13 @@ class ShardStore:
     def __init__(
         self, uri: str, folder: Path, *, limit: int, changed: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin with an empty folder: what another attempt left there is removed.
+        """Begin with an empty folder: files of another attempt are deleted.
 
         Args:
             uri: the published dataset.
-            folder: holds the shards, and what is being fetched.
-            limit: bytes; at least those of the shards that are held, and the largest other one.
-            changed: called by the thread whenever a shard has come or a fetch has failed.
+            folder: folder of the shards, complete and partial.
+            limit: most bytes; at least those of the held shards and the largest other one.
+            changed: called by the thread after each fetch, successful or not.
 
         Raises:
             UserError: the dataset or the folder cannot be used.
@@ -161,13 +162,13 @@ class ShardStore:
         self._thread.start()
 
     def will_use(self, reader: str, names: Sequence[str]) -> None:
-        """Say what a reader will use next, in order, in place of what it said before."""
+        """Announce the next shards of a reader, in order, instead of earlier ones."""
         with self._lock:
             self._upcoming[reader] = names
             self._lock.notify_all()
 
     def try_hold(self, reader: str, name: str) -> bool:
-        """Hold a shard for a reader if it is here; otherwise fetch it before all others.
+        """Hold a shard for a reader if it is on disk; otherwise fetch it before all others.
 
         Raises:
             UserError: a shard could not be fetched, now or before.
@@ -186,7 +187,7 @@ class ShardStore:
             return False
 
     def release(self, reader: str, name: str = "") -> None:
-        """Release a shard that a reader holds, or all of them; it stays until room is needed."""
+        """Release one shard of a reader, or all of them; a shard stays until room is needed."""
         with self._lock:
             for each in [name] if name else [*self._held]:
                 self._held.get(each, set()).discard(reader)
@@ -197,7 +198,7 @@ class ShardStore:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """Fetch nothing more; a fetch that has begun goes on."""
+        """Start no more fetches; a running one continues."""
         with self._lock:
             self._closed = True
             self._lock.notify_all()
@@ -212,7 +213,7 @@ class ShardStore:
                     self._fetching = ""
                     self._lock.notify_all()
                 self.changed()
-        # Whatever it is, who waits for a shard has to know.
+        # After any error, notify those that wait for a shard.
         except Exception as error:
             with self._lock:
                 self.error = error
@@ -223,7 +224,7 @@ class ShardStore:
         """Wait until a shard can be fetched, make room for it, and return it; "" at the end."""
         with self._lock:
             while not self._closed:
-                order = [*self._demanded.values(), *self._in_turn()]
+                order = [*self._demanded.values(), *self._merge_announced()]
                 name = next((each for each in order if each not in self._local), "")
                 if name and self._make_room(name, order):
                     self._fetching = name
@@ -231,13 +232,13 @@ class ShardStore:
                 self._lock.wait()
             return ""
 
-    def _in_turn(self) -> Iterator[str]:
+    def _merge_announced(self) -> Iterator[str]:
         lists = [islice(names, LOOKAHEAD) for names in self._upcoming.values()]
         for row in zip_longest(*lists):
             yield from (name for name in row if name is not None)
 
     def _make_room(self, name: str, order: Sequence[str]) -> bool:
-        """Remove shards that are used later than `name`, the last ones first, until it fits."""
+        """Evict shards that are used later than `name`, the last ones first, until it fits."""
         place: dict[str, int] = {}
         for index, each in enumerate(order):
             place.setdefault(each, index)
@@ -245,7 +246,7 @@ class ShardStore:
         free = [each for each in sorted(self._local) if not self._held.get(each)]
         later = [each for each in free if place.get(each, last) > place[name]]
         later.sort(key=lambda each: place.get(each, last))
-        lacking = self._used() + self._sizes[name] - self.limit
+        lacking = self._count_bytes() + self._sizes[name] - self.limit
         if lacking > sum(self._sizes[each] for each in later):
             return False
         while lacking > 0:
@@ -256,5 +257,5 @@ class ShardStore:
             lacking -= self._sizes[gone]
         return True
 
-    def _used(self) -> int:
+    def _count_bytes(self) -> int:
         return sum(self._sizes[name] for name in {*self._local, self._fetching} - {""})

@@ -14,13 +14,13 @@ from flotilla.trainer.data.examples.images import encode as png
 from flotilla.trainer.data.examples.mapped import (
     MappedSource,
     UnsuitableError,
-    as_said,
-    dtype_of,
-    example_of,
-    leaf_for,
+    convert_value,
+    get_dtype,
+    infer_leaf,
+    make_example,
+    make_value,
     source_config,
-    stored,
-    value_of,
+    store_value,
 )
 from flotilla.trainer.data.features import Selection, select
 from flotilla.trainer.data.files.file_source import FileSource
@@ -322,14 +322,14 @@ def test_examples_of_tfds(tmp_path):
     ],
 )
 def test_values(value, dtype, shape):
-    found = value_of("x", value)
-    assert (dtype_of(found), found.shape) == (dtype, shape)
+    found = make_value("x", value)
+    assert (get_dtype(found), found.shape) == (dtype, shape)
 
 
 def test_texts_are_their_bytes():
-    assert value_of("x", "ä").item() == "ä".encode()
-    assert value_of("x", b"\xff\x00").item() == b"\xff\x00"
-    assert value_of("x", "\udcff").item() == b"\xff"
+    assert make_value("x", "ä").item() == "ä".encode()
+    assert make_value("x", b"\xff\x00").item() == b"\xff\x00"
+    assert make_value("x", "\udcff").item() == b"\xff"
 
 
 @pytest.mark.parametrize(
@@ -345,13 +345,13 @@ def test_texts_are_their_bytes():
 )
 def test_what_cannot_be_stored(value, what):
     with pytest.raises(UnsuitableError, match=what):
-        value_of("x", value)
+        make_value("x", value)
 
 
 @pytest.mark.parametrize("result", [[1], "x", {1: 2}, {}])
 def test_what_is_returned_has_to_be_a_dict(result):
     with pytest.raises(UnsuitableError, match="dict"):
-        example_of(result)
+        make_example(result)
 
 
 @pytest.mark.parametrize(
@@ -365,24 +365,24 @@ def test_what_is_returned_has_to_be_a_dict(result):
     ],
 )
 def test_a_type_that_is_said(value, said, dtype):
-    assert dtype_of(as_said("x", value_of("x", value), said)) == dtype
+    assert get_dtype(convert_value("x", make_value("x", value), said)) == dtype
 
 
 def test_a_type_that_it_is_not():
     with pytest.raises(UnsuitableError, match="gives 'x' as string, which is no int"):
-        as_said("x", value_of("x", "twelve"), "int")
+        convert_value("x", make_value("x", "twelve"), "int")
 
 
 def test_a_feature_holds_all_of_its_first_values():
-    leaf = leaf_for("x", [value_of("x", [1, 2]), value_of("x", [0.5, 1.0, 2.0])])
+    leaf = infer_leaf("x", [make_value("x", [1, 2]), make_value("x", [0.5, 1.0, 2.0])])
     assert (leaf.shape, leaf.dtype) == ((None,), "float32")
     with pytest.raises(UnsuitableError, match="of shape"):
-        leaf_for("x", [value_of("x", [1]), value_of("x", 1)])
+        infer_leaf("x", [make_value("x", [1]), make_value("x", 1)])
 
 
 def test_only_a_wider_type_is_made_of_a_value():
     spec = FeatureSpec(shape=(), dtype="float32", stored="float")
-    assert stored("x", value_of("x", 1), spec, None).dtype == np.float32
+    assert store_value("x", make_value("x", 1), spec, None).dtype == np.float32
     whole = FeatureSpec(shape=(), dtype="int64", stored="int")
     with pytest.raises(UnsuitableError, match="gives 'x' as float32, and the first examples as"):
-        stored("x", value_of("x", 1.5), whole, None)
+        store_value("x", make_value("x", 1.5), whole, None)

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.data.read import evaluation_batches, training_batches
-from flotilla.trainer.data.shards.fed_records import no_seed_of_the_graph
+from flotilla.trainer.data.shards.fed_records import allow_tensor_seed
 from flotilla.trainer.data.shards.shard_feed import ShardFeed
 from flotilla.trainer.data.shards.shard_store import FOLDER, TRAIN, Streaming
 from flotilla.trainer.runtime.errors import UserError
@@ -147,6 +147,6 @@ def test_training_goes_on_around_validations_within_the_disk(feed, peaks):
 def test_the_seed_of_a_graph_is_as_before():
     with tf.Graph().as_default() as graph:
         graph.seed = 7
-        with no_seed_of_the_graph():
+        with allow_tensor_seed():
             assert graph.seed is None
         assert graph.seed == 7

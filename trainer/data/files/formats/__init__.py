@@ -1,1 +1,1 @@
-"""One reader for each format of files, and what they are read into."""
+"""One reader for each file format, and the rows that they yield."""

@@ -16,14 +16,14 @@ from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.runtime.errors import UserError
 
 IMAGE, LABEL = "image", "label"
-#: The column with the path of an image, as the listing has it.
+#: Name of the column with the path of an image in the listing.
 PATH = "path"
 _AT_ONCE, _LISTED_AT_ONCE = 256, 4096
 _CLASS = -2
 
 
 class ImageFilesReader(Reader):
-    """Reads names: the images themselves are decoded as those of any table are."""
+    """Reads names alone: the images are decoded like those of any table."""
 
     def __init__(
         self, paths: Sequence[str], uris: Sequence[str], column: str = IMAGE, *, labelled: bool
@@ -31,10 +31,11 @@ class ImageFilesReader(Reader):
         """Read the files of a listing, in this order.
 
         Args:
-            paths: of the files, as the listing has them.
-            uris: of the files.
-            column: that has the URIs.
-            labelled: whether the other column is the class, by the folder, and not the path.
+            paths: paths of the files in the listing.
+            uris: URIs of the files.
+            column: name of the column of URIs.
+            labelled: whether the other column is the class, named by the folder, instead of the
+                path.
         """
         self._paths, self._uris = paths, uris
         self._columns = (column, LABEL if labelled else PATH)
@@ -66,13 +67,13 @@ class ImageFilesReader(Reader):
             yield Rows(table.select(list(columns or self._columns)), numbers)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the place of a file in the listing, from 1."""
+        """Return the position of a file in the listing, from 1."""
         del path
         return piece.start + number + 1
 
 
 def find_class(path: str) -> str:
-    """Return the class of an image by its folder; raises `UserError` where it has none."""
+    """Return the class of an image, named by its folder; raises `UserError` if it has none."""
     parts = path.split("/")
     if len(parts) < -_CLASS:
         raise UserError(
@@ -83,10 +84,10 @@ def find_class(path: str) -> str:
 
 
 def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[str, str]]:
-    """Return files with the splits that folders above those of the classes say, and these folders.
+    """Return files with the splits that are named by folders above the class folders, and these.
 
     Raises:
-        UserError: some of the folders are those of splits, and some are not.
+        UserError: only some of the folders are split folders.
     """
     paths = [file.path.split("/") for file in files]
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
@@ -115,6 +116,6 @@ def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[s
 
 
 def shuffle_files(files: Sequence[SourceFile], seed: int) -> list[SourceFile]:
-    """Return files in an order that is drawn: in that of folders each class comes as a whole."""
+    """Return files in a random order: in folder order each class comes as one block."""
     order = np.random.RandomState(seed).permutation(len(files))
     return sorted((files[at] for at in order), key=lambda file: file.split or SPLITS[0])

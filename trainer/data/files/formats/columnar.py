@@ -1,4 +1,4 @@
-"""Parquet: the schema and the rows are in its metadata; row groups are read alone."""
+"""Parquet: schema and row count come from its metadata; row groups are read independently."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flotilla.trainer.data.files.formats.raw_rows import (
 from flotilla.trainer.runtime.errors import UserError
 
 _BATCH = 1 << 16
-# Rows at once where nothing says how long values are.
+# Rows per batch where the length of values is unknown.
 _FEW = 64
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 
@@ -48,7 +48,7 @@ class ParquetReader(Reader):
         return names
 
     def index(self, path: Path) -> tuple[str, ...]:
-        """Return the columns that are an index of pandas, by what it wrote into the file."""
+        """Return the pandas index columns, from the metadata that pandas writes."""
         with _file(path) as file:
             written = (file.schema_arrow.metadata or {}).get(b"pandas", b"{}")
         try:
@@ -75,15 +75,15 @@ class ParquetReader(Reader):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the rows of some row groups; none of them can be broken."""
+        """Yield the rows of some row groups; a row of Parquet is never broken."""
         with _file(path) as file:
-            # An outer name reads all below it.
+            # The name of a struct selects all its fields.
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
             groups = list(_groups(file, piece))
             most = _rows_at_once(path, file, groups, outer)
             start, of_a_row = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(most, row_groups=groups, columns=outer):
-                table = _flattened(pa.Table.from_batches([batch])).select(list(columns))
+                table = _flatten(pa.Table.from_batches([batch])).select(list(columns))
                 numbers = np.arange(start, start + len(table))
                 yield Rows(table, numbers, size=round(of_a_row * len(table)))
                 start += len(table)
@@ -117,12 +117,12 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
 def _rows_at_once(
     path: Path, file: pq.ParquetFile, groups: Sequence[int], names: Sequence[str]
 ) -> int:
-    """Return how many rows are read at once, so that they take about `BLOCK_BYTES` of memory.
+    """Return the number of rows per batch that takes about `BLOCK_BYTES` of memory.
 
-    A value that comes again is stored once, so that the sizes of a file say little of it.
+    Repeated values are stored once, so the sizes in a file say little about its memory.
 
     Raises:
-        UserError: a row group of it expands beyond all measure.
+        UserError: a row group exceeds the limit of expansion.
     """
     wanted = {*names}
     most = float(_BATCH)
@@ -135,7 +135,7 @@ def _rows_at_once(
         ]
         limit = max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
         sizes = [
-            (_expanded(path, file, number, at, chunk), file.schema.column(at))
+            (_bound_memory(path, file, number, at, chunk), file.schema.column(at))
             for at, chunk in chunks
         ]
         lists = sum(size for size, column in sizes if column.max_repetition_level)
@@ -149,18 +149,18 @@ def _rows_at_once(
     return max(1, int(most))
 
 
-def _expanded(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: Any) -> int:
-    """Return the most bytes that the values of a column of a row group take in memory."""
+def _bound_memory(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: Any) -> int:
+    """Return an upper bound of the memory, in bytes, of a column of a row group."""
     stored, count = int(chunk.total_uncompressed_size), int(chunk.num_values)
     width = _WIDTHS.get(chunk.physical_type, file.schema.column(at).length)
     if chunk.physical_type != "BYTE_ARRAY":
         return count * int(width)
     if "DELTA_BYTE_ARRAY" in chunk.encodings:
-        # A value is stored as what differs from the one before.
+        # Delta encoding: a value is stored as its difference from the previous one.
         return count * min(stored, BLOCK_BYTES // _FEW)
     if not chunk.has_dictionary_page:
         return stored
-    # No value is longer than all of them.
+    # No value is longer than all values together.
     if count * stored <= BLOCK_BYTES:
         return count * stored
     name = chunk.path_in_schema
@@ -170,7 +170,7 @@ def _expanded(path: Path, file: pq.ParquetFile, group: int, at: int, chunk: Any)
 
 
 def _longest(array: pa.Array, otherwise: int) -> int:
-    """Return the length of the longest value in a dictionary, which may be below others."""
+    """Return the length of the longest value in a dictionary, which may be nested."""
     while not pa.types.is_dictionary(array.type):
         if pa.types.is_struct(array.type):
             array = array.field(0)
@@ -190,7 +190,7 @@ def _flat(schema: pa.Schema | pa.StructType, before: str = "") -> Iterator[str]:
             yield name
 
 
-def _flattened(table: pa.Table) -> pa.Table:
+def _flatten(table: pa.Table) -> pa.Table:
     while any(pa.types.is_struct(field.type) for field in table.schema):
         names = [
             f"{field.name}/{inner.name}" if pa.types.is_struct(field.type) else field.name
@@ -198,7 +198,7 @@ def _flattened(table: pa.Table) -> pa.Table:
             for inner in (field.type if pa.types.is_struct(field.type) else [field])
         ]
         table = table.flatten().rename_columns(names)
-    # Few functions of Arrow take views, as Polars writes them.
+    # Few Arrow functions accept view types, which Polars writes.
     views = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
     if any(field.type in views for field in table.schema):
         kinds = [field.with_type(views.get(field.type, field.type)) for field in table.schema]

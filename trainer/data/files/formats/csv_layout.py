@@ -1,7 +1,7 @@
-"""How a CSV is laid out: its delimiter and quotes, where the header is, and what is around it.
+"""The layout of a CSV: its delimiter and quotes, its header, and the lines around the table.
 
-All is told by the first rows, but for quotes: one that opens in a text and closes many rows later
-takes these with it, so that a file that has quotes is looked through once.
+The first rows determine all of it but the quotes: a quote that opens in a text and closes many rows
+later swallows those rows, so a file with quotes is scanned once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _DELIMITERS = ",;\t|"
 _HEAD = 1 << 20
 _SAMPLE = 200
 _VALUE_OR_NEWLINE = re.compile(rb'(?P<value>"(?<![^,;\t|\r\n]")[^"]*+(?:""[^"]*+)*+"?)|\r\n|\n|\r')
-# Of one value in quotes.
+# Longest quoted value, in bytes.
 _MOST_LINES = 50
-# Rows in which a title may be.
+# Rows that may precede the header, such as a title.
 _MOST_ABOVE = 20
 _FEWEST = 2
 _SEPARATOR = re.compile(rb'"?sep=(.|\\t)"?,*\r?\n', re.IGNORECASE)
@@ -39,16 +39,16 @@ _NEARLY_ALL = 0.9
 
 @dataclass(frozen=True, kw_only=True)
 class CsvLayout:
-    """How a file is laid out.
+    """The layout of a CSV file.
 
     Attributes:
-        names: of the columns; empty for those that are left out.
-        empty: places of columns without a name, which have to be empty in each row.
-        quote: what quotes a value; empty where quotes are letters.
-        escape: what stands before a quote within a value, besides another quote; may be empty.
-        newline: by which rows are counted.
-        start: byte at which the first row begins.
-        notes: what is noteworthy, without the file.
+        names: names of the columns; an empty name marks a column that is left out.
+        empty: indices of columns without a name, which must be empty in each row.
+        quote: the quote character; empty if quotes are ordinary characters.
+        escape: the escape character of a quote within a value, if not a quote; may be empty.
+        newline: the line separator.
+        start: offset of the first row, in bytes.
+        notes: remarks for the user, without the file name.
     """
 
     names: tuple[str, ...]
@@ -67,17 +67,17 @@ class _Record(NamedTuple):
 
 
 def detect_layout(path: Path) -> CsvLayout:
-    """Return how a file is laid out.
+    """Return the layout of a file.
 
     Raises:
         UserError: it has no header, or rows of another length, or a quote swallows rows.
     """
     status = path.stat()
-    return _layout_of(path, status.st_size, status.st_mtime_ns)
+    return _infer_layout(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=1024)
-def _layout_of(path: Path, size: int, changed: int) -> CsvLayout:
+def _infer_layout(path: Path, size: int, changed: int) -> CsvLayout:
     del size, changed
     with open_text(path) as file:
         head = file.read(_HEAD)
@@ -126,11 +126,11 @@ def _layout_of(path: Path, size: int, changed: int) -> CsvLayout:
 
 
 def _records(head: bytes) -> list[_Record]:
-    """Return the first records as texts; bytes that are not UTF-8 are kept as they are."""
+    """Return the first records as texts; bytes that are not UTF-8 are escaped."""
     found: list[_Record] = []
     start = 0
     while start < len(head) and len(found) < _SAMPLE:
-        end = _end_of(head, start)
+        end = _find_end(head, start)
         if end == len(head) >= _HEAD and found:
             break
         found.append(_Record(head[start:end].decode(errors="surrogateescape"), end))
@@ -138,12 +138,12 @@ def _records(head: bytes) -> list[_Record]:
     return found
 
 
-def _end_of(head: bytes, start: int) -> int:
+def _find_end(head: bytes, start: int) -> int:
     for found in _VALUE_OR_NEWLINE.finditer(head, start):
         if not found["value"]:
             return found.end()
         if found.end() == len(head) or found["value"].count(b"\n") > _MOST_LINES:
-            # A quote that is not closed says nothing of where a record ends.
+            # The end of a record cannot be found within an unclosed quote.
             return head.find(b"\n", found.start()) + 1 or len(head)
     return len(head)
 
@@ -156,7 +156,7 @@ class _Head:
         self._lines: list[int] = []
         line, kept = 1 + bool(given), []
         for each in records:
-            # A row of Excel that is empty is nothing but delimiters.
+            # An empty row of Excel consists of delimiters alone.
             if each.text.strip(f" {_DELIMITERS}{given}\r\n"):
                 kept.append(each)
                 self._lines.append(line)
@@ -179,12 +179,12 @@ class _Head:
         self._width = Counter(map(len, bodies)).most_common(1)[0][0]
 
     def rows(self, width: int) -> list[list[str]]:
-        """Return those of the first rows that have so many values."""
+        """Return the first rows that have this number of values."""
         below = self._rows[self._header() + 1 :]
         return [row for row in below if len(row) == width]
 
     def layout(self) -> CsvLayout:
-        """Return the layout by the first rows; raises `UserError`."""
+        """Infer the layout from the first rows; raises `UserError`."""
         place = self._header()
         cells = [each.strip() for each in self._rows[place]]
         quote = self._quote
@@ -196,7 +196,7 @@ class _Head:
                 f"row {self._lines[place]} is the header; what is above it is not read "
                 f"({self._records[0].text.strip()[:40]!r})"
             )
-        names, index = self._fitting(place, cells, rows)
+        names, index = self._fit_names(place, cells, rows)
         where = f"data.source: {self._path}, row {self._lines[place]}"
         if any("\udc80" <= letter <= "\udcff" for name in names for letter in name):
             raise UserError(f"{where} is not UTF-8; write the file as UTF-8")
@@ -216,7 +216,7 @@ class _Head:
                 f"{numbers[0]!r} are numbers; put the names of the columns above it if it is none"
             )
         below = self._rows[place + 1] if place + 1 < len(self._rows) else []
-        # As below the header of a table in Markdown.
+        # The line below the header of a Markdown table.
         is_line = any(below) and all(re.fullmatch(r":?-{2,}:?|", each.strip()) for each in below)
         return CsvLayout(
             names=tuple(names),
@@ -228,7 +228,7 @@ class _Head:
         )
 
     def _header(self) -> int:
-        """Return the place of the header: after comments, or a title."""
+        """Return the index of the header, after comments and titles."""
         place = next(
             (at for at, each in enumerate(self._records) if not each.text.startswith("#")), 0
         )
@@ -239,14 +239,14 @@ class _Head:
             return place
         for at in range(place, min(place + _MOST_ABOVE, len(self._rows))):
             if len(self._rows[at]) == self._width > 1 and len(_full(self._rows[at])) > 1:
-                # A shorter row may well be a header which is not long enough.
+                # A shorter row may be a header that lacks names.
                 alone = all(len(_full(row)) < _FEWEST for row in self._rows[place:at])
                 names = self._is_names(at) if not alone else _are_names(self._rows[at])
                 return at if names else place
         return place
 
     def _is_names(self, place: int) -> bool:
-        """Say whether a row has names for certain: numbers come below them."""
+        """Say whether a row certainly holds names: there are numbers below it."""
         below = [row for row in self._rows[place + 1 :] if len(row) == self._width]
         if any(text_values.is_null(cell.strip()) for cell in self._rows[place]):
             return False
@@ -256,10 +256,10 @@ class _Head:
             if below
         )
 
-    def _fitting(
+    def _fit_names(
         self, place: int, cells: list[str], rows: Sequence[Sequence[str]]
     ) -> tuple[list[str], tuple[int, ...]]:
-        """Return as many names as rows have values, and whether the first column is an index."""
+        """Return one name per value of a row, and whether the first column is an index."""
         more = self._width - len(cells)
         if not rows or not more:
             return cells, ()
@@ -267,7 +267,7 @@ class _Head:
             return cells[:more], ()
         if more > 0 and not any(cell.strip() for row in rows for cell in row[len(cells) :]):
             return [*cells, *[""] * more], ()
-        # R writes no name above the names of rows.
+        # R writes no name above the row names.
         if (
             more == 1
             and len(rows) > _FEWEST
@@ -291,7 +291,7 @@ class _Head:
 
 
 def _odd_numbers(names: Sequence[str]) -> list[str]:
-    """Return the names that are numbers, where they do not simply count, as years do."""
+    """Return the names that are numbers, unless they count up, as years do."""
     numbers = [name for name in names if re.match(NUMBER, name)]
     counts = [int(name) for name in numbers if name.isdecimal()]
     steps = {after - before for before, after in pairwise(counts)}
@@ -317,7 +317,7 @@ def _check(path: Path, where: str, names: Sequence[str], left_out: set[int]) -> 
 
 
 def _delimiter(path: Path, texts: Sequence[str]) -> str:
-    """Return by which delimiter most rows have as many values as the header, or as others."""
+    """Return the delimiter by which most rows have the same number of values."""
     best, found = (False, 0.0, 0), ""
     for mark in _DELIMITERS:
         widths = [len(_cells(text, mark)) for text in texts if not text.startswith("#")]

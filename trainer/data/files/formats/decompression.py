@@ -1,6 +1,6 @@
-"""Files as a stream of bytes, by what they are and not by their names: compressed, or UTF-16.
+"""Files as streams of bytes; compression and UTF-16 are detected by content, not by name.
 
-What expands beyond all measure is refused, and so is what is no table at all.
+A file that exceeds the limit of expansion is refused, and so is one that is not text.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pyarrow as pa
 from flotilla.trainer.runtime.errors import UserError
 
 SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
-#: DEFLATE cannot exceed 1,032 to 1 in one layer; texts of tables stay below 100.
+#: One layer of DEFLATE reaches at most 1,032 to 1; tables of text stay below 100.
 MOST_RATIO = 200
 FREE_BYTES = 256 << 20
 _SAMPLE = 512
@@ -43,7 +43,7 @@ _WIDE = {
     "utf-16-be": rb"(?:\0[^\0]){4,}",
 }
 _AS_CSV = "; write the table as CSV or Parquet"
-# What is no text, and what to do about it.
+# Formats that are not text, with a remedy each.
 _FOREIGN = {
     rb"PAR1[\0-\x1f]": "Parquet; set data.format: parquet",
     rb"\xd0\xcf\x11\xe0": "a workbook of Excel (xls); save it as CSV",
@@ -62,13 +62,13 @@ _FOREIGN = {
 
 
 def bare_name(name: str) -> str:
-    """Return a file name in lower case without the ending of a compression."""
+    """Return a file name in lower case without the suffix of a compression."""
     low = name.lower()
     return next((low.removesuffix(each) for each in SUFFIXES if low.endswith(each)), low)
 
 
 def is_whole(path: Path) -> bool:
-    """Say whether a file can be read from its beginning only: it is compressed, or UTF-16."""
+    """Say whether a file has to be read from its beginning: it is compressed, or UTF-16."""
     head = _head(path)
     return bool(_kind(_COMPRESSED, head) or _kind(_WIDE, head))
 
@@ -83,7 +83,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, decompressed.
 
     Raises:
-        UserError: it is damaged, or expands beyond all measure.
+        UserError: it is damaged, or exceeds the limit of expansion.
     """
     compression = _kind(_COMPRESSED, _head(path))
     try:
@@ -91,7 +91,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
             if not compression:
                 yield stored
                 return
-            with _decompressed(stored, path, compression) as raw:
+            with _decompress(stored, path, compression) as raw:
                 yield io.BufferedReader(_Bounded(raw, path, stored.tell), 1 << 20)
     except (zipfile.BadZipFile, lzma.LZMAError, EOFError, zlib.error, NotImplementedError) as error:
         raise UserError(f"data.source: {path} cannot be decompressed: {error}") from error
@@ -103,10 +103,10 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def open_text(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file of texts, decompressed, as UTF-8 if it is UTF-16.
+    """Open a text file, decompressed and, if it is UTF-16, converted to UTF-8.
 
     Raises:
-        UserError: it is damaged, expands beyond all measure, or is no text.
+        UserError: it is damaged, exceeds the limit of expansion, or is not text.
     """
     with open_file(path) as file:
         head = file.peek(_SAMPLE) if isinstance(file, io.BufferedReader) else b""
@@ -136,9 +136,9 @@ def _kind(patterns: dict[str, bytes], head: bytes) -> str:
 
 
 def position(file: Any) -> int:
-    """Return how many bytes of a file, as it is stored, were read for what `open_file` yields.
+    """Return how many stored bytes were read for the data that `open_file` has yielded.
 
-    It is 0 once that is closed.
+    It is 0 once the file is closed.
     """
     try:
         return int(getattr(getattr(file, "raw", None), "position", file.tell)())
@@ -147,16 +147,16 @@ def position(file: Any) -> int:
 
 
 def bytes_read(file: Any) -> int:
-    """Return how many bytes were read of what `open_file` yields, decompressed."""
+    """Return how many decompressed bytes were read from a file of `open_file`."""
     return count_expanded(file) or position(file)
 
 
 def count_expanded(file: Any) -> int:
-    """Return how many bytes were read of a compressed file, decompressed; 0 of any other."""
+    """Return how many decompressed bytes were read from a compressed file; 0 for other files."""
     return int(getattr(getattr(file, "raw", None), "expanded", 0))
 
 
-def _decompressed(stored: IO[bytes], path: Path, compression: str) -> Any:
+def _decompress(stored: IO[bytes], path: Path, compression: str) -> Any:
     if compression == "gzip":
         return gzip.open(stored)
     if compression == "bz2":
@@ -164,7 +164,7 @@ def _decompressed(stored: IO[bytes], path: Path, compression: str) -> Any:
     if compression == "xz":
         return lzma.open(stored)
     if compression in ("zstd", "zlib"):
-        # Arrow's gzip takes a stream of zlib, as TFRecords may be.
+        # Arrow's gzip also reads zlib streams, in which TFRecords may be compressed.
         kind = compression.replace("zlib", "gzip")
         return pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), kind)
     return _only_member(stored, path)

@@ -1,4 +1,4 @@
-"""CSV: how its records are read, and where it is safe to cut a file. All values are texts."""
+"""CSV: read its records, and find safe positions to cut a file. All values are texts."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Rea
 from flotilla.trainer.runtime.errors import UserError
 
 _HEAD = 1 << 20
-# Pyarrow reads 32 blocks ahead. Only a file with a row that takes more than one is read by more.
+# Pyarrow reads 32 blocks ahead; only a file with a row larger than a block is read with more.
 _BLOCKS = (1 << 20, 8 << 20)
-# What pyarrow says of a row that takes more than a block.
+# Pyarrow's message for a row that is larger than a block.
 _STRADDLING = "straddling"
 _QUOTE = b'"'
-# One in the middle of a field that is not quoted: then counting quotes says nothing of newlines.
+# A quote in the middle of an unquoted field: counting quotes then does not find record ends.
 _STRAY = re.compile(rb'[^,;\t|\r\n"]"[^,;\t|\r\n"]')
 
 
 class CsvReader(Reader):
-    """Reads CSV by pyarrow, all values as texts."""
+    """Reads CSV with pyarrow, all values as texts."""
 
     parsed = True
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the columns by the header; one without a name is left out."""
+        """Return the columns of the header; a column without a name is left out."""
         return tuple(filter(None, detect_layout(path).names))
 
     def notes(self, path: Path) -> tuple[str, ...]:
-        """Return what is noteworthy of how the file is laid out."""
+        """Return remarks on the layout of the file."""
         return detect_layout(path).notes
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Cut where a record ends for certain; a file whose quotes are in doubt stays whole."""
+        """Cut at certain record ends; a file with ambiguous quotes stays whole."""
         # A backslash or a quote of another kind is not counted.
         if path.stat().st_size < 2 * size or is_whole(path):
             return [(0, END)]
@@ -74,7 +74,7 @@ class CsvReader(Reader):
 
         def skip(row: Any) -> str:
             number = row.number - 1
-            # Those of before are seen again with larger blocks.
+            # Records of earlier attempts, with smaller blocks, are seen again.
             if not skipped or number > skipped[-1]:
                 skipped.append(number)
                 broken(number, f"{row.actual_columns} values for {row.expected_columns} columns")
@@ -84,8 +84,8 @@ class CsvReader(Reader):
         for block in _BLOCKS:
             with _body(path, piece, layout.start) as (stream, read):
                 try:
-                    batches = _opened(stream, layout, columns, block, skip)
-                    for rows in _numbered(batches, skipped, done):
+                    batches = _open_csv(stream, layout, columns, block, skip)
+                    for rows in _number_rows(batches, skipped, done):
                         yield replace(_right(rows, layout, columns, broken), size=read(block))
                         done = int(rows.numbers[-1]) + 1
                     return
@@ -93,10 +93,10 @@ class CsvReader(Reader):
                     if "Empty CSV" in str(error):
                         return
                     if _STRADDLING not in str(error) or block == _BLOCKS[-1]:
-                        raise _unreadable(path, layout, error) from error
+                        raise _describe_read_error(path, layout, error) from error
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the line where a record begins: values with newlines take several."""
+        """Return the line where a record begins: values with newlines span several lines."""
         layout = detect_layout(path)
         start = max(piece.start, layout.start)
         with open_text(path) as file:
@@ -119,7 +119,7 @@ class CsvReader(Reader):
         return line + before
 
 
-def _opened(
+def _open_csv(
     stream: Any, layout: CsvLayout, columns: Sequence[str], block: int, skip: Callable[[Any], str]
 ) -> Any:
     names = _names(layout)
@@ -142,12 +142,12 @@ def _opened(
 
 
 def _names(layout: CsvLayout) -> list[str]:
-    # The names of columns that are left out need not differ from others.
+    # Names of skipped columns need not be unique.
     return [name or f"\0{place}" for place, name in enumerate(layout.names)]
 
 
 def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken) -> Rows:
-    """Return the rows but those that are the header again, or are longer than it."""
+    """Return the rows without repeated headers and without rows longer than the header."""
     table, names = rows.table, _names(layout)
     wrong = {
         f"a value ({{}}) in column {at + 1}, which has no name": names[at] for at in layout.empty
@@ -158,7 +158,7 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
         for place in np.flatnonzero(pc.not_equal(values, "").to_numpy()):
             broken(int(rows.numbers[place]), why.format(repr(values[int(place)].as_py()[:40])))
             bad[place] = True
-    # As where files were put behind each other; one value may be as its column is called.
+    # Repeated headers occur in concatenated files; a single value may equal its column's name.
     if len(columns) > 1 and pc.any(again := pc.equal(table[columns[0]], columns[0])).as_py():
         for name in columns[1:]:
             again = pc.and_(again, pc.equal(table[name], name))
@@ -172,11 +172,11 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
     return Rows(table.filter(pa.array(~bad)), rows.numbers[~bad])
 
 
-def _numbered(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]:
-    """Yield the records from number `done` on, at least one at a time."""
+def _number_rows(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]:
+    """Yield the records from number `done` on, numbered; at least one at a time."""
     start = 0
     for batch in batches:
-        # The handler is called for all records of a block before the block is returned.
+        # Pyarrow calls the handler for all records of a block before it returns the block.
         late = [each for each in skipped if each >= start]
         every = np.arange(start, start + batch.num_rows + len(late))
         kept = every[~np.isin(every, late)][: batch.num_rows]
@@ -190,9 +190,9 @@ def _numbered(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]
 
 @contextmanager
 def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[[int], int]]]:
-    """Yield a stream, and what says how many bytes of the file a block of so many takes.
+    """Yield a stream, and a function that converts a size in memory to bytes of the file.
 
-    What was read is far ahead of what is parsed.
+    The read position is far ahead of the parsed position.
     """
     start, counted = max(piece.start, begin), 0
 
@@ -220,7 +220,7 @@ def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[
 
 
 def _safe_ends(file: IO[bytes], size: int) -> Iterator[int | None]:
-    """Yield ends of records `size` bytes apart, and None where one cannot be told."""
+    """Yield record ends about `size` bytes apart, and None where an end is ambiguous."""
     quotes = 0
     while chunk := file.read(size):
         if _STRAY.search(chunk):
@@ -245,9 +245,9 @@ def _newlines(file: IO[bytes], count: int) -> int:
     return found
 
 
-def _unreadable(path: Path, layout: CsvLayout, error: Exception) -> UserError:
+def _describe_read_error(path: Path, layout: CsvLayout, error: Exception) -> UserError:
     reason = str(error).splitlines()[0]
-    # Arrow cannot hand a row of another length on that is no UTF-8.
+    # Arrow cannot report a row of wrong length that is not UTF-8.
     if "UTF8" in reason or "UTF-8" in reason or "Expected" in reason:
         return UserError(
             f"data.source: {path}, {_first_not_unicode(path, layout)}; write the file as UTF-8"

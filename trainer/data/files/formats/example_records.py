@@ -29,7 +29,7 @@ _FIRST = 100
 
 
 class ExampleReader(Reader):
-    """Reads records by Python's protobuf; a number is a list of one value."""
+    """Reads records with Python's protobuf; a number is a list of one value."""
 
     varies = True
     at_once = _AT_ONCE
@@ -50,7 +50,7 @@ class ExampleReader(Reader):
         return tuple(found)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Leave the file whole: where a record ends is known after those before."""
+        """Return the whole file: a record's position depends on those before it."""
         del path, size
         return [(0, END)]
 
@@ -88,10 +88,10 @@ class ExampleReader(Reader):
 
 
 def _example(data: bytes) -> dict[str, Any] | str:
-    # The context of a `SequenceExample` is where the features of an `Example` are.
+    # The context of a `SequenceExample` corresponds to the features of an `Example`.
     try:
         found = tf.train.SequenceExample.FromString(data)
-    # Protobuf's own class of error differs between its implementations.
+    # Protobuf's error class differs between its implementations.
     except Exception:
         return "it is no tf.train.Example"
     context = found.context.feature
@@ -100,7 +100,7 @@ def _example(data: bytes) -> dict[str, Any] | str:
         if name in values:
             return f"{name!r} is both a feature and a list of features"
         each = [_values(step) for step in steps.feature]
-        # A step of one value is that value.
+        # A step with one value becomes that value.
         flat = all(len(step) == 1 for step in each)
         values[name] = [step[0] for step in each] if flat else each
     return values
@@ -112,7 +112,7 @@ def _values(feature: Any) -> list[Any]:
 
 
 def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
-    """Return lists of numbers as such; one value of bytes each as bytes."""
+    """Return lists of numbers as lists; single bytes values as bytes."""
     of_bytes = any(value and isinstance(value[0], bytes) for value in values)
     if of_bytes and all(value is None or len(value) < len("ab") for value in values):
         return pa.array([value[0] if value else None for value in values], pa.binary())

@@ -1,6 +1,6 @@
 """JSON: one object a line, a list of objects, or objects one after the other.
 
-Nested keys become `outer/inner`; each record has keys of its own.
+Nested keys become `outer/inner`; records may differ in their keys.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from flotilla.trainer.runtime.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"
 _AT_ONCE = 8192
-# By which a missing label is refused before all is read.
+# Rows after which a missing label is refused, before the whole file is read.
 _FIRST = 1000
 _LONGEST = 64 << 20
 _CHUNK = 1 << 20
 _BETWEEN = re.compile(r"[\s,]*")
-# Bytes that are no UTF-8, as `surrogateescape` keeps them.
+# Bytes that are not UTF-8, as `surrogateescape` represents them.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
-# Of keys that most records do not share.
+# Keys that most records do not share.
 _FEWEST = 20
 _NEARLY_ALL = 0.9
 OnOpen = Callable[[IO[bytes]], None]
@@ -53,7 +53,7 @@ _AS_ROWS = "write one object a line (pandas: to_json(orient='records', lines=Tru
 
 
 class JsonReader(Reader):
-    """Reads JSON by Python: every record is checked by itself."""
+    """Reads JSON with Python: each record is checked separately."""
 
     varies = True
     at_once = _AT_ONCE
@@ -64,7 +64,11 @@ class JsonReader(Reader):
         records = [each for each in islice(_records(path, Piece(0)), _FIRST) if each is not None]
         flat = [_flat(each) if isinstance(each, dict) else each for each in records]
         objects = [each for each in flat if isinstance(each, dict)]
-        if len(records) == 1 and isinstance(records[0], dict) and (why := _as_one(records[0])):
+        if (
+            len(records) == 1
+            and isinstance(records[0], dict)
+            and (why := _explain_table(records[0]))
+        ):
             raise UserError(f"data.source: {path} is one JSON object {why}; {_AS_ROWS}")
         for record in objects:
             found.update(list(record))
@@ -85,7 +89,7 @@ class JsonReader(Reader):
         return tuple(found)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Cut at ends of lines."""
+        """Cut at line ends."""
         if is_whole(path) or not _has_lines(path):
             return [(0, END)]
         bounds, total = [0], path.stat().st_size
@@ -122,11 +126,11 @@ class JsonReader(Reader):
             yield replace(_rows(records, numbers, names), size=size)
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the line; of objects in a list, or over several lines, which one it is."""
+        """Return the line; for a list or objects over several lines, the number of the object."""
         if not piece.start:
             return 1 + number
         with open_text(path) as file:
-            return 1 + number + sum(1 for _ in _bounded(file, 0, piece.start))
+            return 1 + number + sum(1 for _ in _read_range(file, 0, piece.start))
 
 
 def _rows(
@@ -164,7 +168,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 def _records(
     path: Path, piece: Piece, on_open: OnOpen = lambda _file: None
 ) -> Iterator[dict[str, Any] | str | None]:
-    """Yield objects, or what is wrong with one; None for a line without any."""
+    """Yield objects, or the reason why one is invalid; None for an empty line."""
     if not _has_lines(path):
         yield from _values(path, on_open)
         return
@@ -173,7 +177,7 @@ def _records(
 
 
 def _has_lines(path: Path) -> bool:
-    """Say whether there is one object a line, by the first line."""
+    """Say whether each line holds one object, by the first line."""
     with open_text(path) as file:
         head = file.read(_CHUNK).removeprefix(_BOM).lstrip()
     line = head.partition(b"\n")[0].rstrip()
@@ -181,24 +185,24 @@ def _has_lines(path: Path) -> bool:
 
 
 def _record(line: bytes) -> dict[str, Any] | str:
-    """Return the object of a line, or what is wrong with it."""
+    """Return the object of a line, or the reason why it is invalid."""
     try:
         found = _DECODER.decode(line.removeprefix(_BOM).decode())
     except UnicodeDecodeError:
         return "it is not UTF-8"
     except (ValueError, RecursionError) as error:
         return f"it is no JSON ({error})"
-    return _checked(found, doubtful=b"\\ud" in line.lower())
+    return _check_record(found, doubtful=b"\\ud" in line.lower())
 
 
-def _checked(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
+def _check_record(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
     if doubtful and not _is_unicode(found):
         return "it has half of a pair of surrogates (\\ud800), which is no character"
     return found if isinstance(found, dict) else f"it is a {type(found).__name__}, and no object"
 
 
 def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
-    """Yield the objects of a list, or those that are one after the other, a chunk at a time."""
+    """Yield the objects of a list, or consecutive objects, a chunk at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     text, at, count, more = "", 0, 0, True
     with open_text(path) as file:
@@ -219,7 +223,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
                     break
                 text, at = longer(), 0
                 continue
-            # One list may follow another, as where files were put together.
+            # Lists may follow each other in concatenated files.
             if text[at] == ("]" if is_list else "["):
                 at, is_list = at + 1, not is_list
                 continue
@@ -238,7 +242,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
             if _NOT_UTF8.search(written):
                 yield "it is not UTF-8"
             else:
-                yield _checked(value, doubtful="\\ud" in written.lower())
+                yield _check_record(value, doubtful="\\ud" in written.lower())
             at = end
     if is_list:
         raise UserError(
@@ -255,8 +259,8 @@ def _is_unicode(value: Any) -> bool:
     return True
 
 
-def _as_one(record: Mapping[str, Any]) -> str:
-    """Say why an object that is alone in a file is a table and no row; empty if it is a row."""
+def _explain_table(record: Mapping[str, Any]) -> str:
+    """Explain why the only object of a file is a table, not a row; empty if it is a row."""
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
             return f"with a list of objects in {name!r}"
@@ -271,7 +275,7 @@ def _as_one(record: Mapping[str, Any]) -> str:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Return nested keys as one each, or which of them there are two of."""
+    """Return the record with flattened keys, or the keys that collide."""
     found: dict[str, Any] = {}
     for key, value in record.items():
         inner = _flat(value) if isinstance(value, dict) else {"": value}
@@ -288,7 +292,7 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
 def _lines(path: Path, piece: Piece, on_open: OnOpen) -> Iterator[bytes]:
     with open_text(path) as file:
         on_open(file)
-        for line in _bounded(file, piece.start, piece.stop):
+        for line in _read_range(file, piece.start, piece.stop):
             if len(line) > _LONGEST:
                 raise UserError(
                     f"data.source: {path} has a line of more than {_LONGEST >> 20} MiB; write one "
@@ -297,7 +301,7 @@ def _lines(path: Path, piece: Piece, on_open: OnOpen) -> Iterator[bytes]:
             yield line
 
 
-def _bounded(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
+def _read_range(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:
     if start:
         file.seek(start)
     left = stop - start

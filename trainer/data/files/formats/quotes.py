@@ -1,4 +1,4 @@
-"""How a CSV uses quotes: one that opens in the middle of a table may take the rows below it."""
+"""Quotes of a CSV: one that opens in the middle of a table may swallow the rows below it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from flotilla.trainer.data.files.text_values import NUMBER
 
 ESCAPE = "\\"
 _CHUNK = 4 << 20
-# A quoted value that takes more is not closed.
+# A quoted value above this size is taken as unclosed.
 _LONGEST = 8 << 20
 _NEARLY_ALL = 0.9
-# A column of the first rows with fewer different values than this share has these alone.
+# A column whose distinct values are below this share of the first rows has a closed set of values.
 _FEW_VALUES = 0.2
 _SURE_ROWS = 5
 
 
 @dataclass(kw_only=True)
 class QuoteUse:
-    """How a file uses quotes.
+    """The use of quotes in a file.
 
     Attributes:
-        swallows: says where a quote takes the rows below it, and how many; empty for nowhere.
-        is_escaped: whether quotes within quoted values have a backslash before them.
-        stray: a row with a backslash outside quotes, where `is_escaped`; 0 for none.
-        is_literal: whether all rows have as many values where quotes are letters.
+        swallows: where a quote swallows the rows below it, and how many; empty if none does.
+        is_escaped: whether quotes within quoted values are escaped by a backslash.
+        stray: with `is_escaped`, a row with a backslash outside quotes; 0 if there is none.
+        is_literal: whether all rows have equally many values when quotes are ordinary characters.
     """
 
     swallows: str = ""
@@ -41,15 +41,15 @@ class QuoteUse:
 
 @dataclass(frozen=True, kw_only=True)
 class QuoteSearch:
-    """Looks through a file.
+    """Searches a file for quotes.
 
     Attributes:
-        path: of the file.
-        start: byte at which its first row begins.
-        delimiter: between values.
-        quote: what quotes a value.
-        newline: by which rows are counted.
-        rows: some that are right, by which others are known.
+        path: path of the file.
+        start: offset of the first row, in bytes.
+        delimiter: separator of values.
+        quote: the quote character.
+        newline: the line separator.
+        rows: some correct rows, for comparison.
     """
 
     path: Path
@@ -60,7 +60,7 @@ class QuoteSearch:
     rows: Sequence[Sequence[str]]
 
     def use(self) -> QuoteUse:
-        """Say how quotes are used; of a file whose quotes are right, in one quick pass."""
+        """Return the use of quotes; a file with correct quotes takes one quick pass."""
         if not self._has_doubtful():
             return QuoteUse()
         swallows, is_odd = self._first_swallow()
@@ -70,12 +70,12 @@ class QuoteSearch:
 
     @cached_property
     def _typical(self) -> Sequence[frozenset[str] | str]:
-        """What values each column has in the rows that are right."""
+        """Typical values of each column in the correct rows."""
         return [_typical(column) for column in zip(*self.rows, strict=True)]
 
     def _pattern(self, text: bytes) -> re.Pattern[bytes]:
         names = {b"q": re.escape(self.quote.encode()), b"d": re.escape(self.delimiter.encode())}
-        # A quote opens a value only where this begins.
+        # A quote opens a value only after this pattern.
         whole = rb"<q>(?<![^<d>\r\n]<q>)" + text
         return re.compile(re.sub(rb"<([qd])>", lambda found: names[found[1]], whole), re.DOTALL)
 
@@ -86,12 +86,12 @@ class QuoteSearch:
                 yield chunk + (file.readline() if whole_lines else b"")
 
     def _has_doubtful(self) -> bool:
-        """Say whether a quoted value has a newline, or more between its quote and the delimiter."""
+        """Say whether a quoted value has a newline, or text between its quote and the delimiter."""
         pattern = self._pattern(rb"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+(?:[\r\n]|<q>[^<d>\r\n])")
         return any(pattern.search(chunk) for chunk in self._chunks(whole_lines=True))
 
     def _values(self, pattern: re.Pattern[bytes]) -> Iterator[tuple[int, bytes, re.Match[bytes]]]:
-        """Yield the quoted values: the row, and the match with what it is in."""
+        """Yield the quoted values: the row, and the match with its buffer."""
         with open_text(self.path) as file:
             row = 1 + file.read(self.start).count(self.newline)
             buffer, done, data = b"", 0, b" "
@@ -107,7 +107,7 @@ class QuoteSearch:
                     row += found[0].count(self.newline)
                     done = found.end()
                 else:
-                    # The last letter may be one before a quote.
+                    # The last character may precede a quote.
                     end = max(done, len(buffer) - 1)
                     row += buffer.count(self.newline, done, end)
                     done = end
@@ -116,7 +116,7 @@ class QuoteSearch:
                 done = found.start()
 
     def _first_swallow(self) -> tuple[str, bool]:
-        """Say where the first value is that takes rows, and whether any is not well-formed."""
+        """Locate the first value that swallows rows, and say whether any is malformed."""
         pattern = self._pattern(rb"[^<q>]*+(?:<q><q>[^<q>]*+)*+(<q>?)")
         after = re.compile(rb" *(?:\Z|[\r\n]|%b)" % re.escape(self.delimiter.encode()))
         is_odd = False
@@ -134,7 +134,7 @@ class QuoteSearch:
         return "", is_odd
 
     def _has_rows(self, buffer: bytes, found: re.Match[bytes]) -> bool:
-        """Say whether the lines of a value are rows of the table."""
+        """Say whether the lines of a value look like rows of the table."""
         begin = 1 + buffer.rfind(self.newline, 0, found.start())
         end = buffer.find(self.newline, found.end())
         text = buffer[begin : end if end >= 0 else len(buffer)].decode(errors="replace")
@@ -145,7 +145,7 @@ class QuoteSearch:
         return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
 
     def _escapes(self) -> QuoteUse | None:
-        """Return the use where a backslash is before a quote; None if values are odd then too."""
+        """Return the use with backslash escapes; None if values are still malformed."""
         pattern = self._pattern(rb"[^<q>\\]*+(?:(?:<q><q>|\\[<q>\\])[^<q>\\]*+)*+(<q>?)")
         ends = (b"", b"\r", b"\n", self.delimiter.encode())
         within: Counter[int] = Counter()
@@ -158,7 +158,7 @@ class QuoteSearch:
         return QuoteUse(is_escaped=True, stray=self._stray(within))
 
     def _stray(self, within: Mapping[int, int]) -> int:
-        """Return a row with more backslashes than are in its quotes; 0 for none."""
+        """Return a row with more backslashes than its quotes contain; 0 if there is none."""
         with open_text(self.path) as file:
             row = 1 + file.read(self.start).count(self.newline)
             for at, line in enumerate(file, row):
@@ -167,7 +167,7 @@ class QuoteSearch:
         return 0
 
     def _is_literal(self) -> bool:
-        """Say whether rows have one length without quotes, and no value is within quotes."""
+        """Say whether rows have equal lengths without quotes, and no value is within quotes."""
         quoted = self._pattern(rb"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+<q>(?=[<d>\r\n]|\Z)")
         widths: Counter[int] = Counter()
         for chunk in self._chunks(whole_lines=True):
@@ -182,7 +182,7 @@ class QuoteSearch:
 
 
 def _typical(values: Sequence[str]) -> frozenset[str] | str:
-    """Return the values that a column has, the pattern of numbers, or nothing of texts."""
+    """Return the values of a column, the pattern of numbers, or nothing for free text."""
     if all(re.match(NUMBER, value.strip()) for value in values if value.strip()):
         return NUMBER
     few = frozenset(values)

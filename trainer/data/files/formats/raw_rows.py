@@ -1,4 +1,4 @@
-"""Rows as they are in files, before they have types: what each format is read into."""
+"""Rows as they are in files, without types: the common result of all readers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.runtime.errors import UserError
 
-#: Called with the number of a record and what is wrong with it.
+#: Called with the number of a record and the reason why it is broken.
 Broken = Callable[[int, str], None]
 END = -1
-#: Each is an input of the model. As many take a minute to read, and no model has more.
+#: Each column is an input of the model. This number takes a minute to read, and no model has more.
 MOST_COLUMNS = 10_000
-# Of a block with more columns than it, records fill this share at least.
+# In a block with more columns than this, records fill at least this share of the cells.
 _SOME, _FILLED = 1000, 0.02
-#: Of a file, decompressed, that are held at once.
+#: Decompressed bytes of a file in memory at a time.
 BLOCK_BYTES = 64 << 20
 _Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """A range of a file: bytes of texts, row groups of parquet; all of it up to `END`.
+    """A range of a file: bytes of text, row groups of Parquet; the whole file up to `END`.
 
-    Of a folder of images it is a range of its files, and `file` is the first one.
+    For a folder of images it is a range of its files, and `file` is the first one.
     """
 
     file: int
@@ -44,9 +44,9 @@ class Rows:
 
     Attributes:
         table: a column for each column of the file.
-        numbers: of the records within the piece.
-        mixed: columns whose values are of several types, and texts here.
-        size: how many bytes of the file they take, 0 where that is not known.
+        numbers: numbers of the records within the piece.
+        mixed: columns with values of several types, which are texts here.
+        size: bytes of the file that they take; 0 if unknown.
     """
 
     table: pa.Table
@@ -59,7 +59,8 @@ def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of some records.
 
     Raises:
-        UserError: they have too many, or each has others: a table of them would be their square.
+        UserError: there are too many keys, or each record has others, so that the table would be
+            sparse.
     """
     names = list(dict.fromkeys(name for record in records for name in record))
     require_few(len(names), str(path))
@@ -73,7 +74,7 @@ def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def require_few(count: int, where: str) -> None:
-    """Raise `UserError` where there are more columns than are read."""
+    """Raise `UserError` above the limit of columns."""
     if count > MOST_COLUMNS:
         raise UserError(
             f"data.source: {where} has {count} columns, and {MOST_COLUMNS} are read at most; "
@@ -82,7 +83,7 @@ def require_few(count: int, where: str) -> None:
 
 
 def blocks(records: Iterator[_Record], most: int, read: Callable[[], int]) -> Iterator[list[Any]]:
-    """Yield records in lists of at most so many, and of about `BLOCK_BYTES` of what was `read`."""
+    """Yield lists of at most `most` records and about `BLOCK_BYTES`, as counted by `read`."""
     block: list[_Record] = []
     start = 0
     for record in records:
@@ -95,13 +96,13 @@ def blocks(records: Iterator[_Record], most: int, read: Callable[[], int]) -> It
 
 
 class Reader(ABC):
-    """Reads one format. It holds no open file.
+    """Reads one format. A reader holds no open file.
 
     Attributes:
-        parsed: whether there is nothing but texts in a file, so that numbers have to be inferred.
-        varies: whether each record has names of its own.
-        lists: whether a single value is a list as well.
-        at_once: about how many records are held at once; 0: by their bytes.
+        parsed: whether a file holds texts alone, so that numbers have to be parsed.
+        varies: whether records differ in their names.
+        lists: whether a single value is a list of one.
+        at_once: about how many records a block holds; 0 limits blocks by bytes.
     """
 
     parsed = False
@@ -114,18 +115,18 @@ class Reader(ABC):
         """Return the columns of a file."""
 
     def notes(self, path: Path) -> tuple[str, ...]:
-        """Return what is noteworthy of how a file is read, each without the name of the file."""
+        """Return remarks on how a file is read, without the file name."""
         del path
         return ()
 
     def index(self, path: Path) -> tuple[str, ...]:
-        """Return the columns which a file says are an index, and not data."""
+        """Return the columns that a file declares as an index."""
         del path
         return ()
 
     @abstractmethod
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return ranges of about `size` bytes that can be read alone, in order."""
+        """Return ranges of about `size` bytes, in order, that can be read independently."""
 
     @abstractmethod
     def rows(
