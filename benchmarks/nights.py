@@ -130,7 +130,7 @@ class Night:
         """Say whether the gate blesses a first model."""
         metric, mine = self._data.metric, _estimate(own, self._data.metric)
         best = 0.5 if metric == "auc" else float(self._labels.mean())
-        paired = constant.shuffled(_OBJECTIVE, own, metric, mine.value, best)
+        paired = constant.compare_shuffled(_OBJECTIVE, own, metric, mine.value, best)
         found = {"answer": "", "paired": {"needed": None, **paired}}
         return _passes(GATE, {"metrics": {metric: mine.value}, "constant": found})
 

@@ -70,7 +70,7 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
     from benchmarks.baselines import compiled  # noqa: PLC0415
     from flotilla.trainer.data.prepare import prepare  # noqa: PLC0415
     from flotilla.trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
-    from flotilla.trainer.evaluation.evaluate import restored  # noqa: PLC0415
+    from flotilla.trainer.evaluation.evaluate import load_trained_model  # noqa: PLC0415
     from flotilla.trainer.features.dataset_spec import DatasetSpec  # noqa: PLC0415
     from flotilla.trainer.tasks.registry import make_objective, set_positive  # noqa: PLC0415
 
@@ -85,7 +85,7 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
         objective.accept(model, model.output)
     else:
         last = read_index(launched(config, dataset, work))[-1].uri
-        model, _ = restored(config, spec, objective, last, work)
+        model, _ = load_trained_model(config, spec, objective, last, work)
     files = [str(path) for path in stage_shards(dataset, work / "test", "test")]
     sums = objective.totals(model, evaluation_batches(spec, files, batch_size=1000))
     return objective.means(np.asarray(sums))

@@ -1,1 +1,1 @@
-"""Simple models of scikit-learn, which say what a model of TensorFlow is worth beside them."""
+"""Simple scikit-learn models, as baselines for a TensorFlow model."""

@@ -1,13 +1,12 @@
-"""The baselines of a task: which ones fit it, fitted within seconds, and what they answer.
+"""The baselines of a task: selected, fitted within seconds, and evaluated.
 
     numbers, classes    gradient boosting, and a linear model
     texts               a linear model of TF-IDF
     recommendation      popularity, and item-item
 
-They learn of at most `MOST_ROWS` training examples, drawn at random, or fewer where there are many
-columns, classes or texts. That bounds the memory, to about 1 GB, and the time, together with a
-clock that is read between slices of the work. No baseline fails an evaluation: one that does
-not fit, or finds no time, says so.
+They are fitted to at most `MOST_ROWS` random training examples, fewer with many columns, classes or
+texts. This bounds the memory to about 1 GB and, together with a clock that is checked between
+slices of the work, the time. A baseline never fails an evaluation: it reports why it was skipped.
 """
 
 from __future__ import annotations
@@ -49,21 +48,21 @@ from flotilla.trainer.tasks.base import Floats, Task
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
-#: For all baselines together; measuring what they answer comes to it.
+#: Seconds for fitting and predicting all baselines together; measuring them is extra.
 SECONDS = 20.0
-# Of what is left, that fitting may take; answering takes the rest.
+# Share of the remaining time for fitting; predicting takes the rest.
 _SHARE = 0.8
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-#: Training examples, and test examples.
+#: Most training examples, and most test examples.
 MOST_ROWS = 100_000
-# Inputs that are left out.
+# Omitted inputs that a message names.
 _NAMED = 3
-# Of classes, and of numbers.
+# Name suffixes of scikit-learn's classes, for classes and for numbers.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
 # Columns times rows times trees of one iteration: 0.1 s of a core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# Of a recommendation, which has three columns; and 64 MB of outputs.
+# Most rows of a recommendation, which has three columns; and outputs of 64 MB.
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 
@@ -77,10 +76,10 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A baseline: of how many rows it has learnt, and in how many seconds it was done.
+    """A fitted baseline: the number of rows it was fitted to, and the seconds that it took.
 
-    `skipped` says why it was not. Outputs are those of the task for the first test examples, and
-    `validation` is what it answers where a threshold is chosen.
+    `skipped` is the reason if it was not fitted. The outputs are the task's, for the first test
+    examples; `validation` are its answers for the choice of a threshold.
     """
 
     name: str
@@ -94,16 +93,16 @@ class Baseline:
 
 
 def fit_baselines(task: Task, splits: Splits, seconds: float = SECONDS) -> list[Baseline]:
-    """Fit the baselines of a task to training examples, and let them answer the first test ones."""
-    # Of libraries that are loaded later the threads are not limited.
+    """Fit the baselines of a task to training examples, and predict the first test examples."""
+    # Thread limits do not apply to libraries that are loaded later.
     from sklearn import ensemble, linear_model  # noqa: F401, PLC0415
 
     clock = Clock(seconds)
     with warnings.catch_warnings(), threadpool_limits(1):
         warnings.simplefilter("ignore")
         try:
-            chosen = _chosen(task, splits, clock)
-        # A model that was trained for hours is not lost for it.
+            chosen = _choose(task, splits, clock)
+        # A failing baseline must not fail a model that was trained for hours.
         except Exception as error:
             return [Baseline(name="baseline", skipped=_why(error))]
         shares = [_SHARE / count for count in range(len(chosen.ways), 0, -1)]
@@ -111,7 +110,7 @@ def fit_baselines(task: Task, splits: Splits, seconds: float = SECONDS) -> list[
         with Work("fitting the baselines", "baselines", len(chosen.ways)) as work:
             for way, share in zip(chosen.ways, shares, strict=True):
                 work.say(way.name)
-                made.append(_made(way, chosen, splits, clock, share))
+                made.append(_fit(way, chosen, splits, clock, share))
                 work.add(1)
         return made
 
@@ -129,9 +128,9 @@ def _why(error: Exception) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """The baselines of a task, the features that they take, and how many rows they answer.
+    """The baselines of a task, their features, and the number of rows to predict.
 
-    `decides` is whether they decide by a threshold.
+    `decides` says whether they decide by a threshold.
     """
 
     ways: Sequence[_Way]
@@ -140,12 +139,12 @@ class _Chosen:
     decides: bool
 
 
-def _chosen(task: Task, splits: Splits, clock: Clock) -> _Chosen:
+def _choose(task: Task, splits: Splits, clock: Clock) -> _Chosen:
     spec = splits.spec
     if isinstance(task, Recommendation):
         rows = training_rows(splits, task.columns, _MOST_PAIRS, clock)
         most = min(MOST_ROWS, _MOST_OUTPUTS // (1 + 2 * recommending.FACTORS))
-        ways = _of_pairs(task, rows)
+        ways = _list_recommenders(task, rows)
         return _Chosen(ways=ways, names=task.columns, answered=most, decides=True)
     if (count := count_labels(task)) > MOST_NUMBERS:
         raise NoBaselineError(f"none is for {count} numbers at once")
@@ -159,14 +158,14 @@ def _chosen(task: Task, splits: Splits, clock: Clock) -> _Chosen:
     most = MOST_TEXTS if known.texts else MOST_ROWS
     without = [name for name in spec.inputs if name not in names]
     return _Chosen(
-        ways=_of_columns(task, known, rows, without),
+        ways=_list_tabular(task, known, rows, without),
         names=names,
         answered=min(most, _MOST_OUTPUTS // max(classes, count)),
         decides=any(part.positive_by for part in task.parts.values()),
     )
 
 
-def _of_columns(task: Task, known: Columns, rows: Rows, without: Sequence[str]) -> list[_Way]:
+def _list_tabular(task: Task, known: Columns, rows: Rows, without: Sequence[str]) -> list[_Way]:
     numbers = {isinstance(part, Regression) for part in task.parts.values()}
     trees = " and ".join(f"HistGradientBoosting{_TREES[each]}" for each in sorted(numbers))
     line = " and ".join(_LINES[each] for each in sorted(numbers))
@@ -177,19 +176,19 @@ def _of_columns(task: Task, known: Columns, rows: Rows, without: Sequence[str]) 
     return [
         _Way(
             name=name,
-            made_by=f"scikit-learn {by}{_without(out)}",
+            made_by=f"scikit-learn {by}{_describe_omitted(out)}",
             fit=partial(fit_outputs, kind(known), task, rows),
         )
         for name, by, kind, out in kinds
     ]
 
 
-def _without(names: Sequence[str]) -> str:
+def _describe_omitted(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f", without {', '.join(names[:_NAMED])}{more}" if names else ""
 
 
-def _of_pairs(task: Recommendation, rows: Rows) -> list[_Way]:
+def _list_recommenders(task: Recommendation, rows: Rows) -> list[_Way]:
     def way(name: str, made_by: str, make: Callable[..., Answer]) -> _Way:
         def fit(clock: Clock) -> tuple[Answer, int]:
             return make(task, rows, clock), rows.count
@@ -202,8 +201,8 @@ def _of_pairs(task: Recommendation, rows: Rows) -> list[_Way]:
     ]
 
 
-def _made(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float) -> Baseline:
-    """Fit a baseline within a share of the time that is left, and let it answer."""
+def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float) -> Baseline:
+    """Fit a baseline within a share of the remaining time, and predict."""
     made = Baseline(name=way.name, made_by=way.made_by, of_rows=splits.spec.examples(TRAIN))
     began = time.monotonic()
     try:
@@ -219,7 +218,7 @@ def _made(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float
 
 
 def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock: Clock) -> Answers:
-    """Return answers to the first examples of a split, of which each shard has a random order."""
+    """Return answers to the first examples of a split, whose shards are in random order."""
     drawn = np.arange(splits.spec.examples(split)) < chosen.answered
     files = stage_shards(splits.uri, splits.scratch / split, split)
     found = []

@@ -1,7 +1,7 @@
 """Features of examples as the columns of a matrix: numbers, categories and texts.
 
-Which of them a text is the training rows say, as for `flotilla.trainer.models.tabular`: values that
-come again and again are categories.
+The training rows determine which features are texts, as in `flotilla.trainer.models.tabular`:
+repeated values are categories.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Larger tensors are pictures, and no columns of a table.
+# Larger tensors are pictures, not columns of a table.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Up to this number of columns histograms have more bins: 160 MB of them at most in both cases.
+# Up to this number of columns histograms have more bins: at most 160 MB in both cases.
 _FEW_COLUMNS = 500
-# A number this many deviations from the mean says no more to a linear model than one at it.
+# A linear model sees numbers clipped to this many deviations from the mean.
 _FAR = 10.0
-#: Rows of which texts are read.
+#: Rows whose texts are read.
 MOST_TEXTS = 20_000
 _TEXTS_AT_ONCE = 500
-# A letter of a script that is written without spaces, or a word of another one.
+# A letter of a script without spaces, or a word of another script.
 _ALONE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = rf"[{_ALONE}]|[^\W{_ALONE}]+"
 Matrix = Any
 
 
 def usable(spec: DatasetSpec) -> list[str]:
-    """Return the inputs that are numbers, classes or texts: no pictures, and no sequences."""
+    """Return the inputs that are numbers, classes or texts, but not pictures or sequences."""
     return [name for name in spec.inputs if _is_column(spec.features[name])]
 
 
 def width(spec: DatasetSpec, names: Sequence[str]) -> int:
-    """Return how many columns the features have."""
+    """Return the number of columns of the features."""
     return sum(math.prod(spec.features[name].sizes) for name in names)
 
 
@@ -59,18 +59,18 @@ def _is_column(feature: FeatureSpec) -> bool:
 
 
 def _code(values: Array, column: Array) -> Floats:
-    """Return the place of each value in sorted ones; NaN for any other one."""
+    """Return the index of each value in sorted ones; NaN for an unknown value."""
     places = np.searchsorted(values, column).clip(max=len(values) - 1)
     return np.where(values[places] == column, places.astype(np.float64), np.nan)
 
 
 class Columns:
-    """What is known of the features of the training rows."""
+    """Statistics of the features of the training rows."""
 
     def __init__(self, spec: DatasetSpec, rows: Rows, classes: int) -> None:
-        """Learn which column is of which kind; a model will have so many `classes`."""
+        """Determine the kind of each column; a model will have `classes` classes."""
         self.is_narrow = width(spec, [*rows.columns]) <= _FEW_COLUMNS
-        #: How fine the histograms of a tree may be.
+        #: Most bins of the histograms of a tree.
         self.bins = 255 if self.is_narrow else 63
         self._classes = classes
         # The most frequent values, in order.
@@ -92,14 +92,14 @@ class Columns:
 
     @property
     def plain(self) -> bool:
-        """Whether there are features that are none."""
+        """Whether there are features that are not texts."""
         return bool(self._numbers or self._categories)
 
     def learn_trees(self, rows: Rows, clock: Clock) -> Matrix:
-        """Learn the steps of numbers; return the matrix of the rows."""
+        """Fit the bins of numbers; return the matrix of the rows."""
         numbers = self._all_numbers(rows)
         steps = np.linspace(0, 1, self.bins)[1:-1]
-        # By scikit-learn the quantiles of weighted rows take a minute.
+        # scikit-learn's weighted quantiles take a minute.
         self._steps = [
             np.unique(np.quantile(known, steps, method="lower")) if len(known) else None
             for known in (column[~np.isnan(column)] for column in numbers.T)
@@ -107,20 +107,20 @@ class Columns:
         return self.trees(rows, clock)
 
     def trees(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return numbers by their steps [n, columns], NaN where one is missing, then categories."""
+        """Return binned numbers [n, columns], NaN where missing, followed by categories."""
         clock.check()
         numbers = self._all_numbers(rows).T
         found = [
             np.where(np.isnan(column), np.nan, np.searchsorted(steps, column))
             for steps, column in zip(self._steps, numbers, strict=True)
-            # A column of nothing is none.
+            # A column without values stays missing.
             if steps is not None
         ]
         codes = [_code(values, rows.columns[name]) for name, values in self._categories.items()]
         return np.column_stack([np.zeros(rows.count), *found, *codes])
 
     def are_categories(self, columns: int) -> Array:
-        """Say of each column of `trees` whether it is a category: the last ones are."""
+        """Say which columns of `trees` are categories: the last ones."""
         return np.arange(columns) >= columns - len(self._categories)
 
     def _all_numbers(self, rows: Rows) -> Floats:
@@ -132,10 +132,10 @@ class Columns:
         return whole
 
     def learn_linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Learn scales and words; return the matrix of the rows, of as many as there was time."""
+        """Fit scales and words; return the matrix of as many rows as the time allows."""
         rows = rows.first(MOST_TEXTS) if self.texts else rows
         numbers = self._all_numbers(rows)
-        # Squares of very large numbers would be infinite.
+        # Squares of very large numbers would overflow.
         self._largest = _or_one(np.nanmax(np.abs(numbers), axis=0, initial=0.0))
         scaled = numbers / self._largest
         self._has_gaps = np.isnan(scaled).any(axis=0)
@@ -175,12 +175,12 @@ class Columns:
     def _count_words(
         self, columns: Mapping[str, Array], rows: int, clock: Clock
     ) -> tuple[list[Matrix], int]:
-        """Count words and pairs of them, by a hash; of as many rows as there is time for."""
+        """Count hashed words and word pairs, of as many rows as the time allows."""
         if not self.texts:
             return [], rows
         from sklearn.feature_extraction.text import HashingVectorizer  # noqa: PLC0415
 
-        # 2^20 numbers of a model, 8 MB, of which a solver holds about 20 copies.
+        # 2^20 coefficients of a model, 8 MB; a solver holds about 20 copies.
         size = 1 << min(17, ((1 << 20) // max(self._classes, 1)).bit_length() - 1)
         words = HashingVectorizer(
             n_features=size, token_pattern=_WORD, ngram_range=(1, 2), alternate_sign=False,

@@ -1,8 +1,8 @@
-"""Gradient boosting and linear models, fitted as long as there is time.
+"""Gradient boosting and linear models, fitted within a time limit.
 
-Each fits in slices of iterations, of which the next one is as long as the last ones say that the
-time allows. One thread each: those of OpenMP wait for each other without sleeping, so that on a
-machine that others use two of them take up to a hundred times as long as one.
+Each model is fitted in slices of iterations; the speed of the previous slices determines the size
+of the next. Each uses one thread: OpenMP threads wait for each other in busy loops, so that on a
+shared machine two threads take up to a hundred times as long as one.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# As many trees as give scikit-learn's own default, and fewer of many classes, which have one each.
+# Iterations of scikit-learn's default; fewer for many classes, which have one tree each per
+# iteration.
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5
-# Rows from which a tenth of them says when to stop, and trees are as large as by default.
+# Rows from which a tenth is held out for early stopping, and trees have the default size.
 _MANY_ROWS, _LEAVES = 2000, 31
-# Of the time that is left, what the next slice may take by the speed of those before.
+# Share of the remaining time that the next slice may take.
 _SAFE = 0.7
-# A class that no row has had is not impossible.
+# Probability of a class that no row has.
 _LEAST = 1e-6
-#: What a target may have of numbers that are predicted one by one.
+#: Most numbers of a target, each of which gets its own model.
 MOST_NUMBERS = 32
 Answer = Callable[[Rows, Clock], Any]
 
 
 class Label(NamedTuple):
-    """What is predicted: values [n] that are numbers, or from 0 on classes; and weights [n]."""
+    """A target: values [n], which are numbers or classes from 0; and weights [n]."""
 
     values: Array
     weights: Floats | None
@@ -45,9 +46,9 @@ class Label(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of model: the matrix of the rows that it learns of, and of others; how it is fitted.
+    """A kind of model: its matrices of training rows and other rows, and its fit function.
 
-    Of the training rows there may be fewer in their matrix, as the time allows.
+    The matrix may hold fewer training rows, as the time allows.
     """
 
     known: Callable[[Rows, Clock], Matrix]
@@ -56,7 +57,7 @@ class Kind(NamedTuple):
 
 
 def boosting(columns: Columns) -> Kind:
-    """Return gradient boosting on histograms; categories and missing numbers as they are."""
+    """Return gradient boosting on histograms, with native categories and missing numbers."""
 
     def fitted(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import ensemble  # noqa: PLC0415
@@ -72,7 +73,7 @@ def boosting(columns: Columns) -> Kind:
             categorical_features=columns.are_categories(x.shape[1]),
             max_bins=columns.bins,
             max_leaf_nodes=_LEAVES if is_large and columns.is_narrow else _LEAVES // 2,
-            # Each class needs some rows on both sides.
+            # Each class needs some rows on both sides of the split.
             early_stopping=is_large and min(counts, default=_FIRST) >= _FIRST,
         )
 
@@ -80,14 +81,14 @@ def boosting(columns: Columns) -> Kind:
             model.set_params(max_iter=iterations).fit(x, of.values, of.weights)
             return bool(model.n_iter_ < iterations)
 
-        _in_slices(fit, most, clock)
+        _fit_slices(fit, most, clock)
         return model
 
     return Kind(columns.learn_trees, columns.trees, fitted)
 
 
 def linear(columns: Columns) -> Kind:
-    """Return logistic regression, or ridge, of numbers, one-hot categories and TF-IDF."""
+    """Return logistic regression or ridge on numbers, one-hot categories and TF-IDF."""
 
     def fitted(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import linear_model  # noqa: PLC0415
@@ -105,14 +106,14 @@ def linear(columns: Columns) -> Kind:
             is_done, done = int(np.max(model.n_iter_)) < iterations - done, iterations
             return is_done
 
-        _in_slices(fit, _MOST_SOLVED, clock)
+        _fit_slices(fit, _MOST_SOLVED, clock)
         return model
 
     return Kind(columns.learn_linear, columns.linear, fitted)
 
 
-def _in_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
-    """Call `fit` with more and more iterations, until it is done or there is no time left."""
+def _fit_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
+    """Call `fit` with growing numbers of iterations until it has converged or time is up."""
     clock.check()
     done, size = 0, min(_FIRST, most)
     while done < most and size > 0:
@@ -125,10 +126,10 @@ def _in_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
 
 
 def count_labels(task: Task) -> int:
-    """Return how many numbers or classes are predicted one by one.
+    """Return the number of separate targets of a task.
 
     Raises:
-        NoBaselineError: no baseline is of this task.
+        NoBaselineError: no baseline supports this task.
     """
     if not type(task).__module__.startswith("flotilla.trainer.tasks."):
         raise NoBaselineError("the task is your own")
@@ -144,14 +145,14 @@ def count_labels(task: Task) -> int:
 
 
 def count_classes(task: Task) -> int:
-    """Return the most classes that a label has: trees, or rows of a linear model."""
+    """Return the most classes of a label: trees per iteration, or rows of a linear model."""
     if "" not in task.parts:
         return max(count_classes(part) for part in task.parts.values())
     return task.num_classes if isinstance(task, Classification) else 1
 
 
 def fit_outputs(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, int]:
-    """Return what gives outputs of a task for further rows, and of how many rows it has learnt."""
+    """Return a function that predicts further rows, and the number of rows it was fitted to."""
     x = kind.known(rows, clock)
     count = x.shape[0]
     weights = rows.weights[:count]
@@ -166,15 +167,15 @@ def fit_outputs(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answe
         left -= 1
         return found
 
-    answer = _answer_of(task, rows.labels, one)
+    answer = _fit_labels(task, rows.labels, one)
     return lambda further, until: answer(kind.matrix(further, until)), count
 
 
-def _answer_of(task: Task, labels: Any, one: Callable[..., Any]) -> Callable[[Matrix], Any]:
-    """Fit all labels of a task; return what gives its outputs for a matrix."""
+def _fit_labels(task: Task, labels: Any, one: Callable[..., Any]) -> Callable[[Matrix], Any]:
+    """Fit all labels of a task; return a function from a matrix to the task's outputs."""
     if "" not in task.parts:
         answers: Mapping[str, Any] = {
-            name: _answer_of(part, labels[name], one) for name, part in task.parts.items()
+            name: _fit_labels(part, labels[name], one) for name, part in task.parts.items()
         }
         return lambda x: {name: each(x) for name, each in answers.items()}
     if isinstance(task, Regression):

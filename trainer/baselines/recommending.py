@@ -1,9 +1,8 @@
-"""Recommendations without a network: the most popular items, and items like those that were taken.
+"""Recommendations without a network: popularity, and item-item similarity.
 
-Popularity gives every user the same items: those that were taken most often. Item-item gives a user
-the items whose users are those of the items that he took: the sum of their cosines (Sarwar et al.
-2001, "Item-based collaborative filtering"), of as many factors of the matrix of cosines as a vector
-has numbers (Cremonesi et al. 2010, "PureSVD").
+Popularity gives every user the items that were taken most often. Item-item scores an item by the
+sum of its cosines with the items that the user took (Sarwar et al. 2001, "Item-based collaborative
+filtering"), from a truncated SVD of the matrix of cosines (Cremonesi et al. 2010, "PureSVD").
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from flotilla.trainer.baselines.rows import Clock, NoBaselineError, Rows
 from flotilla.trainer.tasks.base import Array, Floats
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
-#: Numbers of a vector of item-item.
+#: Dimensions of a vector of item-item.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# An item begins with as many examples of the mean rate.
+# Pseudo-examples with the mean rate that each item begins with.
 _PRIOR = 10.0
 
 
 class _Taken:
-    """Who took what in training."""
+    """The users and items of positive training examples."""
 
     def __init__(self, task: Recommendation, rows: Rows) -> None:
         self._columns = task.columns
@@ -43,18 +42,18 @@ class _Taken:
         self.odds = _log_odds(rate)
 
     def places(self, rows: Rows) -> tuple[Array, Array]:
-        """Return the numbers of users and items of further rows; -1 of those that are new."""
+        """Return the indices of users and items of further rows; -1 for new ones."""
         known = zip((self.users, self.items), self._columns, strict=True)
         user, item = (_place(each, rows.columns[name]) for each, name in known)
         return user, item
 
-    def odds_of(self, item: Array) -> Floats:
-        """Return the log-odds that an item is taken where it is offered."""
+    def item_odds(self, item: Array) -> Floats:
+        """Return the log-odds that an item is taken if it is offered."""
         return np.where(item < 0, _log_odds(np.array(self._mean)), self.odds[item])
 
 
 def popularity(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
-    """Return what scores items by how often they were taken in training, for every user."""
+    """Return a function that scores items by how often they were taken, for every user."""
     clock.check()
     known = _Taken(task, rows)
 
@@ -64,13 +63,13 @@ def popularity(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
         popular = np.where(item < 0, -np.inf, known.popular[item])
         popular = np.maximum(popular, known.popular.min() - 1)
         vectors = [np.ones(len(item)), popular]
-        return np.column_stack([known.odds_of(item), *vectors]).astype(np.float32)
+        return np.column_stack([known.item_odds(item), *vectors]).astype(np.float32)
 
     return answer
 
 
 def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
-    """Return what scores items by the cosine of their users with those of the items taken."""
+    """Return a function that scores items by their cosine with the items that a user took."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
     clock.check()
@@ -91,7 +90,7 @@ def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
         found: Floats = (of_users[user] * of_items[item]).sum(axis=1)
         return found * ((user >= 0) & (item >= 0))
 
-    # What a user took says nothing of itself.
+    # An item that the user took does not count towards its own score.
     own = known.taken * (of_items[known.item] ** 2).sum(axis=1)
     found = np.stack([known.odds[known.item], scores(known.user, known.item) - own], axis=1)
     model = LogisticRegression().fit(found, known.taken, known.weights)
@@ -99,7 +98,7 @@ def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
     def answer(further: Rows, clock: Clock) -> Any:
         clock.check()
         user, item = known.places(further)
-        given = np.stack([known.odds_of(item), scores(user, item)], axis=1)
+        given = np.stack([known.item_odds(item), scores(user, item)], axis=1)
         vectors = (
             np.where(place[:, None] < 0, 0.0, each[place])
             for place, each in ((user, of_users), (item, of_items))

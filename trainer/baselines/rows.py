@@ -1,4 +1,4 @@
-"""Rows of a split as arrays: a bounded number of them, drawn at random, in bounded memory."""
+"""Random rows of a split as arrays, bounded in number and in memory."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
 SPLIT = "train"
-#: Bytes that are taken of a text.
+#: Most bytes of a text.
 TEXT_BYTES = 2000
-# Of shards that are fetched, and of records that are drawn of them.
+# Bytes of shards to fetch, and of records to draw from them.
 _MOST_BYTES, _MOST_READ = 256 << 20, 128 << 20
-# Records of shards that are fetched for each that is drawn.
+# Fetched records for each drawn one.
 _SLACK = 4
 _AT_ONCE, _BYTES_AT_ONCE = 4096, 32 << 20
 
 
 class NoBaselineError(Exception):
-    """A baseline does not fit, or found no time; the message says why in a few words."""
+    """A baseline does not fit the task, or is out of time; the message is the reason."""
 
 
 class Clock:
-    """The seconds that are left."""
+    """The remaining seconds."""
 
     def __init__(self, seconds: float) -> None:
-        """Begin now."""
+        """Start the clock."""
         self._end = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds until the end; below 0 after it."""
+        """Remaining seconds; below 0 after the end."""
         return self._end - time.monotonic()
 
     def share(self, of: float) -> Clock:
-        """Return the clock of one that may take a part of what is left."""
+        """Return a clock with a share of the remaining time."""
         return Clock(self.left * of)
 
     def check(self) -> None:
@@ -54,7 +54,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some examples: features by name, labels as the task has them, and weights [n]."""
+    """Some examples: features by name, the task's labels, and weights [n]."""
 
     columns: Mapping[str, Array]
     labels: Any
@@ -62,22 +62,22 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         return len(self.weights)
 
     def at(self, places: Any) -> Rows:
-        """Return some of them: those at a slice, or where a mask is true."""
+        """Return the rows of a slice or a mask."""
         values = dict(self.columns), self.labels, self.weights
         return Rows(*tf.nest.map_structure(lambda each: each[places], values))
 
     def first(self, most: int) -> Rows:
-        """Return at most so many of them."""
+        """Return at most the first `most` rows."""
         return self if self.count <= most else self.at(slice(most))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Where a dataset has its examples, and a folder on this machine to fetch them into."""
+    """The shards of a dataset, and a local folder to fetch them into."""
 
     spec: DatasetSpec
     uri: str
@@ -85,12 +85,12 @@ class Splits:
 
 
 def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock) -> Rows:
-    """Return at most so many training examples, each of which is as likely; those of weight 0 go.
+    """Return at most `most` training examples, drawn uniformly, without those of weight 0.
 
-    Shards are parts of a random order, so that the first of them stand for all.
+    Shards are parts of a random order, so the first shards represent all.
 
     Raises:
-        NoBaselineError: their shards are too large, nothing weighs anything, or no time is left.
+        NoBaselineError: the shards are too large, all weights are 0, or time is up.
     """
     spec, manifest = splits.spec, storage.read_manifest(splits.uri)
     sizes = {entry.path: entry.bytes for entry in manifest.files}
@@ -112,7 +112,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
     for rows in batches(spec, [folder / name for name in files], names, drawn):
         clock.check()
         parts.append(rows.at(rows.weights > 0))
-    found = _joined(parts)
+    found = _concatenate(parts)
     if not found.count:
         raise NoBaselineError("no training example weighs anything")
     return found
@@ -121,7 +121,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
 def batches(
     spec: DatasetSpec, files: Sequence[Path], names: Sequence[str], drawn: Array
 ) -> Iterator[Rows]:
-    """Read features `names`, labels and weights of those records of files that are drawn."""
+    """Read features `names`, labels and weights of the drawn records of files."""
     roles = [*dict.fromkeys(filter(None, [*names, *spec.targets, spec.weight]))]
     records = tf.data.TFRecordDataset([str(path) for path in files])
     marked = tf.data.Dataset.zip(records, tf.data.Dataset.from_tensor_slices(drawn))
@@ -147,6 +147,6 @@ def batches(
         )
 
 
-def _joined(parts: Sequence[Rows]) -> Rows:
+def _concatenate(parts: Sequence[Rows]) -> Rows:
     values = ((dict(part.columns), part.labels, part.weights) for part in parts)
     return Rows(*tf.nest.map_structure(lambda *each: np.concatenate(each), *values))

@@ -1,1 +1,1 @@
-"""Measuring a checkpoint on the test split, next to the champion."""
+"""Evaluation of a checkpoint on the test split, compared with the champion."""

@@ -1,4 +1,4 @@
-"""The baselines on the test examples: what `metrics.json` says of them and of the model."""
+"""The baselines on the test examples, as reported in `metrics.json`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from flotilla.trainer.baselines.rows import Splits
 from flotilla.trainer.config.thresholds import SHARES, ChampionRule
 from flotilla.trainer.evaluation.comparison import Opponents, compare
 from flotilla.trainer.evaluation.predictions import measure_predictions, unsound
-from flotilla.trainer.evaluation.threshold import chosen_by
+from flotilla.trainer.evaluation.threshold import compute_thresholds
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Examples, Part
-from flotilla.trainer.tasks.objective import Objective, at
+from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# Of each of both bounds: what is between them is the interval of 95 %.
+# One-sided confidence of each bound: together they give the 95 % interval.
 _RULE = ChampionRule(margin=0.0, confidence=0.975)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _First:
-    """The first examples, with their own outputs or with others; see `Examples`."""
+    """The first examples, with the model's outputs or with others; see `Examples`."""
 
     examples: Examples
     count: int
@@ -36,9 +36,9 @@ class _First:
         begin = 0
         for part in self.examples.parts():
             size = min(len(tf.nest.flatten(part.labels)[0]), self.count - begin)
-            some = at(part, slice(size))
+            some = select_rows(part, slice(size))
             if self.outputs is not None:
-                some = some._replace(outputs=at(self.outputs, slice(begin, begin + size)))
+                some = some._replace(outputs=select_rows(self.outputs, slice(begin, begin + size)))
             yield some
             begin += size
             if begin >= self.count:
@@ -46,14 +46,14 @@ class _First:
 
 
 def judge_baselines(objective: Objective, own: Examples, splits: Splits) -> list[dict[str, Any]]:
-    """Return the baselines of a task, each with its metrics, and the model compared with it.
+    """Return the baselines of a task, each with its metrics and the model compared with it.
 
-    `beats` is whether the baseline is better than the model by more than the interval.
+    `beats` says whether the baseline is better than the model by more than the interval.
     """
-    return [_judged(objective, own, each) for each in fit_baselines(objective.task, splits)]
+    return [_judge(objective, own, each) for each in fit_baselines(objective.task, splits)]
 
 
-def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str, Any]:
+def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": baseline.name,
         "made_by": baseline.made_by,
@@ -75,22 +75,22 @@ def _judged(objective: Objective, own: Examples, baseline: Baseline) -> dict[str
     theirs = objective
     if baseline.validation:
         decided = [name for name, part in objective.task.parts.items() if part.positive_by]
-        theirs = objective.at(chosen_by(decided, *baseline.validation))
+        theirs = objective.at(compute_thresholds(decided, *baseline.validation))
     try:
         metrics = measure_predictions(theirs, other)["metrics"]
-        paired = _paired(objective, model, theirs, other)
+        paired = _compare_paired(objective, model, theirs, other)
         return {**found, "metrics": metrics, "paired": paired, "beats": _is_worse(paired)}
-    # As few users or items as a sample has may define no metric; and a model that was trained for
-    # hours is not lost for what is measured of another one.
+    # A small sample of users or items may leave a metric undefined; a failing baseline must not
+    # fail a model that was trained for hours.
     except Exception as error:
         why = str(error) if isinstance(error, UserError) else user_code.format_error(error)
         return {**found, "skipped": why}
 
 
-def _paired(
+def _compare_paired(
     objective: Objective, model: Examples, theirs: Objective, other: Examples
 ) -> dict[str, Any]:
-    """Return what `compare` does of the model, with the `interval` of the difference."""
+    """Return the result of `compare` for the model, with the `interval` of the difference."""
     first = compare(Opponents(objective=objective, own=model, other=other, theirs=theirs), _RULE)
     turned = compare(Opponents(objective=theirs, own=other, other=model, theirs=objective), _RULE)
     bounds = first["bound"], turned["bound"]
@@ -102,6 +102,6 @@ def _paired(
 
 
 def _is_worse(paired: dict[str, Any]) -> bool:
-    """Say whether all of the interval of the difference is on the side of the baseline."""
+    """Say whether the whole interval of the difference favours the baseline."""
     low, high = paired["interval"] or (0.0, 0.0)
     return high < 0 if paired["better"] == "higher" else low > 0

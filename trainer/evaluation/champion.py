@@ -1,4 +1,4 @@
-"""The champion, in its exported form: the model that a new one is compared with."""
+"""The champion in its exported form, for comparison with a new model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ KIND = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Champion:
-    """A champion: a function that answers, or the reason why it cannot.
+    """A champion: a function that predicts, or the reason why it cannot.
 
-    `thresholds` are those by which its outputs decide.
+    `thresholds` are its decision thresholds.
     """
 
     uri: str
@@ -46,9 +46,9 @@ class Champion:
 
 
 def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
-    """Fetch and load the model published at `uri`, to answer examples; raises `UserError`.
+    """Fetch and load the model published at `uri` for prediction; raises `UserError`.
 
-    One that takes other inputs, or is of another task, is no error: the gate has to refuse.
+    A champion with other inputs or another task is not an error: the gate has to refuse it.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
@@ -62,15 +62,15 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
         place = str(manifest.fields["saved_model"])
     folder = scratch / "champion"
     storage.fetch(uri, folder, only=lambda path: path.startswith(f"{place}/"))
-    with _with_remedy(uri):
+    with _add_remedy(uri):
         loaded = tf.saved_model.load(folder / place)
         signature = loaded.signatures[SERVING]
 
     def answer(inputs: Mapping[str, Any]) -> Any:
         given = {names[feature]: tf.constant(values) for feature, values in inputs.items()}
-        with _with_remedy(uri):
+        with _add_remedy(uri):
             answers = {name: each.numpy() for name, each in signature(**given).items()}
-            return _turned(task.outputs_of(answers), turned)
+            return _negate(task.outputs_of(answers), turned)
 
     decided = [name for name, part in task.parts.items() if part.positive_by]
     thresholds = read_thresholds(manifest.fields, decided)
@@ -79,15 +79,15 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
     return Champion(uri=uri, answer=answer, incomparable="", thresholds=thresholds)
 
 
-def _turned(outputs: Any, names: Collection[str]) -> Any:
-    """Return outputs with the logits of the other class in place of those of its positive one."""
+def _negate(outputs: Any, names: Collection[str]) -> Any:
+    """Negate the logits of outputs whose positive class is the other one."""
     if isinstance(outputs, Mapping):
-        return {n: _turned(each, {""} if n in names else ()) for n, each in outputs.items()}
+        return {n: _negate(each, {""} if n in names else ()) for n, each in outputs.items()}
     return np.concatenate([-outputs[:, :1], outputs[:, 1:]], axis=1) if names else outputs
 
 
 @contextmanager
-def _with_remedy(uri: str) -> Iterator[None]:
+def _add_remedy(uri: str) -> Iterator[None]:
     try:
         yield
     # A foreign SavedModel may raise anything.
@@ -105,9 +105,9 @@ def compare_champion(
     rule: ChampionRule,
     judges: Judges | None = None,
 ) -> dict[str, Any]:
-    """Return what the evaluation says of the champion: metrics, and the paired comparison.
+    """Return the evaluation of the champion: its metrics, and the paired comparison.
 
-    `judges` say whether the examples judge it fairly.
+    `judges` check whether the test examples are fair to it.
     """
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}
@@ -127,7 +127,7 @@ def compare_champion(
         "metrics": metrics,
         "paired": paired,
         **compare_classes(opponents, rule),
-        **(judges.of_champion(champion.uri, paired["metric"], metrics) if judges else {}),
+        **(judges.judge_champion(champion.uri, paired["metric"], metrics) if judges else {}),
     }
 
 
@@ -135,7 +135,7 @@ _Classes = Mapping[str, tuple[Sequence[str], Sequence[str]]]
 
 
 def _classes(uri: str, manifest: storage.Manifest, task: Task) -> _Classes:
-    """Return the classes of each output, the champion's and this model's."""
+    """Return the classes of each output, for the champion and for this model."""
     alone = read_labels(uri)
     theirs = manifest.fields.get("labels") or {}
     return {
@@ -149,8 +149,10 @@ def _difference(
 ) -> str:
     fields = manifest.fields
     takes = describe_inputs(spec)
-    if _by_feature(fields["inputs"]) != _by_feature(takes):
-        return f"it takes {_named(fields['inputs'])}, and this model {_named(takes)}"
+    if _sort_by_feature(fields["inputs"]) != _sort_by_feature(takes):
+        return (
+            f"it takes {_format_inputs(fields['inputs'])}, and this model {_format_inputs(takes)}"
+        )
     for each in fields.get("reads", ()):
         if tuple(each["labels"]) != spec.features[each["feature"]].labels:
             name = each["feature"]
@@ -160,7 +162,7 @@ def _difference(
             )
     # A model of an earlier version is a classifier.
     there = fields.get("task", "classification")
-    # Before two classes were binary they had two logits, of which the difference is the one.
+    # Earlier versions had two logits for two classes; their difference is the binary logit.
     if there != task.name and (there, task.name) != ("classification", "binary_classification"):
         return f"it was trained for {there}, and this model for {task.name}"
     theirs, mine = ([name for name in each if name] for each in (fields.get("labels", {}), classes))
@@ -184,9 +186,9 @@ def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str], 
     return ""
 
 
-def _by_feature(inputs: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+def _sort_by_feature(inputs: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(each["feature"], each["shape"], each["dtype"]) for each in inputs]
 
 
-def _named(inputs: list[dict[str, Any]]) -> str:
+def _format_inputs(inputs: list[dict[str, Any]]) -> str:
     return ", ".join(f"{each['feature']} {each['dtype']} {each['shape']}" for each in inputs)

@@ -1,12 +1,13 @@
 """Whether a model loses a class that the champion finds: recall by class, on the same examples.
 
-The champion finds a class that it is right on more often than by chance, for sure. A model keeps
-the class where the loss of recall is within the margin by Tango's interval, each class at the whole
-confidence: a model that loses one passes no more often, since all have to be kept.
+The champion finds a class if its recall is significantly above chance. A model keeps the class if
+the loss of recall is within the margin by Tango's interval. Each class is tested at the full
+confidence: since all classes have to be kept, this does not raise the pass rate of a model that
+loses one.
 
-Too few examples judge a class where equal models might be refused: all that are judged together
-refuse at most 20 of 100 equal models (Bonferroni). A class of too few is lost only where the loss
-itself is proved, by McNemar's exact test at a level that all classes share.
+A class has too few examples if equal models might be refused: all judged classes together refuse at
+most 20 of 100 equal models (Bonferroni). A class with too few is lost only if the loss itself is
+significant, by McNemar's exact test at a level that all classes share.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from flotilla.trainer.evaluation.comparison import Opponents
 from flotilla.trainer.evaluation.noninferiority import Floats, lower_bounds
 from flotilla.trainer.tasks.base import Array, Task
 
-#: Classes that are listed, the worst first.
+#: Number of listed classes, the worst first.
 MOST_ROWS = 50
-# How often equal models are to lose no class that is judged.
+# Power: probability that equal models lose no judged class.
 _POWER = 0.8
-# In place of no examples, of which the binomial distribution has no tail.
+# Instead of zero examples, for which the binomial distribution has no tail.
 _FEW = 1e-9
 
 
 class _Answers(NamedTuple):
-    """The classes that examples have: which, of which example, who finds it, and weights [n].
+    """Classes of examples: class, example, who recognizes it, and weights [n].
 
-    `guessed` is how much of the weight of all examples the champion takes for each class.
+    `guessed` is the share of all weight that the champion predicts as each class.
     """
 
     classes: Array
@@ -47,10 +48,10 @@ class _Answers(NamedTuple):
 
 
 class Recalls(NamedTuple):
-    """Arrays of the same classes.
+    """Arrays over the same classes.
 
-    Of `worth` examples, which weigh the same and do not depend on each other, the challenger alone
-    finds `alone`, and the champion alone `lost`. `chance` is the recall that knows no example.
+    Of `worth` independent examples of equal weight, only the challenger finds `alone`, and only the
+    champion finds `lost`. `chance` is the recall of a random guess.
     """
 
     examples: Floats
@@ -63,11 +64,11 @@ class Recalls(NamedTuple):
 
 
 def compare_classes(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
-    """Return what an evaluation says of the classes that the champion finds.
+    """Return the classes section of an evaluation: recall of the classes that the champion finds.
 
-    `classes` has a row of each, at most `MOST_ROWS`, those that are lost first: its `label`,
-    `examples`, the recalls `own` and `champion`, `margin` and `bound` of the difference, whether
-    there are enough examples, `judged`, and whether it is `lost`. `class_counts` counts all.
+    `classes` has a row for each, at most `MOST_ROWS`, lost ones first: its `label`, `examples`, the
+    recalls `own` and `champion`, `margin` and `bound` of the difference, whether there are enough
+    examples, `judged`, and whether it is `lost`. `class_counts` counts all.
     """
     names: list[str] = []
     found = []
@@ -78,11 +79,11 @@ def compare_classes(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
             found.append(np.stack(recalls))
     if not found:
         return {}
-    return _judged(names, Recalls(*np.concatenate(found, axis=1)), rule)
+    return _judge(names, Recalls(*np.concatenate(found, axis=1)), rule)
 
 
 def _recalls(opponents: Opponents, output: str, task: Task) -> Recalls | None:
-    """Return the recalls of an output's classes; None of one without classes."""
+    """Return the recalls of an output's classes; None without classes."""
     count, total = len(task.labels), 0.0
     sums: Floats = np.zeros((8, count))
     for answers in _answers(opponents, output, task):
@@ -95,19 +96,19 @@ def _recalls(opponents: Opponents, output: str, task: Task) -> Recalls | None:
         total += answers.total
     if not total:
         return None
-    shares, worth = _divided(sums[1:5], sums[0]), _divided(sums[0] ** 2, sums[5])
+    shares, worth = _divide(sums[1:5], sums[0]), _divide(sums[0] ** 2, sums[5])
     own, other, alone, lost = shares
     return Recalls(sums[6], worth, own, other, worth * alone, worth * lost, sums[7] / total)
 
 
-def _divided(part: Floats, whole: Floats) -> Floats:
+def _divide(part: Floats, whole: Floats) -> Floats:
     return np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)
 
 
 def _squares(answers: _Answers, count: int) -> Floats:
-    """Return the sums of the squares of what each example weighs in each class.
+    """Return the sums of the squared weights of examples in each class.
 
-    Places of one example depend on each other: together they are worth no more than one.
+    Positions of one example are dependent: together they count at most as one.
     """
     pairs, place = np.unique(answers.examples * count + answers.classes, return_inverse=True)
     weights = np.bincount(place, answers.weights)
@@ -115,7 +116,7 @@ def _squares(answers: _Answers, count: int) -> Floats:
 
 
 def _answers(opponents: Opponents, output: str, task: Task) -> Iterator[_Answers]:
-    """Yield the answers of both models, part by part; none of a task without classes."""
+    """Yield the answers of both models, part by part; nothing for a task without classes."""
     theirs = opponents.others.task.parts[output]
     for part, other in zip(opponents.own.parts(), opponents.other.parts(), strict=True):
         labels, outputs, others = (
@@ -144,7 +145,7 @@ def _answers(opponents: Opponents, output: str, task: Task) -> Iterator[_Answers
 
 
 class Verdicts(NamedTuple):
-    """Arrays of the same classes: the bound of the difference, the margin, and what they say."""
+    """Arrays over the same classes: the bound of the difference, the margin, and the verdicts."""
 
     margin: Floats
     bound: Floats
@@ -153,21 +154,21 @@ class Verdicts(NamedTuple):
 
 
 def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
-    """Return whether each class can be judged, and is lost, where so many are judged at once."""
+    """Return whether each class can be judged, and is lost, given the number of judged classes."""
     margin = rule.class_margins_of(each.champion)
     bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
     level = (1 - rule.confidence) / classes
-    # How likely it is by chance that the champion finds so many (binomial).
+    # Probability that the champion finds this many by chance (binomial).
     hits = each.worth * each.champion
     finds = special.betainc(hits, each.worth - hits + 1, each.chance) <= level
-    judged = finds & (_of_equal(each, rule.confidence, classes) >= -margin)
-    # How likely an equal model misses so many of those that one of both finds.
+    judged = finds & (_equal_model_bounds(each, rule.confidence, classes) >= -margin)
+    # Probability that an equal model misses this many of those that only one of both finds.
     by_chance = special.betainc(np.maximum(each.lost, _FEW), each.alone + 1, 0.5)
     proved = finds & (by_chance <= level) & (each.own - each.champion < -margin)
     return Verdicts(margin, bound, judged, np.where(judged, bound < -margin, proved))
 
 
-def _judged(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, Any]:
+def _judge(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, Any]:
     """Return rows and counts of the classes that the champion seems to find."""
     seen = np.flatnonzero((all_of.worth > 0) & (all_of.champion > all_of.chance))
     each = Recalls(*(values[seen] for values in all_of))
@@ -186,13 +187,12 @@ def _judged(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, 
     return {"classes": rows, "class_counts": counts}
 
 
-def _of_equal(each: Recalls, confidence: float, classes: int) -> Floats:
-    """Return the bounds of models as good as the champion, where chance is against them.
+def _equal_model_bounds(each: Recalls, confidence: float, classes: int) -> Floats:
+    """Return the bounds of equal models in an unlucky case.
 
-    The answers of both differ as often as those of two models of which each makes half of its
-    errors for reasons of its own.
+    Both models are assumed to make half of their errors independently.
     """
-    # Two examples more, of which one is found: that all are found is never sure (Agresti).
+    # Two pseudo-examples, one of them found: a recall of 1 is never certain (Agresti).
     share = (each.worth * each.champion + 1) / (each.worth + 2)
     differ = each.worth * share * (1 - share)
     unlucky = special.ndtri(1 - (1 - _POWER) / classes) * np.sqrt(differ)

@@ -20,9 +20,9 @@ _KEY = "gate.champion"
 
 @dataclass(frozen=True, kw_only=True)
 class Opponents:
-    """What both models gave for the same examples, in the same order and the same parts.
+    """Predictions of both models for the same examples, in the same order and parts.
 
-    `theirs` measures the other model, where it decides by a threshold of its own.
+    `theirs` is the other model's objective, if it has its own threshold.
     """
 
     objective: Objective
@@ -32,7 +32,7 @@ class Opponents:
 
     @property
     def others(self) -> Objective:
-        """What measures the other model."""
+        """The objective of the other model."""
         return self.theirs or self.objective
 
 
@@ -57,12 +57,12 @@ def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
         "better": better,
         "confidence": rule.confidence,
         "examples": opponents.own.count,
-        **{name: _defined(value) for name, value in asdict(found).items()},
+        **{name: _drop_undefined(value) for name, value in asdict(found).items()},
         **({"pairs": pairs._asdict()} if pairs else {}),
     }
 
 
-def _defined(value: Any) -> Any:
+def _drop_undefined(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
@@ -82,12 +82,12 @@ def _direction(objective: Objective, metric: str, rule: ChampionRule) -> Directi
     return better
 
 
-# Right by the challenger and by the champion, in the order of `Pairs`.
+# Correct by the challenger and by the champion, in the order of `Pairs`.
 _WHO = ((1, 1), (1, 0), (0, 1), (0, 0))
 
 
 def _pairs(own: Values | None, other: Values | None) -> Pairs | None:
-    """Return who is right, of examples that are right or wrong and weigh the same."""
+    """Count who is right, if examples are right or wrong and have equal weights."""
     if own is None or other is None or not (own[1] == 1).all():
         return None
     if not all(np.isin(values, (0, 1)).all() for values, _ in (own, other)):

@@ -1,20 +1,19 @@
-"""The best constant: what a model that ignores its inputs reaches on the same examples.
+"""The best constant: the result of a model that ignores its inputs, on the same examples.
 
 `metrics.json` has `constant`:
 
     {"answer": of the best one by the main metric, "metrics": {name: the best of any constant},
      "paired": the comparison with it, as `flotilla.trainer.evaluation.comparison.compare` returns
-     it, "champion": whether the champion's main metric is better, where there is a champion}
+     it, "champion": whether the champion's main metric is better, if there is a champion}
 
-The best one is known afterwards, from the labels of the examples that are judged, so that no model
-without inputs is better. `paired` has further `constant`, the value that was to be beaten. Where
-the examples do not define the metric, its values are null, and nothing passes; else it is one of
-two tests:
+The best constant is chosen afterwards, from the labels of the judged examples, so that no model
+without inputs is better. `paired` also has `constant`, the value to beat. If the examples do not
+define the metric, its values are null and no model passes. Otherwise one of two tests applies:
 
     by example   the paired test of the metric, with the constant as the opponent
-    shuffled     of areas and of means over classes: the outputs are given to other examples, again
-                 and again. Of a model that finds nothing the real order is one of many equal ones,
-                 so that the level is exact, however rare a class is (Fisher 1935)
+    shuffled     for areas and means over classes: a permutation test of the outputs. For an
+                 uninformative model the real order is one of many equally likely ones, so that
+                 the level is exact, however rare a class is (Fisher 1935)
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from flotilla.trainer.tasks.base import (
     sample_examples,
     weighted_mean,
 )
-from flotilla.trainer.tasks.objective import Objective, at
+from flotilla.trainer.tasks.objective import Objective, select_rows
 
-#: Of the test that a model beats the constant: of 200 that find nothing one does.
+#: Confidence of the test against the constant: 1 of 200 uninformative models passes.
 CONFIDENCE = 0.995
-# The second best of these is the quantile at that confidence.
+# The second largest of these is the quantile at that confidence.
 _SHUFFLES = 399
-# So many examples of a class each; fewer of labels of many numbers.
+# Most examples of a shuffle, most label numbers in it, and fewest examples.
 _MOST_SHUFFLED, _MOST_NUMBERS, _LEAST = 50_000, 2_000_000, 500
-# Standard deviations, above which a mean is no chance.
+# A mean this many standard deviations above the constant is not chance.
 _FAR = 3
 _BUILT_IN = "flotilla.trainer.tasks."
 _log = logging.getLogger(__name__)
@@ -59,25 +58,25 @@ _log = logging.getLogger(__name__)
 def compare_constant(
     objective: Objective, own: Examples, metrics: Mapping[str, float | None], metric: str
 ) -> dict[str, Any]:
-    """Return what `metrics.json` says of the best constant, by the main metric of a model."""
+    """Return the `constant` of `metrics.json`, by the main metric of a model."""
     best = _best(objective, own)
     values = {name: each.value for name, each in best.items()}
     mine, better = metrics.get(metric), objective.directions.get(metric)
     value, constant = best.get(metric) or (None, None)
     if not better or (constant is None and mine is not None):
-        # Nothing is the best where neither a higher nor a lower value is better.
+        # Without a direction no value is the best.
         return {"answer": "", "metrics": values, "paired": None}
     if value is not None and mine is not None and math.isclose(value, mine):
-        # Sums in another order: no reader is to see a difference that there is not.
+        # Sums in another order differ in rounding, which must not look like a real difference.
         value = mine
     unit = objective.task.unit
     paired: dict[str, Any] = {"constant": value, "answer": constant.answer if constant else ""}
     if mine is None or value is None or constant is None:
-        # As the areas where all examples are of one class: such a metric never passes.
+        # Undefined, like areas when all examples are of one class: the metric never passes.
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
-    elif not unit and (by_chance := shuffled(objective, own, metric, mine, value)):
-        # What belongs together is not given to others one by one.
+    elif not unit and (by_chance := compare_shuffled(objective, own, metric, mine, value)):
+        # Groups must not be shuffled example by example.
         paired |= by_chance
     else:
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
@@ -89,7 +88,7 @@ def compare_constant(
 
 
 def is_beaten(found: Mapping[str, Any], metrics: Mapping[str, float | None]) -> bool | None:
-    """Say whether a champion's main metric is better than the constant's; None if not known."""
+    """Say whether a champion's main metric is better than the constant's; None if unknown."""
     paired = found["paired"]
     value = metrics.get(paired["metric"]) if paired else None
     if value is None or paired["constant"] is None:
@@ -104,12 +103,12 @@ class _Best(NamedTuple):
 
 
 def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
-    """Return the best value of each metric, and the constant that has it."""
+    """Return the best value of each metric, and its constant."""
     candidates = [*objective.task.constants(own), _mean(own)]
-    examples = _condensed(objective, own)
+    examples = _condense(objective, own)
     best: dict[str, _Best] = {}
     for each in candidates:
-        values = _measured(objective, Remade(examples, each.answered))
+        values = _measure(objective, Remade(examples, each.answered))
         for name, better in objective.directions.items():
             value = values.get(name)
             if not better or value is None:
@@ -123,7 +122,7 @@ def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
 
 
 def _mean(own: Examples) -> Constant:
-    """Return the mean of the model's outputs: of a convex loss nothing else of it is better."""
+    """Return the mean of the model's outputs: the best constant of it for a convex loss."""
 
     def output(part: Part, place: int) -> Array:
         found: Array = tf.nest.flatten(part.outputs)[place]
@@ -135,10 +134,10 @@ def _mean(own: Examples) -> Constant:
     return Constant("always the mean of its answers", tf.nest.pack_sequence_as(some, rows))
 
 
-def _condensed(objective: Objective, own: Examples) -> Examples:
-    """Return one example of each label that weighs as much as all of them, where it is the same.
+def _condense(objective: Objective, own: Examples) -> Examples:
+    """Return one example per label with the total weight of its examples, if that is equivalent.
 
-    A constant answers all examples of a label alike.
+    A constant gives all examples of a label the same answer.
     """
     some = next(iter(own.parts()))
     weigh = all(each.measured.weighted for each in objective.states if each.measured)
@@ -159,13 +158,13 @@ def _condensed(objective: Objective, own: Examples) -> Examples:
         ):
             totals[label] = totals.get(label, 0.0) + total
     weights = np.array([*totals.values()])
-    # The loss is divided by the number of examples, and not by what they weigh.
+    # The loss is divided by the number of examples, not by their weight.
     scaled = weights * (len(weights) / own.count)
     labels = np.array([*totals], some.labels.dtype)
-    return Whole(Part(labels, at(some.outputs, np.zeros(len(labels), int)), scaled, {}))
+    return Whole(Part(labels, select_rows(some.outputs, np.zeros(len(labels), int)), scaled, {}))
 
 
-def _measured(objective: Objective, examples: Examples) -> dict[str, float | None]:
+def _measure(objective: Objective, examples: Examples) -> dict[str, float | None]:
     tally = objective.tally()
     for part in examples.parts():
         tally.add(part)
@@ -176,7 +175,7 @@ def _measured(objective: Objective, examples: Examples) -> dict[str, float | Non
         except Exception as error:
             if _is_built_in(objective):
                 raise
-            # A task of the user's may not expect the same answer for all examples.
+            # A user's task may not support equal answers for all examples.
             _log.warning("of a constant: %s", user_code.format_error(error))
     return found
 
@@ -185,12 +184,12 @@ def _is_built_in(objective: Objective) -> bool:
     return type(objective.task).__module__.startswith(_BUILT_IN)
 
 
-def shuffled(
+def compare_shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
-    """Return the comparison by shuffled outputs; nothing of what is compared by example."""
+    """Return the comparison by shuffled outputs; empty for metrics that are compared by example."""
     task, some = objective.task, next(iter(own.parts()))
-    size = max(np.size(tf.nest.flatten(at(some.labels, slice(1)))[0]), 1)
+    size = max(np.size(tf.nest.flatten(select_rows(some.labels, slice(1)))[0]), 1)
     part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))
     if (tested := task.tested_by(metric, part)) is None:
         return {}
@@ -199,23 +198,23 @@ def shuffled(
     others = [tested(generator.permutation(count)) for _ in range(_SHUFFLES)]
     values, evidence = np.sort(np.array(others, np.float64), axis=0).T
     if not np.isfinite([*values, *evidence, *found]).all():
-        # Among few of many examples there may be none of a rare class.
+        # A small sample may lack a rare class.
         return {}
     more: dict[str, Any] = {"constant": constant}
     if values.mean() - constant > _FAR * values.std():
-        # Classes at random have a higher mean of F1 than any one of them.
+        # Random classes have a higher mean F1 than any single class.
         more = {"constant": float(values.mean()), "answer": "its answers given to other examples"}
-    # Few true examples in a random order have more average precision than their share.
+    # With few positive examples, a random order has an average precision above their share.
     gain = mine - max(constant, float(values.mean()))
-    # Of more examples the differences by chance are smaller.
+    # Chance differences shrink with more examples.
     bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
-    # What is found of some examples is no evidence at the level of all.
+    # A sample is not sufficient evidence at the level of the whole.
     if count == own.count:
         above, critical = (float(each - evidence.mean()) for each in (found[1], evidence[-2]))
         if above <= critical:
             bound = min(bound, 0.0)
         elif gain > 0:
-            # A limit by the test, as far below the gain as the gain is above its critical value
+            # A test-based limit: as far below the gain as the gain is above its critical value
             # (Miettinen 1976).
             bound = gain - gain * critical / above
     return {

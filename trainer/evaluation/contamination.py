@@ -1,8 +1,8 @@
-"""Whether the test examples judge fairly: how many of them a model was trained on.
+"""Whether the test examples judge fairly: the number of them that a model was trained on.
 
-Examples are compared by the hashes of their inputs that each dataset keeps: all of up to 65,536
-different ones, and of more the same even sample everywhere. A model that began with other weights
-was trained on the data of those as well.
+Examples are compared by the input hashes that each dataset stores: all of up to 65,536 distinct
+ones, otherwise the same uniform sample everywhere. A warm-started model was also trained on the
+data of its initial weights.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _GENERATIONS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Judges:
-    """The test examples of a dataset, and the limits of what is found."""
+    """The test examples of a dataset, and the limits for findings."""
 
     dataset: DatasetProfile
     limits: DataGateConfig
 
     @classmethod
     def of(cls, uri: str, limits: DataGateConfig) -> Judges | None:
-        """Return those of the dataset at a URI; None where it does not keep which they are."""
+        """Return the judges for the dataset at a URI; None if it stores no hashes."""
         try:
             return cls(dataset=make_profile(uri), limits=limits)
         except storage.Missing:
             return None
 
     def remarks(self, checkpoint: str) -> list[str]:
-        """Return what makes the metrics of a checkpoint of this dataset too good."""
-        fields, lines = _fields_of(checkpoint), []
+        """Return remarks on why the metrics of a checkpoint of this dataset are too good."""
+        fields, lines = _read_fields(checkpoint), []
         test, train = (self.dataset.splits[split] for split in (_TEST, _TRAIN))
         limit = self.limits.limit("leakage")
         if found := find_copies(self.dataset, test, train, self._significance, limit):
@@ -49,7 +49,7 @@ class Judges:
                 f"{found} are in the training split as well: the metrics are too good; split by "
                 "data.group, or remove the copies"
             )
-        if found := self._trained_on(_profiles(_datasets_before(fields))):
+        if found := self._find_trained(_profiles(_list_earlier_datasets(fields))):
             lines.append(
                 f"{found} were in the training split of the weights that training began with "
                 f"({fields['warmed_from']}): the metrics are too good; keep data.seed "
@@ -61,14 +61,14 @@ class Judges:
     def _significance(self) -> float:
         return self.limits.limit("significance")
 
-    def _trained_on(self, datasets: Iterable[DatasetProfile]) -> Copies | None:
-        known = _together(each.splits[_TRAIN] for each in datasets)
+    def _find_trained(self, datasets: Iterable[DatasetProfile]) -> Copies | None:
+        known = _merge(each.splits[_TRAIN] for each in datasets)
         return find_new_copies(self.dataset, known, self._significance) if known else None
 
-    def of_champion(self, uri: str, metric: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `own`, which is what a champion reached in its own run, and `remarks`.
+    def judge_champion(self, uri: str, metric: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `own`, the champion's result in its own run, and `remarks`.
 
-        `metric` is the one that models are compared by, `metrics` are those on these examples.
+        `metric` is the compared metric; `metrics` are the champion's on these examples.
         """
         manifest = storage.read_manifest(uri)
         fields, lineage = manifest.fields, manifest.fields.get("lineage", {})
@@ -86,27 +86,27 @@ class Judges:
             return {"own": own, "remarks": [line]}
         own |= {"examples": there.examples(_TEST), "spans": list(there.spans)}
         checkpoint = str(fields.get("made_from", {}).get("checkpoint", ""))
-        before = _profiles(_datasets_before(lineage or _fields_of(checkpoint)))
+        before = _profiles(_list_earlier_datasets(lineage or _read_fields(checkpoint)))
         remarks = []
-        if found := self._trained_on([there, *before]):
+        if found := self._find_trained([there, *before]):
             remarks.append(
                 f"{found} were in the champion's training split: its metrics are too good, and "
                 "harder to reach; keep data.seed and data.splits, or give this model another name"
             )
         if self._are_others(there):
-            remarks.append(self._on_others(own, metric, metrics.get(metric)))
+            remarks.append(self._compare_test_sets(own, metric, metrics.get(metric)))
         return {"own": own, "remarks": remarks}
 
     def _are_others(self, there: DatasetProfile) -> bool:
-        """Say whether most of the test examples of another dataset are not among these."""
+        """Say whether most test examples of another dataset are not among these."""
         if _TEST not in there.splits:
             return False
         asked, found = count_shared(there.splits[_TEST], self.dataset.splits[_TEST])
         return 2 * found < asked
 
-    def _on_others(self, own: Mapping[str, Any], metric: str, now: Any) -> str:
-        there = _described(own["examples"], own["spans"])
-        here = _described(self.dataset.examples(_TEST), self.dataset.spans)
+    def _compare_test_sets(self, own: Mapping[str, Any], metric: str, now: Any) -> str:
+        there = _describe(own["examples"], own["spans"])
+        here = _describe(self.dataset.examples(_TEST), self.dataset.spans)
         value = own["metrics"].get(metric)
         line = (
             f"The champion was judged on other test examples in its own run of {own['date']} "
@@ -117,27 +117,27 @@ class Judges:
         return f"{line}: {spell_metric(metric)} {round_value(value)} there, {round_value(now)} here"
 
 
-def _described(examples: int, spans: Iterable[str]) -> str:
+def _describe(examples: int, spans: Iterable[str]) -> str:
     first, *others = [*spans] or [""]
     of = f" of {first}{f' to {others[-1]}' if others else ''}" if first else ""
     return f"{examples}{of}"
 
 
-def _datasets_before(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the datasets of the weights that a checkpoint began with, as far as they are known."""
+def _list_earlier_datasets(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the datasets of the initial weights of a checkpoint, as far as they are known."""
     for _ in range(_GENERATIONS):
-        fields = _fields_of(str(fields.get("warmed_from", "")))
+        fields = _read_fields(str(fields.get("warmed_from", "")))
         if dataset := str(fields.get("dataset", "")):
             yield dataset
 
 
-def _fields_of(checkpoint: str) -> Mapping[str, Any]:
+def _read_fields(checkpoint: str) -> Mapping[str, Any]:
     try:
         return storage.read_manifest(checkpoint).fields if checkpoint else {}
     except storage.Unavailable:
         raise
     except UserError:
-        # Retention may have removed it; a file of Keras says nothing.
+        # Retention may have removed it; a Keras file has no manifest.
         return {}
 
 
@@ -151,15 +151,15 @@ def _profiles(uris: Iterable[str]) -> Iterator[DatasetProfile]:
             continue
 
 
-def _together(splits: Iterable[SplitProfile]) -> SplitProfile | None:
-    """Return several splits as one, as far as the hashes of all of them are known."""
+def _merge(splits: Iterable[SplitProfile]) -> SplitProfile | None:
+    """Merge several splits, as far as the hashes of all of them are known."""
     found = list(splits)
     if len(found) <= 1:
         return found[0] if found else None
     bounds = [each.hashes.max() for each in found if not each.is_whole and len(each.hashes)]
     hashes, places = np.unique(np.concatenate([each.hashes for each in found]), return_inverse=True)
     copies = np.zeros(len(hashes), np.int64)
-    # An example that is in several of them is no copy.
+    # An example in several of them is not a copy.
     np.maximum.at(copies, places, np.concatenate([each.copies for each in found]))
     within = hashes <= min(bounds) if bounds else np.ones(len(hashes), np.bool_)
     return SplitProfile(

@@ -1,6 +1,6 @@
-"""What each unit of the examples adds to a metric of a model.
+"""Influence of each unit of the examples on a metric of a model.
 
-Units are examples; of ranked ones, whose scores depend on each other, the queries.
+Units are examples, or queries for a ranking, since scores within a query depend on each other.
 
     a mean       of values of the units: how far each is from the mean
     an area      the influence of each example, exactly
@@ -21,22 +21,23 @@ from flotilla.trainer.evaluation.noninferiority import Estimate, Floats, correct
 from flotilla.trainer.tasks.base import Array, Examples, Part, Task, Whole, sample_examples
 from flotilla.trainer.tasks.compiled import State
 from flotilla.trainer.tasks.exact.areas import influences
-from flotilla.trainer.tasks.objective import Objective, at
+from flotilla.trainer.tasks.objective import Objective, select_rows
 
-#: Values of units, and what they weigh.
+#: Values of units, and their weights.
 Values = tuple[Floats, Floats]
-# Groups of examples, of which a metric is made without each.
+# Number of jackknife groups.
 _GROUPS = 100
-# As many examples as metrics without a state are made of, again and again; fewer groups of them.
+# Most examples for metrics without a state, which are recomputed for each group, and their number
+# of groups.
 _MOST_EXAMPLES, _FEW_GROUPS = 20_000, 40
-# Scores of all classes that are held.
+# Most scores, over all classes, in memory.
 _MOST_SCORES = 20_000_000
 _AREAS = ("auc", "average_precision")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of one model; the state is None where no sums make it."""
+    """One metric of one model; the state is None if the metric is not computed from sums."""
 
     objective: Objective
     examples: Examples
@@ -52,7 +53,7 @@ class Metric:
 
     @cached_property
     def values(self) -> Values | None:
-        """What the metric is the mean of, None where it is no mean."""
+        """The values whose mean is the metric; None if it is not a mean."""
         if (groups := self._groups) is not None:
             return groups, np.ones(len(groups))
         if self.state is None or not self.state.is_mean:
@@ -60,7 +61,7 @@ class Metric:
         place = self.objective.states.index(self.state)
         each = [self.objective.of_each(place, part) for part in self.examples.parts()]
         totals, weights = np.concatenate(each).T
-        # An example without any weight has no value.
+        # An example without weight has no value.
         return np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0), weights
 
     @cached_property
@@ -69,7 +70,7 @@ class Metric:
 
     @cached_property
     def units(self) -> Array | None:
-        """The number of the unit of each example, None where each is one."""
+        """The number of the unit of each example; None if each example is a unit."""
         unit = self.objective.task.unit
         if not unit:
             return None
@@ -77,7 +78,7 @@ class Metric:
         return np.unique(ids, return_inverse=True)[1]
 
     def estimate(self) -> Estimate:
-        """Return the metric, with what each unit adds to it."""
+        """Return the metric with the influence of each unit."""
         name, task = _output(self.objective.task, self.name)
         area = self.name.removeprefix(f"{name}_" if name else "").removeprefix("macro_")
         if self.values is not None:
@@ -88,23 +89,25 @@ class Metric:
             found = self._area(area, name, task)
         else:
             return self._jackknife()
-        return found if self.units is None else found.of_units(self.units)
+        return found if self.units is None else found.sum_units(self.units)
 
     def _area(self, area: str, name: str, task: Task) -> Estimate:
-        """Return an area; of several classes the mean over those that have one."""
+        """Return an area; for several classes the mean over those that have one."""
         most = max(_MOST_SCORES // len(task.labels), 1)
         if self.examples.count <= most or self.units is not None:
-            return _mean_area(area, *_scored(task, name, self.examples.parts()))
-        found = _mean_area(area, *_scored(task, name, [sample_examples(self.examples, most)]))
+            return _mean_area(area, *_collect_scores(task, name, self.examples.parts()))
+        found = _mean_area(
+            area, *_collect_scores(task, name, [sample_examples(self.examples, most)])
+        )
         scale = np.sqrt(len(found.influences) / self.examples.count)
         return found._replace(
-            value=self._measured(self.examples), influences=found.influences * scale
+            value=self._measure(self.examples), influences=found.influences * scale
         )
 
     def _jackknife(self) -> Estimate:
-        """Return the metric, and what each of some groups of the units adds to it."""
+        """Return the metric with the influence of each group of units."""
         if self.state is None:
-            value, without, scale = self._measured_without()
+            value, without, scale = self._jackknife_details()
         else:
             sums, function = self._sums_of_groups(self.state), self.state.function(self.name)
             total, scale = sums.sum(axis=0), 1.0
@@ -119,9 +122,9 @@ class Metric:
         groups, begun, block = min(_GROUPS, count), 0, 0
         found = np.zeros((groups, state.end - state.begin))
         for part in self.examples.parts():
-            rows = _count_of(part)
+            rows = _count_examples(part)
             if self.units is None:
-                # Of many small parts each is in a few groups.
+                # With many small parts, each part falls into a few groups.
                 blocks = -(-groups * rows // count)
                 places = (block + generator.permutation(rows) % blocks) % groups
                 block += blocks
@@ -129,24 +132,26 @@ class Metric:
                 places = self.units[begun : begun + rows] % groups
             begun += rows
             for place in np.unique(places):
-                sums = self.objective.sums(at(part, np.flatnonzero(places == place)))
+                sums = self.objective.sums(select_rows(part, np.flatnonzero(places == place)))
                 found[place] += sums[state.begin : state.end]
         return found
 
-    def _measured_without(self) -> tuple[float, list[float], float]:
-        """Return a metric of the task's details, and what it is without each group of examples.
+    def _jackknife_details(self) -> tuple[float, list[float], float]:
+        """Return a detail metric, its value without each group of examples, and a scale factor.
 
-        The groups are of some examples; by how much the spread is smaller for all comes last.
+        The groups are drawn from a sample; the factor converts its standard error to all examples.
         """
         some = sample_examples(self.examples, _MOST_EXAMPLES)
-        count = _count_of(some)
+        count = _count_examples(some)
         order = np.random.default_rng(0).permutation(count)
         groups = np.array_split(order, min(_FEW_GROUPS, count))
-        without = [self._measured(Whole(at(some, np.setdiff1d(order, each)))) for each in groups]
+        without = [
+            self._measure(Whole(select_rows(some, np.setdiff1d(order, each)))) for each in groups
+        ]
         scale = float(np.sqrt(count / self.examples.count))
-        return self._measured(self.examples), without, scale
+        return self._measure(self.examples), without, scale
 
-    def _measured(self, examples: Examples) -> float:
+    def _measure(self, examples: Examples) -> float:
         for found in _cheapest_first(self.objective, examples):
             if self.name in found.get("metrics", {}):
                 value = found["metrics"][self.name]
@@ -155,13 +160,13 @@ class Metric:
 
 
 def _output(task: Task, metric: str) -> tuple[str, Task]:
-    """Return the output that a metric is of, and its task."""
+    """Return the output of a metric, and its task."""
     names = [each for each in task.parts if each and metric.startswith(f"{each}_")]
     name = max(names, key=len, default="")
     return name, task.parts.get(name, task)
 
 
-def _scored(task: Task, name: str, parts: Iterable[Part]) -> tuple[Array, Floats, Floats]:
+def _collect_scores(task: Task, name: str, parts: Iterable[Part]) -> tuple[Array, Floats, Floats]:
     """Return labels, scores [n, columns] and weights of an output's areas."""
     found = []
     for part in parts:
@@ -182,7 +187,7 @@ def _mean_area(area: str, labels: Array, scores: Floats, weights: Floats) -> Est
             continue
         found, of_each = influences(yes, score, weights)
         values.append(getattr(found, area))
-        # The rarer class decides how sure it is, and one of one example says nothing of others.
+        # The rarer class limits the precision; a class with one example has none.
         added += getattr(of_each, area) * weights * np.where(yes, *map(correct_bias, kinds))
         fewest = min(kinds) if scores.shape[1] == 1 else fewest
     if not values:
@@ -198,5 +203,5 @@ def _cheapest_first(objective: Objective, examples: Examples) -> Iterator[dict[s
     yield objective.task.details(examples)
 
 
-def _count_of(part: Part) -> int:
+def _count_examples(part: Part) -> int:
     return len(tf.nest.flatten(part.labels)[0])

@@ -35,7 +35,7 @@ from flotilla.trainer.evaluation.predictions import (
     measure_predictions,
     predict,
 )
-from flotilla.trainer.evaluation.signature import by_output
+from flotilla.trainer.evaluation.signature import map_outputs
 from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.evaluation.threshold import choose_thresholds
 from flotilla.trainer.events.progress.work import Work
@@ -53,13 +53,13 @@ KIND = "evaluation"
 SPLIT = "test"
 TRAIN = "train"
 _PREDICTING = f"predicting the {SPLIT} split"
-# Examples of the training of which the most popular items are known.
+# Training examples from which the most popular items are determined.
 _MOST_LEARNT = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Where an evaluation is published, and its metrics, as far as they are defined."""
+    """The URI of an evaluation, and its defined metrics."""
 
     uri: str
     metrics: dict[str, float]
@@ -70,8 +70,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
 ) -> Evaluation:
     """Measure the model of `checkpoint` on the test split of `dataset` and publish it at `output`.
 
-    The champion, if any, answers the same examples. The same checkpoint and dataset again is a
-    no-op that returns the metrics published before. All but `scratch` are URIs. Raises `UserError`.
+    The champion, if any, predicts the same examples. Repeating it for the same checkpoint and
+    dataset returns the published metrics. All but `scratch` are URIs. Raises `UserError`.
     """
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     made_from = {**inputs_from, **describe_request(config, champion)}
@@ -81,14 +81,14 @@ def evaluate(  # noqa: PLR0913, PLR0917
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
     features = slice_features(spec.features, spec.targets, config.evaluation.slices)
     objective = tasks.make_objective(config, spec)
-    model, step = restored(config, spec, objective, checkpoint, scratch)
+    model, step = load_trained_model(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
     objective = objective.at(choose_thresholds(objective, model, spec, dataset, scratch, size))
     read = [*dict.fromkeys([*features, *objective.task.columns])]
     batches = labelled_columns(spec, files, batch_size=size, columns=read)
     if objective.task.learns:
-        objective.task.learn(_trained_on(spec, objective.task.learns, dataset, scratch))
+        objective.task.learn(_read_training_columns(spec, objective.task.learns, dataset, scratch))
     opponent = load_champion(champion, objective.task, spec, scratch) if champion else None
     answer = opponent.answer if opponent else None
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
@@ -112,22 +112,22 @@ def evaluate(  # noqa: PLR0913, PLR0917
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
-    return Evaluation(uri=output, metrics=_defined(summary["metrics"]))
+    return Evaluation(uri=output, metrics=_drop_undefined(summary["metrics"]))
 
 
-def _trained_on(
+def _read_training_columns(
     spec: DatasetSpec, columns: Sequence[str], dataset: str, scratch: Path
 ) -> Iterator[dict[str, Any]]:
-    """Read columns of the training split, of a large one those of some shards."""
+    """Read columns of the training split; of a large one, those of some shards."""
     few = -(-spec.examples(TRAIN) // _MOST_LEARNT)
     files = stage_shards(dataset, scratch / TRAIN, TRAIN, of=min(few, len(spec.files(TRAIN))))
     yield from read_columns(spec, files, columns)
 
 
 def describe_request(config: Config, champion: str) -> dict[str, str]:
-    """Return what an evaluation depends on besides the examples and the model.
+    """Return further inputs of an evaluation, besides the examples and the model.
 
-    The rule of the champion has the direction of a metric of the user's, for the constant too.
+    The champion's rule gives the direction of a user's metric, also for the constant.
     """
     return {
         "slices": ",".join(config.evaluation.slices),
@@ -155,17 +155,17 @@ def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:
 def _read(uri: str) -> Evaluation:
     with storage.check_form(f"metrics.json of {uri}"):
         measured = storage.read_json(uri, "metrics.json")["metrics"]
-        return Evaluation(uri=uri, metrics=_defined(measured))
+        return Evaluation(uri=uri, metrics=_drop_undefined(measured))
 
 
-def _defined(metrics: dict[str, float | None]) -> dict[str, float]:
+def _drop_undefined(metrics: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
 
 
 def read_inputs(
     config: Config, dataset: str, checkpoint: str
 ) -> tuple[DatasetSpec, dict[str, str]]:
-    """Return the dataset as the task reads it, and what names these very inputs in a manifest."""
+    """Return the dataset as the task reads it, and its identity for a manifest."""
     data = storage.read_manifest(dataset)
     made_from = {
         "dataset": dataset,
@@ -179,7 +179,7 @@ def read_inputs(
 
 
 def is_reusable(output: str, kind: str, made_from: dict[str, str]) -> bool:
-    """Say whether `output` was made from the same inputs: a step that is tried again."""
+    """Say whether `output` was made from the same inputs by an earlier attempt."""
     try:
         there = storage.read_manifest(output)
     except storage.NotPublished:
@@ -192,7 +192,7 @@ def build_model(
 ) -> keras.Model:
     """Return the configured model for a dataset, with new weights and the loss of its task.
 
-    With `check` that takes the model in place of the objective.
+    With `check`, that function checks the model instead of the objective.
     """
     parts = objective.task.parts.values()
     inputs = InputSpec.of(
@@ -207,7 +207,7 @@ def build_model(
     return registry.build(named, inputs, config.training.seed, check or objective.accept)
 
 
-def restored(
+def load_trained_model(
     config: Config, spec: DatasetSpec, objective: Objective, checkpoint: str, scratch: Path
 ) -> tuple[keras.Model, int]:
     """Return the model with the weights of the checkpoint, and the checkpoint's global step."""
@@ -218,13 +218,13 @@ def restored(
 
 
 def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -> None:
-    """Raise `UserError` where a checkpoint was trained for the other class of two."""
-    trained = by_output(found.fields.get("positive", {}))
+    """Raise `UserError` if a checkpoint was trained for the other of two classes."""
+    trained = map_outputs(found.fields.get("positive", {}))
     for name, part in task.parts.items():
         if not part.positive_by:
             continue
         key, of_before = f"task.outputs.{name}" if name else "task", ""
-        # One of an earlier version was trained for the second class as it is in the records.
+        # Earlier versions took the second class of the records as positive.
         before = part.labels[0 if part.target.name in spec.swapped else 1]
         if name in trained:
             before = trained[name]
@@ -256,7 +256,7 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
 def summarize_predictions(
     spec: DatasetSpec, objective: Objective, found: Predictions, features: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what `metrics.json` says of the predictions, sliced by some features."""
+    """Return the predictions section of `metrics.json`, sliced by some features."""
     names = {feature: spec.features[feature].labels for feature in features}
     with Work("measuring"):
         summary, slices = (

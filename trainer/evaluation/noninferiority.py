@@ -1,14 +1,14 @@
-"""How much worse than a champion a challenger may be, given both on the same examples.
+"""Paired non-inferiority tests of a challenger against a champion, on the same examples.
 
-Each function returns the difference of a metric, challenger less champion, and a one-sided bound:
+Each function returns the difference of a metric, challenger minus champion, and a one-sided bound:
 at a confidence of 0.99 the true difference is worse than the bound in at most 1 of 100 test sets.
-"Not worse by a margin" is ruled by the bound and not by the difference, so that too few examples
-refuse a model and never pass one.
+The bound, not the difference, is compared with the margin, so that too few examples refuse a model
+and never pass one.
 
-    shares   who is right on an example, counted in pairs: Tango's score interval (1998,
+    shares   correct answers, counted in pairs: Tango's score interval (1998,
              Statistics in Medicine 17); at a difference of 0 it is McNemar's test
-    paired   any other metric: a t test of the differences of what each example adds to the metric
-             of both (its influence); of the area under the ROC it is that of DeLong, DeLong and
+    paired   any other metric: a t test of the differences of each example's influence on the metric
+             of both models; for the area under the ROC it is that of DeLong, DeLong and
              Clarke-Pearson (1988, Biometrics 44)
 """
 
@@ -23,14 +23,14 @@ from scipy import special
 
 Direction = Literal["higher", "lower"]
 Floats = npt.NDArray[np.floating[Any]]
-# Halvings of an interval of length 2, until it is as short as a rounding error.
+# Halvings of an interval of length 2, down to a rounding error.
 _HALVINGS = 50
 _TINY = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A difference, challenger less champion, and the bound on the worse side of it."""
+    """A difference, challenger minus champion, and its bound on the worse side."""
 
     difference: float
     bound: float
@@ -38,7 +38,7 @@ class Compared:
 
 
 class Pairs(NamedTuple):
-    """Examples by who is right on them."""
+    """Counts of examples by which model is right."""
 
     both_right: int
     only_challenger_right: int
@@ -47,24 +47,24 @@ class Pairs(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A metric, and what each unit of the examples adds to it: the influences, whose sum is 0.
+    """A metric, and the influence of each unit of the examples on it; their sum is 0.
 
     The sum of their squares is the variance of the metric. `fewest` is the number of units that
-    its precision depends on: all, or those of the rarer class.
+    limits the precision: all, or those of the rarer class.
     """
 
     value: float
     influences: Floats
     fewest: int
 
-    def of_units(self, units: npt.NDArray[Any]) -> Estimate:
-        """Return what all examples of a unit add, by the number of the unit of each example."""
+    def sum_units(self, units: npt.NDArray[Any]) -> Estimate:
+        """Return the influences summed by unit, given the unit of each example."""
         added: Floats = np.bincount(units, self.influences).astype(np.float64)
         return self._replace(influences=added, fewest=min(self.fewest, len(added)))
 
 
 def mean(values: Floats, weights: Floats | None = None) -> Estimate:
-    """Return a mean of values [n] with weights [n], of which some may be 0."""
+    """Return a mean of values [n] with weights [n]; weights may be 0."""
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
     shares = weights / max(weights.sum(), _TINY)
     value = float(shares @ values)
@@ -73,12 +73,12 @@ def mean(values: Floats, weights: Floats | None = None) -> Estimate:
 
 
 def correct_bias(count: int) -> float:
-    """Return how much larger the standard error of so many units is than their spread."""
+    """Return the small-sample correction of a standard error."""
     return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
 
 def shares(pairs: Pairs, confidence: float) -> Compared:
-    """Compare two shares by the score interval of Tango, of which the higher is better."""
+    """Compare two shares by Tango's score interval; higher is better."""
     count, own, other = sum(pairs), pairs.only_challenger_right, pairs.only_champion_right
     counts = np.array([[own], [other], [count]], np.float64)
     bound = lower_bounds(counts[0], counts[1], counts[2], confidence)
@@ -91,13 +91,13 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
     """Return Tango's bounds of several differences of shares.
 
     Args:
-        own: examples that the challenger alone is right on, of each difference.
-        other: those that the champion alone is right on.
-        count: all examples, also wrong or right by both; need not be whole numbers.
-        confidence: of each bound.
+        own: for each difference, examples that only the challenger gets right.
+        other: examples that only the champion gets right.
+        count: all examples; need not be whole numbers.
+        confidence: confidence of each bound.
     """
     wanted = special.ndtri(confidence)
-    # At -1 the score is infinite, or not defined where all were lost.
+    # At -1 the score is infinite, or undefined if all were lost.
     low, high = np.full(len(own), -1.0), (own - other) / count
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -107,7 +107,7 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
 
 
 def _scores(own: Floats, other: Floats, count: Floats, assumed: Floats) -> Floats:
-    """Return how many standard errors the counts are above assumed differences of the shares."""
+    """Return the number of standard errors from assumed differences to the counts."""
     b = (2 * count - own + other) * assumed - own - other
     c = -other * assumed * (1 - assumed)
     likeliest = (np.sqrt(np.maximum(b * b - 8 * count * c, 0)) - b) / (4 * count)
@@ -120,10 +120,10 @@ def _scores(own: Floats, other: Floats, count: Floats, assumed: Floats) -> Float
 def compare_paired(
     own: Estimate, other: Estimate, confidence: float, better: Direction, lost: float = 0.0
 ) -> Compared:
-    """Compare a metric by what each unit adds to that of both models.
+    """Compare a metric of two models by the influences of units.
 
-    `lost` is the share of what the champion gains that may be lost, where the margin is such a
-    share: it varies with the champion's metric, and is never taken for surer than a number.
+    `lost` is the share of the champion's gain that may be lost, if the margin is such a share: it
+    varies with the champion's metric, and is never treated as exact.
     """
     sign, difference = (1 if better == "higher" else -1), own.value - other.value
     fewest = min(own.fewest, other.fewest)
@@ -138,11 +138,11 @@ def compare_paired(
 
 
 def _reach(terms: Floats, fewest: int, confidence: float) -> float:
-    """Return how far the sum of independent terms may be above its expectation.
+    """Return an upper bound of the deviation of a sum of independent terms.
 
-    The degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin 2): few where a few
-    terms make up most of the variance. The correction for skewness is that of Hall (1992, J. R.
-    Statist. Soc. B 54), where it is on the safe side.
+    The degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin 2): few if a few
+    terms dominate the variance. The correction for skewness is that of Hall (1992, J. R. Statist.
+    Soc. B 54), where it is conservative.
     """
     if fewest <= 1:
         return np.inf

@@ -1,4 +1,4 @@
-"""The predictions of a model, and of the champion, for a stream of examples, kept on disk."""
+"""Predictions of a model and of the champion for a stream of examples, stored on disk."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from flotilla.trainer.features.names import layer_name
 from flotilla.trainer.models.registry import report_bad_input
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Array, Examples, Part, SplitError, Task
-from flotilla.trainer.tasks.objective import Objective, in_single_precision
+from flotilla.trainer.tasks.objective import Objective, cast_outputs
 
 MOST_WORST = 25
-# Pixels of the longer side: larger than this a page does not show it.
+# Pixels of the longer side; a page shows no larger image.
 LARGEST_SIDE = 256
 _VALUES_IN_TEXT = 12
 _CHANNELS = (1, 3, 4)
-# Values of one part of a column, over all of its examples.
+# Values of a column that one part holds, over all of its examples.
 _VALUES_AT_ONCE = 1 << 22
 MOST_ROWS = 1 << 16
-# Of texts of a slice, which shows the most frequent ones: among more than these hardly one is.
+# Distinct texts of a column that are stored; a slice shows only the most frequent ones.
 MOST_TEXTS = 1 << 16
 OTHER = b"(other)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Example:
-    """One example with its inputs, copied out of the batch so that the batch can go."""
+    """One example with its inputs, copied so that its batch can be freed."""
 
     loss: float
     row: dict[str, Any]
@@ -44,16 +44,16 @@ class _Example:
 
 
 class Worst:
-    """Collects the worst of all examples while they stream by; holds `MOST` of them."""
+    """Keeps the examples with the highest losses of a stream; holds `MOST` of them."""
 
     def __init__(self, spec: DatasetSpec, task: Task) -> None:
-        """Collect examples of this dataset."""
+        """Prepare for examples of this dataset."""
         self._spec, self._task = spec, task
         self._kept: list[_Example] = []
         self._seen = 0
 
     def look(self, inputs: Mapping[str, Any], part: Part) -> None:
-        """Look at one batch: inputs by feature name, and what the model gave for them."""
+        """Add one batch: inputs by feature name, and the model's outputs for them."""
         each = self._task.example_losses(part.labels, part.outputs)
         for place in np.argsort(-each, kind="stable")[:MOST_WORST]:
             index = int(place)
@@ -66,15 +66,15 @@ class Worst:
             loss = float(each[index])
             described = self._task.described(label, output)
             row = {"index": self._seen + index, "loss": loss, **described}
-            values = {name: self._copied(name, each[index]) for name, each in inputs.items()}
+            values = {name: self._copy(name, each[index]) for name, each in inputs.items()}
             self._kept.append(_Example(loss=loss, row=row, inputs=values))
             self._kept.sort(key=lambda example: -example.loss)
             del self._kept[MOST_WORST:]
         self._seen += len(each)
 
-    def _copied(self, name: str, value: Any) -> Any:
+    def _copy(self, name: str, value: Any) -> Any:
         copy = np.array(value)
-        return _shrunk(copy) if _is_image(self._spec.features[name]) else copy
+        return _shrink(copy) if _is_image(self._spec.features[name]) else copy
 
     def write(self, folder: Path) -> list[dict[str, Any]]:
         """Write the pictures to `folder` and return a row for each example, the worst first.
@@ -87,7 +87,7 @@ class Worst:
             row = dict(example.row)
             pictured = next((n for n in example.inputs if _is_image(self._spec.features[n])), None)
             if pictured is None:
-                row["inputs"] = ", ".join(_described(n, v) for n, v in example.inputs.items())
+                row["inputs"] = ", ".join(_describe(n, v) for n, v in example.inputs.items())
                 row["columns"] = {n: _cell(v) for n, v in example.inputs.items()}
             else:
                 row["picture"] = f"worst/{place:02d}.png"
@@ -99,7 +99,7 @@ class Worst:
 
 
 def _is_image(feature: FeatureSpec) -> bool:
-    # A row of pixels is no picture, and neither is a table of a few columns.
+    # A row of pixels is not a picture, and neither is a table of a few columns.
     match feature.sizes:
         case (height, width, channels):
             return feature.dtype != "string" and channels in _CHANNELS and min(height, width) > 1
@@ -108,7 +108,7 @@ def _is_image(feature: FeatureSpec) -> bool:
     return False
 
 
-def _shrunk(image: Any) -> Any:
+def _shrink(image: Any) -> Any:
     height, width = image.shape[:2]
     scale = LARGEST_SIDE / max(height, width)
     if scale >= 1:
@@ -130,7 +130,7 @@ def _png(values: Any) -> bytes:
     return encoded
 
 
-def _described(name: str, values: Any) -> str:
+def _describe(name: str, values: Any) -> str:
     return f"{name} {_values(np.ravel(values))}"
 
 
@@ -155,11 +155,11 @@ class Column:
     """Values on disk: written batch by batch, and read in parts that fit into memory.
 
     A `.npy` file (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). Texts
-    are numbers in their file: their places in a list of the values that were met first.
+    are stored as indices into a list of the first distinct values.
     """
 
     def __init__(self, path: Path, rows: int, *, has_all_texts: bool = False) -> None:
-        """Hold `rows` examples at a path; of texts all, or those that are met first."""
+        """Hold `rows` examples at a path; of texts all values, or the first distinct ones."""
         self.path = path
         self._rows, self._has_all_texts = rows, has_all_texts
         self._file: IO[bytes] | None = None
@@ -175,19 +175,19 @@ class Column:
         self._file.write(np.ascontiguousarray(stored).tobytes())
 
     def end(self) -> None:
-        """Close the file; what is read from now on is whole."""
+        """Close the file; `read` then sees all values."""
         if self._file is not None:
             self._file.close()
         self._text_values = np.array([*self._texts, OTHER], dtype=object)
 
     @property
     def rows_at_once(self) -> int:
-        """How many examples fit into one part."""
+        """The number of examples of one part."""
         return max(1, min(MOST_ROWS, _VALUES_AT_ONCE // max(1, math.prod(self._shape))))
 
     def read(self, begin: int, end: int) -> Array:
         """Return the values from example `begin` up to `end`."""
-        # A copy: of what is mapped the pages would stay.
+        # A copy: the pages of a memory map would stay in memory.
         found = np.array(np.load(self.path, mmap_mode="r")[begin:end])
         return self._text_values[found] if self._texts else found
 
@@ -208,13 +208,13 @@ class Column:
             fits = self._has_all_texts or len(self._texts) < MOST_TEXTS
             if fits and each not in self._texts:
                 self._texts[each] = len(self._texts)
-            # The last value stands for all that came too late.
+            # The last index stands for all values beyond the limit.
             found[place] = self._texts.get(each, -1)
         return found
 
 
 class Stored:
-    """Examples on disk with what a model gave see `flotilla.trainer.tasks.base.Examples`."""
+    """Examples on disk with a model's outputs; see `flotilla.trainer.tasks.base.Examples`."""
 
     def __init__(self, count: int, columns: Part) -> None:
         """Read `count` examples from a part whose values are columns."""
@@ -235,7 +235,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What models gave for all examples, in order; `unsound` counts outputs that are not finite."""
+    """Outputs of models for all examples, in order; `unsound` counts non-finite outputs."""
 
     own: Stored
     champion: Stored | None
@@ -244,10 +244,10 @@ class Predictions:
 
 
 class Writer:
-    """Writes what models give for examples that stream by."""
+    """Writes the outputs of models for a stream of examples."""
 
     def __init__(self, folder: Path, scratch: Path, rows: int) -> None:
-        """Write predictions below `folder`, and what only slices need below `scratch`."""
+        """Write predictions below `folder`, and columns that only slices need below `scratch`."""
         self._folder, self._scratch, self.rows = folder, scratch, rows
         self._columns: dict[str, Any] = {}
         self.count = 0
@@ -255,9 +255,9 @@ class Writer:
     def add(
         self, name: str, tree: Any, folder: Path | None = None, all_texts: Collection[str] = ()
     ) -> None:
-        """Append the values of a batch to the columns of a name; `all_texts` leave out no text."""
+        """Append the values of a batch to the columns of a name; `all_texts` store every text."""
         if name not in self._columns:
-            self._columns[name] = self._begun(name, tree, folder or self._folder, all_texts)
+            self._columns[name] = self._open_columns(name, tree, folder or self._folder, all_texts)
         for column, values in zip(
             tf.nest.flatten(self._columns[name]), tf.nest.flatten(tree), strict=True
         ):
@@ -265,7 +265,7 @@ class Writer:
                 column.add(values)
 
     def add_batch(self, part: Part, all_texts: Collection[str] = ()) -> None:
-        """Append a batch; no text is left out of the columns in `all_texts`."""
+        """Append a batch; the columns in `all_texts` store every text."""
         self.add(_LABEL, part.labels)
         self.add(_OUTPUT, part.outputs)
         self.add(_WEIGHT, part.weights)
@@ -273,20 +273,20 @@ class Writer:
         self.count += len(tf.nest.flatten(part.labels)[0])
 
     def close(self) -> None:
-        """Close the files; may be called again."""
+        """Close the files; further calls have no effect."""
         for column in tf.nest.flatten(self._columns):
             if column is not None:
                 column.end()
 
     def stored(self, outputs: str) -> Stored | None:
-        """Return the examples with the outputs of that name; None where there are none."""
+        """Return the examples with the outputs of that name; None if there are none."""
         if outputs not in self._columns:
             return None
         self.close()
         chosen = (self._columns[name] for name in (_LABEL, outputs, _WEIGHT, "column"))
         return Stored(self.count, Part(*chosen))
 
-    def _begun(self, name: str, tree: Any, folder: Path, all_texts: Collection[str]) -> Any:
+    def _open_columns(self, name: str, tree: Any, folder: Path, all_texts: Collection[str]) -> Any:
         if tree is None:
             return None
         if not isinstance(tree, Mapping):
@@ -303,7 +303,7 @@ def make_forward(objective: Objective, model: keras.Model) -> Callable[[Any], An
 
     @tf.function(reduce_retracing=True)
     def forward(inputs: Any) -> Any:
-        return objective.task.outputs(in_single_precision(model(inputs, training=False)))
+        return objective.task.outputs(cast_outputs(model(inputs, training=False)))
 
     def asked(inputs: Any) -> Any:
         with report_bad_input():
@@ -321,11 +321,11 @@ def predict(  # noqa: PLR0913, PLR0917
     champion: Answer | None = None,
     count: Callable[[int], None] = lambda _examples: None,
 ) -> Predictions:
-    """Predict all examples of finite `labelled_columns`, and write what is given.
+    """Predict all examples of finite `labelled_columns`, and write the outputs.
 
     `count` is called with the examples of each batch.
 
-    Raises `SplitError` where a label is none of the task's, or nothing weighs anything, else
+    Raises `SplitError` if a label is not one of the task's, or all weights are 0, otherwise
     `UserError`.
     """
     forward = make_forward(objective, model)
@@ -345,9 +345,9 @@ def predict(  # noqa: PLR0913, PLR0917
             answers = champion(named)
             other_bad += unsound(answers)
             writer.add(_CHAMPION, answers)
-        # A slice of users would show the most frequent ones, their metrics need each of them.
+        # A slice of users shows the most frequent ones, but their metrics need every user.
         writer.add_batch(part, objective.task.columns)
-        # What is not finite has no loss, and is refused when all is counted.
+        # Outputs that are not finite have no loss; they are refused after all are counted.
         if not bad:
             worst.look(named, part)
         count(len(tf.nest.flatten(labels)[0]))
@@ -362,20 +362,20 @@ def predict(  # noqa: PLR0913, PLR0917
 
 
 def measure_predictions(objective: Objective, examples: Examples) -> dict[str, Any]:
-    """Return what `metrics.json` says: `metrics`, `intervals`, and the details of the task."""
+    """Return `metrics`, `intervals` and the task's details for `metrics.json`."""
     tally = objective.tally()
     for part in condensing(examples, [tally]):
         tally.add(part)
-    return _joined(tally.result(), objective.task.details(examples))
+    return _merge(tally.result(), objective.task.details(examples))
 
 
-def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both: mappings of one name and lists joined, else the value of the other one."""
+def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two mappings: nested mappings and lists are joined, otherwise the second value wins."""
     found = dict(one)
     for name, value in other.items():
         known = found.get(name)
         if isinstance(known, Mapping) and isinstance(value, Mapping):
-            found[name] = _joined(known, value)
+            found[name] = _merge(known, value)
         elif isinstance(known, list) and isinstance(value, list):
             found[name] = [*known, *value]
         else:
@@ -384,7 +384,7 @@ def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsound(outputs: Any) -> int:
-    """Return for how many examples a model gave numbers that are not finite."""
+    """Return the number of examples with outputs that are not finite."""
     rows = [
         np.isfinite(each.reshape(len(each), -1)).all(axis=1) for each in tf.nest.flatten(outputs)
     ]

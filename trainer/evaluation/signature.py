@@ -1,4 +1,4 @@
-"""What an exported model takes: names, shapes and types as a client of its signature sees them."""
+"""The inputs of an exported model: names, shapes and types in its signature."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from flotilla.trainer.tasks.base import Task
 
 SERVING = "serving_default"
 SERIALIZED = "serialized_examples"
-# One class a line, in the folder of a model; absent where the task has no classes.
+# One class per line, in the folder of a model; absent for a task without classes.
 LABELS = "labels.txt"
 
 
 def describe_inputs(spec: DatasetSpec) -> list[dict[str, Any]]:
-    """Return what the manifest of a model says of its inputs: each feature, and its argument."""
+    """Return the inputs for the manifest of a model: each feature, and its argument."""
     return [
         {
             "feature": feature,
@@ -31,7 +31,7 @@ def describe_inputs(spec: DatasetSpec) -> list[dict[str, Any]]:
 def list_labels(task: Task) -> dict[str, list[str]]:
     """Return the names of the classes of each of several outputs.
 
-    Those of a single one are in `LABELS`, but where one of them is no single line of a file.
+    A single output uses the file `LABELS`, unless a class name does not fit on one line.
     """
     return {
         name: list(part.labels)
@@ -41,21 +41,21 @@ def list_labels(task: Task) -> dict[str, list[str]]:
 
 
 def find_positive(task: Task) -> Any:
-    """Return the name of the positive class; of several outputs those that have one, by output."""
+    """Return the name of the positive class; for several outputs, a mapping by output."""
     found = {name: part.labels[1] for name, part in task.parts.items() if part.positive_by}
     return found.get("", found)
 
 
-def by_output(said: Any) -> Mapping[str, Any]:
-    """Return what a manifest says of one output, or of each, by output."""
+def map_outputs(said: Any) -> Mapping[str, Any]:
+    """Return a manifest's value as a mapping by output; a single output has an empty name."""
     return said if isinstance(said, Mapping) else {"": said}
 
 
-def links_of(task: Task) -> dict[str, Any]:
-    """Return what makes an answer of each output, where a model gives it as it was trained.
+def list_links(task: Task) -> dict[str, Any]:
+    """Return the function that converts each output of the trained model to an answer.
 
-    That is a function by its name, `first` for the sigmoid of the first number alone, or the mean
-    and the deviation that numbers are standardized by. A single output has no name.
+    It is the name of a function, `first` for the sigmoid of the first number alone, or the mean and
+    deviation by which numbers are standardized. A single output has no name.
     """
     found = dict[str, Any]()
     for name, part in task.parts.items():
@@ -69,7 +69,7 @@ def links_of(task: Task) -> dict[str, Any]:
 
 
 def list_kinds(task: Task) -> dict[str, str]:
-    """Return the kind of task of each output, or none; that of a single one has no name."""
+    """Return the kind of task of each output, or none; a single output has no name."""
     return {name: _kind(type(part)) for name, part in task.parts.items()}
 
 

@@ -1,4 +1,4 @@
-"""Metrics of parts of the examples: by label, or by any feature that is one value an example."""
+"""Metrics of slices of the examples: by label, or by any feature with one value per example."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from flotilla.trainer.tasks.base import Examples, Part, Tally, sample_examples
-from flotilla.trainer.tasks.objective import Objective, at
+from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
+# Numbers with more values than this are cut into quartiles; texts keep the most frequent ones.
 MOST_VALUES = 20
-# Values that are told apart while they are counted; there is no slice of those that come later.
+# Distinct values that are counted; values that appear later get no slice.
 _MOST_COUNTED = 1 << 16
-# Examples, and numbers of their outputs, that tallies hold: a quarter of a gigabyte.
+# Bound on the examples times outputs that tallies hold: a quarter of a gigabyte.
 _MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
 OTHER = "(other)"
 
@@ -29,7 +29,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The parts of one feature: their names, and the part of each of some values."""
+    """The slices of one feature: their names, and a function from values to slice numbers."""
 
     names: tuple[str, ...]
     places: Callable[[Values], Places]
@@ -38,7 +38,7 @@ class Cut:
 def slice_metrics(
     objective: Objective, examples: Examples, names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each column: `value`, `examples`, `metrics` and `intervals` of a part."""
+    """Return the rows of each column: `value`, `examples`, `metrics` and `intervals` of a slice."""
     if not names:
         return {}
     cuts = dict(_cuts(examples, names))
@@ -48,13 +48,13 @@ def slice_metrics(
         for column, cut in cuts.items():
             places = cut.places(part.columns[column])
             if part.weights is not None:
-                # What weighs nothing defines no metric.
+                # A slice without weight defines no metric.
                 places = np.where(part.weights.ravel() > 0, places, -1)
             for place in np.unique(places[places >= 0]):
-                tallies[column][place].add(at(part, places == place))
+                tallies[column][place].add(select_rows(part, places == place))
     return {
         column: [
-            {"value": name, "examples": tally.count, **_measured(tally)}
+            {"value": name, "examples": tally.count, **_measure(tally)}
             for name, tally in zip(cut.names, tallies[column], strict=True)
             if tally.count
         ]
@@ -62,13 +62,13 @@ def slice_metrics(
     }
 
 
-def _measured(tally: Tally) -> dict[str, Any]:
+def _measure(tally: Tally) -> dict[str, Any]:
     found = tally.result()
     return {kind: found[kind] for kind in ("metrics", "intervals")}
 
 
 def condensing(examples: Examples, tallies: Sequence[Tally]) -> Iterator[Part]:
-    """Yield the parts of the examples, and let the tallies hold less of them after many."""
+    """Yield the parts of the examples, and condense the tallies regularly."""
     rows = numbers = 0
     for part in examples.parts():
         yield part
@@ -92,7 +92,7 @@ def _cuts(examples: Examples, names: Mapping[str, tuple[str, ...]]) -> Iterable[
 def _count(counter: Counter[Any], values: Values) -> None:
     found, each = np.unique(values, return_counts=True)
     for value, count in zip(found.tolist(), each.tolist(), strict=True):
-        # NaN alone does not equal itself, and would be counted anew in each part.
+        # NaN does not equal itself, and would be counted anew in each part.
         key = value if value == value else np.nan  # noqa: PLR0124
         if key in counter or len(counter) < _MOST_COUNTED:
             counter[key] += count
@@ -103,11 +103,11 @@ def _cut(counter: Counter[Any], names: tuple[str, ...], column: str, examples: E
     if names:
         return Cut(names=names, places=lambda some: some.astype(np.int64))
     if len(counter) <= MOST_VALUES:
-        return _listed(sorted(counter, key=_order), values.dtype)
+        return _cut_by_value(sorted(counter, key=_order), values.dtype)
     if values.dtype.kind in "iuf":
         return _quarters(values)
     frequent = [value for value, _ in counter.most_common(MOST_VALUES - 1)]
-    return _listed(frequent, values.dtype, others=True)
+    return _cut_by_value(frequent, values.dtype, others=True)
 
 
 def _order(value: Any) -> Any:
@@ -115,7 +115,7 @@ def _order(value: Any) -> Any:
     return (value != value, value)  # noqa: PLR0124
 
 
-def _listed(kept: list[Any], dtype: np.dtype[Any], *, others: bool = False) -> Cut:
+def _cut_by_value(kept: list[Any], dtype: np.dtype[Any], *, others: bool = False) -> Cut:
     def places(some: Values) -> Places:
         found = np.full(len(some), len(kept) if others else -1, np.int64)
         for place, value in enumerate(kept):
@@ -129,14 +129,14 @@ def _listed(kept: list[Any], dtype: np.dtype[Any], *, others: bool = False) -> C
 
 
 def _quarters(values: Values) -> Cut:
-    # Differences of the largest single floats have no place in a single float.
+    # Differences of the largest float32 values overflow float32.
     finite = values[np.isfinite(values)].astype(np.float64)
     edges = np.unique(np.quantile(finite, [0, 0.25, 0.5, 0.75, 1])) if len(finite) else np.zeros(1)
     last = max(len(edges) - 2, 0)
 
     def places(some: Values) -> Places:
         wide = some.astype(np.float64)
-        # What is beyond the edges, which are those of a sample, belongs to the part at the end.
+        # The edges come from a sample; a value beyond them belongs to the first or last slice.
         found = np.clip(np.searchsorted(edges, wide, side="right") - 1, 0, last)
         return np.where(np.isfinite(wide), found, last + 1)
 
@@ -145,7 +145,7 @@ def _quarters(values: Values) -> Cut:
 
 
 def text(value: Any) -> str:
-    """Return a feature's value as a person reads it."""
+    """Format a feature's value for a person."""
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
     return f"{value:g}" if isinstance(value, np.floating) else str(value)

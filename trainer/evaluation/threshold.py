@@ -1,9 +1,9 @@
-"""Above which probability an example is taken as positive: chosen on the validation split.
+"""The decision threshold of a positive class, chosen on the validation split.
 
-It is the one of the largest F1 of the positive class, by the weights of the examples; of several
-the one next to 0.5. Half of the way to the next lower probability, so that what rounds differently,
-as another form of the model does, decides the same. Examples of one probability cannot be told
-apart, and where there are no others, no positive ones or no examples at all, it stays 0.5.
+It is the threshold with the largest weighted F1 of the positive class; of several, the one closest
+to 0.5. It lies half-way to the next lower probability, so that other rounding, as in another form
+of the model, does not change decisions. Without distinct probabilities, positive and negative
+examples, or any examples, it stays 0.5.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
 from flotilla.trainer.evaluation.predictions import make_forward
-from flotilla.trainer.evaluation.signature import by_output
+from flotilla.trainer.evaluation.signature import map_outputs
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
@@ -27,7 +27,7 @@ from flotilla.trainer.tasks.binary_classification import Threshold
 from flotilla.trainer.tasks.objective import Objective
 
 SPLIT = "validation"
-# More would not move it: of a larger split only some batches are read.
+# More examples would not move it: of a larger split only some batches are read.
 MOST_EXAMPLES = 1_000_000
 _EVEN = 0.5
 _CLOSE = 1e-12
@@ -63,15 +63,15 @@ def choose_thresholds(  # noqa: PLR0913, PLR0917
                 columns.append(_columns(true, logits, weights))
             work.add(len(tf.nest.flatten(labels)[0]))
     return {
-        name: _chosen(name, *map(np.concatenate, zip(*columns, strict=True)))
+        name: _choose(name, *map(np.concatenate, zip(*columns, strict=True)))
         for name, columns in found.items()
     }
 
 
-def chosen_by(
+def compute_thresholds(
     parts: Iterable[str], labels: Any, outputs: Any, weights: Any
 ) -> dict[str, Threshold]:
-    """Return the threshold of each output by what one model gives for validation examples."""
+    """Return the threshold of each output from one model's outputs for validation examples."""
     found = {}
     for name in parts:
         true, logits = (each[name] if name else each for each in (labels, outputs))
@@ -86,7 +86,7 @@ def _columns(labels: Any, outputs: Any, weights: Any) -> tuple[Array, Floats, Fl
     return np.asarray(labels).ravel() == 1, sure, weighs
 
 
-def _chosen(name: str, positive: Array, sure: Floats, weights: Floats) -> Threshold:
+def _choose(name: str, positive: Array, sure: Floats, weights: Floats) -> Threshold:
     of = f" of {name!r}" if name else ""
     value = best(positive, sure, weights)
     if value is None:
@@ -99,18 +99,18 @@ def _chosen(name: str, positive: Array, sure: Floats, weights: Floats) -> Thresh
 
 
 def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
-    """Return the probability above which F1 is largest; None where none is better than another.
+    """Return the probability above which F1 is largest; None if all are equal.
 
     Args:
-        positive: whether each example is.
-        sure: its probability, in the precision in which it is compared.
-        weights: what it counts.
+        positive: whether each example is positive.
+        sure: its probability, in the precision of the comparison.
+        weights: its weight.
     """
     counts = np.isfinite(sure) & (weights > 0)
     order = np.argsort(-sure[counts], kind="stable")
     sure, positive, weights = (each[counts][order] for each in (sure, positive, weights))
     hits, taken = np.cumsum(weights * positive), np.cumsum(weights)
-    # The last of equal ones; below the last of all nothing is told apart.
+    # The last of equal probabilities; the very last one separates nothing.
     ends = np.flatnonzero(sure[:-1] != sure[1:])
     if not len(ends) or not hits[-1]:
         return None
@@ -124,5 +124,5 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
 
 def read_thresholds(fields: Mapping[str, Any], names: Iterable[str]) -> dict[str, Threshold]:
     """Return the thresholds of outputs of an exported model; 0.5 for one of an earlier version."""
-    said = by_output(fields.get("threshold", {}))
+    said = map_outputs(fields.get("threshold", {}))
     return {name: Threshold(float(said.get(name, _EVEN))) for name in names}

@@ -25,14 +25,14 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.files.recorded_columns import read_recorded
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
-from flotilla.trainer.evaluation.evaluate import SPLIT, is_reusable, read_inputs, restored
+from flotilla.trainer.evaluation.evaluate import SPLIT, is_reusable, load_trained_model, read_inputs
 from flotilla.trainer.evaluation.signature import (
     LABELS,
     describe_inputs,
     find_positive,
-    links_of,
     list_kinds,
     list_labels,
+    list_links,
 )
 from flotilla.trainer.export import model_card
 from flotilla.trainer.export.formats import FORMATS, format_path
@@ -96,7 +96,7 @@ def export(  # noqa: PLR0913, PLR0917
         folder = Path(name)
         with fresh_process(folder) as process:
             objective = tasks.make_objective(config, spec)
-            model, step = restored(config, spec, objective, checkpoint, scratch)
+            model, step = load_trained_model(config, spec, objective, checkpoint, scratch)
             facts = model_card.Facts(
                 config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step
             )
@@ -132,7 +132,7 @@ def _fields(
         "num_labels": len(subject.task.labels),
         "labels": list_labels(subject.task),
         "kinds": list_kinds(subject.task),
-        "links": links_of(subject.task),
+        "links": list_links(subject.task),
         "positive": find_positive(subject.task),
         "threshold": _thresholds(evaluation),
         "saved_model": format_path("saved_model", config.name, facts.step),

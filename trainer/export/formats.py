@@ -24,7 +24,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.names import argument_names
 from flotilla.trainer.models import keras_file
 from flotilla.trainer.tasks.base import Task
-from flotilla.trainer.tasks.objective import in_single_precision
+from flotilla.trainer.tasks.objective import cast_outputs
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -144,7 +144,7 @@ def format_path(form: str, name: str, version: int) -> str:
 def call_model(model: keras.Model, task: Task, inputs: Inputs) -> Any:
     """Return the outputs of a model for inputs by feature name."""
     given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
-    return task.outputs(in_single_precision(model(given, training=False)))
+    return task.outputs(cast_outputs(model(given, training=False)))
 
 
 def compute_answers(model: keras.Model, task: Task, inputs: Inputs) -> Answers:

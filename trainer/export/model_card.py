@@ -12,7 +12,7 @@ import jinja2
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.evaluation.signature import LABELS, SERIALIZED, SERVING, by_output
+from flotilla.trainer.evaluation.signature import LABELS, SERIALIZED, SERVING, map_outputs
 from flotilla.trainer.report import headline, views
 from flotilla.trainer.report.wording import (
     NOTHING,
@@ -61,8 +61,8 @@ def write_card(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any
         slices={name: views.weakest(measured, rows) for name, rows in measured["slices"].items()},
         parity=parity,
         fields=fields,
-        positives=by_output(fields["positive"]),
-        thresholds=by_output(fields["threshold"]),
+        positives=map_outputs(fields["positive"]),
+        thresholds=map_outputs(fields["threshold"]),
     )
 
 

@@ -1,15 +1,15 @@
-"""What a model answers, in the words of its task: classes by name, probabilities, numbers.
+"""Columns for the answers of a model: class names, probabilities, numbers.
 
-Each output gives these columns; those of several outputs are in a struct named after the output.
+Each output gives these columns; with several outputs they are in a struct named after the output.
 
     classification            prediction, probability, probabilities by class
-    binary classification     the same, of the two classes, by the threshold of the model
+    binary classification     as classification, decided by the threshold of the model
     multilabel classification prediction (a list), probabilities by class
     sequence to label         as classification
     sequence labelling        prediction and probability (lists as long as the example)
     regression                prediction
     ranking                   score, probability
-    a task of the user's      its answers as they are
+    a user's task             its answers unchanged
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from flotilla.trainer.prediction.exported_model import ExportedModel
-from flotilla.trainer.tasks.multi_output import by_output
+from flotilla.trainer.tasks.multi_output import group_by_output
 
-# With more classes their probabilities are a list in the order of the classes.
+# With more classes, the probabilities are a list in the order of the classes.
 MOST_NAMED = 1000
 _HALF = 0.5
 Answers = Mapping[str, NDArray[Any]]
@@ -36,7 +36,7 @@ def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Column
     if set(model.kinds) == {""}:
         return _columns(model, "", answers, lengths)
     found: Columns = {}
-    own = by_output(model.kinds, answers)
+    own = group_by_output(model.kinds, answers)
     for name in model.kinds:
         inner = _columns(model, name, own[name], lengths)
         found[name] = pa.StructArray.from_arrays(list(inner.values()), list(inner))
@@ -44,7 +44,7 @@ def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Column
 
 
 def unsound(answers: Answers) -> int:
-    """Return for how many examples there is a number that is not finite."""
+    """Return the number of examples with answers that are not finite."""
     rows = [
         np.isfinite(each.reshape(len(each), -1)).all(axis=1)
         for each in answers.values()
@@ -56,7 +56,7 @@ def unsound(answers: Answers) -> int:
 def _columns(model: ExportedModel, output: str, answers: Answers, lengths: Any) -> Columns:
     labels = model.labels.get(output, ())
     made, needs = _KINDS.get(model.kinds[output], (_raw, ()))
-    # A task that is derived from one of ours may answer otherwise.
+    # A task derived from a built-in one may have other answers.
     if not all(each in answers for each in needs):
         made = _raw
     if made is _binary:
@@ -66,22 +66,22 @@ def _columns(model: ExportedModel, output: str, answers: Answers, lengths: Any) 
 
 def _classes(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
     each = answers["probabilities"]
-    return _one_of(labels, each, each.argmax(axis=-1))
+    return _choose_class(labels, each, each.argmax(axis=-1))
 
 
-def _one_of(labels: Sequence[str], each: NDArray[Any], best: NDArray[Any]) -> Columns:
+def _choose_class(labels: Sequence[str], each: NDArray[Any], best: NDArray[Any]) -> Columns:
     names = _names(labels, each.shape[-1])
     return {
         "prediction": pa.array(names[best].tolist(), pa.string()),
         "probability": pa.array(np.take_along_axis(each, best[:, None], axis=-1)[:, 0]),
-        "probabilities": _by_class(names, each),
+        "probabilities": _make_probabilities(names, each),
     }
 
 
 def _binary(labels: Sequence[str], answers: Answers, threshold: float) -> Columns:
     second = answers["probability"]
     both = np.stack([1 - second, second], axis=-1)
-    return _one_of(labels, both, (second > np.float32(threshold)).astype(np.int64))
+    return _choose_class(labels, both, (second > np.float32(threshold)).astype(np.int64))
 
 
 def _several(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
@@ -90,7 +90,7 @@ def _several(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
     found = [names[row > _HALF].tolist() for row in each]
     return {
         "prediction": pa.array(found, pa.list_(pa.string())),
-        "probabilities": _by_class(names, each),
+        "probabilities": _make_probabilities(names, each),
     }
 
 
@@ -113,7 +113,7 @@ def _scores(_labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
 
 
 def _raw(_labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
-    return {name: _nested(values) for name, values in answers.items()}
+    return {name: _nest(values) for name, values in answers.items()}
 
 
 def _names(labels: Sequence[str], count: int) -> NDArray[Any]:
@@ -121,15 +121,15 @@ def _names(labels: Sequence[str], count: int) -> NDArray[Any]:
     return np.array(known, object)
 
 
-def _by_class(names: NDArray[Any], each: NDArray[Any]) -> pa.Array:
+def _make_probabilities(names: NDArray[Any], each: NDArray[Any]) -> pa.Array:
     if len(names) > MOST_NAMED or len(set(names)) < len(names):
-        return _nested(each)
+        return _nest(each)
     columns = [pa.array(np.ascontiguousarray(each[:, at])) for at in range(len(names))]
     return pa.StructArray.from_arrays(columns, names.tolist())
 
 
-def _nested(values: NDArray[Any]) -> pa.Array:
-    """Return an array as one of lists, as deep as it has axes besides the examples."""
+def _nest(values: NDArray[Any]) -> pa.Array:
+    """Return an array as nested lists; the first axis is the example."""
     if values.dtype == object:
         return pa.array([_text(each) for each in values.tolist()])
     found = pa.array(values.reshape(-1))

@@ -1,4 +1,4 @@
-"""Columns of a file become the inputs of a model; a value that does not fit breaks its row."""
+"""Convert columns of a file to the inputs of a model; a value that does not fit breaks its row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 
 @dataclass(frozen=True)
 class Converted:
-    """The values of an input by row, which of them are broken, and why, in words."""
+    """The values of an input by row, which of them are broken, and the reasons."""
 
     values: Sequence[Any] | NDArray[Any]
     bad: NDArray[np.bool_]
@@ -32,12 +32,12 @@ class Converted:
 
 
 def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: str) -> Converted:
-    """Return the values of some rows.
+    """Return the converted values of some rows.
 
     Args:
-        wanted: what the model takes.
+        wanted: the input of the model.
         array: the values as they are in the file.
-        config: how images are decoded, and lists are cut and padded.
+        config: settings for decoding images and padding lists.
         folder: URI of the folder that paths of images are relative to.
     """
     column, spec = wanted.column, wanted.spec
@@ -46,26 +46,26 @@ def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: 
     if spec.shape:
         return _lists(spec, array, pads=wanted.feature in config.shapes)
     try:
-        return _in_range(spec, array, convert_rows(column, array, required=False))
+        return _check_range(spec, array, convert_rows(column, array, required=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         size = len(array)
         why = f"is {array.type}, and the model takes {column.type}"
         return Converted(np.zeros(size), np.ones(size, np.bool_), [why] * size)
 
 
-def as_input(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
-    """Return values of rows that are not broken as the model takes them: decoded, and padded."""
+def make_input(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+    """Convert values of valid rows to the model's input: decoded and padded."""
     if spec.stored == "image" and not isinstance(values[0], np.ndarray):
         pixels: NDArray[Any] = images.decode(spec, tf.constant(list(values))).numpy()
         return pixels
     if spec.varies:
-        return _padded(spec, values)
+        return _pad(spec, values)
     if spec.dtype == "string":
         return np.asarray(values, object)
     return np.asarray(values).astype(tf.as_dtype(spec.dtype).as_numpy_dtype)
 
 
-def _padded(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+def _pad(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
     longest = max(1, *(len(each) for each in values))
     is_text = spec.dtype == "string"
     fill: Any = b"" if is_text else spec.padding
@@ -76,7 +76,7 @@ def _padded(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[
     return found
 
 
-def _in_range(spec: FeatureSpec, array: pa.Array, found: Values) -> Converted:
+def _check_range(spec: FeatureSpec, array: pa.Array, found: Values) -> Converted:
     values, bad = found.values, found.bad
     dtype = tf.as_dtype(spec.dtype)
     if dtype.is_integer and values.dtype.kind in "iu":
@@ -93,7 +93,7 @@ def _pictures(spec: FeatureSpec, pictures: Pictures, array: pa.Array) -> Convert
 
 
 def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
-    """Return lists, also those that are written as JSON in a text, as arrays of one shape."""
+    """Return lists, also JSON lists in texts, as arrays of one shape."""
     is_text = spec.dtype == "string"
     dtype: Any = object if is_text else tf.as_dtype(spec.dtype).as_numpy_dtype
     empty = np.zeros(tuple(0 if size is None else size for size in spec.shape), dtype)
@@ -101,10 +101,10 @@ def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
     why: list[str] = []
     for row in array.to_pylist():
         try:
-            values = np.asarray(_listed(row, spec))
+            values = np.asarray(_parse_list(row, spec))
             if values.size:
-                values = _of_kind(values, spec)
-            values = np.vectorize(_encoded, otypes=[object])(values) if is_text else values
+                values = _cast(values, spec)
+            values = np.vectorize(_encode, otypes=[object])(values) if is_text else values
             values = values.astype(dtype) if values.size or not spec.varies else empty
             if pads and not spec.varies and values.ndim == len(spec.shape):
                 values = pad_values(values, spec.sizes)
@@ -122,7 +122,7 @@ def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
     return Converted(found, bad, why)
 
 
-def _listed(row: Any, spec: FeatureSpec) -> Any:
+def _parse_list(row: Any, spec: FeatureSpec) -> Any:
     if spec.varies and row in (None, ""):
         return []
     if not isinstance(row, str | bytes):
@@ -134,13 +134,13 @@ def _listed(row: Any, spec: FeatureSpec) -> Any:
     return found
 
 
-def _of_kind(values: NDArray[Any], spec: FeatureSpec) -> NDArray[Any]:
-    """Return one row as training takes it; raises `TypeError` or `OverflowError`."""
+def _cast(values: NDArray[Any], spec: FeatureSpec) -> NDArray[Any]:
+    """Convert one row as in training; raises `TypeError` or `OverflowError`."""
     is_float = "float" in spec.dtype
     if is_float and all(each is None or isinstance(each, int | float) for each in values.flat):
         values = values.astype(np.float64)
     if "int" in spec.dtype and values.dtype.kind == "f":
-        # In a file with fractions in another row all are floats.
+        # A fraction in another row of the file makes all numbers floats.
         if not (np.abs(values) < EXACT["float64"]).all() or (values != np.floor(values)).any():
             raise TypeError
         values = values.astype(np.int64)
@@ -160,5 +160,5 @@ def _fits(spec: FeatureSpec, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _encoded(value: str) -> bytes:
+def _encode(value: str) -> bytes:
     return value.encode()

@@ -1,4 +1,4 @@
-"""An exported model, fetched by its manifest, verified and loaded to be asked in batches."""
+"""An exported model: fetched by its manifest, verified, and loaded for batch prediction."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class ExportedModel:
     """A loaded model.
 
     Attributes:
-        config: of the run that made it.
-        inputs: what it takes, in order.
+        config: configuration of its run.
+        inputs: its inputs, in order.
         kinds: the kind of each output by name, as `flotilla.trainer.tasks` names them; that of a
             single output has no name.
         labels: names of the classes of each output.
-        thresholds: above which probability each output with a positive class answers that.
-        dataset: URI of the dataset that it was trained on.
+        thresholds: decision threshold of each output with a positive class.
+        dataset: URI of its training dataset.
     """
 
     uri: str
@@ -55,7 +55,7 @@ class ExportedModel:
 
     @property
     def varying_answers(self) -> frozenset[str]:
-        """The answers whose second axis is as long as the longest input of the batch."""
+        """The answers whose second axis has the length of the longest input of the batch."""
         return frozenset(
             name
             for name, each in self.signature.structured_outputs.items()
@@ -76,8 +76,8 @@ def fetch_model(uri: str, folder: Path) -> ExportedModel:
     """Fetch the model published at `uri` into `folder`, verified, and load it.
 
     Raises:
-        UserError: it is missing, damaged, unsigned where a key is given, or no model, or cannot be
-            loaded.
+        UserError: the model is missing or damaged, has no signature although a key is given, is not
+            a model, or cannot be loaded.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:

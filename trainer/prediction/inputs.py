@@ -1,7 +1,7 @@
-"""What is predicted, batch by batch: rows of files, or a split of a prepared dataset.
+"""The examples to predict, in batches: rows of files, or a split of a prepared dataset.
 
-Files are read by the readers of training, as the model says, without a first pass; a split is read
-in the order in which an evaluation reads it.
+Files are read by the readers of training with the settings in the model's manifest, without a first
+pass; a split is read in the order of an evaluation.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from flotilla.trainer.events import DataNote
 from flotilla.trainer.features.dataset_spec import KIND, DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
-from flotilla.trainer.prediction.conversion import as_input, convert
+from flotilla.trainer.prediction.conversion import convert, make_input
 from flotilla.trainer.prediction.exported_model import ExportedModel
 from flotilla.trainer.prediction.request import ALL, Request
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
-#: The record in its file, from 1: a row can be joined by it.
+#: The number of the record in its file, from 1, by which a row can be joined.
 ROW = "row"
 FILE = "file"
 _NAMED = 8
-# Rows on the way, while a batch is made of them.
+# Most rows in memory while a batch is made of them.
 _BATCH_BYTES = 64 << 20
 
 
@@ -51,9 +51,9 @@ class Batch:
 
     Attributes:
         inputs: arrays by feature.
-        copied: columns of the rows besides the answers.
-        lengths: of the examples, where an input varies in length and is padded; else None.
-        size: how many bytes of a file they take, as far as that is known.
+        copied: columns of the data to copy into the rows.
+        lengths: lengths of the examples if an input is padded, else None.
+        size: bytes of a file that they take, if known.
     """
 
     inputs: Mapping[str, NDArray[Any]]
@@ -63,20 +63,20 @@ class Batch:
 
 
 def say(text: str) -> None:
-    """Say what the user should know of the data, or of the answers."""
+    """Report a note on the data or the answers to the user."""
     events.emit(DataNote(text=text))
 
 
 class Examples(ABC):
-    """What is predicted, in its order. `skipped` rows could not be read, so far."""
+    """The examples to predict, in order. `skipped` counts unreadable rows so far."""
 
     skipped = 0
-    #: How many rows there are, and of how many bytes; 0 where it is not known before the end.
+    #: Total rows and bytes; 0 if unknown before the end.
     total = size = 0
 
     @abstractmethod
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield all examples, `size` at a time or fewer; raises `UserError`."""
+        """Yield all examples in batches of at most `size`; raises `UserError`."""
 
 
 class FileExamples(Examples):
@@ -86,17 +86,17 @@ class FileExamples(Examples):
         """List the files; copies of remote ones are in `scratch` meanwhile.
 
         Raises:
-            UserError: there is none, or they are of several formats.
+            UserError: there are no files, or several formats.
         """
         self._model, self._request = model, request
         self._broken = BrokenRows()
         self._total = 0
-        self._files = _listed(model, request, scratch)
+        self._files = _list_files(model, request, scratch)
         if self._files.is_listing:
             self.total = len(self._files.files)
         else:
             self.size = sum(each.size for each in self._files.files)
-        self._copied: tuple[str, ...] | None = None
+        self._choose_copied: tuple[str, ...] | None = None
         self._allowed = 1.0 if request.skip_bad else model.config.data.bad_rows
 
     def batches(self, size: int) -> Iterator[Batch]:
@@ -106,7 +106,7 @@ class FileExamples(Examples):
             with self._files.local(number) as path:
                 columns = self._columns(number, path)
                 for text in () if self._files.is_listing else self._files.reader.notes(path):
-                    say(f"{self._named(path)}: {text}")
+                    say(f"{self._format_path(path)}: {text}")
                 refuse = partial(self._refuse_record, piece)
                 for rows in self._files.rows(path, piece, columns, refuse):
                     for start in range(0, len(rows.numbers), size):
@@ -126,7 +126,7 @@ class FileExamples(Examples):
         self._refuse(piece, number, why)
 
     def _refuse(self, piece: Piece, number: int, why: str) -> None:
-        # Pyarrow calls it for a row of CSV, and takes no exception from it.
+        # Pyarrow calls this for a CSV row, and ignores exceptions.
         self._broken.add(piece, number, why)
         self.skipped = self._broken.count
 
@@ -136,42 +136,42 @@ class FileExamples(Examples):
             raise UserError(f"{where}; correct it, or leave such rows out by --skip-bad")
 
     def _columns(self, number: int, path: Path) -> list[str]:
-        """Return the columns that are read of a file; what is wrong with them is refused first."""
+        """Return the columns to read from a file; raises `UserError` if they do not fit."""
         there = self._files.columns(number, path)
         needed = [each.feature for each in self._model.inputs]
         lengths = {length_name(each.feature) for each in self._model.inputs if each.spec.varies}
         missing = [name for name in needed if name not in there and name not in lengths]
         if missing:
             raise UserError(
-                f"{self._named(path)} has no column {missing[0]!r}; the model takes "
+                f"{self._format_path(path)} has no column {missing[0]!r}; the model takes "
                 f"{_few(needed)}, and the file has {_few(there)}{nearest(missing[0], there)}"
             )
-        first = self._copied is None
-        copied = self._chosen(there, path)
+        first = self._choose_copied is None
+        copied = self._choose_columns(there, path)
         read = [name for name in needed if name in there]
         ignored = [name for name in there if name not in read and name not in copied]
         if first and ignored and not self._files.is_listing:
             say(f"not read, as the model does not take it: {_few(ignored)}")
         return list(dict.fromkeys([*read, *copied]))
 
-    def _chosen(self, there: Sequence[str], path: Path) -> tuple[str, ...]:
+    def _choose_columns(self, there: Sequence[str], path: Path) -> tuple[str, ...]:
         wanted = self._request.columns
         if self._files.is_listing:
             if wanted:
                 raise ConfigError("--columns: images have none; their paths are in the rows")
-            self._copied = (PATH,)
-        elif self._copied is None:
-            self._copied = tuple(there) if ALL in wanted else tuple(dict.fromkeys(wanted))
-        for name in self._copied:
+            self._choose_copied = (PATH,)
+        elif self._choose_copied is None:
+            self._choose_copied = tuple(there) if ALL in wanted else tuple(dict.fromkeys(wanted))
+        for name in self._choose_copied:
             if name not in there:
                 raise ConfigError(
-                    f"--columns: {self._named(path)} has no column {name!r}"
+                    f"--columns: {self._format_path(path)} has no column {name!r}"
                     f"{nearest(name, there) or f' (it has {_few(there)})'}"
                 )
-        return self._copied
+        return self._choose_copied
 
     def _batch(self, rows: Rows, piece: Piece) -> Batch | None:
-        found, bad = self._converted(rows, piece)
+        found, bad = self._convert(rows, piece)
         if bad.all():
             return None
         kept = np.flatnonzero(~bad)
@@ -182,14 +182,14 @@ class FileExamples(Examples):
                 continue
             values = found[each.feature]
             good = values[kept] if isinstance(values, np.ndarray) else [values[at] for at in kept]
-            inputs[each.feature] = as_input(each.spec, good)
+            inputs[each.feature] = make_input(each.spec, good)
             if each.spec.varies:
                 lengths = np.array([len(value) for value in good], np.int64)
                 inputs.setdefault(length_name(each.feature), lengths)
         copied = self._row_columns(rows, piece).take(pa.array(kept))
         return Batch(inputs, copied, lengths, rows.size)
 
-    def _converted(self, rows: Rows, piece: Piece) -> tuple[Mapping[str, Any], NDArray[np.bool_]]:
+    def _convert(self, rows: Rows, piece: Piece) -> tuple[Mapping[str, Any], NDArray[np.bool_]]:
         bad, found = np.zeros(len(rows.numbers), np.bool_), {}
         folder = self._files.folder(piece.file)
         for each in self._model.inputs:
@@ -204,7 +204,7 @@ class FileExamples(Examples):
         return found, bad
 
     def _row_columns(self, rows: Rows, piece: Piece) -> pa.Table:
-        copied = {name: _whole(rows.table[name]) for name in self._copied or ()}
+        copied = {name: _whole(rows.table[name]) for name in self._choose_copied or ()}
         own: dict[str, pa.Array] = {}
         if not self._files.is_listing:
             if len(self._files.files) > 1:
@@ -213,7 +213,7 @@ class FileExamples(Examples):
         return pa.table({**{n: each for n, each in own.items() if n not in copied}, **copied})
 
     def _check(self) -> None:
-        """Refuse files without a row that can be read, and too many rows that cannot."""
+        """Refuse files without a readable row, and too many unreadable rows."""
         total, broken = self._total, self._broken.count
         named = ", ".join(self._request.inputs[:3])
         if not total:
@@ -231,19 +231,19 @@ class FileExamples(Examples):
             )
         say(f"{broken} rows left out, which cannot be read: {'; '.join(first)}")
 
-    def _named(self, path: Path) -> str:
-        # Of a remote file the path is that of a copy.
+    def _format_path(self, path: Path) -> str:
+        # A remote file's path is that of its copy.
         local = (storage.local_path(each.uri) for each in self._files.files)
         return next((str(each) for each in local if each == path), path.name)
 
 
-def _listed(model: ExportedModel, request: Request, scratch: Path) -> FilePieces:
+def _list_files(model: ExportedModel, request: Request, scratch: Path) -> FilePieces:
     configs = [
         DataConfig.model_validate({"source": source, "format": request.format})
         for source in request.inputs
     ]
     files = [file for config in configs for file in listing.list_source(config).files]
-    # Its messages name all inputs.
+    # The messages of `find` name all inputs.
     whole = configs[0].model_copy(update={"source": ", ".join(request.inputs[:3])})
     found = choose_reader(whole, files, scratch)
     if not isinstance(found.reader, ImageFilesReader):
@@ -271,7 +271,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
-    """Return how many examples make a batch: as asked, or as usual within 64 MiB of inputs."""
+    """Return the batch size: as asked, or the usual one within 64 MiB of inputs."""
     if asked:
         return asked
     values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)
@@ -282,10 +282,10 @@ class SplitExamples(Examples):
     """The examples of one split."""
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
-        """Read the dataset that is named, or that of the model.
+        """Read the given dataset, or the model's.
 
         Raises:
-            UserError: it is gone, has no such split, or not what the model takes.
+            UserError: the dataset is gone, or lacks the split or an input of the model.
         """
         self._model, self._request, self._scratch = model, request, scratch
         self._uri = request.inputs[0] if request.inputs else model.dataset
@@ -308,7 +308,7 @@ class SplitExamples(Examples):
     def batches(self, size: int) -> Iterator[Batch]:
         """Yield all examples, in the order of the shards."""
         features = self._spec.features
-        copied = self._copied()
+        copied = self._choose_copied()
         inputs = [each.feature for each in self._model.inputs]
         varying = [name for name in inputs if features[name].varies]
         more = [length_name(name) for name in varying[:1]]
@@ -340,8 +340,8 @@ class SplitExamples(Examples):
                 )
             if (there.shape, there.dtype) != (each.spec.shape, each.spec.dtype):
                 raise UserError(
-                    f"{each.feature!r} of the dataset {self._uri} is {_said(there)}, and the model "
-                    f"takes {_said(each.spec)}"
+                    f"{each.feature!r} of the dataset {self._uri} is {_format_type(there)}, and "
+                    f"the model takes {_format_type(each.spec)}"
                 )
             if there.labels != each.spec.labels:
                 raise UserError(
@@ -349,7 +349,7 @@ class SplitExamples(Examples):
                     "which the model was trained on"
                 )
 
-    def _copied(self) -> list[str]:
+    def _choose_copied(self) -> list[str]:
         features = self._spec.features
         able = [name for name, spec in features.items() if not spec.shape]
         if ALL in self._request.columns:
@@ -362,7 +362,7 @@ class SplitExamples(Examples):
         return list(dict.fromkeys(self._request.columns))
 
 
-def _said(spec: FeatureSpec) -> str:
+def _format_type(spec: FeatureSpec) -> str:
     return f"{spec.dtype} of shape {list(spec.shape)}" if spec.shape else f"one {spec.dtype}"
 
 

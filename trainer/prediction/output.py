@@ -1,8 +1,8 @@
-"""Rows go to a file that appears when it is whole, or to standard output.
+"""Write rows to a file that appears when it is complete, or to standard output.
 
-A file is written under a name of its own that begins with a dot, and renamed at the end. Of a
-process that was killed no file is left under the name that was asked for; what it has left under
-the other name the next one for the same file removes. A writer locks its own while it lives.
+A file is written under a temporary name that begins with a dot, and renamed at the end. A killed
+process leaves no file under the final name; the next writer of the same file removes its temporary
+file. A writer locks its temporary file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import finite
 from flotilla.trainer.storage.errors import report_errors
 
-# A row group of parquet is as large as it can be within this.
+# Upper limit of a row group of Parquet.
 _GROUP_BYTES = 16 << 20
 _GROUP_ROWS = 1 << 17
 
 
 class Writer(ABC):
-    """Writes tables of the same columns, one after the other."""
+    """Writes tables with the same columns."""
 
     def __init__(self, file: IO[bytes]) -> None:
         """Write to an open file, which stays open."""
@@ -41,15 +41,15 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, table: pa.Table) -> None:
-        """Append rows; raises `UserError` where their types are others than before."""
+        """Append rows; raises `UserError` if their types differ from earlier ones."""
 
     def close(self) -> None:
-        """Write what is left; the file itself stays open."""
+        """Write buffered rows; the file itself stays open."""
         self.file.flush()
 
 
 class JsonWriter(Writer):
-    """One object a line; what is not finite is null."""
+    """One object per line; a number that is not finite is null."""
 
     def write(self, table: pa.Table) -> None:
         """Append rows."""
@@ -64,7 +64,7 @@ class CsvWriter(Writer):
     _has_header = False
 
     def write(self, table: pa.Table) -> None:
-        """Append rows, after a header before the first ones."""
+        """Append rows; the first call writes a header."""
         options = arrow_csv.WriteOptions(include_header=not self._has_header)
         self._has_header = True
         sink = pa.BufferOutputStream()
@@ -82,10 +82,10 @@ class ParquetWriter(Writer):
         self._held: list[pa.Table] = []
 
     def write(self, table: pa.Table) -> None:
-        """Append rows; those of JSON may have other types than the first ones."""
+        """Append rows; types of JSON rows may differ from the first ones."""
         if self._writer is None:
             nulls = [pa.types.is_null(each.type) for each in table.schema]
-            # Of a column without a value so far; texts take the most.
+            # A column without values so far gets the widest type, text.
             fields = [
                 field.with_type(pa.string()) if is_null else field
                 for field, is_null in zip(table.schema, nulls, strict=True)
@@ -130,10 +130,10 @@ WRITERS: dict[str, type[Writer]] = {
 
 @contextmanager
 def write_rows(path: Path, form: str) -> Iterator[Writer]:
-    """Give a writer of a file, which appears at `path` when the block has ended without an error.
+    """Provide a writer of a file that appears at `path` when the block ends without an error.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     with report_errors(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def write_rows(path: Path, form: str) -> Iterator[Writer]:
 
 def _remove_orphans(path: Path) -> None:
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-        # One that is locked is being written.
+        # A locked file is being written.
         with suppress(OSError), part.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             part.unlink()
@@ -176,7 +176,7 @@ def _text(value: Any) -> str:
 
 
 def _shortest(array: pa.Array) -> pa.Array:
-    """Return 32-bit floats as the shortest decimals that mean the same, in 64 bits."""
+    """Return 32-bit floats as 64-bit floats with the same shortest decimal form."""
     kind = array.type
     if pa.types.is_float32(kind):
         return pc.cast(pc.cast(array, pa.string()), pa.float64())

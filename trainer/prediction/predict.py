@@ -1,8 +1,8 @@
-"""Ask an exported model about data of any size, batch by batch, and write a row for each example.
+"""Predict data of any size with an exported model, in batches, and write a row per example.
 
-The memory does not grow with the rows: files are read as streams, and rows are written as they are
-answered. It runs in a process of its own, where alone TensorFlow is loaded: the request is a file,
-and so are the events and the summary, so that whatever TensorFlow says stays out of the rows.
+Memory does not grow with the rows: files are streamed, and rows are written batch by batch.
+Prediction runs in a separate process, the only one that loads TensorFlow: request, events and
+summary are files, so that TensorFlow's messages do not mix with the rows.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ SUMMARY = "summary.json"
 
 
 def answer(request: Path, workdir: Path) -> None:
-    """Answer the request of a file, and write a summary below `workdir` at the end.
+    """Process the request in a file, and write a summary below `workdir` at the end.
 
-    Events say how far it is, and what the user should know of the data.
+    Events report the progress, and notes on the data.
 
     Raises:
         UserError: see `predict`.
@@ -58,26 +58,26 @@ def answer(request: Path, workdir: Path) -> None:
 
 
 def predict(request: Request) -> Summary:
-    """Answer a request.
+    """Process a request.
 
     Raises:
-        UserError: the model or the data cannot be read, or the rows cannot be written; a file
-            that was there before is as it was then.
+        UserError: the model or the data cannot be read, or the rows cannot be written; an existing
+            output file is unchanged.
     """
     with tempfile.TemporaryDirectory(prefix="predict-") as name:
         scratch = Path(name)
         with Work("loading the model"):
             model = fetch_model(request.model, scratch / "model")
-        with _in_words_of_a_prediction():
+        with _rewrite_errors():
             examples = _examples(model, request, scratch)
             size = choose_batch_size(
                 model.inputs, request.batch_size, model.config.evaluation.batch_size
             )
             with _rows(request) as writer:
-                return _predicted(model, examples, size, writer)
+                return _predict(model, examples, size, writer)
 
 
-def _predicted(model: ExportedModel, examples: Examples, size: int, writer: Writer) -> Summary:
+def _predict(model: ExportedModel, examples: Examples, size: int, writer: Writer) -> Summary:
     rows = bad = 0
     began = time.monotonic()
     with Work("predicting", "rows", examples.total, size=examples.size) as work:
@@ -85,7 +85,7 @@ def _predicted(model: ExportedModel, examples: Examples, size: int, writer: Writ
             answers = model.ask(batch.inputs)
             lengths = batch.lengths if model.varying_answers else None
             columns = make_columns(model, answers, lengths)
-            writer.write(_joined(batch, columns))
+            writer.write(_join(batch, columns))
             bad += unsound(answers)
             rows += len(batch.copied)
             work.add(len(batch.copied), batch.size)
@@ -95,7 +95,7 @@ def _predicted(model: ExportedModel, examples: Examples, size: int, writer: Writ
     return Summary(rows=rows, skipped=examples.skipped, unsound=bad, seconds=seconds)
 
 
-def _joined(batch: Batch, columns: dict[str, pa.Array]) -> pa.Table:
+def _join(batch: Batch, columns: dict[str, pa.Array]) -> pa.Table:
     copied = dict(zip(batch.copied.column_names, batch.copied.columns, strict=True))
     if both := [name for name in copied if name in columns]:
         raise ConfigError(
@@ -118,7 +118,7 @@ def _examples(model: ExportedModel, request: Request, scratch: Path) -> Examples
 
 
 class _Terminal:
-    """Standard output where a person reads it: texts of data are no commands for a terminal."""
+    """Standard output on a terminal: control sequences in texts of the data are escaped."""
 
     def write(self, data: bytes) -> None:
         sys.stdout.buffer.write(printable(data.decode(errors="replace")).encode())
@@ -140,7 +140,7 @@ def _rows(request: Request) -> Iterator[Writer]:
         writer.close()
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        # The reader has what it wanted, as `head` has.
+        # The reader has closed the pipe, as `head` does.
         discard(sys.stdout)
         raise
     except OSError as error:
@@ -148,8 +148,8 @@ def _rows(request: Request) -> Iterator[Writer]:
 
 
 @contextmanager
-def _in_words_of_a_prediction() -> Iterator[None]:
-    """Say an error of the readers, which are those of training, without the keys of its data."""
+def _rewrite_errors() -> Iterator[None]:
+    """Rewrite an error of the shared readers without the keys of the data section."""
     try:
         yield
     except UserError as error:

@@ -1,29 +1,29 @@
-"""What is to be predicted, and what came of it: both cross a process as JSON."""
+"""Prediction request and result, passed between processes as JSON."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: In place of a path: rows go to standard output.
+#: Instead of a path: rows go to standard output.
 STANDARD_OUTPUT = "-"
-#: Of `columns`: all that the files have.
+#: Value of `columns`: all columns of the files.
 ALL = "*"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A model, the data, and where the rows go.
+    """A model, the data, and the destination of the rows.
 
     Attributes:
         model: URI of a published model.
-        inputs: paths, URIs or patterns of files; the URI of one dataset where a split is asked for.
-        split: of a dataset; empty for files.
-        format: of the files, as `data.format`; by their names when empty.
+        inputs: paths, URIs or patterns of files; with a split, the URI of one dataset.
+        split: split of a dataset; empty for files.
+        format: format of the files, as in `data.format`; empty: by their names.
         output: absolute path, or `STANDARD_OUTPUT`.
-        form: of the output: csv, jsonl or parquet.
-        columns: that are copied from the data to the rows; `ALL` for all.
-        batch_size: examples in a batch; 0 for that of the model's evaluation.
-        skip_bad: whether rows that cannot be read are left out.
+        form: format of the output: csv, jsonl or parquet.
+        columns: columns to copy from the data to the rows; `ALL` for all.
+        batch_size: examples in a batch; 0: as in the model's evaluation.
+        skip_bad: whether unreadable rows are left out.
     """
 
     model: str
@@ -39,12 +39,12 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a prediction came to.
+    """Result of a prediction.
 
     Attributes:
-        rows: that were written.
-        skipped: rows that could not be read.
-        unsound: rows with an answer that is not finite.
+        rows: number of written rows.
+        skipped: number of unreadable rows.
+        unsound: number of rows with an answer that is not finite.
         seconds: from the first row read to the last one written.
     """
 

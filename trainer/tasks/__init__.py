@@ -1,5 +1,5 @@
-"""Learning tasks: what is predicted, by which loss, and how well.
+"""Learning tasks: labels, losses, metrics and answers.
 
-One file a task, which implements `base.Task`; its name is a row in `TASKS` of
+One file per task, which implements `base.Task`; its name is a row in `TASKS` of
 `trainer/config/schema.py`.
 """

@@ -1,10 +1,9 @@
 """The interface of a learning task.
 
-A task is the one place that knows what a label is: which loss is minimised, which metrics are
-measured, what the outputs of a model mean, and what is written of them. A subclass is a task of its
-own; everything else in this package works with any of them.
+A task defines the meaning of a label: the loss, the metrics, the meaning of a model's outputs, and
+their report. Each subclass is one kind of task; the rest of this package works with any of them.
 
-The words for what a model gives, in the order in which one becomes the other:
+A model's results have three forms, each computed from the one before:
 
     outputs      what the model returns: logits of a classifier, numbers of a regression;
                  of a model whose loss takes probabilities, the logits of what it returns
@@ -35,16 +34,16 @@ Floats = npt.NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a dataset says of a feature that is to be predicted.
+    """A feature to predict, as the dataset describes it.
 
     Attributes:
-        name: of the feature.
-        shape: of one example's value; empty for a single one, -1 for a size that varies.
+        name: name of the feature.
+        shape: shape of one example's value; empty for a scalar, -1 for a variable size.
         dtype: NumPy's name of its type.
-        num_classes: how many classes its values name; 0 where they are quantities.
-        labels: names of the classes, where they have names.
-        counts: examples of each class by split; empty where it has no classes, or is not prepared.
-        moments: mean, std, min and max over the training split; empty before it is prepared.
+        num_classes: number of classes; 0 for a quantity.
+        labels: names of the classes, if they have names.
+        counts: examples of each class by split; empty without classes, or before preparation.
+        moments: mean, std, min and max over the training split; empty before preparation.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Target:
     moments: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Describe it as a message does."""
+        """Describe the target for a message."""
         classes = f" of {self.num_classes} classes" if self.num_classes else ""
         what = f"one {self.dtype}" if not self.shape else f"{self.dtype} of shape {self.shape}"
         return f"{self.name!r} ({what}{classes})"
@@ -65,9 +64,8 @@ class Target:
 class Part(NamedTuple):
     """Some examples, in the order of the dataset: arrays whose first axis is the examples.
 
-    Of several targets `labels` and `outputs` are mappings by name. `weights` is None where all
-    examples weigh the same. `columns` are the features that an evaluation is sliced by, and those
-    that a task asks for.
+    With several targets `labels` and `outputs` are mappings by name. `weights` is None if all
+    weights are equal. `columns` are the features of slices, and those that the task needs.
     """
 
     labels: Any
@@ -77,24 +75,24 @@ class Part(NamedTuple):
 
 
 class Examples(Protocol):
-    """The examples of a split with what a model gave for them, of any number."""
+    """Any number of examples of a split, with a model's outputs."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of examples."""
 
     def parts(self) -> Iterator[Part]:
-        """Read all of them in parts that fit into memory; may be called again."""
+        """Read all examples in parts that fit into memory; may be called again."""
 
 
-#: Returns a metric, and what tests that it is not by chance, of outputs with labels in an order.
+#: Function of an order of the labels: returns a metric, and a test statistic against chance.
 Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 
 
 class Constant(NamedTuple):
-    """What a model can answer without the inputs: `answer` says it, `outputs` are of one example.
+    """A prediction that ignores the inputs: `answer` describes it, `outputs` are for one example.
 
-    With `make` they are made of a part: of what is known of its columns from the training.
+    With `make` the outputs are computed for a part, from its columns and training statistics.
     """
 
     answer: str
@@ -120,39 +118,39 @@ class Whole:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         return len(tf.nest.flatten(self.part.labels)[0])
 
     def parts(self) -> Iterator[Part]:
-        """Read all of them."""
+        """Read all examples."""
         yield self.part
 
 
 @dataclass(frozen=True)
 class Remade:
-    """Examples whose parts are made anew while they are read: see `Examples`."""
+    """Examples whose parts are computed on each pass: see `Examples`."""
 
     examples: Examples
     make: Callable[[Part], Part]
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of examples."""
         return self.examples.count
 
     def parts(self) -> Iterator[Part]:
-        """Read all of them."""
+        """Read all examples."""
         return map(self.make, self.examples.parts())
 
 
 def example_weights(part: Part) -> Floats:
-    """Return what each example weighs [n]: 1 where they all weigh the same."""
+    """Return the weight of each example [n]: 1 if all are equal."""
     count = len(tf.nest.flatten(part.labels)[0])
     return np.ones(count) if part.weights is None else np.float64(part.weights).ravel()
 
 
 def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats:
-    """Return the weighted mean over the examples of some values [n, ...] that each has."""
+    """Return the weighted mean over the examples of values [n, ...]."""
     total: Any = 0.0
     weight = 0.0
     for part in examples.parts():
@@ -163,23 +161,23 @@ def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats
 
 
 class Tally:
-    """Sums over parts of the examples, and the metrics that a task makes of them."""
+    """Sums over parts of the examples, from which a task computes metrics."""
 
     def add(self, part: Part) -> None:
         """Add some examples."""
 
     def condense(self) -> None:
-        """Hold less of the examples so far, of which there are many."""
+        """Reduce the memory for the examples so far, of which there are many."""
 
     def result(self) -> dict[str, Any]:
-        """Return `metrics` and `intervals` by name, and of all examples what `details` may have."""
+        """Return `metrics` and `intervals` by name, and possibly entries of `details`."""
         return {}
 
 
 def sample_examples(examples: Examples, most: int = 100_000) -> Part:
-    """Return all examples, or of more than `most` every second, third, ..., for a picture of them.
+    """Return all examples, or above `most` every second, third, ..., for plots.
 
-    Metrics are not made of these, but of all examples.
+    Metrics use all examples instead.
     """
     step = -(-examples.count // most) or 1
     parts, begin = [], 0
@@ -187,24 +185,24 @@ def sample_examples(examples: Examples, most: int = 100_000) -> Part:
         rows = slice(begin, None, step)
         size = len(tf.nest.flatten(part.labels)[0])
         begin = (begin - size) % step
-        parts.append(tf.nest.map_structure(lambda each, at=rows: _at(each, at), part))
+        parts.append(tf.nest.map_structure(lambda each, at=rows: _slice(each, at), part))
     whole: Part = tf.nest.map_structure(
         lambda *each: None if each[0] is None else np.concatenate(each), *parts
     )
     return whole
 
 
-def _at(values: Any, rows: slice) -> Any:
-    # A view would keep the whole part.
+def _slice(values: Any, rows: slice) -> Any:
+    # A view would keep the whole part in memory.
     return None if values is None else values[rows].copy()
 
 
 class SplitError(UserError):
-    """The examples of a split cannot be measured; says what the split has."""
+    """The examples of a split cannot be measured; the message describes the split."""
 
 
 def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
-    """Raise `SplitError` with the first label that is wrong, if one is."""
+    """Raise `SplitError` with the first wrong label, if there is one."""
     found = np.asarray(labels)[wrong]
     if len(found):
         raise SplitError(f"the label {found[0]}, {why}; correct its builder")
@@ -213,97 +211,96 @@ def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
 class Task(ABC):
     """One learning task for one target."""
 
-    #: As `task.name` says it; that of a task of the user's stands in reports and models.
+    #: The value of `task.name`; for a user's task, the name in reports and models.
     name: ClassVar[str]
-    #: Whether a higher or a lower value of a metric is better, None where neither is; of all that
-    #: the task measures.
+    #: For each metric of the task, whether higher or lower is better; None if neither is.
     directions: ClassVar[Mapping[str, Direction | None]]
-    #: What makes probabilities of the outputs; empty where no prediction is one.
+    #: The function from outputs to probabilities; empty if no prediction is a probability.
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
     #: Whether the model gives probabilities, as its loss takes them: outputs are their logits.
     from_probabilities = False
-    #: Whether outputs are numbers in units of the label, which a model may begin at its mean.
+    #: Whether outputs are numbers in units of the label, so that a model may start at its mean.
     in_units = False
-    #: What makes one of two classes the positive one where none is named: `rarity` or `order`,
-    #: which is the second one; empty where there is none.
+    #: The rule that chooses the positive of two classes if none is named: `rarity`, or `order`,
+    #: which takes the second one; empty if there is none.
     positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
         """Take a target; further arguments are `task.args`.
 
         Raises:
-            ConfigError: it is no label of this task.
+            ConfigError: the target is not a label of this task.
         """
         self.target = target
 
     @property
     @abstractmethod
     def output_shape(self) -> Shape:
-        """The shape that a model's output has to have for one example; -1 for any size."""
+        """The required shape of a model's output for one example; -1 for any size."""
 
     @property
     @abstractmethod
     def main_metric(self) -> str:
-        """The metric that models are selected and compared by, where the configuration names none.
+        """The metric that selects and compares models if the configuration names none.
 
         It may depend on the training examples: `target.counts`.
         """
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes, one for each column of the probabilities; empty without classes."""
+        """Names of the classes, one per column of the probabilities; empty without classes."""
         return ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Features besides the label that `details` reads: `columns` of a `Part` has them."""
+        """Features besides the label that `details` reads from the `columns` of a `Part`."""
         return ()
 
     @property
     def learns(self) -> tuple[str, ...]:
-        """Features of the training examples that `constants` are made of."""
+        """Features of the training examples from which `constants` are computed."""
         return ()
 
     @property
     def unit(self) -> str:
-        """The one of `columns` whose values name what is drawn as one, such as a query.
+        """The one of `columns` that identifies the sampling unit, such as a query.
 
-        Its examples depend on each other. Empty where each example is drawn by itself.
+        Examples of a unit are dependent. Empty if all examples are independent.
         """
         return ""
 
     @abstractmethod
     def loss(self) -> keras.losses.Loss:
-        """Return the loss of labels and outputs, which training minimises."""
+        """Return the loss of labels and outputs."""
 
     def loss_labels(self, labels: Any) -> Any:
-        """Return labels as a loss of the user's takes them: in the units of the outputs."""
+        """Convert labels for a user's loss: to the units of the outputs."""
         return labels
 
     @abstractmethod
     def chance_loss(self) -> float:
-        """Return what a blind guess costs; a loss far above it has diverged."""
+        """Return the loss of a blind guess; a loss far above it has diverged."""
 
     @abstractmethod
     def metrics(self) -> list[keras.Metric]:
         """Return metrics of labels and predictions, by the names of `directions`.
 
-        The state of each has to be sums over the examples, as that of all of Keras's is: states of
-        workers are added, and examples are drawn anew by adding up other ones.
+        The state of each metric has to be sums over the examples, like that of all Keras metrics:
+        states of workers are added, and examples are resampled by adding others.
         """
 
     @property
     def parts(self) -> Mapping[str, Task]:
-        """The task of each output by name; of a single output the task itself, without a name."""
+        """The task of each output by name; a single output is the task itself, without a name."""
         return {"": self}
 
     @property
     def loss_weights(self) -> Mapping[str, float]:
-        """What the loss of each of `parts` counts in the sum; 1 for those that are not named."""
+        """The weight of each of `parts` in the total loss; 1 for those not named."""
         return {}
 
     def at(self, thresholds: Mapping[str, Any]) -> Task:
-        """Return this task with the thresholds of those of `parts` that decide by one."""
+        """Return this task with decision thresholds for those of `parts` that use one."""
         if "" not in thresholds:
             return self
         found = copy.copy(self)
@@ -311,7 +308,7 @@ class Task(ABC):
         return found
 
     def outputs(self, given: Any) -> Any:
-        """Return outputs from what a model gives, which may be probabilities."""
+        """Convert what a model returns to outputs; it may return probabilities."""
         if not self.from_probabilities:
             return given
         least = keras.config.epsilon()
@@ -319,47 +316,47 @@ class Task(ABC):
         return tf.math.log(p) - tf.math.log1p(-p) if self.link == "sigmoid" else tf.math.log(p)
 
     def given(self, outputs: Any) -> Any:
-        """Return what the model gave for these outputs, which its loss takes."""
+        """Convert outputs to what the model returns and its loss takes."""
         return self.predictions(outputs) if self.from_probabilities else outputs
 
     def predictions(self, outputs: Any) -> Any:
-        """Return what metrics take, from a model's outputs."""
+        """Convert a model's outputs to the predictions that metrics take."""
         return outputs
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Return the class that is predicted; None of a task without classes.
+        """Return the predicted class; None for a task without classes.
 
-        A number [n], or one of each place [n, places]; of several classes at once [n, classes] of
-        truths.
+        It is a number [n], or one per position [n, positions]; for several classes at once bools
+        [n, classes].
         """
         del outputs
         return None
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
-        """Return what areas are made of: scores [n, columns], and which are true of each column.
+        """Return the input of areas: which labels are true, and scores [n, columns].
 
-        Those are truths [n, columns], or numbers [n] of the column that is true.
+        The labels are bools [n, columns], or numbers [n] of the true column.
         """
         raise NotImplementedError(f"{self.name} has no areas")
 
     @abstractmethod
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return what an exported model answers: columns by name."""
+        """Return the answers of an exported model: columns by name."""
 
     @abstractmethod
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the outputs from `answers`: what the champion gave, in its exported form."""
+        """Convert `answers` back to outputs, for a champion in its exported form."""
 
     @abstractmethod
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the loss [n] of each example; the highest ones are shown."""
+        """Return the loss [n] of each example; a report shows the highest ones."""
 
     @abstractmethod
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the cells by which one example is shown: `label`, `predicted`, and more."""
+        """Return the cells that describe one example: `label`, `predicted`, and more."""
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return what an evaluation says besides the metrics, as plain data.
+        """Return further results of an evaluation besides the metrics, as plain data.
 
         `metrics` and `intervals` are added to those of `metrics()`. The report draws
         `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
@@ -372,58 +369,58 @@ class Task(ABC):
         return {}
 
     def tally(self) -> Tally:
-        """Return what measures all examples of an evaluation, or those of a slice.
+        """Return an accumulator for all examples of an evaluation, or for a slice.
 
-        What `metrics` measures too is taken from here where that method is a task's built in.
+        Its value replaces that of `metrics` if that method is a built-in task's.
         """
         return Tally()
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return what can be best without the inputs, by one metric or another: see `Constant`.
+        """Return candidates for the best constant, by one metric or another: see `Constant`.
 
-        It is made of the labels of these very examples, so that nothing learnt elsewhere is better.
+        They are computed from the labels of these examples, so that no other constant is better.
         """
         del examples
         return []
 
     def tested_by(self, metric: str, part: Part) -> Tested | None:
-        """Return what measures a metric of few examples again and again.
+        """Return a function that recomputes a metric of few examples many times.
 
-        None of a metric that is compared with a constant by example.
+        None for a metric that is compared with a constant by example.
         """
         del metric, part
         return None
 
     def of_each(self, metric: str, part: Part) -> Floats | None:
-        """Return the values [n] of a metric that is their mean; None where its state is asked.
+        """Return the values [n] whose mean is a metric; None if its state is needed.
 
-        That of each example alone takes a hundred times as long.
+        Computing the state of each example separately takes a hundred times as long.
         """
         del metric, part
         return None
 
     def of_groups(self, metric: str, examples: Examples) -> Floats | None:
-        """Return the values by query of a metric that is their mean; None of any other."""
+        """Return the values per query whose mean is a metric; None for other metrics."""
         del metric, examples
         return None
 
     def learn(self, training: Iterable[Mapping[str, Array]]) -> None:  # noqa: B027
-        """Take what constants need of the `learns` of all training examples, batch by batch."""
+        """Collect statistics for constants from the `learns` of training examples, in batches."""
 
     def check(self) -> None:  # noqa: B027
-        """Refuse what the prepared dataset holds; raises `ConfigError`.
+        """Raise `ConfigError` if the prepared dataset does not suit the task.
 
         Called before a cluster starts, when `target.counts` and `target.moments` are known.
         """
 
     def check_labels(self, labels: Any) -> None:  # noqa: B027
-        """Refuse labels of examples that cannot be measured; raises `SplitError`."""
+        """Raise `SplitError` for labels that cannot be measured."""
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse a model's symbolic output that does not fit, or the layer that gives it.
+        """Refuse a model's symbolic output, or its last layer, if it does not fit the task.
 
         Raises:
-            ConfigError: with what the output has to be.
+            ConfigError: the output does not fit; the message says what it has to be.
         """
         if not isinstance(output, keras.KerasTensor):
             raise ConfigError(f"its output is a {type(output).__name__}, not one tensor")
@@ -441,7 +438,7 @@ class Task(ABC):
         self._check_activation(find_activation(last))
 
     def _check_activation(self, activation: str) -> None:
-        """Refuse a last layer that gives logits to a loss of probabilities, or the other way."""
+        """Refuse a last layer of logits with a loss of probabilities, and the reverse."""
         if not self.link:
             return
         if self.from_probabilities and activation in {"linear", "dense"}:
@@ -463,7 +460,7 @@ class Task(ABC):
 def last_layers(model: keras.Model) -> Any:
     """Return the operation that gives each output, in the structure of the outputs.
 
-    Of a model that is no graph of layers, its last layer.
+    For a model that is not a graph of layers, return its last layer.
     """
     graph = getattr(model, "_functional", None) or model
     outputs = getattr(graph, "_outputs_struct", None)
@@ -473,7 +470,7 @@ def last_layers(model: keras.Model) -> Any:
 
 
 def find_activation(layer: Any) -> str:
-    """Return the name of the activation by which a layer ends; empty where it is not known."""
+    """Return the name of the activation at the end of a layer; empty if it is unknown."""
     while isinstance(layer, keras.Model):
         found = last_layers(layer)
         layer = None if keras.tree.is_nested(found) else found

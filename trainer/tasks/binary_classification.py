@@ -1,4 +1,4 @@
-"""One of two classes: one logit an example.
+"""Binary classification: one logit per example.
 
 label     true or false, 0 or 1, or one of two named classes; 1 is the positive one, as in a dataset
           `flotilla.trainer.tasks.registry.set_positive`
@@ -40,14 +40,14 @@ from flotilla.trainer.tasks.exact.tallies import OfTwo
 from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 TWO = 2
-# Of positives that are rarer in training, an area under the ROC says little.
+# If positives are rarer than this in training, the area under the ROC is uninformative.
 _RARE = 0.1
 
 
 class Threshold(NamedTuple):
-    """Above which probability an example is taken as positive, and what that was chosen by.
+    """The probability above which an example is positive, and the basis of its choice.
 
-    `chosen_on` is the split, empty for one that nothing was chosen by, and `examples` how many.
+    `chosen_on` is the split, empty for a default, and `examples` its number of examples.
     """
 
     value: float = 0.5
@@ -55,8 +55,8 @@ class Threshold(NamedTuple):
     examples: int = 0
 
 
-def names_of(target: Target) -> tuple[str, ...]:
-    """Return the names of the classes of a target: its own, or those of two numbers or truths."""
+def get_class_names(target: Target) -> tuple[str, ...]:
+    """Return the names of the classes of a target: its own, or those of two numbers or bools."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
@@ -76,7 +76,7 @@ class BinaryClassification(Sigmoid):
     threshold = Threshold()
 
     def __init__(self, target: Target) -> None:
-        """Take one of two values."""
+        """Accept a target with one of two values."""
         is_number = target.dtype != "string" and np.dtype(target.dtype).kind in "iub"
         if target.shape or not is_number or target.num_classes not in {0, TWO}:
             raise ConfigError(
@@ -86,14 +86,14 @@ class BinaryClassification(Sigmoid):
 
     @property
     def main_metric(self) -> str:
-        """The average precision where positives are rare in training, else the area."""
+        """The average precision if positives are rare in training, else the area under the ROC."""
         counts = self.target.counts.get("train", ())
         return "average_precision" if sum(counts[1:]) < _RARE * sum(counts) else "auc"
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of the negative and of the positive class."""
-        return names_of(self.target)
+        return get_class_names(self.target)
 
     def metrics(self) -> list[keras.Metric]:
         """Return all of `directions`."""
@@ -110,12 +110,12 @@ class BinaryClassification(Sigmoid):
         ]
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `logit` and `probability`, one of an example."""
+        """Return `logit` and `probability`, one per example."""
         logit = tf.squeeze(outputs, axis=-1)
         return {"logit": logit, "probability": tf.sigmoid(logit)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the logits of the second class, also from those of both of two classes."""
+        """Return the logits of the second class, also from two logits per example."""
         if "logits" in answers:
             return np.diff(answers["logits"], axis=-1)
         return np.asarray(answers["logit"])[..., np.newaxis]
@@ -134,12 +134,12 @@ class BinaryClassification(Sigmoid):
         }
 
     def decided(self, outputs: Any) -> Array:
-        """Say of each example [n] whether it is taken as positive."""
+        """Return whether each example [n] is taken as positive."""
         result: Array = tf.sigmoid(outputs[:, 0]).numpy() > np.float32(self.threshold.value)
         return result
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the positive class, the threshold, ROC and precision over recall."""
+        """Return the positive class, the threshold, ROC and precision-recall curves."""
         part, names = sample_examples(examples), list(self.labels)
         labels = part.labels.astype(np.int64)
         # The softmax of [0, logit] is the sigmoid.
@@ -153,11 +153,11 @@ class BinaryClassification(Sigmoid):
         }
 
     def tally(self) -> Tally:
-        """Return what measures all of `directions`."""
+        """Return the accumulator of all `directions`."""
         return OfTwo(self.decided)
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return both classes, and the share of "yes" as the probability."""
+        """Return both classes, and the share of positives as a constant probability."""
         share = weighted_mean(examples, lambda part: part.labels)
         more, fewer = self.labels[::-1] if share > 1 / 2 else self.labels
         sure = SURE if share > 1 / 2 else -SURE
@@ -170,7 +170,7 @@ class BinaryClassification(Sigmoid):
     def tested_by(self, metric: str, part: Part) -> Tested | None:
         """Test the average precision by the logarithms of the ranks.
 
-        One true example that is the first by chance is most of an average precision of few.
+        A single positive example that ranks first by chance would dominate the average precision.
         """
         if metric not in Areas._fields:
             return None
@@ -186,7 +186,7 @@ class BinaryClassification(Sigmoid):
         return tested
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse what is not one logit; of two, say how such a model is trained."""
+        """Refuse anything but one logit; for two, explain how to train such a model."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
                 f"its output has two columns, and {self.name} of {self.target} takes one logit, of "
@@ -195,7 +195,7 @@ class BinaryClassification(Sigmoid):
         super().check_output(output, last)
 
     def check(self) -> None:
-        """Refuse a split in which only one of both occurs: it cannot be told how well they part."""
+        """Refuse a split with only one of the classes: their separation cannot be measured."""
         for split, counts in self.target.counts.items():
             if len(counts) > TWO:
                 raise ConfigError(

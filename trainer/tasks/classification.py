@@ -1,4 +1,4 @@
-"""One of several classes, by a label that is its number."""
+"""Classification by one of several classes; the label is its number."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Classification(Softmax):
     }
 
     def __init__(self, target: Target) -> None:
-        """Take a whole number that names a class."""
+        """Accept a whole number that names a class."""
         if target.shape or np.dtype(target.dtype).kind not in "iub":
             raise ConfigError(f"it takes one whole number that names a class, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
-            # All of so few classes are in the top.
+            # With so few classes, all of them are among the top ones.
             known = self.directions.items()
             self.directions = {n: each for n, each in known if n != metrics.TOP_NAME}  # type: ignore[misc]
 
     def check(self) -> None:
-        """Refuse numbers below zero, and splits of which no metric would say anything."""
+        """Refuse numbers below zero, and splits for which no metric is informative."""
         low = self.target.moments.get("min", 0)
         if low < 0:
             raise ConfigError(
@@ -79,17 +79,17 @@ class Classification(Softmax):
             )
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse a label that names no class."""
+        """Refuse a label that is not a class number."""
         wrong = (labels < 0) | (labels >= self.num_classes)
         refuse_labels(labels, wrong, f"outside of 0 to {self.num_classes - 1}")
 
     @property
     def output_shape(self) -> Shape:
-        """One logit a class."""
+        """One logit per class."""
         return (self.num_classes,)
 
     def metrics(self) -> list[keras.Metric]:
-        """Return what a validation measures."""
+        """Return the metrics of a validation."""
         return [
             keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
             metrics.MacroF1(self.num_classes),
@@ -105,7 +105,7 @@ class Classification(Softmax):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the confusion matrix, a row for each true class, and ROC and further curves."""
+        """Return the confusion matrix, with a row per true class, and ROC and other curves."""
         cells = np.zeros((1, 1))
         for part in examples.parts():
             labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)
@@ -122,7 +122,7 @@ class Classification(Softmax):
         }
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return the most frequent class, and each class as often as it occurs."""
+        """Return the most frequent class, and the class frequencies as constant probabilities."""
         counts = np.zeros(self.num_classes)
         for part in examples.parts():
             labels = part.labels.astype(np.int64)
@@ -135,7 +135,7 @@ class Classification(Softmax):
 
     def of_each(self, metric: str, part: Part) -> Floats | None:
         """Return whether the likeliest class is right."""
-        # One of the user's that inherits from this may call another metric so.
+        # A user's task that inherits from this one may use the name for another metric.
         if metric != "accuracy" or type(self).metrics is not Classification.metrics:
             return None
         right: Floats = (part.outputs.argmax(axis=1) == part.labels).astype(np.float64)
@@ -149,5 +149,5 @@ class Classification(Softmax):
         return metrics.make_average_test(metric, labels, guess, example_weights(part))
 
     def tally(self) -> Tally:
-        """Return what measures all of `directions`."""
+        """Return the accumulator of all `directions`."""
         return OfClasses(self.labels)

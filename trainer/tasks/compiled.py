@@ -1,9 +1,9 @@
-"""What a compiled model says of its training: loss, metrics, and optimizer.
+"""The loss, metrics and optimizer of a compiled model.
 
-`model.compile(...)` is taken as far as it is not the run's to say: how many steps a call runs, and
-whether XLA compiles them. What Keras makes of loss and metrics waits for the first labels and
-outputs, and has variables; here it has none. What a metric has measured is a `State`: numbers in a
-vector of sums over examples.
+`model.compile(...)` is respected except for what the run decides: the number of steps per call, and
+whether XLA compiles them. Keras's compiled losses and metrics are built at the first labels and
+outputs, and have variables; here they have none. The measurements of a metric are a `State`:
+numbers in a vector of sums over examples.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _UNKNOWN = re.compile(r"Could not interpret (loss|metric) identifier: (\w+)$")
 
 
 class Term(NamedTuple):
-    """One loss of a sum: of the output at `path`, with a weight where it has one.
+    """One term of the loss: for the output at `path`, with an optional weight.
 
-    `part` is the task of the output, where the loss is not its own.
+    `part` is the task of the output, unless the loss is the task's.
     """
 
     path: tuple[Any, ...]
@@ -44,10 +44,10 @@ class Term(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One metric of the output at `path`, by the name that it is reported by.
+    """One metric of the output at `path`.
 
-    `plain` says that it takes what the model gives, and not the predictions of the task; `weighted`
-    that examples weigh in it, `own` that it is one of the task.
+    `plain` says that it takes the model's result instead of the task's predictions, `weighted` that
+    it uses example weights, `own` that it belongs to the task.
     """
 
     path: tuple[Any, ...]
@@ -59,15 +59,16 @@ class Measured(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name that it is reported by."""
+        """The reported name."""
         return f"{self.prefix}{self.metric.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Numbers `begin` to `end` of a vector of sums, which make a metric, or the loss.
+    """Numbers `begin` to `end` of a vector of sums: the state of a metric or of the loss.
 
-    `measured` is None for the loss, whose state is the examples and the sum of their losses.
+    `measured` is None for the loss, whose state is the number of examples and the sum of their
+    losses.
     """
 
     name: str
@@ -83,32 +84,32 @@ class State:
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 
     def followed_by(self, measured: Measured) -> State:
-        """Return the state of a metric, whose numbers come after these."""
+        """Return the state of a metric, whose numbers follow these."""
         shapes = tuple(tuple(each.shape) for each in measured.metric.variables)
         end = self.end + sum(map(math.prod, shapes))
         name = measured.name
         return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
 
     def values(self, sums: Sums) -> dict[str, float | None]:
-        """Return what a vector of sums says, None where it defines nothing; several of some."""
+        """Return the values of a vector of sums, None if undefined; some metrics have several."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}
-        return _by_name(self.measured, _result(self.measured.metric, self._variables(state)))
+        return _name_results(self.measured, _result(self.measured.metric, self._variables(state)))
 
     def function(self, name: str) -> Callable[[Sums], float]:
-        """Return a function that makes the metric of a state, fast enough for thousands."""
+        """Return a function from a state to the metric, fast enough for thousands of calls."""
         measured = self.measured
         if measured is None:
             return lambda state: float(state[1] / state[0])
 
         @tf.function
         def result(state: list[tf.Tensor]) -> Any:
-            return _made_of(measured.metric, state)
+            return _compute(measured.metric, state)
 
         def value(state: Sums) -> float:
             variables = [tf.constant(each, tf.float32) for each in self._variables(state)]
-            found = _by_name(measured, result(variables)).get(name)
+            found = _name_results(measured, result(variables)).get(name)
             return math.nan if found is None else found
 
         return value
@@ -121,9 +122,9 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """The arguments of `model.compile`, as they were given.
+    """The arguments of `model.compile`.
 
-    `jit_compile` says that XLA was asked for by name, and not chosen by Keras.
+    `jit_compile` says that XLA was requested explicitly, not chosen by Keras.
     """
 
     optimizer: keras.optimizers.Optimizer | None
@@ -138,26 +139,26 @@ class Compiled:
         """Return the losses for labels and outputs of these shapes.
 
         Raises:
-            ConfigError: they do not fit, or there is no loss of this name.
+            ConfigError: the losses do not fit, or a name is unknown.
         """
         container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
-        # Of several outputs it makes a metric for each, which nothing reads.
-        with named.skip_initial_values(), _refused("loss"):
+        # For several outputs Keras adds a metric per output, which is not used.
+        with named.skip_initial_values(), _convert_errors("loss"):
             container.build(labels, outputs)
         return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]
 
     def measured(self, labels: Any, outputs: Any) -> Iterator[Measured]:
-        """Yield the metrics for labels and outputs of these shapes; Keras's rules name them.
+        """Yield the metrics for labels and outputs of these shapes, named by Keras's rules.
 
         Raises:
-            ConfigError: they do not fit, or there is no metric of this name.
+            ConfigError: the metrics do not fit, or a name is unknown.
         """
         if not (self.metrics or self.weighted_metrics):
             return
         container = CompileMetrics(
             self.metrics, self.weighted_metrics, output_names=self.output_names
         )
-        with _refused("metrics"):
+        with _convert_errors("metrics"):
             container.build(labels, outputs)
         names = container._resolved_output_names or [""]
         both = (False, container._flat_metrics), (True, container._flat_weighted_metrics)
@@ -169,8 +170,8 @@ class Compiled:
 
 
 @contextmanager
-def _refused(argument: str) -> Iterator[None]:
-    """Make a `ConfigError` of what Keras raises over an argument of `compile`."""
+def _convert_errors(argument: str) -> Iterator[None]:
+    """Convert Keras's errors about an argument of `compile` to `ConfigError`."""
     try:
         yield
     except Exception as error:
@@ -181,10 +182,10 @@ def _refused(argument: str) -> Iterator[None]:
 
 
 def read_compiled(model: keras.Model) -> Compiled | None:
-    """Return what a model was compiled with, or None.
+    """Return the arguments of a model's `compile`, or None.
 
     Raises:
-        ConfigError: it was compiled for a training loop that is not ours.
+        ConfigError: it was compiled for another training loop.
     """
     if not model.compiled:
         return None
@@ -211,7 +212,7 @@ def read_compiled(model: keras.Model) -> Compiled | None:
 
 
 def takes_logits(loss: keras.losses.Loss) -> bool | None:
-    """Say whether a loss takes logits; None where it does not say."""
+    """Say whether a loss takes logits; None if it is unknown."""
     given = getattr(loss, "from_logits", None)
     if given is None:
         given = getattr(loss, "_fn_kwargs", {}).get("from_logits")
@@ -227,21 +228,21 @@ def _is_plain_mean(metric: keras.Metric) -> bool:
 
 
 def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
-    """Return the result of a state; a plain mean in double precision, as thresholds are."""
+    """Return the result of a state; a plain mean in double precision, like thresholds."""
     if _is_plain_mean(metric):
         total, count = state
         return float(total / count) if count else 0.0
-    return _made_of(metric, [tf.constant(each, tf.float32) for each in state])
+    return _compute(metric, [tf.constant(each, tf.float32) for each in state])
 
 
-def _made_of(metric: keras.Metric, values: Sequence[tf.Tensor]) -> Any:
+def _compute(metric: keras.Metric, values: Sequence[tf.Tensor]) -> Any:
     with keras.StatelessScope(zip(metric.variables, values, strict=True)):
-        # A metric that returns a variable has to be read here, where it has this value.
+        # A metric that returns a variable has to be read here, while the variable has this value.
         return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
 
 
-def _by_name(measured: Measured, result: Any) -> dict[str, float | None]:
-    """Return what a metric measured by name, None for no number; a mapping gives several."""
+def _name_results(measured: Measured, result: Any) -> dict[str, float | None]:
+    """Return the values of a metric by name, None if not finite; a mapping gives several."""
     values = result if isinstance(result, Mapping) else {measured.metric.name: result}
     found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
     return {name: None if np.isnan(value) else value for name, value in found.items()}

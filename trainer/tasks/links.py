@@ -1,7 +1,7 @@
-"""What makes probabilities of a model's outputs: a softmax or a sigmoid.
+"""Links from a model's outputs to probabilities: softmax and sigmoid.
 
-A link owns the loss, predictions, answers, and the way back from them; a task says which labels it
-takes and what is measured. What has no link is a number as it is, as `Task` itself says.
+A link defines the loss, predictions, answers, and their inverse; a task defines its labels and
+metrics. An output without a link is a number, the default in `Task`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import tensorflow as tf
 from flotilla.trainer.tasks import metrics
 from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
-# A class that is rarer in training than this part of an equal share hardly counts in an accuracy.
+# Accuracy hardly reflects a class that is rarer in training than this fraction of an equal share.
 _RARE = 0.2
-#: A logit of what is sure; of a share of nothing or all.
+#: Logit for a share of 0 or 1.
 SURE = 20.0
-# Of a label without names the number of classes is known once the dataset is prepared.
+# Without class names, the number of classes is known after preparation.
 _SOME_CLASSES = 2
 
 
 class Softmax(Task):
-    """One of several classes: outputs are logits [n, ..., classes]; the softmax is in the loss."""
+    """One of several classes: outputs are logits [n, ..., classes]; the loss has the softmax."""
 
     link = "softmax"
 
     def __init__(self, target: Target) -> None:
-        """Take a target whose values are numbers of classes."""
+        """Accept a target whose values are class numbers."""
         super().__init__(target)
         self.num_classes = target.num_classes or _SOME_CLASSES
 
     @property
     def main_metric(self) -> str:
-        """The accuracy, or `macro_f1` where a class that occurs in training is rare."""
+        """The accuracy, or `macro_f1` if a class that occurs in training is rare."""
         counts = [count for count in self.target.counts.get("train", ()) if count]
         is_rare = min(counts, default=0) * len(counts) < _RARE * sum(counts)
         return "macro_f1" if is_rare else "accuracy"
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes; their numbers where they have none."""
+        """Names of the classes; their numbers if they have no names."""
         return self.target.labels or tuple(map(str, range(self.num_classes)))
 
     def loss(self) -> keras.losses.Loss:
@@ -52,7 +52,7 @@ class Softmax(Task):
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def chance_loss(self) -> float:
-        """Return that of equal probabilities."""
+        """Return the loss of equal probabilities."""
         return math.log(max(2, self.num_classes))
 
     def predictions(self, outputs: Any) -> Any:
@@ -60,16 +60,16 @@ class Softmax(Task):
         return tf.nn.softmax(outputs)
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Return the likeliest class of each example, or of each place."""
+        """Return the likeliest class of each example, or of each position."""
         result: Array = outputs.argmax(axis=-1)
         return result
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
-        """Return the numbers of the classes, and the logarithms of their probabilities."""
+        """Return the class numbers, and the logarithms of their probabilities."""
         return labels.astype(np.int64), metrics.log_softmax(outputs)
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `logits` and `probabilities`, one column a class."""
+        """Return `logits` and `probabilities`, with a column per class."""
         return {"logits": outputs, "probabilities": self.predictions(outputs)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
@@ -82,7 +82,7 @@ class Softmax(Task):
 
 
 class Sigmoid(Task):
-    """Yes or no, once or for each class: outputs are logits; the sigmoid is in the loss."""
+    """Binary labels, one or one per class: outputs are logits; the loss contains the sigmoid."""
 
     link = "sigmoid"
 
@@ -91,25 +91,25 @@ class Sigmoid(Task):
         return keras.losses.BinaryCrossentropy(from_logits=True)
 
     def chance_loss(self) -> float:
-        """Return that of a coin."""
+        """Return the loss of a fair coin."""
         return math.log(2)
 
     def predictions(self, outputs: Any) -> Any:
-        """Return the probabilities of "yes", in the shape of the outputs."""
+        """Return the probabilities of true labels, in the shape of the outputs."""
         return tf.sigmoid(outputs)
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Say of each class whether it is predicted."""
+        """Return whether each class is predicted."""
         result: Array = outputs > 0
         return result
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
-        """Return which classes each example has, and their logits."""
+        """Return the bool labels of each class, and their logits."""
         yes = labels.reshape(len(labels), -1).astype(bool)
         return yes, outputs[:, : yes.shape[1]]
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `logits` and `probabilities`, one column a class."""
+        """Return `logits` and `probabilities`, with a column per class."""
         return {"logits": outputs, "probabilities": tf.sigmoid(outputs)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
@@ -117,7 +117,7 @@ class Sigmoid(Task):
         return answers["logits"]
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the cross entropy [n] in nats, of as many outputs as there are labels."""
+        """Return the cross entropy [n] in nats, for as many outputs as labels."""
         yes = labels.reshape(len(labels), -1).astype(bool)
         logits = outputs[:, : yes.shape[1]].astype(np.float64)
         result: Floats = np.logaddexp(0, np.where(yes, -logits, logits)).mean(axis=1)
@@ -129,7 +129,7 @@ class Sigmoid(Task):
 
 
 def compute_logit(share: Floats) -> Floats:
-    """Return the logit of shares, within what is sure."""
+    """Return the logits of shares, clipped at certainty."""
     with np.errstate(divide="ignore"):
         found: Floats = np.clip(np.log(share) - np.log1p(-share), -SURE, SURE)
     return found

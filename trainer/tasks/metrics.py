@@ -1,11 +1,11 @@
 """Metrics of labels and predictions.
 
-Of a validation those of Keras, whose states are sums in single precision: over the numbers of an
-example, whatever the shapes (Keras's own broadcast weights [n] to labels of more axes in ways of
-their own; here labels and predictions become rows, [n, numbers], first), and four that it lacks.
+A validation uses Keras metrics, whose states are sums in single precision, over all numbers of an
+example: labels and predictions are first reshaped to rows, [n, numbers], since Keras broadcasts
+weights [n] to labels with more axes in inconsistent ways. Four metrics here are missing in Keras.
 
-Of an evaluation counts by class and curves, which are thinned to what a picture can show; see
-`flotilla.trainer.tasks.exact` for what is measured.
+An evaluation uses counts by class and curves, thinned for plots; its metrics are in
+`flotilla.trainer.tasks.exact`.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ class _OfRows:
         return update(rows(y_true), rows(y_pred), sample_weight=sample_weight)
 
 
-def _of_rows(metric: type[keras.Metric]) -> type[keras.Metric]:
+def _reshape_to_rows(metric: type[keras.Metric]) -> type[keras.Metric]:
     return type(metric.__name__, (_OfRows, metric), {})
 
 
-MeanAbsoluteError = _of_rows(keras.metrics.MeanAbsoluteError)
-MeanSquaredError = _of_rows(keras.metrics.MeanSquaredError)
-RootMeanSquaredError = _of_rows(keras.metrics.RootMeanSquaredError)
-BinaryAccuracy = _of_rows(keras.metrics.BinaryAccuracy)
-BinaryCrossentropy = _of_rows(keras.metrics.BinaryCrossentropy)
-Precision = _of_rows(keras.metrics.Precision)
-Recall = _of_rows(keras.metrics.Recall)
+MeanAbsoluteError = _reshape_to_rows(keras.metrics.MeanAbsoluteError)
+MeanSquaredError = _reshape_to_rows(keras.metrics.MeanSquaredError)
+RootMeanSquaredError = _reshape_to_rows(keras.metrics.RootMeanSquaredError)
+BinaryAccuracy = _reshape_to_rows(keras.metrics.BinaryAccuracy)
+BinaryCrossentropy = _reshape_to_rows(keras.metrics.BinaryCrossentropy)
+Precision = _reshape_to_rows(keras.metrics.Precision)
+Recall = _reshape_to_rows(keras.metrics.Recall)
 
 
 class F1(_OfRows, keras.metrics.F1Score):
-    """Keras's, at a probability."""
+    """Keras's F1 at a probability threshold."""
 
     def __init__(self, name: str, average: str = "micro", threshold: float = 0.5) -> None:
-        """Average over the classes, or count the numbers of all of them together."""
+        """Average over the classes, or count the numbers of all classes together."""
         super().__init__(average=average, threshold=threshold, name=name)
 
 
 class SubsetAccuracy(keras.metrics.MeanMetricWrapper):
-    """The share of examples all of whose labels are right, at a probability of 0.5."""
+    """The share of examples whose labels are all right, at a probability of 0.5."""
 
     def __init__(self) -> None:
-        """Measure nothing yet."""
+        """Begin without examples."""
         super().__init__(_all_right, name="subset_accuracy")
 
 
@@ -88,13 +88,13 @@ def _all_right(true: Any, predicted: Any) -> tf.Tensor:
 
 
 class MacroF1(keras.Metric):
-    """The mean F1 over the classes that occur, or that are predicted, of labels that are numbers.
+    """The mean F1 over the classes that occur or are predicted; labels are class numbers.
 
-    Labels and probabilities may be those of several places, of which one below 0 does not count.
+    Labels and probabilities may have several positions; a label below 0 does not count.
     """
 
     def __init__(self, classes: int, name: str = "macro_f1") -> None:
-        """Measure so many classes."""
+        """Begin with `classes` classes."""
         super().__init__(name=name)
         self._classes = classes
         self.right, self.either = (
@@ -108,10 +108,14 @@ class MacroF1(keras.Metric):
         labels = tf.reshape(tf.cast(y_true, tf.int32), tf.shape(guess))
         known = tf.cast(labels >= 0, self.dtype)
         weight = known * _column(known, sample_weight)
-        self.right.assign_add(self._by_class(labels, weight * tf.cast(labels == guess, self.dtype)))
-        self.either.assign_add(self._by_class(labels, weight) + self._by_class(guess, weight))
+        self.right.assign_add(
+            self._sum_by_class(labels, weight * tf.cast(labels == guess, self.dtype))
+        )
+        self.either.assign_add(
+            self._sum_by_class(labels, weight) + self._sum_by_class(guess, weight)
+        )
 
-    def _by_class(self, classes: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    def _sum_by_class(self, classes: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         flat = (tf.reshape(each, [-1]) for each in (values, tf.maximum(classes, 0)))
         return tf.math.unsorted_segment_sum(*flat, self._classes)
 
@@ -123,14 +127,14 @@ class MacroF1(keras.Metric):
 
 
 class R2Score(keras.Metric):
-    """The share of the variance that is explained, as a mean over the numbers of an example.
+    """The explained share of variance, as a mean over the numbers of an example.
 
-    Keras's own adds up squares of the labels, whose single precision ends where their mean is far
-    above their deviation. Here they are taken from a value near the mean.
+    Keras adds up squares of the labels, which lose their single precision if the mean is far above
+    the deviation. Here they are relative to a value near the mean.
     """
 
     def __init__(self, numbers: int, near: float) -> None:
-        """Measure rows of so many numbers, around a value near their mean."""
+        """Begin with rows of `numbers` numbers; `near` is a value near their mean."""
         super().__init__(name="r2_score")
         self._near = near
         self.weight = self.add_weight(name="weight", initializer="zeros")
@@ -150,7 +154,7 @@ class R2Score(keras.Metric):
         self.residual.assign_add(tf.reduce_sum(weight * (true - predicted) ** 2, axis=0))
 
     def result(self) -> tf.Tensor:
-        """Return the mean; of equal labels it is 1 if they are all met, else 0."""
+        """Return the mean; for equal labels it is 1 if all predictions are exact, else 0."""
         weight, total, squares, residual = map(
             tf.convert_to_tensor, (self.weight, self.total, self.squares, self.residual)
         )
@@ -161,13 +165,13 @@ class R2Score(keras.Metric):
 
 
 class CalibrationError(keras.Metric):
-    """How far probabilities are from shares: the mean of |probability - share of true labels|.
+    """Expected calibration error: the mean of |probability - share of true labels|.
 
-    The mean is over bins of equal width, weighted by what is in them (Guo et al. 2017).
+    The mean is over bins of equal width, weighted by their content (Guo et al. 2017).
     """
 
     def __init__(self) -> None:
-        """Measure nothing yet."""
+        """Begin without examples."""
         super().__init__(name="calibration_error")
         self.weight, self.sure, self.true = (
             self.add_weight((BINS,), "zeros", self.dtype, name=name)
@@ -196,15 +200,15 @@ class CalibrationError(keras.Metric):
 class Areas(keras.Metric):
     """`auc`, the area under the ROC, and `average_precision`; means over the numbers.
 
-    From counts of both kinds of labels at each step of the logit, which tell apart small
-    probabilities; Keras's has equal steps of the probability. Labels at one step count as tied,
-    which is what an area may be off by: half of their share. There are 4096 steps of 0.006 of one
-    number, fewer of many; `flotilla.trainer.tasks.exact.areas` has none. A number whose labels are
-    all of one kind has no area, and where none has one both are not a number.
+    They are computed from counts of both kinds of labels in steps of the logit, which resolve small
+    probabilities; Keras uses equal steps of the probability. Labels in one step count as tied, so
+    the error is at most half of their share. There are 4096 steps of 0.006 for one number, fewer
+    for many; `flotilla.trainer.tasks.exact.areas` has none. A number with one kind of labels has no
+    area; if none has one, both are NaN.
     """
 
     def __init__(self, numbers: int = 1, largest: float = 12, prefix: str = "") -> None:
-        """Measure rows of so many probabilities, by steps between the largest logits.
+        """Begin with rows of `numbers` probabilities, in steps between the largest logits.
 
         `prefix` begins the names of the means, such as `macro_`.
         """
@@ -230,11 +234,11 @@ class Areas(keras.Metric):
             variable.assign_add(tf.reshape(count, variable.shape))
 
     def result(self) -> dict[str, tf.Tensor]:
-        """Return both."""
+        """Return both means."""
         true, false = map(tf.convert_to_tensor, (self.true, self.false))
         hits, misses = (tf.cumsum(each, axis=1, reverse=True) for each in (true, false))
         all_true, all_false = hits[:, 0], misses[:, 0]
-        # Half of what is at the same step is above it.
+        # Half of the labels in the same step count as above.
         above = tf.reduce_sum(false * (hits - true / 2), axis=1)
         precise = tf.reduce_sum(true * tf.math.divide_no_nan(hits, hits + misses), axis=1)
         both = (all_true > 0) & (all_false > 0)
@@ -251,17 +255,17 @@ def _column(values: tf.Tensor, weights: Any) -> tf.Tensor:
 
 
 def _scores() -> Any:
-    # It loads pandas and takes half a second, which training has no use for.
+    # The import loads pandas and takes half a second; training does not need it.
     from sklearn import metrics  # noqa: PLC0415
 
     return metrics
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Return the logarithms of the probabilities of logits [n, classes], in double precision.
+    """Return the log-probabilities of logits [n, classes] in double precision.
 
-    That of a probability of nearly 1 is as exact as that of a small one, and equal logits give
-    equal ones whatever their order.
+    That of a probability near 1 is as precise as that of a small one, and equal logits give equal
+    values in any order.
     """
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     powers = np.exp(shifted)
@@ -283,9 +287,9 @@ def losses(labels: Labels, logits: Floats) -> Floats:
 
 
 def is_in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
-    """Say of each example whether its class is among the `TOP` that are taken to be likeliest."""
+    """Return whether the class of each example is among the `TOP` likeliest."""
     own = logits[np.arange(len(labels)), labels][:, np.newaxis]
-    # Of equal logits the higher class goes first, as in scikit-learn.
+    # Of equal logits the higher class comes first, as in scikit-learn.
     later = np.arange(logits.shape[1]) > labels[:, np.newaxis]
     ahead = (logits > own) | ((logits == own) & later)
     result: npt.NDArray[np.bool_] = ahead.sum(axis=1) < TOP
@@ -293,21 +297,21 @@ def is_in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
 
 
 def confusion(labels: Labels, guess: Labels, classes: int, weights: Any = None) -> Counts:
-    """Return how often each class [classes, classes] is the label, and the guess."""
+    """Return the confusion matrix [classes, classes]: labels by predictions."""
     return np.bincount(labels * classes + guess, weights, classes**2).reshape(classes, classes)
 
 
 def count_by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
-    """Return how often each class was predicted rightly, is the label, and was predicted."""
+    """Return the hits, labels and predictions of each class."""
     return cells.diagonal(), cells.sum(axis=1), cells.sum(axis=0)
 
 
 def per_class(
     counts: tuple[Counts, Counts, Counts], areas: Sequence[Area], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return precision, recall, F1, support and areas of each class; zeros where it is absent.
+    """Return precision, recall, F1, support and areas of each class; zeros if it is absent.
 
-    `counts` are those of `count_by_class`.
+    `counts` come from `count_by_class`.
     """
     hits, support, predicted = counts
     return [
@@ -324,17 +328,17 @@ def per_class(
 
 
 def plain(count: float) -> float | int:
-    """Return a count as a whole number, unless examples have weights."""
+    """Return a count as an int, unless examples have weights."""
     return int(count) if float(count).is_integer() else float(count)
 
 
 def plain_rows(counts: Counts) -> list[list[float | int]]:
-    """Return rows of counts."""
+    """Return rows of counts as plain numbers."""
     return [[plain(each) for each in row] for row in counts]
 
 
 def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
-    """Return ROC (false, true positive rate) and precision over recall of each class that can."""
+    """Return ROC and precision-recall curves of each class that has both kinds of examples."""
     found, probabilities = [], softmax(logits)
     for index, name in enumerate(names):
         own, score = labels == index, probabilities[:, index]
@@ -342,18 +346,16 @@ def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, A
             continue
         false, true, _ = _scores().roc_curve(own, score)
         precision, recall, _ = _scores().precision_recall_curve(own, score)
-        found.append(
-            {"label": name, "roc": _thinned(false, true), "pr": _thinned(recall, precision)}
-        )
+        found.append({"label": name, "roc": _thin(false, true), "pr": _thin(recall, precision)})
     return found
 
 
 def roc(labels: Labels, logits: Floats) -> list[list[float]]:
     """Return one ROC curve: points of false positive rate, true positive rate and threshold.
 
-    Of two classes it is that of the second one. Of more it is micro-averaged: every class of every
-    example is one question, whether it is that class, and all of them make one curve. Empty where
-    there is nothing to distinguish.
+    For two classes it is that of the second one. For more it is micro-averaged: each class of each
+    example is one binary decision, and all of them make one curve. Empty if there is only one kind
+    of examples.
     """
     probabilities, classes = softmax(logits), logits.shape[1]
     if classes <= _BINARY:
@@ -364,12 +366,12 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
     if not 0 < own.sum() < len(own):
         return []
     false, true, thresholds = _scores().roc_curve(own, score)
-    # The first threshold is above every score: it is infinite, which JSON cannot say.
-    return _thinned(false, true, thresholds.clip(0, 1))
+    # The first threshold is infinite, which JSON cannot represent.
+    return _thin(false, true, thresholds.clip(0, 1))
 
 
-def _thinned(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
-    """Return all of few points, else those at equal steps along the curve, with both ends."""
+def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
+    """Return all points of a short curve, else points at equal steps along it, with both ends."""
     kept = np.arange(len(x))
     if len(x) > CURVE_POINTS:
         way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
@@ -380,14 +382,14 @@ def _thinned(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
 
 
 def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
-    """Return whether the likeliest class is right [n], and how sure of it a model is [n]."""
+    """Return whether the likeliest class is right [n], and its probability [n]."""
     return logits.argmax(axis=1) == labels, np.exp(log_softmax(logits).max(axis=1))
 
 
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
-    Of examples with weights these are sums, which may be far below 1. Fast enough for a thousand
+    Counts of weighted examples are sums, which may be far below 1. Fast enough for a thousand
     resamples of a thousand classes.
     """
     occurs = (support + predicted) > 0
@@ -402,9 +404,10 @@ def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, floa
 
 
 def make_average_test(metric: str, labels: Labels, guess: Labels, weights: Floats) -> Tested:
-    """Return what makes one of `AVERAGES` of the guesses and the labels of other examples.
+    """Return a function that computes one of `AVERAGES` for permuted labels.
 
-    Labels below zero are none. Labels and guesses [n] or [n, places] have weights [n] or [n, 1].
+    Labels below zero are ignored. Labels and guesses [n] or [n, positions] have weights [n] or [n,
+    1].
     """
     size = int(max(labels.max(), guess.max())) + 1
 

@@ -1,4 +1,4 @@
-"""Several outputs of one model, each with a task of its own.
+"""Several outputs of one model, each with its own task.
 
     label     a mapping by the targets' names
     outputs   a mapping by the same names, each as its task has it
@@ -6,8 +6,8 @@
     metrics   those of each task, as `<output>_<metric>`
     answers   those of each task, as `<output>_<column>`
 
-Outputs are balanced by `task.outputs.<label>.weight`: losses of other units, such as the square of
-an income and a cross entropy, do not add up by themselves.
+`task.outputs.<label>.weight` balances the outputs: losses in different units, such as a squared
+income and a cross entropy, are not comparable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from flotilla.trainer.tasks.base import (
 from flotilla.trainer.tasks.exact.intervals import above_zero
 from flotilla.trainer.tasks.exact.sums import Moments
 
-# Of constants that outputs have together.
+# Most joint constants of all outputs.
 _COMBINATIONS = 16
 
 
@@ -71,17 +71,17 @@ class MultiOutput(Task):
         raise TypeError(f"{self.name} has a loss for each of its parts")
 
     def chance_loss(self) -> float:
-        """Return the sum of those of the outputs."""
+        """Return the weighted sum of the outputs' chance losses."""
         return sum(
             self.loss_weights[name] * part.chance_loss() for name, part in self.parts.items()
         )
 
     def metrics(self) -> list[keras.Metric]:
-        """Return none: each of `parts` has its own."""
+        """Return none: each of `parts` has its own metrics."""
         return []
 
     def at(self, thresholds: Mapping[str, Any]) -> Task:
-        """Return it with the thresholds of outputs by their names."""
+        """Return this task with the thresholds of outputs by name."""
         parts = {
             name: part.at({"": thresholds[name]} if name in thresholds else {})
             for name, part in self.parts.items()
@@ -93,7 +93,7 @@ class MultiOutput(Task):
         return {name: part.outputs(given[name]) for name, part in self.parts.items()}
 
     def given(self, outputs: Any) -> Any:
-        """Return what the model gave for them."""
+        """Convert the outputs of each task to what the model returns."""
         return {name: part.given(outputs[name]) for name, part in self.parts.items()}
 
     def predictions(self, outputs: Any) -> Any:
@@ -101,19 +101,19 @@ class MultiOutput(Task):
         return {name: part.predictions(outputs[name]) for name, part in self.parts.items()}
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return the columns of each task, after the name of its output."""
+        """Return the columns of each task, prefixed with the name of its output."""
         found: dict[str, tf.Tensor] = {}
         for name, part in self.parts.items():
-            found |= _named(name, part.answers(outputs[name]))
+            found |= _add_prefix(name, part.answers(outputs[name]))
         return found
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the outputs of each task, from the columns that begin with its name."""
-        own = by_output(self.parts, answers)
+        """Return the outputs of each task, from the columns with its prefix."""
+        own = group_by_output(self.parts, answers)
         return {name: part.outputs_of(own[name]) for name, part in self.parts.items()}
 
     def example_losses(self, labels: Any, outputs: Any) -> Floats:
-        """Return the weighted sum [n]."""
+        """Return the weighted sum of the losses [n]."""
         each = [
             self.loss_weights[name] * part.example_losses(labels[name], outputs[name])
             for name, part in self.parts.items()
@@ -138,22 +138,22 @@ class MultiOutput(Task):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the details of each task as `outputs`; its tables and charts after its name."""
+        """Return the details of each task as `outputs`, and its tables and charts with a prefix."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
         for name, part in self.parts.items():
-            each = part.details(Remade(examples, partial(_of_output, name=name)))
+            each = part.details(Remade(examples, partial(_select_output, name=name)))
             for kind in ("metrics", "intervals"):
-                found[kind] |= _named(name, each.pop(kind, {}))
+                found[kind] |= _add_prefix(name, each.pop(kind, {}))
             for kind in ("tables", "charts"):
-                found[kind] += _titled(name, each.pop(kind, []))
+                found[kind] += _prefix_titles(name, each.pop(kind, []))
             by_output[name] = each
         return {**found, "outputs": by_output}
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return those of the outputs in every combination; of too many some."""
+        """Return combinations of the outputs' constants, at most a fixed number."""
         each = [
-            part.constants(Remade(examples, partial(_of_output, name=name)))
+            part.constants(Remade(examples, partial(_select_output, name=name)))
             for name, part in self.parts.items()
         ]
         longest = max(map(len, each))
@@ -172,11 +172,11 @@ class MultiOutput(Task):
         ]
 
     def tally(self) -> Tally:
-        """Return what gathers those of each task."""
+        """Return an accumulator of the tasks' accumulators."""
         return _OfOutputs({name: part.tally() for name, part in self.parts.items()}, self)
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse those that the task of an output refuses."""
+        """Refuse labels that the task of an output refuses."""
         for name, part in self.parts.items():
             try:
                 part.check_labels(labels[name])
@@ -184,7 +184,7 @@ class MultiOutput(Task):
                 raise SplitError(f"for the output {name!r} {error}") from None
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse other outputs than a mapping by the targets' names, each as its task wants it."""
+        """Refuse an output that is not a mapping by the targets' names with fitting values."""
         names = ", ".join(f"{name}: ..." for name in self.parts)
         if not isinstance(output, Mapping):
             found = f"{len(output)} outputs" if isinstance(output, list | tuple) else "one output"
@@ -206,7 +206,7 @@ class _OfOutputs(Tally):
 
     def add(self, part: Part) -> None:
         for name, each in self._tallies.items():
-            each.add(_of_output(part, name))
+            each.add(_select_output(part, name))
         losses = self._task.example_losses(part.labels, part.outputs)
         self._loss.add(losses[np.newaxis], example_weights(part))
 
@@ -225,16 +225,16 @@ class _OfOutputs(Tally):
             for kind in ("metrics", "intervals"):
                 values = own.pop(kind, {})
                 values.pop("loss", None)
-                found[kind] |= _named(name, values)
-            found["tables"] += _titled(name, own.pop("tables", []))
+                found[kind] |= _add_prefix(name, values)
+            found["tables"] += _prefix_titles(name, own.pop("tables", []))
             by_name[name] = own
         return {**found, "outputs": by_name}
 
 
-def by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the columns of each output, by the names that its task gives them.
+def group_by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the columns of each output, without the prefix.
 
-    One output may be called as the columns of another one begin: the longer name has them.
+    If one output's name is the beginning of another one's columns, the longer name wins.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for column, values in answers.items():
@@ -243,16 +243,16 @@ def by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dic
     return found
 
 
-def _named(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _add_prefix(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{name}_{key}": value for key, value in values.items()}
 
 
-def _titled(name: str, pictures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _prefix_titles(name: str, pictures: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**each, "title": f"{name}: {each['title']}"} for each in pictures]
 
 
 def _apart(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    found = _named(name, values)
+    found = _add_prefix(name, values)
     if twice := [each for each in found if each in known]:
         raise ConfigError(
             f"data.label: two outputs have a metric {twice[0]!r}, of which one is {name!r}; call "
@@ -261,7 +261,7 @@ def _apart(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> di
     return found
 
 
-def _of_output(part: Part, name: str) -> Part:
+def _select_output(part: Part, name: str) -> Part:
     return part._replace(labels=part.labels[name], outputs=part.outputs[name])
 
 

@@ -38,7 +38,7 @@ from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 
 class MultilabelClassification(Sigmoid):
-    """See the module; the argument of `task.args` is `labels`, names of the classes."""
+    """See the module; `task.args` may give `labels`, the names of the classes."""
 
     name = "multilabel_classification"
     main_metric = "macro_f1"
@@ -51,7 +51,7 @@ class MultilabelClassification(Sigmoid):
     }
 
     def __init__(self, target: Target, *, labels: tuple[str, ...] = ()) -> None:
-        """Take a row of yes or no."""
+        """Accept a vector of bools."""
         kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
         if len(target.shape) != 1 or target.shape[0] < 0 or kind not in "iubf" or not kind:
             raise ConfigError(f"it takes a row of 0 and 1, one for each class, not {target}")
@@ -64,12 +64,12 @@ class MultilabelClassification(Sigmoid):
 
     @property
     def output_shape(self) -> Shape:
-        """One logit a class."""
+        """One logit per class."""
         return self.target.shape
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes; their numbers where they have none."""
+        """Names of the classes; their numbers if they have no names."""
         return self._labels
 
     def metrics(self) -> list[keras.Metric]:
@@ -86,14 +86,14 @@ class MultilabelClassification(Sigmoid):
         ]
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the names of the classes that it has, and of those that are predicted."""
+        """Return the names of the true and of the predicted classes."""
         return {
             name: ", ".join(n for n, yes in zip(self._labels, each, strict=True) if yes) or "none"
             for name, each in (("label", label), ("predicted", output > 0))
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the curves of each class that can have them."""
+        """Return the curves of each class that has both kinds of examples."""
         part, curves = sample_examples(examples), []
         for index, name in enumerate(self._labels):
             # The softmax of [0, logit] is the sigmoid.
@@ -103,14 +103,14 @@ class MultilabelClassification(Sigmoid):
         return {"labels": list(self._labels), "curves": curves}
 
     def tally(self) -> Tally:
-        """Return what measures all of `directions`."""
+        """Return the accumulator of all `directions`."""
         return OfLabels(self._labels)
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return all classes, the best row for the counts, the commonest one, and the shares."""
+        """Return all classes, the best classes for F1, the most frequent vector, and the shares."""
         shares = weighted_mean(examples, lambda part: part.labels)
         ordered = -np.sort(-shares)
-        # With the j most frequent classes F1 of all of them together is 2 hits / (all + j).
+        # With the j most frequent classes, micro F1 is 2 hits / (all + j).
         best = np.argmax(np.cumsum(ordered) / (shares.sum() + np.arange(1, len(shares) + 1)))
         rows, counts = np.unique(sample_examples(examples).labels, axis=0, return_counts=True)
         frequent = np.where(shares >= ordered[best], SURE, -SURE)
@@ -122,7 +122,7 @@ class MultilabelClassification(Sigmoid):
         ]
 
     def tested_by(self, metric: str, part: Part) -> Tested | None:
-        """Test the mean of F1 over the classes by itself."""
+        """Test the macro F1 by itself."""
         if metric != "macro_f1":
             return None
         true, given, weights = part.labels.astype(bool), part.outputs > 0, example_weights(part)

@@ -1,4 +1,4 @@
-"""Losses and metrics by name: Keras's own (snake case or class), or `package.module:name`."""
+"""Losses and metrics by name: Keras's (snake case or class), or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flotilla.trainer.tasks.base import Direction
 
 # Keras's list of variables without a value.
 _WAITING = "uninitialized_variables"
-# Keras chooses among its own by the shapes of labels and outputs.
+# Keras chooses one of its accuracies by the shapes of labels and outputs.
 _BY_SHAPE = ("accuracy", "acc")
 _SHORT = ("bce", "mse", "mae", "mape", "msle")
 _BASES = {"Loss", "LossFunctionWrapper", "Metric", "Mean", "Sum", "MeanMetricWrapper"}
@@ -25,12 +25,12 @@ _LOWER = re.compile(r"error|loss|crossentropy|hinge|divergence|poisson|log_cosh|
 _HIGHER = re.compile(
     r"acc|auc|precision|recall|sensitivity|specificity|f1|f_beta|r2_score|io_u|cosine|correlation"
 )
-# The class of all of Keras's losses of a function, which it does not export.
+# The class of all Keras losses that wrap a function; Keras does not export it.
 _LossFunctionWrapper = keras.losses.MeanSquaredError.__base__
 
 
 def _snake_case(name: str) -> str:
-    """Return the name of a class in lower case, as Keras does."""
+    """Convert a class name to snake case, as Keras does."""
     words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
 
@@ -48,8 +48,8 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # Asking Keras for one of these names makes it, which starts TensorFlow's threads: tasks are
-    # forked from a process that has imported this.
+    # Looking up these names in Keras creates the objects and starts TensorFlow's threads, but tasks
+    # are forked from a process that has imported this module.
     long = (
         keras.metrics.BinaryCrossentropy,
         keras.metrics.MeanSquaredError,
@@ -61,17 +61,17 @@ def _metrics() -> Iterator[tuple[str, Any]]:
         yield from ((each, kind) for each in (name, name.upper()))
 
 
-#: Keras's own by name: functions and classes of losses, classes of metrics.
+#: Keras's names: functions and classes of losses, classes of metrics.
 LOSSES, METRICS = dict(_losses()), dict(_metrics())
 _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRICS)}
 
 
 @contextmanager
 def skip_initial_values() -> Iterator[None]:
-    """Give the variables that are made within no values, now and later: nothing reads them.
+    """Create variables without values in this block: their values are never read.
 
-    Keras would make up for it where the next scope without state ends, wherever that is: with the
-    variables of a model that is placed on parameter servers, for one.
+    Keras would otherwise initialize them when the next stateless scope ends: together with the
+    variables of a model on parameter servers, for example.
     """
     waiting = list(global_state.get_global_attribute(_WAITING, []))
     try:
@@ -84,16 +84,16 @@ def skip_initial_values() -> Iterator[None]:
 def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
     """Return the loss that the configuration names at `key`.
 
-    A cross entropy of Keras's takes `logits` or probabilities; its name alone says neither.
+    A Keras cross entropy takes `logits` or probabilities, which its name does not say.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot be made.
+        ConfigError: the name is unknown, or the loss cannot be created.
     """
-    found = _found("loss", name, key)
+    found = _find("loss", name, key)
     takes = inspect.signature(found).parameters if callable(found) else {}
     given = {"from_logits": logits} if ":" not in name and "from_logits" in takes else {}
     if inspect.isclass(found):
-        found = _made(key, name, lambda: found(**given))
+        found = _instantiate(key, name, lambda: found(**given))
     elif callable(found) and not isinstance(found, keras.losses.Loss):
         found = _LossFunctionWrapper(found, name=name.rpartition(":")[2], **given)
     if not isinstance(found, keras.losses.Loss):
@@ -102,25 +102,25 @@ def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
 
 
 def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
-    """Return the metric that the configuration names at `key`; that of a class by default.
+    """Return the metric that the configuration names at `key`, with default arguments.
 
-    A function without arguments returns a metric; any other one is averaged over the examples.
+    A function without arguments returns a metric; any other function is averaged over the examples.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot be made.
+        ConfigError: the name is unknown, or the metric cannot be created.
     """
     if name in _BY_SHAPE:
         return _accuracy(labels, predictions)(name=name)
-    found = _found("metric", name, key)
+    found = _find("metric", name, key)
     called = report_name(name)
     if inspect.isclass(found):
-        found = _made(key, name, found)
+        found = _instantiate(key, name, found)
         called = called if name in METRICS else found.name
     elif callable(found) and not isinstance(found, keras.Metric):
         function = found
         if inspect.signature(function).parameters:
             return keras.metrics.MeanMetricWrapper(function, name=called)
-        found = _made(key, name, function)
+        found = _instantiate(key, name, function)
         called = getattr(found, "name", called)
     if not isinstance(found, keras.Metric):
         raise ConfigError(f"{key}: {name} is a {type(found).__name__}, not a metric")
@@ -129,7 +129,7 @@ def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
 
 
 def _accuracy(labels: Any, predictions: Any) -> Any:
-    """Return the accuracy that Keras takes for labels and predictions of these shapes."""
+    """Return the accuracy that Keras chooses for labels and predictions of these shapes."""
     *more, classes = predictions.shape
     if classes == 1:
         return keras.metrics.BinaryAccuracy
@@ -139,12 +139,12 @@ def _accuracy(labels: Any, predictions: Any) -> Any:
 
 
 def report_name(name: str) -> str:
-    """Return by which name a metric of Keras's, or a function, is reported: in snake case."""
+    """Return the reported name of a Keras metric or a function: in snake case."""
     return _snake_case(name) if name in METRICS else name.rpartition(":")[2]
 
 
 def find_direction(metric: keras.Metric) -> Direction | None:
-    """Say whether a higher or a lower value is better; None for what Keras does not know."""
+    """Say whether a higher or a lower value is better; None if Keras does not know."""
     kind = class_name(metric)
     if kind not in METRICS and kind not in LOSSES:
         return None
@@ -162,18 +162,18 @@ def class_name(metric: keras.Metric) -> str:
 
 
 def is_by_class(loss: keras.losses.Loss) -> bool:
-    """Say whether a loss takes an output for each class; of one output it is always 0."""
+    """Say whether a loss needs an output per class; with one output it is always 0."""
     return "categorical" in getattr(getattr(loss, "fn", None), "__name__", "")
 
 
 def advise_sparse(losses: Iterable[keras.losses.Loss]) -> str:
-    """Return a hint at the losses of class numbers in place of those of one-hot labels."""
+    """Return a hint to use losses of class numbers instead of one-hot labels."""
     kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]
     sparse = [f"sparse_{kind}" for kind in kinds if f"sparse_{kind}" in LOSSES]
     return f"; of labels that are numbers of classes, use {', '.join(sparse)}" if sparse else ""
 
 
-def _found(kind: str, name: str, key: str) -> Any:
+def _find(kind: str, name: str, key: str) -> Any:
     known = _MODULES[kind][1]
     if ":" in name:
         return user_code.find_named(key, name, kind)
@@ -184,14 +184,14 @@ def _found(kind: str, name: str, key: str) -> Any:
 
 
 def advise_nearest(kind: str, name: str) -> str:
-    """Return a hint at the loss or the metric of Keras's that is meant; empty if none is near."""
+    """Return a hint with the closest Keras name; empty if none is close."""
     return nearest(name, _MODULES[kind][1])
 
 
-def _made(key: str, name: str, make: Callable[[], Any]) -> Any:
+def _instantiate(key: str, name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    # A class of the user's may fail in any way.
+    # A user's class may raise anything.
     except Exception as error:
         raise ConfigError(
             f"{key}: {name} cannot be made without arguments: {user_code.format_error(error)}; "

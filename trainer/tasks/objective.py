@@ -1,12 +1,12 @@
-"""What training minimises and a validation measures, for one task and any model.
+"""The training loss and the validation metrics, for one task and any model.
 
-The loss goes the way of Keras: by `compute_loss` of the model, so that `add_loss`, regularizers,
-masks, weights of examples and a `compute_loss` of the user's count under every strategy as they do
-in `fit`. What Keras's own loss of a compiled model holds is taken out of it before: a container
-that makes variables when it is called first, which no graph on a worker can.
+The loss is computed by Keras's `compute_loss` of the model, so that `add_loss`, regularizers,
+masks, example weights and a user's `compute_loss` work under every strategy as in `fit`. The loss
+container of a compiled model is removed before: it creates variables at its first call, which a
+graph on a worker cannot do.
 
-Metrics are Keras's. Their states are sums over the examples: `totals` returns the sums of all of
-them as one vector, vectors of several workers are added, and `means` makes values of it.
+Metrics are Keras's. Their states are sums over the examples: `totals` returns all sums as one
+vector, vectors of several workers are added, and `means` computes the values.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from flotilla.trainer.tasks.task_loss import (
     whole_losses,
 )
 
-# Tasks without loops or branches over tensors, which AutoGraph takes seconds to look for.
+# Tasks whose code has no loops or branches over tensors, so that the slow AutoGraph is not needed.
 _BUILT_IN = "flotilla.trainer.tasks."
-# Calls before it is worth a trace, which takes as long as many of them.
+# Calls before a trace pays off: tracing takes as long as many calls.
 _UNTRACED = 8
-# Labels and outputs of any shape, for metrics that are looked up by name.
+# Labels and outputs of any shape, to look up metrics by name.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 
 
 class Objective:
-    """The loss and the metrics of one task, as configuration and compiled model say them."""
+    """The loss and the metrics of one task, from the configuration and the compiled model."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -79,21 +79,21 @@ class Objective:
         main_metric: str = "",
         better: Direction | None = None,
     ) -> None:
-        """Measure nothing yet.
+        """Take the configuration.
 
         Args:
-            task: says what is predicted, and all that is not said otherwise.
-            loss: by name, in place of that of the task and of a compiled model.
-            metrics: further ones of every output, by name.
-            outputs: loss and metrics by name, of those of several outputs that say them.
-            weights: of each class in training, by output as in `Task.parts`, where it has some.
-            main_metric: in place of that of the task.
-            better: its direction, where neither the task nor Keras knows it.
+            task: the task, which also gives the defaults.
+            loss: name of a loss that replaces those of the task and of a compiled model.
+            metrics: names of further metrics for every output.
+            outputs: loss and metrics of single outputs, by output name.
+            weights: weights of classes in training, by output as in `Task.parts`.
+            main_metric: replaces the task's main metric.
+            better: its direction, if neither the task nor Keras knows it.
         """
         self.task = task
         self.main_metric = main_metric or task.main_metric
         self._better = better
-        # Directions of the metrics that are not the task's own.
+        # Directions of metrics that are not the task's.
         self._further: dict[str, Direction | None] = {}
         self.compiled: Compiled | None = None
         if loss and len(task.parts) > 1:
@@ -113,8 +113,8 @@ class Objective:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without metrics; they are made for the task when the first model is measured."""
-        #: Where the state of the loss and of each metric is in a vector of `totals`.
+        """Begin without metrics; they are created when the first model is measured."""
+        #: Position of the state of the loss and of each metric in a vector of `totals`.
         self.states = [State(name=LOSS, begin=0, end=2, shapes=(), measured=None)]
         self._summed = self._sums
         tasks = (self.task, *self.task.parts.values())
@@ -123,7 +123,7 @@ class Objective:
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._calls: Counter[bool] = Counter()
         self._traced_alone: dict[str, Any] = {}
-        # Outputs whose metrics are the tally's: of a task of the user's they may be others.
+        # Outputs whose metrics come from the tally; a user's task may differ.
         self._exact = {
             _path(name)
             for name, part in self.task.parts.items()
@@ -131,7 +131,7 @@ class Objective:
         }
 
     def _require_names(self) -> None:
-        """Refuse a loss or a metric that does not exist."""
+        """Refuse unknown losses and metrics."""
         with named.skip_initial_values():
             for _, key, name in self._named:
                 named.metric(name, key, *_ONE)
@@ -139,7 +139,7 @@ class Objective:
             named.loss(name, key, logits=True)
 
     def at(self, thresholds: Mapping[str, Any]) -> Objective:
-        """Return the same one of a model that decides by other thresholds; see `Task.at`."""
+        """Return this objective with other decision thresholds; see `Task.at`."""
         if not thresholds:
             return self
         found = copy.copy(self)
@@ -148,14 +148,14 @@ class Objective:
         return found
 
     def accept(self, model: keras.Model, outputs: Any) -> None:
-        """Take what a model was compiled with, and refuse one that does not fit the task.
+        """Take the compiled arguments of a model, and refuse a model that does not fit the task.
 
         Args:
-            model: built; it is not compiled any more after it.
-            outputs: what it gives for symbolic inputs.
+            model: a built model; afterwards it is no longer compiled.
+            outputs: its outputs for symbolic inputs.
 
         Raises:
-            ConfigError: it does not fit, or its loss does not fit what it gives.
+            ConfigError: the model does not fit the task, or its loss does not fit its outputs.
         """
         last = last_layers(model)
         found = read_compiled(model)
@@ -171,12 +171,12 @@ class Objective:
         self.task.check_output(outputs, last)
         self._require_measured(outputs)
         if found:
-            # Neither its optimizer nor its metrics belong into a checkpoint or an exported model.
+            # Neither its optimizer nor its metrics belong in a checkpoint or an exported model.
             model.compiled, model.optimizer, model._compile_metrics = False, None, None
         self.attach(model)
 
     def _require_measured(self, outputs: Any) -> None:
-        """Refuse a loss or a metric that does not take labels and outputs of these shapes."""
+        """Refuse a loss or a metric that does not accept labels and outputs of these shapes."""
         parts = self.task.parts
         labels: Any = {name: _label(each.target) for name, each in parts.items()}
         labels = labels.get("", labels)
@@ -186,13 +186,13 @@ class Objective:
                 self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
             what = "its metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
-            # Of as many examples as there are classes, what does not fit might be broadcast.
+            # With as many examples as classes, wrong shapes might be broadcast.
             rows = next(n for n in count(2) if n not in sizes)
             zeros = partial(_zeros, rows=rows)
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
         except ConfigError:
             raise
-        # Code of the user's may fail in any way.
+        # User code may raise anything.
         except Exception as error:
             hint = named.advise_sparse(each.loss for each in self._loss.terms)
             line = user_code.format_error(error)
@@ -200,11 +200,11 @@ class Objective:
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
-        """That which the model was compiled with, if it was."""
+        """The optimizer that the model was compiled with, if any."""
         return self.compiled.optimizer if self.compiled else None
 
     def attach(self, model: keras.Model) -> keras.Model:
-        """Make the task's loss that of a model, and return the model."""
+        """Set the task's loss on a model, and return the model."""
         attach(model, self._loss)
         return model
 
@@ -219,8 +219,7 @@ class Objective:
         if found is not None and found.loss is not None:
             labels = {name: _label(each.target) for name, each in parts.items()}
             terms = [
-                self._taken_from(term, last)
-                for term in found.terms(labels.get("", labels), outputs)
+                self._bind_task(term, last) for term in found.terms(labels.get("", labels), outputs)
             ]
         for name, (key, loss) in self._losses.items():
             path, part = _path(name), parts[name]
@@ -232,7 +231,7 @@ class Objective:
             terms = [*kept, Term(path, made, self.task.loss_weights.get(name), part)]
         return terms
 
-    def _taken_from(self, term: Term, last: Any) -> Term:
+    def _bind_task(self, term: Term, last: Any) -> Term:
         """Return a loss of the compiled model with the task of its output."""
         part = find_at_path(self.task.parts, term.path or ("",))
         if not isinstance(part, Task):
@@ -243,16 +242,16 @@ class Objective:
         return term._replace(part=part)
 
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
-        """Return the mean loss of a batch in training, with the losses of layers."""
+        """Return the mean training loss of a batch, including the losses of layers."""
         inputs, labels, weights = self.weighed(batch)
         with whole_losses():
             value = model._compute_loss(inputs, labels, outputs, weights, training=True)
         return tf.cast(value, tf.float32)
 
     def weighed(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """Return inputs, labels, and the weights that examples have in training, or None.
+        """Return inputs, labels, and training weights of examples, or None.
 
-        Of several outputs of which the classes of some weigh these are by output, as in Keras.
+        With several outputs, if classes have weights, the weights are by output, as in Keras.
         """
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if not self._class_weights:
@@ -265,9 +264,9 @@ class Objective:
 
     @property
     def directions(self) -> dict[str, Direction | None]:
-        """What is measured, by name, and whether higher or lower is better, where it is known.
+        """All metrics by name, and whether higher or lower is better, if known.
 
-        Those of the model are known once one was accepted and measured; see `measures`.
+        Metrics of the model are known after a model was accepted and measured; see `measures`.
         """
         known = {**self._further, LOSS: "lower", **self.task.directions}
         if self._better and self.main_metric in known:
@@ -276,56 +275,58 @@ class Objective:
 
     @property
     def judged_by(self) -> dict[str, Any]:
-        """What says by which metric models are compared, to be written down."""
+        """The main metric for a record: its name and direction."""
         return {"main_metric": self.main_metric, "directions": self.directions}
 
     def totals(self, model: keras.Model, batches: tf.data.Dataset) -> tf.Tensor:
         """Return the sums over finite batches: of examples, of the loss, and of all metrics.
 
-        A vector in double precision. It is traced into a graph, which may run elsewhere.
+        The result is a vector in double precision. It is traced into a graph, which may run
+        elsewhere.
         """
         self._build(*_one_example(model, batches.element_spec))
         total = tf.zeros([self.states[-1].end], tf.float64)
-        # Not over the dataset itself: its functions may not reach variables on other machines.
+        # No `Dataset.reduce`: functions of a dataset may lack access to variables on other
+        # machines.
         for batch in iter(batches):
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
-            given = in_single_precision(model(inputs, training=False))
+            given = cast_outputs(model(inputs, training=False))
             loss = None
             if has_own(model, "compute_loss"):
-                # What it keeps for itself is not of the training.
+                # Values that it stores on the model are not part of training.
                 with keras.StatelessScope(), whole_losses():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
             total += self._summed(labels, self.task.outputs(given), weights, loss)
         return total
 
     def sums(self, part: Part, *, all_metrics: bool = True) -> Sums:
-        """Return the vector of `totals` for examples that a model has predicted.
+        """Return the vector of `totals` for examples with stored predictions.
 
-        Without all metrics, what `tally` measures exactly is left out.
+        Without all metrics, those that `tally` measures exactly are left out.
         """
         labels, outputs, weights, _ = part
-        self._build(*(at(tree, slice(0, 1)) for tree in part[:3]))
+        self._build(*(select_rows(tree, slice(0, 1)) for tree in part[:3]))
         given = tf.nest.map_structure(_tensor, (labels, outputs, weights))
         self._calls[all_metrics] += 1
         calls, function = self._calls[all_metrics], self._summed
         if calls > _UNTRACED:
             function = self._traced
         if calls == _UNTRACED + 1:
-            # For any number of examples from the first on, or the next number traces it again.
-            any_number = tf.nest.map_structure(_of_any_number, given)
+            # Relax the batch size at the first trace, or another size would trace again.
+            any_number = tf.nest.map_structure(_relax_batch, given)
             self._traced.get_concrete_function(*any_number, all_metrics=all_metrics)
         found: Sums = function(*given, all_metrics=all_metrics).numpy()
         return found
 
     def means(self, sums: Sums) -> dict[str, float]:
-        """Return what `measured` does, without what these examples do not define."""
+        """Return the metrics from totals, without undefined ones."""
         return {name: value for name, value in self.measured(sums).items() if value is not None}
 
     def measured(self, sums: Sums, *, all_metrics: bool = True) -> dict[str, float | None]:
-        """Return the mean loss and the metrics from `totals`, or from totals that were added up.
+        """Return the mean loss and the metrics from `totals`, or from a sum of totals.
 
-        None is a metric that these examples do not define, as an area under the ROC of one class.
-        Without all metrics, those that `tally` measures are left out; see `sums`.
+        A metric is None if these examples do not define it, like an area under the ROC of one
+        class. Without all metrics, those that `tally` measures are left out; see `sums`.
 
         Raises:
             UserError: there are no examples.
@@ -339,11 +340,11 @@ class Objective:
         return main_first(found, self.main_metric)
 
     def of_each(self, place: int, part: Part) -> Sums:
-        """Return the state [n, size] of a metric that each example would have alone.
+        """Return the state [n, size] of a metric for each example separately.
 
-        `place` is that of the state in `states`.
+        `place` is the index of the state in `states`.
         """
-        self._build(*(at(tree, slice(0, 1)) for tree in part[:3]))
+        self._build(*(select_rows(tree, slice(0, 1)) for tree in part[:3]))
         state = self.states[place]
         assert state.measured is not None
         if (values := self.task.of_each(state.name, part)) is not None:
@@ -351,7 +352,7 @@ class Objective:
             return np.stack([values * weights, weights], axis=1)
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
         if state.name not in self._traced_alone:
-            # Traced again for every part, it would take longer than all that it computes.
+            # Tracing it for every part would take longer than the computation.
             self._traced_alone[state.name] = tf.function(
                 partial(self._alone, state.measured), reduce_retracing=True
             )
@@ -362,35 +363,37 @@ class Objective:
         def alone(one: Any) -> tf.Tensor:
             labels, outputs, *weights = tf.nest.map_structure(lambda each: each[tf.newaxis], one)
             before = [tf.zeros(v.shape, v.dtype) for v in measured.metric.variables]
-            taken = self._taken(measured, labels, outputs, weights[0] if weights else None)
+            taken = self._prepare_arguments(
+                measured, labels, outputs, weights[0] if weights else None
+            )
             after = measured.metric.stateless_update_state(before, *taken)
             return tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in after], 0)
 
         return tf.vectorized_map(alone, tf.nest.map_structure(tf.convert_to_tensor, given))
 
     def is_exact(self, measured: Measured) -> bool:
-        """Say whether a metric of validations is measured by the task's tally in an evaluation."""
+        """Say whether the task's tally replaces a validation metric in an evaluation."""
         return measured.own and measured.path in self._exact
 
     def tally(self) -> Measuring:
-        """Return what measures all examples of an evaluation, or those of a slice, by parts."""
+        """Return an accumulator for an evaluation or a slice."""
         return Measuring(self)
 
-    def _measured(self) -> list[Measured]:
+    def _measure_all(self) -> list[Measured]:
         return [each.measured for each in self.states if each.measured]
 
     def _build(self, labels: Any, outputs: Any, weights: Any = None) -> None:
-        """Make the metrics, some of which make their variables at the first update."""
+        """Create the metrics, some of which create their variables at the first update."""
         if len(self.states) > 1:
             return
-        # Nothing reads these variables.
+        # These variables are never read.
         with named.skip_initial_values():
             for each in [*self._all_metrics(labels, outputs)]:
-                each.metric.update_state(*self._taken(each, labels, outputs, weights))
+                each.metric.update_state(*self._prepare_arguments(each, labels, outputs, weights))
                 self.states.append(self.states[-1].followed_by(each))
 
     def _all_metrics(self, labels: Any, outputs: Any) -> Iterator[Measured]:
-        """Yield those of the task, of the configuration and of the compiled model, each once."""
+        """Yield the distinct metrics of the task, the configuration and the compiled model."""
         yield from (
             Measured(_path(name), each, f"{name}_" if name else "", own=True)
             for name, part in self.task.parts.items()
@@ -421,7 +424,9 @@ class Objective:
                 )
             seen.add(each.name)
 
-    def _taken(self, each: Measured, labels: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
+    def _prepare_arguments(
+        self, each: Measured, labels: Any, outputs: Any, weights: Any
+    ) -> tuple[Any, ...]:
         """Return labels, predictions and weights as a metric takes them."""
         task, path = self.task, each.path
         part = find_at_path(task.parts, path or ("",))
@@ -440,29 +445,29 @@ class Objective:
     def _sums(
         self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True
     ) -> tf.Tensor:
-        """Return the vector of one batch; `loss` is its mean where the model computes its own."""
+        """Return the vector of one batch; `loss` is its mean if the model computes its own loss."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
             with whole_losses():
                 loss = self._loss(labels, self.task.given(outputs), weights)
         parts = [count, tf.cast(loss, tf.float64) * count]
-        for each in self._measured():
+        for each in self._measure_all():
             before = [tf.zeros(v.shape, v.dtype) for v in each.metric.variables]
             if not all_metrics and self.is_exact(each):
                 parts += before
                 continue
-            taken = self._taken(each, labels, outputs, weights)
+            taken = self._prepare_arguments(each, labels, outputs, weights)
             parts += each.metric.stateless_update_state(before, *taken)
         return tf.concat([tf.reshape(tf.cast(each, tf.float64), [-1]) for each in parts], 0)
 
 
 def has_own(model: keras.Model, method: str) -> bool:
-    """Say whether a model overrides a method of Keras's training."""
+    """Say whether a model overrides a method of `keras.Model`."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Return the path of an output; that of a single one, which has no name, is empty."""
+    """Return the path of an output; empty for a single output, which has no name."""
     return (name,) if name else ()
 
 
@@ -476,7 +481,7 @@ def _label(target: Target) -> keras.KerasTensor:
 
 
 class Measuring(Tally):
-    """The metrics of some examples: exact ones of the task, others by their states."""
+    """The metrics of some examples: exact ones from the task, others from their states."""
 
     def __init__(self, objective: Objective) -> None:
         """Begin without examples."""
@@ -492,17 +497,17 @@ class Measuring(Tally):
         self._task.add(part)
 
     def condense(self) -> None:
-        """Hold less of them."""
+        """Reduce the memory for the examples so far."""
         self._task.condense()
 
     def result(self) -> dict[str, Any]:
-        """Return `metrics`, `intervals`, and what else the task's tally has."""
+        """Return `metrics`, `intervals`, and further results of the task's tally."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, **self._task.result()}
         others = self._objective.measured(self._sums, all_metrics=False)
-        # Weights count otherwise in a loss, which may be another one than the task's.
+        # Weights count differently in a loss, which may differ from the task's.
         loss, exact = others[LOSS], found["metrics"].get(LOSS)
         if exact is not None and not math.isfinite(loss or 0.0):
-            # Single precision holds less.
+            # Single precision would lose digits.
             loss = exact
         if exact is None or not math.isclose(loss or 0.0, exact, rel_tol=1e-3):
             found["intervals"].pop(LOSS, None)
@@ -510,7 +515,7 @@ class Measuring(Tally):
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
-    """Return labels, outputs and weights of one example of zeros; the model is not run."""
+    """Return labels, outputs and weights of one zero example; the model is not run."""
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(spec)
     given = tf.nest.map_structure(
         lambda each: keras.KerasTensor((None, *each.shape[1:]), each.dtype.name), inputs
@@ -531,17 +536,17 @@ def _tensor(array: Any) -> tf.Tensor | None:
     return None if array is None else tf.convert_to_tensor(array)
 
 
-def _of_any_number(examples: tf.Tensor | None) -> tf.TensorSpec | None:
+def _relax_batch(examples: tf.Tensor | None) -> tf.TensorSpec | None:
     if examples is None:
         return None
     return tf.TensorSpec([None, *examples.shape[1:]], examples.dtype)
 
 
-def at(tree: Any, rows: Any) -> Any:
-    """Return some rows of every array of a tree, in which None stands for nothing."""
+def select_rows(tree: Any, rows: Any) -> Any:
+    """Return some rows of every array of a nested structure, which may contain None."""
     return tf.nest.map_structure(lambda each: None if each is None else each[rows], tree)
 
 
-def in_single_precision(outputs: Any) -> Any:
-    """Return a model's outputs as float32, whatever it computes in."""
+def cast_outputs(outputs: Any) -> Any:
+    """Return a model's outputs as float32, for any compute dtype."""
     return tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)

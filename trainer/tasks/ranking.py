@@ -1,4 +1,4 @@
-"""What is taken of what is shown: clicks, purchases, answers that were relevant.
+"""Ranking of offered items by whether they are taken: clicks, purchases, relevant answers.
 
     label     as of `binary_classification`; the positive class is "taken", and the second one where
               none is named: that something is taken is not told by how rare it is
@@ -50,27 +50,27 @@ class Ranking(BinaryClassification):
     }
 
     def __init__(self, target: Target, *, group: str = "") -> None:
-        """Take a label, and the feature whose values name a query."""
+        """Accept a label, and the feature that identifies a query."""
         super().__init__(target)
         self._group = group
 
     @property
     def main_metric(self) -> str:
-        """NDCG where queries are named."""
+        """NDCG if queries are identified."""
         return "ndcg" if self._group else super().main_metric
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The feature that names a query."""
+        """The feature that identifies a query."""
         return (self._group,) if self._group else ()
 
     @property
     def unit(self) -> str:
-        """The query: its examples are ranked among each other."""
+        """The query: its examples are ranked together."""
         return self._group
 
     def predicted(self, outputs: Any) -> None:
-        """Return nothing: what is taken is ranked, and not decided."""
+        """Return None: a ranking makes no decision."""
 
     def of_groups(self, metric: str, examples: Examples) -> Floats | None:
         """Return the values of each query, in the order of the groups."""
@@ -82,19 +82,19 @@ class Ranking(BinaryClassification):
         return tally.values()[metric].values
 
     def tally(self) -> Tally:
-        """Return what measures examples, and queries where they have a name."""
+        """Return an accumulator of examples and, if they are identified, of queries."""
         return OfQueries(self._group, super().tally()) if self._group else super().tally()
 
 
 class Queries(NamedTuple):
-    """The values of a metric of the queries that have it, and what each weighs."""
+    """The values of a metric for the queries that define it, and their weights."""
 
     values: Floats
     weights: Floats
 
     @property
     def mean(self) -> float | None:
-        """The mean over the queries, None of none."""
+        """The mean over the queries, None if there are none."""
         return float(np.average(self.values, weights=self.weights)) if len(self.values) else None
 
     @property
@@ -107,32 +107,32 @@ class Queries(NamedTuple):
 
 
 class OfQueries(Tally):
-    """The metrics of examples, and those by query; their groups, labels and scores are held."""
+    """The metrics of examples and by query; groups, labels and scores stay in memory."""
 
     def __init__(self, group: str, examples: Tally) -> None:
-        """Begin without examples, whose queries a feature names."""
+        """Begin without examples; `group` names the feature of queries."""
         self._group, self._examples = group, examples
         self._held: list[tuple[Array, ...]] = []
 
     def add(self, part: Part) -> None:
         """Add some examples."""
         self._examples.add(part)
-        # A view would keep the whole part.
+        # A view would keep the whole part in memory.
         scores, labels = part.outputs[:, 0].copy(), part.labels.astype(bool).ravel()
         self._held.append((part.columns[self._group], labels, scores, example_weights(part)))
 
     def condense(self) -> None:
-        """Hold less of the examples alone."""
+        """Reduce the memory for the metrics of examples."""
         self._examples.condense()
 
     def values(self) -> dict[str, Queries]:
         """Return the metrics by query."""
         if len(self._held) > 1:
             self._held = [tuple(np.concatenate(each) for each in zip(*self._held, strict=True))]
-        return by_query(*self._held[0])
+        return measure_queries(*self._held[0])
 
     def result(self) -> dict[str, Any]:
-        """Return both."""
+        """Return the metrics of examples and of queries."""
         found, values = self._examples.result(), self.values()
         found["metrics"] |= {name: each.mean for name, each in values.items()}
         some = {name: each for name, each in values.items() if len(each.values)}
@@ -149,12 +149,12 @@ class OfQueries(Tally):
         }
 
 
-def by_query(
+def measure_queries(
     groups: Array, labels: Array, scores: Array, weights: Floats | None = None
 ) -> dict[str, Queries]:
-    """Return NDCG, the reciprocal rank of the first one taken, and the area, of each query.
+    """Return NDCG, the reciprocal rank of the first item taken, and the area, of each query.
 
-    What weighs nothing is not ranked.
+    Examples of weight 0 are not ranked.
     """
     if weights is not None and not weights.all():
         groups, labels, scores, weights = (
@@ -167,10 +167,10 @@ def by_query(
     order = np.lexsort((-scores.astype(np.float64), query))
     ties = _ties(query[order], labels[order], scores[order])
     some, both = taken > 0, (taken > 0) & (taken < every)
-    # The best that a query of so many taken ones can gain.
+    # The ideal gain of a query with this number of taken items.
     best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(len(order)) + 2))])
     gained = np.bincount(ties.query, ties.hits / ties.sizes * ties.discounts, count)
-    # The area by the ranks of what was taken, of which equal scores share the mean.
+    # The area from the ranks of taken items; equal scores share their mean rank.
     behind = every[ties.query] - 1 - (ties.ranks + (ties.sizes - 1) / 2)
     pairs = np.bincount(ties.query, ties.hits * behind, count) - taken * (taken - 1) / 2
     weigh = heavy / np.maximum(every, 1)
@@ -182,7 +182,7 @@ def by_query(
 
 
 class _Ties(NamedTuple):
-    """Examples of equal scores of a query: `ranks` are how many are before, by query and score."""
+    """Groups of equal scores of a query: `ranks` counts the examples before, by query and score."""
 
     query: Array
     ranks: Array
@@ -204,12 +204,12 @@ def _ties(query: Array, labels: Array, scores: Array) -> _Ties:
 
 
 def _first(ties: _Ties) -> Floats:
-    """Return the expected reciprocal rank of the first one taken, of each query that has one."""
+    """Return the expected reciprocal rank of the first item taken, for queries that have one."""
     found = np.flatnonzero(ties.hits > 0)
     _, at = np.unique(ties.query[found], return_index=True)
     own = found[at]
     sizes, hits, ranks = ties.sizes[own], ties.hits[own], ties.ranks[own]
-    # The first of `hits` among `sizes` is at each of these places in so many of the orders.
+    # Probability of each position of the first of `hits` among `sizes` in a random order.
     tie = np.repeat(np.arange(len(own)), sizes)
     places = np.arange(len(tie)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     left, others = sizes[tie] - 1 - places, hits[tie] - 1

@@ -1,4 +1,4 @@
-"""Make the configured task for the targets of a dataset."""
+"""Create the configured task for the targets of a dataset."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Array, Target, Task
-from flotilla.trainer.tasks.binary_classification import TWO, names_of
+from flotilla.trainer.tasks.binary_classification import TWO, get_class_names
 from flotilla.trainer.tasks.multi_output import MultiOutput
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.task_loss import class_weights
 
 MULTI_OUTPUT = MultiOutput.name
-# The argument of a task that takes `data.group`.
+# The argument of a task that receives `data.group`.
 _GROUP = "group"
 _log = logging.getLogger(__name__)
 
 
 class _Output(NamedTuple):
-    """The task of one output, what is said of it, and the key where that is."""
+    """The task of one output, its configuration, and the key of that."""
 
     kind: str
     said: OutputConfig
@@ -39,7 +39,8 @@ def create(config: TaskConfig, dataset: DatasetSpec) -> Task:
     """Return the task of a configuration for a dataset; see `set_positive`.
 
     Raises:
-        ConfigError: no such task, wrong arguments, or a target that it does not take.
+        ConfigError: the task does not exist, its arguments are wrong, or it does not support a
+            target.
     """
     parts, weights = {}, {}
     for label, (kind, said, key) in _outputs(config, dataset).items():
@@ -52,7 +53,7 @@ def create(config: TaskConfig, dataset: DatasetSpec) -> Task:
 
 def _outputs(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
     """Return the output of each label."""
-    name = chosen(config, dataset).name
+    name = choose_task(config, dataset).name
     if name == MULTI_OUTPUT:
         return _several(config, dataset)
     if config.outputs:
@@ -79,28 +80,28 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
         said = config.outputs.get(name, OutputConfig())
         if said.name == MULTI_OUTPUT:
             raise ConfigError(f"task.outputs.{name}.name: one output is not several")
-        kind = automatic(dataset, name).name if said.name == AUTO else said.name
+        kind = infer_task(dataset, name).name if said.name == AUTO else said.name
         found[name] = _Output(kind, said, f"task.outputs.{name}")
     return found
 
 
 def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return a dataset as a task reads it: the positive one of two classes is the second one.
+    """Return the dataset with the positive of two classes as the second one.
 
-    This is the one place that says which class is positive. Whatever reads, minimises, measures or
-    names labels of the dataset that is returned knows it by its number, 1.
+    Only this function decides which class is positive. All code that uses the returned dataset
+    identifies it by its number, 1.
 
     Raises:
-        ConfigError: see `create`; `positive` names no class, or the task has none that is positive.
+        ConfigError: see `create`; `positive` is not a class, or the task has no positive class.
     """
     for label, (kind, said, key) in _outputs(config, dataset).items():
         task, target = _class(kind), find_target(dataset, label)
-        names = names_of(target)
+        names = get_class_names(target)
         if said.positive and not task.positive_by:
             raise ConfigError(
                 f"{key}.positive: {kind} of {target} has no positive class; leave it empty{_KEPT}"
             )
-        # What is none of two classes the task itself refuses.
+        # A target without two classes is refused by the task.
         if task.positive_by and len(names) == TWO:
             second = _positive(task, target, names, said.positive, key)
             ordered = names if second else names[::-1]
@@ -108,7 +109,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
     return dataset
 
 
-# Of a pipeline whose model has a champion the first step sets the key.
+# If the model has a champion, the first step of a pipeline sets the key.
 _KEPT = (
     "; where it is empty it is that of the champion: a model of other classes needs another name"
 )
@@ -125,8 +126,8 @@ def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: st
 
 
 def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
-    """Return the task and the positive class in one line; the dataset is of `set_positive`."""
-    name, why = chosen(config, dataset)
+    """Describe the task and the positive class in one line; the dataset is from `set_positive`."""
+    name, why = choose_task(config, dataset)
     said = []
     for label, output in _outputs(config, dataset).items():
         task, target = _class(output.kind), find_target(dataset, label)
@@ -165,7 +166,7 @@ def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], k
         return made
     except ConfigError as error:
         raise ConfigError(f"{key} {name}: {error}") from None
-    # A task of the user's may fail in any way.
+    # A user's task may raise anything.
     except Exception as error:
         raise ConfigError(f"{key} {name}: {user_code.format_error(error)}") from error
 
@@ -177,17 +178,17 @@ def _require_feature(name: str, dataset: DatasetSpec) -> None:
 
 
 class Choice(NamedTuple):
-    """The name of a task, and why it is this one."""
+    """The name of a task, and the reason for it."""
 
     name: str
     why: str
 
 
-def chosen(config: TaskConfig, dataset: DatasetSpec) -> Choice:
-    """Return the task that a configuration names, or the one that the targets ask for.
+def choose_task(config: TaskConfig, dataset: DatasetSpec) -> Choice:
+    """Return the configured task, or the one that suits the targets.
 
     Raises:
-        ConfigError: a target is nothing that a task built in takes.
+        ConfigError: no built-in task supports a target.
     """
     if config.name != AUTO:
         return Choice(config.name, "task.name says so")
@@ -195,16 +196,16 @@ def chosen(config: TaskConfig, dataset: DatasetSpec) -> Choice:
         names = ", ".join(dataset.targets)
         choice = Choice(MULTI_OUTPUT, f"there are several labels: {names}")
     else:
-        choice = automatic(dataset, dataset.targets[0])
+        choice = infer_task(dataset, dataset.targets[0])
     return choice
 
 
-def automatic(dataset: DatasetSpec, label: str) -> Choice:
-    """Return the task that a label asks for.
+def infer_task(dataset: DatasetSpec, label: str) -> Choice:
+    """Return the task that suits a label.
 
-    A whole number is a class: TFDS has labels of this kind, and says of none that it is a quantity.
-    Where it is not said how many classes there are, it is `classification` of as many as preparing
-    counts: the choice is the same before.
+    A whole number is a class: TFDS stores classes so, and does not mark quantities. If the number
+    of classes is unknown, the task is `classification`, and preparation counts them: the choice
+    does not change then.
     """
     target = find_target(dataset, label)
     kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
@@ -212,7 +213,7 @@ def automatic(dataset: DatasetSpec, label: str) -> Choice:
         return Choice("regression", f"the label {target} is a quantity")
     if kind == "b" and not target.shape:
         return Choice("binary_classification", f"the label {target} is true or false")
-    # Not those of the target, which are counted where none are named.
+    # Not the classes of `find_target`, which are counted if they have no names.
     named = dataset.features[label].num_classes
     if kind in {"i", "u"} and not target.shape:
         if named == TWO:
@@ -221,7 +222,7 @@ def automatic(dataset: DatasetSpec, label: str) -> Choice:
         if target.num_classes == TWO:
             why += ", of which two were counted; binary_classification has to be said"
         return Choice("classification", why)
-    if kind in {"i", "u"} and (named or _is_by_place(dataset, target)):
+    if kind in {"i", "u"} and (named or _is_per_position(dataset, target)):
         return Choice("sequence_labelling", f"the label {target} names a class for each place")
     if kind in {"b", "i", "u"} and len(target.shape) == 1:
         why = f"the label {target} marks each of {target.shape[0]} classes"
@@ -231,8 +232,8 @@ def automatic(dataset: DatasetSpec, label: str) -> Choice:
     )
 
 
-def _is_by_place(dataset: DatasetSpec, target: Target) -> bool:
-    """Say whether an input has as many places as a label: a sequence, or an image."""
+def _is_per_position(dataset: DatasetSpec, target: Target) -> bool:
+    """Say whether an input has as many positions as a label: a sequence, or an image."""
     shapes = (dataset.features[name].shape for name in dataset.inputs)
     sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
     places = target.shape[: max(len(target.shape) - 1, 1)]
@@ -240,10 +241,10 @@ def _is_by_place(dataset: DatasetSpec, target: Target) -> bool:
 
 
 def make_objective(config: Config, dataset: DatasetSpec) -> Objective:
-    """Return what a run minimises and measures on a dataset.
+    """Return the objective of a run on a dataset.
 
     Raises:
-        ConfigError: see `create`; a loss, a metric or a class that does not exist.
+        ConfigError: see `create`; or a loss, a metric or a class does not exist.
     """
     task = create(config.task, dataset)
     champion, main_metric = config.gate.champion, config.task.main_metric
@@ -262,7 +263,7 @@ def make_objective(config: Config, dataset: DatasetSpec) -> Objective:
 
 
 def _class_weights(config: Config, task: Task) -> dict[str, Array]:
-    """Return the weights of the classes, by those of the labels whose classes weigh."""
+    """Return the weights of classes, by label."""
     given = config.training.class_weights
     if given and "" not in task.parts:
         raise ConfigError(
@@ -280,9 +281,9 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
 
 
 def find_target(dataset: DatasetSpec, name: str) -> Target:
-    """Return what a dataset says of one of its targets.
+    """Return the description of one target of a dataset.
 
-    A whole number whose classes have no names has as many as the examples name.
+    For a whole number without class names, the number of classes is counted from the examples.
     """
     feature = dataset.features[name]
     counts = dataset.target_counts.get(name, {})

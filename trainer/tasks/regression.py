@@ -1,4 +1,4 @@
-"""One number, or a row or a table of numbers of a fixed shape.
+"""Regression of one number, or of a vector or matrix of a fixed shape.
 
     label     numbers of any type
     outputs   floats of the label's shape; [n, 1] of single numbers
@@ -6,9 +6,9 @@
     metrics   mean_absolute_error, mean_squared_error, root_mean_squared_error, r2_score
     answers   `prediction`, in the label's units and shape
 
-With `standardize` a model's outputs are in units of the label's standard deviation from its mean
-over the training split, as an optimizer likes them; metrics and answers stay in the label's units.
-Without, as in plain Keras, the outputs are in the label's units.
+With `standardize` a model's outputs are standardized by the mean and deviation of the label over
+the training split, which helps an optimizer; metrics and answers stay in the label's units. Without
+it, as in plain Keras, the outputs are in the label's units.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
-# Numbers whose median is exact, and examples that are enough of labels of many numbers.
+# Most numbers for an exact median, and enough examples for labels of many numbers.
 _HELD, _LEAST = 1 << 22, 100_000
 
 
@@ -56,7 +56,7 @@ class SquaredError(keras.losses.Loss):
 
 
 class Regression(Task):
-    """See the module; the argument of `task.args` is `standardize`."""
+    """See the module; `task.args` may give `standardize`."""
 
     name = "regression"
     main_metric = "mean_absolute_error"
@@ -69,7 +69,7 @@ class Regression(Task):
     }
 
     def __init__(self, target: Target, *, standardize: bool = False) -> None:
-        """Take numbers of a fixed shape."""
+        """Accept numbers of a fixed shape."""
         if target.dtype == "string" or np.dtype(target.dtype).kind not in "iubf":
             raise ConfigError(f"it takes numbers, not {target}")
         if target.labels and target.labels != tuple(map(str, range(len(target.labels)))):
@@ -87,18 +87,18 @@ class Regression(Task):
         super().__init__(target)
         self._standardized = standardize
         self.in_units = not standardize
-        # Of a dataset that is not prepared nothing is known, and nothing is trained.
+        # The moments of an unprepared dataset are unknown, and no model is trained on it.
         mean, std = target.moments.get("mean", 0.0), target.moments.get("std", 1.0)
         self._mean, self._std = (mean, std or 1.0) if standardize else (0.0, 1.0)
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The mean and the deviation that outputs are standardized by; 0 and 1 without."""
+        """The mean and the deviation that standardize outputs; 0 and 1 without standardization."""
         return float(self._mean), float(self._std)
 
     @property
     def output_shape(self) -> Shape:
-        """The label's; a single number is a row of one, as a dense layer gives it."""
+        """The label's shape; a single number has shape (1,), like the output of a dense layer."""
         return self.target.shape or (1,)
 
     def loss(self) -> keras.losses.Loss:
@@ -106,11 +106,11 @@ class Regression(Task):
         return SquaredError(name="mean_squared_error")
 
     def loss_labels(self, labels: Any) -> Any:
-        """Return standardized labels, where it is asked for."""
+        """Return the labels, standardized if configured."""
         return (tf.cast(labels, tf.float32) - self._mean) / self._std
 
     def chance_loss(self) -> float:
-        """Return the loss of zeros, with which an untrained model begins."""
+        """Return the loss of zeros, the initial outputs of a model."""
         if self._standardized:
             return 1.0
         mean, std = self.target.moments.get("mean", 0.0), self.target.moments.get("std", 1.0)
@@ -137,7 +137,7 @@ class Regression(Task):
         return {"prediction": found if self.target.shape else tf.squeeze(found, axis=-1)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the outputs of a model that is as this one standardized."""
+        """Return the outputs of a model with this one's standardization."""
         numbers = np.asarray(answers["prediction"])
         shaped = numbers if self.target.shape else numbers[..., np.newaxis]
         return (shaped - self._mean) / self._std
@@ -149,7 +149,7 @@ class Regression(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return label, prediction and the error; of several numbers the largest one."""
+        """Return label, prediction and error; of several numbers, those with the largest error."""
         true = np.ravel(label).astype(np.float64)
         predicted = np.ravel(self.predictions(output)).astype(np.float64)
         error = predicted - true
@@ -160,12 +160,12 @@ class Regression(Task):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the quantiles of the error, and predictions and errors over the labels."""
+        """Return the quantiles of the error, and predictions and errors by label."""
         part = sample_examples(examples)
         true = _flat(part.labels)
         predicted = _flat(self.predictions(part.outputs))
         quantiles = np.quantile(np.abs(predicted - true), _QUANTILES)
-        means, residuals = _binned(true, predicted), _binned(predicted, predicted - true)
+        means, residuals = _bin(true, predicted), _bin(predicted, predicted - true)
         table = {
             "title": "Quantiles of the absolute error",
             "columns": ["Share of the numbers", "Error at most"],
@@ -199,15 +199,15 @@ class Regression(Task):
         ]
 
     def tally(self) -> Tally:
-        """Return what measures all of `directions`."""
+        """Return the accumulator of all `directions`."""
         return OfNumbers(math.prod(self.output_shape), 1 / self._std, self.predictions)
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse what is no finite number."""
+        """Refuse a label that is not a finite number."""
         refuse_labels(labels, ~np.isfinite(labels), "which is no finite number")
 
     def check(self) -> None:
-        """Refuse labels that are not finite, and one label for all."""
+        """Refuse labels that are not finite, and constant labels."""
         if not self.target.moments:
             raise ConfigError(f"the label {self.target} has values that are not finite numbers")
         if not self.target.moments["std"]:
@@ -226,8 +226,8 @@ def _text(numbers: Floats) -> float | str:
     return float(numbers[0]) if len(numbers) == 1 else " ".join(f"{each:.4g}" for each in numbers)
 
 
-def _binned(x: Floats, y: Floats) -> list[list[float]]:
-    """Return the means of x and y in bins of as many numbers each, from the least x to the most."""
+def _bin(x: Floats, y: Floats) -> list[list[float]]:
+    """Return the means of x and y in bins of equal counts, sorted by x."""
     order = np.argsort(x, axis=None, kind="stable")
     bins = [each for each in np.array_split(order, _BINS) if len(each)]
     return [[float(x.ravel()[each].mean()), float(y.ravel()[each].mean())] for each in bins]

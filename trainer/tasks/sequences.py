@@ -1,7 +1,7 @@
-"""Classes of sequences: one for the whole, or one for each place of it.
+"""Classification of sequences: one class for the sequence, or one for each position.
 
-`sequence_to_label` is `classification` of padded inputs: the mask that an embedding makes of them
-(`mask_zero`) has to end inside the model, in a recurrent or a pooling layer.
+`sequence_to_label` is `classification` of padded inputs: the mask of an embedding (`mask_zero`) has
+to be consumed inside the model, by a recurrent or a pooling layer.
 
 `sequence_labelling`:
 
@@ -53,7 +53,7 @@ class SequenceToLabel(Classification):
     name = "sequence_to_label"
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse logits of each place."""
+        """Refuse logits for each position."""
         shape = tuple(getattr(output, "shape", ()))
         if len(shape) > len((None, *self.output_shape)):
             raise ConfigError(
@@ -64,10 +64,10 @@ class SequenceToLabel(Classification):
 
 
 class PlaceLoss(keras.losses.Loss):
-    """The mean cross entropy over the places of an example that have a label."""
+    """The mean cross entropy over the labelled positions of an example."""
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        """Return the mean over the examples; weights are [n] or those of each place."""
+        """Return the mean over the examples; weights are [n] or [n, positions]."""
         labels, logits = places(y_true), places(y_pred, classes=True)
         known = tf.cast(labels >= 0, tf.float32)
         mask = getattr(y_pred, "_keras_mask", None)
@@ -89,10 +89,10 @@ class PlaceLoss(keras.losses.Loss):
 
 
 def places(values: Any, *, classes: bool = False) -> tf.Tensor:
-    """Return the places of each example in one axis: labels [n, places], or with their classes."""
+    """Return the positions of each example in one axis: labels [n, positions], or with classes."""
     last = [values.shape[-1]] if classes else []
     sizes = values.shape[1:-1] if classes else values.shape[1:]
-    # Of what varies in length the size is known only when it is there.
+    # A variable size is known only at run time.
     count = (
         tf.reduce_prod(tf.shape(values)[1 : values.shape.rank - classes])
         if None in sizes
@@ -103,10 +103,10 @@ def places(values: Any, *, classes: bool = False) -> tf.Tensor:
 
 
 class PlaceMetrics(metrics.MacroF1):
-    """`accuracy` and `macro_f1` of places, and `example_accuracy`."""
+    """`accuracy` and `macro_f1` of positions, and `example_accuracy`."""
 
     def __init__(self, classes: int) -> None:
-        """Measure so many classes."""
+        """Begin with `classes` classes."""
         super().__init__(classes, name="places")
         self.all_right = self.add_weight(name="all_right", initializer="zeros")
         self.weight = self.add_weight(name="weight", initializer="zeros")
@@ -123,7 +123,7 @@ class PlaceMetrics(metrics.MacroF1):
         self.weight.assign_add(tf.reduce_sum(weight))
 
     def result(self) -> dict[str, tf.Tensor]:
-        """Return all three."""
+        """Return the three metrics."""
         right, either = map(tf.convert_to_tensor, (self.right, self.either))
         return {
             "accuracy": 2 * tf.reduce_sum(right) / tf.reduce_sum(either),
@@ -144,14 +144,14 @@ class SequenceLabelling(Softmax):
     }
 
     def __init__(self, target: Target) -> None:
-        """Take a class for each place."""
+        """Accept a class for each position."""
         if not target.shape or np.dtype(target.dtype).kind not in "iub":
             raise ConfigError(f"it takes a whole number for each place, not {target}")
         super().__init__(target)
 
     @property
     def output_shape(self) -> Shape:
-        """One logit a class for each place."""
+        """One logit per class and position."""
         *most, last = self.target.shape
         return (
             (*most, self.num_classes) if last in {0, 1} else (*self.target.shape, self.num_classes)
@@ -166,7 +166,7 @@ class SequenceLabelling(Softmax):
         return [PlaceMetrics(self.num_classes)]
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the mean cross entropy [n] over the places."""
+        """Return the mean cross entropy [n] over the positions."""
         flat = labels.reshape(len(labels), -1).astype(np.int64)
         logits = outputs.reshape(-1, self.num_classes)
         each = super().example_losses(np.maximum(flat, 0).ravel(), logits).reshape(flat.shape)
@@ -175,7 +175,7 @@ class SequenceLabelling(Softmax):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the first labels and predictions, and the share that is right."""
+        """Return the first labels and predictions, and the share of correct ones."""
         true, found = label.ravel(), output.argmax(axis=-1).ravel()
         known = true >= 0
         return {
@@ -189,7 +189,7 @@ class SequenceLabelling(Softmax):
         return f"{names} ..." if len(numbers) > _MOST_PLACES else names
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return the most frequent class, that of each place, and each class as often as there."""
+        """Return the most frequent class, that of each position, and frequencies by position."""
         counts: Floats = np.zeros(1)
         for part in examples.parts():
             labels = part.labels.reshape(len(part.labels), -1).astype(np.int64)
@@ -199,7 +199,7 @@ class SequenceLabelling(Softmax):
             counts = counts + np.bincount(cells.ravel(), known.ravel(), size)
             shape = part.outputs.shape[1:]
         by_place = counts.reshape(-1, self.num_classes)
-        # Of a place that is padding in all examples nothing is measured.
+        # A position that is always padding has no statistics.
         shares = (by_place + 1e-9) / (by_place + 1e-9).sum(axis=1, keepdims=True)
         likeliest = shares == shares.max(axis=1, keepdims=True)
         top = int(by_place.sum(axis=0).argmax())
@@ -214,7 +214,7 @@ class SequenceLabelling(Softmax):
         ]
 
     def tested_by(self, metric: str, part: Part) -> Tested | None:
-        """Test the mean of F1 over the classes by itself."""
+        """Test the macro F1 by itself."""
         if metric != "macro_f1":
             return None
         found = part.outputs.argmax(axis=-1).reshape(len(part.labels), -1)
@@ -229,7 +229,7 @@ class SequenceLabelling(Softmax):
         return {"labels": list(self.labels)}
 
     def tally(self) -> Tally:
-        """Return what measures the places."""
+        """Return an accumulator of positions."""
         return OfPlaces(self.labels)
 
     def check_labels(self, labels: Any) -> None:
@@ -238,7 +238,7 @@ class SequenceLabelling(Softmax):
         refuse_labels(labels, labels > last, f"outside of 0 to {last}")
 
     def check(self) -> None:
-        """Refuse a split without a single label."""
+        """Refuse a split without labels."""
         for split, counts in self.target.counts.items():
             if not sum(counts):
                 raise ConfigError(f"the split {split!r} has no label of {self.target.name!r}")

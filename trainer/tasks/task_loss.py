@@ -1,10 +1,10 @@
-"""The loss of a task in the place of Keras's own, and the ways in which Keras counts it.
+"""The loss of a task in place of Keras's loss container, with Keras's scaling.
 
-Keras divides what its loss objects give by the number of replicas, to add up the gradients of all.
-Here gradients are averaged, and a loss is the mean of the batch that it was made of.
+Keras divides the values of its losses by the number of replicas, since it sums their gradients.
+Here gradients are averaged, and a loss is the mean of its batch.
 
-In training each example weighs what its class weighs, as in Keras's `fit`. Of a task with several
-labels for one example, a class weighs where an example has it.
+In training each example has the weight of its class, as in Keras's `fit`. For a task with several
+labels per example, the weights apply to each label.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Array, Task
 from flotilla.trainer.tasks.compiled import Term
 
-# As many names of classes as a message shows.
+# Class names that a message shows.
 _SOME = 5
 
 
 class TaskLoss:
-    """The loss of a task in the place of Keras's own container; it has no variables."""
+    """The loss of a task in place of Keras's loss container; it has no variables."""
 
-    #: Keras asks each container for the metrics that it makes.
+    #: Keras reads the metrics of each container.
     metrics: tuple[()] = ()
     variables: tuple[()] = ()
 
@@ -40,27 +40,27 @@ class TaskLoss:
         self.terms = terms
 
     def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-        """Return the mean loss of a batch, of what the model gives."""
+        """Return the mean loss of a batch for what the model returns."""
         total = tf.constant(0.0)
         for path, loss, weight, part in self.terms:
             true = find_at_path(labels, path)
             if part is not None:
                 true = part.loss_labels(true)
-            each = _by_label(true, find_at_path(outputs, path), find_at_path(weights, path))
+            each = _split_labels(true, find_at_path(outputs, path), find_at_path(weights, path))
             value = tf.cast(loss(*each), tf.float32)
             total += value if weight is None else value * weight
         return total
 
 
 def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
-    """Return what is at the path of an output; what is not by output is for each."""
+    """Return the value at the path of an output; a value without outputs applies to each."""
     for key in path:
         tree = tree[key] if isinstance(tree, Mapping) else tree
     return tree
 
 
-def _by_label(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Give each label a loss of its own where each has a weight, and not just each example."""
+def _split_labels(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """Give each label a separate loss if labels have weights, not only examples."""
     rank = len(labels.shape)
     if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
         return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
@@ -68,21 +68,21 @@ def _by_label(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
 
 
 def attach(model: keras.Model, loss: TaskLoss) -> None:
-    """Make it the loss of a model."""
+    """Set the loss of a model."""
     model._compile_loss = loss
-    model._aggregate_additional_loss = _of_layer
+    model._aggregate_additional_loss = _cast_layer_loss
 
 
-def _of_layer(loss: Any) -> tf.Tensor:
-    """Return the loss of a layer as a scalar; Keras adds up no two of different precision."""
+def _cast_layer_loss(loss: Any) -> tf.Tensor:
+    """Return the loss of a layer as a float32 scalar, since Keras cannot add mixed precision."""
     return keras_loss.scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
 
 
 @contextmanager
 def whole_losses() -> Iterator[None]:
-    """Keep losses whole, which Keras divides by the number of replicas.
+    """Prevent Keras from dividing losses by the number of replicas in this block.
 
-    It would not divide what a `compute_loss` of the user's adds to them.
+    Keras would not divide the terms of a user's `compute_loss`.
     """
     divide = keras_loss.scale_loss_for_distribution
     keras_loss.scale_loss_for_distribution = lambda value: value
@@ -93,10 +93,10 @@ def whole_losses() -> Iterator[None]:
 
 
 def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Array | None:
-    """Return the weight of each class [classes] of one label; None where all weigh the same.
+    """Return the weight of each class [classes] of one label; None if all are equal.
 
-    `balanced` weighs a class by `examples / (classes * examples of the class)` of the training
-    split, so that all classes weigh the same together; before it is prepared that is None.
+    `balanced` gives a class the weight `examples / (classes * examples of the class)` of the
+    training split, so that all classes have the same total weight; None before preparation.
 
     Raises:
         ConfigError: the task has no classes, or no such class; a class has no example. It begins
@@ -109,7 +109,7 @@ def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Arr
         if not names:
             raise ConfigError(f"{task.name} of {task.target} has no classes that could weigh")
         if isinstance(given, str):
-            return _balanced(task, names)
+            return _balance_classes(task, names)
         weights = np.ones(len(names), np.float32)
         for name, weight in given.items():
             weights[_number(name, names)] = weight
@@ -119,7 +119,7 @@ def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Arr
 
 
 def weights_by_class(weights: Array, task: Task, labels: Any, examples: Any) -> tf.Tensor:
-    """Return the weights of a batch, from its labels and the weights of its examples or None.
+    """Return the weights of a batch, from its labels and the weights of its examples, or None.
 
     They have the shape of the labels.
     """
@@ -127,7 +127,7 @@ def weights_by_class(weights: Array, task: Task, labels: Any, examples: Any) -> 
     if len(task.target.shape) == 1 and task.link == "sigmoid":
         found = tf.where(tf.cast(labels, tf.bool), each, tf.ones_like(each))
     else:
-        # Below zero is padding, which a mask leaves out of the loss.
+        # Labels below zero are padding, which a mask excludes from the loss.
         found = tf.gather(each, tf.maximum(tf.cast(labels, tf.int32), 0))
     if examples is None:
         return found
@@ -139,7 +139,7 @@ def _sizes(examples: Any) -> list[Any]:
     return list(tf.unstack(tf.shape(examples)))
 
 
-def _balanced(task: Task, names: Sequence[str]) -> Array | None:
+def _balance_classes(task: Task, names: Sequence[str]) -> Array | None:
     if not task.target.counts:
         return None
     counts = np.asarray(task.target.counts["train"], np.float64)

@@ -26,7 +26,7 @@ from flotilla.trainer import events, storage
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.thresholds import ChampionRule
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
-from flotilla.trainer.evaluation.evaluate import restored
+from flotilla.trainer.evaluation.evaluate import load_trained_model
 from flotilla.trainer.events import AttemptBegin, Progress, StepEnd, WarmStart
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.promotion import registry
@@ -207,7 +207,7 @@ def test_one_that_is_better_by_noise_alone_is_refused(mnist_first, tmp_path, roo
 def _noisy(config, dataset, checkpoint, folder):
     """Shake the champion until a few more examples than before happen to be right; publish that."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
-    model, step = restored(config, spec, make_objective(config, spec), checkpoint, folder)
+    model, step = load_trained_model(config, spec, make_objective(config, spec), checkpoint, folder)
     files = stage_shards(dataset, folder / "test", "test")
     [(images, labels)] = evaluation_batches(spec, files, batch_size=10_000)
     genuine, generator = model.get_weights(), np.random.default_rng(0)

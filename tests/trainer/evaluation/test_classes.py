@@ -185,7 +185,7 @@ def test_of_thousands_of_classes_few_are_listed_and_all_are_counted():
         own=np.zeros(count), champion=np.ones(count), alone=np.zeros(count),
         lost=np.full(count, 12.0) * (np.arange(count) % 2), chance=np.full(count, 1e-4),
     )  # fmt: skip
-    result = classes._judged([str(each) for each in labels[::12]], recalls, RULE)
+    result = classes._judge([str(each) for each in labels[::12]], recalls, RULE)
     assert len(result["classes"]) == MOST_ROWS
     assert sum(result["class_counts"][name] for name in ("judged", "not_judged")) == count
 

@@ -80,7 +80,7 @@ def champion(folder, trained, **lineage):
 
 
 def said(judged, uri, metrics=None):
-    found = Judges.of(judged, LIMITS).of_champion(uri, "auc", metrics or {"auc": 0.8})
+    found = Judges.of(judged, LIMITS).judge_champion(uri, "auc", metrics or {"auc": 0.8})
     return found["remarks"], found["own"]
 
 

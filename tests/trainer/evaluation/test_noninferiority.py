@@ -99,7 +99,7 @@ def test_a_share_of_what_the_champion_gains_is_no_surer_than_a_number():
 
 
 def test_examples_of_a_unit_count_as_one():
-    found = Estimate(0.5, np.array([1.0, 2, 3, -6]), 4).of_units(np.array([0, 0, 1, 1]))
+    found = Estimate(0.5, np.array([1.0, 2, 3, -6]), 4).sum_units(np.array([0, 0, 1, 1]))
     assert found.influences.tolist() == [3, -3]
     assert found.fewest == 2
 

@@ -35,7 +35,7 @@ from flotilla.trainer.promotion import kserve
 from flotilla.trainer.report.wording import interval_text, round_value
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.multi_output import MultiOutput, by_output
+from flotilla.trainer.tasks.multi_output import MultiOutput, group_by_output
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.regression import Regression
 from tests.trainer import small_run
@@ -257,7 +257,7 @@ def test_answers_of_outputs_of_any_name_are_of_their_own(tmp_path):
     outputs = task.outputs(model(np.ones(2, np.float32)))
     for ask in FORMATS["saved_model"].read(subject, tmp_path / "saved"):
         answers = ask({"x": np.ones(2, np.float32)})
-        own = by_output(parts, answers)
+        own = group_by_output(parts, answers)
         for name in ODD:
             np.testing.assert_allclose(own[name]["prediction"], outputs[name][:, 0], rtol=1e-5)
 

@@ -10,7 +10,7 @@ from sklearn import metrics as scores
 
 from flotilla.trainer.config.schema import TaskConfig
 from flotilla.trainer.tasks import registry
-from flotilla.trainer.tasks.ranking import Ranking, by_query
+from flotilla.trainer.tasks.ranking import Ranking, measure_queries
 from tests.trainer.tasks.measuring import InParts, evaluated, target
 from tests.trainer.tasks.test_registry import dataset, feature
 
@@ -41,11 +41,11 @@ def expected(true, score):
 def test_equal_scores_count_as_the_mean_over_their_orders(levels):
     groups, labels = RANDOM.integers(0, 12, 60), RANDOM.integers(0, 2, 60)
     given = RANDOM.integers(0, levels, 60).astype("float32")
-    found = by_query(groups, labels.astype(bool), given)
+    found = measure_queries(groups, labels.astype(bool), given)
     each = []
     for query in np.unique(groups[labels == 1]):
         rows = np.flatnonzero(groups == query)[:6]
-        each.append(by_query(groups[rows], labels[rows].astype(bool), given[rows]))
+        each.append(measure_queries(groups[rows], labels[rows].astype(bool), given[rows]))
         if not labels[rows].any():
             continue
         (gain, first), area = expected(labels[rows], given[rows])
@@ -61,7 +61,7 @@ def test_many_equal_scores_are_ranked_as_scikit_learn_does():
     groups, labels, outputs = case(count=4000, queries=5)
     given = np.round(outputs[:, 0])
     weights = RANDOM.random(4000) * (RANDOM.random(4000) < 0.8)
-    found = by_query(groups, labels.astype(bool), given, weights)
+    found = measure_queries(groups, labels.astype(bool), given, weights)
     rows = [np.flatnonzero((groups == query) & (weights > 0)) for query in range(5)]
     for place, some in enumerate(rows):
         true, score = labels[some], given[some]
@@ -75,8 +75,8 @@ def test_many_equal_scores_are_ranked_as_scikit_learn_does():
 
 def test_one_score_for_all_has_what_a_random_order_has():
     groups, labels, _ = case(count=300, queries=6)
-    alike = by_query(groups, labels.astype(bool), np.zeros(300))
-    drawn = [by_query(groups, labels.astype(bool), RANDOM.random(300)) for _ in range(300)]
+    alike = measure_queries(groups, labels.astype(bool), np.zeros(300))
+    drawn = [measure_queries(groups, labels.astype(bool), RANDOM.random(300)) for _ in range(300)]
     for name, each in alike.items():
         assert each.mean == pytest.approx(np.mean([one[name].mean for one in drawn]), abs=0.01)
 
@@ -86,7 +86,7 @@ def test_an_evaluation_has_metrics_by_query_in_parts_of_any_size():
     task = Ranking(target(labels), group="query")
     assert task.columns == ("query",)
     found = evaluated(task, InParts(labels, outputs, query=groups))
-    for name, each in by_query(groups, labels.astype(bool), outputs[:, 0]).items():
+    for name, each in measure_queries(groups, labels.astype(bool), outputs[:, 0]).items():
         assert found["metrics"][name] == pytest.approx(each.mean)
         low, high = found["intervals"][name]
         assert 0 <= low <= each.mean <= high <= 1
@@ -103,7 +103,9 @@ def test_without_a_group_it_measures_examples_alone():
 
 def test_texts_name_queries_and_a_query_of_one_kind_has_no_area():
     groups = np.array([b"a", b"a", b"b", b"c"], dtype=object)
-    found = by_query(groups, np.array([True, False, True, False]), np.array([1.0, 2.0, 0.0, 0.0]))
+    found = measure_queries(
+        groups, np.array([True, False, True, False]), np.array([1.0, 2.0, 0.0, 0.0])
+    )
     assert found["mrr"].values.tolist() == [0.5, 1]
     assert found["query_auc"].values.tolist() == [0]
 

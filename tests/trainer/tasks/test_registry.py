@@ -135,7 +135,7 @@ def test_the_positive_class_is_the_named_one_else_the_rarer(names, dtype, counts
 )
 def test_two_classes_are_binary_before_and_after_a_dataset_is_prepared(label, name):
     before = replace(label, target_counts={}, target_moments={})
-    assert {registry.chosen(TaskConfig(), each).name for each in (before, label)} == {name}
+    assert {registry.choose_task(TaskConfig(), each).name for each in (before, label)} == {name}
 
 
 def test_the_task_and_why_a_class_is_positive_are_one_line():

@@ -1,1 +1,1 @@
-"""What an evaluation measures, in double precision, and how sure it is of that."""
+"""Metrics of an evaluation in double precision, with their intervals."""

@@ -1,14 +1,14 @@
-"""The areas under the curves of a score: what parts two kinds of examples, whatever the threshold.
+"""Areas under the curves of a score, which measure separation independently of a threshold.
 
     auc                 how often a true example has the higher score of a pair with a false one;
                         of equal scores half of the pairs count (Mann and Whitney 1947)
     average_precision   the mean, over the true examples, of the precision at their score
 
-Both are those of scikit-learn, from the scores themselves: neither their range nor the share of the
-true examples matters. A score that is the same for all has 0.5 and the share of the true ones.
+Both equal scikit-learn's, and are independent of the range of the scores. A constant score has an
+`auc` of 0.5, and the share of true examples as average precision.
 
-How sure they are comes from the influence of each example, the derivative by its weight: of `auc`
-that is the variance of DeLong, DeLong and Clarke-Pearson (1988).
+Standard errors come from the influence of each example, the derivative by its weight: for `auc`
+this is the variance of DeLong, DeLong and Clarke-Pearson (1988).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from flotilla.trainer.tasks.exact import intervals
 from flotilla.trainer.tasks.exact.intervals import Interval
 
-# Distinct scores that are left of all columns together where there are too many examples to hold.
+# Distinct scores that remain of all columns together when there are too many examples to hold.
 _FEW, _LEAST = 1 << 18, 1 << 10
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
@@ -30,23 +30,23 @@ Places = npt.NDArray[np.intp]
 
 
 class Areas(NamedTuple):
-    """Both areas; not a number where the examples are of one kind."""
+    """Both areas; NaN if the examples are of one kind."""
 
     auc: float
     average_precision: float
 
 
 class Influences(NamedTuple):
-    """What a little more weight of an example adds to both areas: arrays of one shape."""
+    """The influence of each example on both areas: arrays of one shape."""
 
     auc: Doubles
     average_precision: Doubles
 
 
 class Ranked(NamedTuple):
-    """The distinct scores from the highest on, and sums of the weights of the examples of each.
+    """The distinct scores in descending order, with the sums of the weights of their examples.
 
-    `true_squares` and `false_squares` are the sums of the squares of the weights.
+    `true_squares` and `false_squares` are the sums of the squared weights.
     """
 
     scores: Floats
@@ -64,23 +64,23 @@ class Ranked(NamedTuple):
         return cls(scores[order[begins]], *(np.add.reduceat(each[order], begins) for each in sums))
 
     def thinned(self, most: int) -> Ranked:
-        """Return about so many scores at most: each of an equal share of both kinds of examples.
+        """Return at most about `most` scores: each for an equal share of both kinds of examples.
 
-        What was parted within such a share counts as equal. Of four million examples of which a
-        quarter of a million is left, `auc` is 2e-6 lower and the average precision 4e-5.
+        Scores within a share count as equal. When a quarter of a million scores remain of four
+        million examples, `auc` is 2e-6 lower and the average precision 4e-5.
         """
         if len(self.scores) <= most:
             return self
         both = (np.cumsum(each) / max(each.sum(), 1e-300) for each in (self.true, self.false))
         place = np.floor(sum(both) * (most / 2))
         begins = np.flatnonzero(_differs(place))
-        # Of what comes later as much is above as below.
+        # For later scores, equally much is above and below.
         middle = (begins + np.append(begins[1:], len(place))) // 2
         return Ranked(self.scores[middle], *(np.add.reduceat(each, begins) for each in self[1:]))
 
     @property
     def counts(self) -> tuple[float, float]:
-        """How many true and false examples of equal weight would be as much."""
+        """The effective numbers of true and false examples."""
         sums = [float(each.sum()) for each in self[1:]]
         true, false = (
             float(intervals.kish(*pair)) for pair in zip(sums[:2], sums[2:], strict=True)
@@ -92,12 +92,12 @@ class Ranked(NamedTuple):
         return self.influences()[0]
 
     def influences(self) -> tuple[Areas, Influences, Influences]:
-        """Return both areas, and the influences of a true and of a false example of each score."""
+        """Return both areas, and the influences of a true and of a false example at each score."""
         hits, misses = np.cumsum(self.true), np.cumsum(self.false)
         if not len(hits) or not hits[-1] or not misses[-1]:
             none = Influences(*np.zeros((2, len(hits))))
             return Areas(np.nan, np.nan), none, none
-        # Shares: the product of two sums of tiny weights would be none.
+        # Normalized to shares: the product of two tiny sums would underflow.
         true, false = self.true / hits[-1], self.false / misses[-1]
         above, below = hits / hits[-1] - true / 2, 1 - misses / misses[-1] + false / 2
         both = hits + misses
@@ -105,8 +105,8 @@ class Ranked(NamedTuple):
         areas = Areas(_product(false, above), _product(true, precision))
         # An example counts in the precision at its own score and at each lower one.
         share = _shares(true, both)
-        loss = _from_here_on(share * precision)
-        gain = _from_here_on(share) - loss
+        loss = _reverse_cumsum(share * precision)
+        gain = _reverse_cumsum(share) - loss
         of_true = Influences(
             (below - areas.auc) / hits[-1],
             (precision - areas.average_precision) / hits[-1] + gain,
@@ -114,50 +114,50 @@ class Ranked(NamedTuple):
         return areas, of_true, Influences((above - areas.auc) / misses[-1], -loss)
 
     def errors(self, of_true: Influences, of_false: Influences) -> Areas:
-        """Return the standard errors of both areas by the influences."""
+        """Return the standard errors of both areas, from the influences."""
         kinds = ((self.true_squares, of_true), (self.false_squares, of_false))
         pairs = [[_product(squares, each**2) for each in found] for squares, found in kinds]
         variances = (sum(pair) for pair in zip(*pairs, strict=True))
         return Areas(*(float(np.sqrt(each)) * self.correction for each in variances))
 
     def log_rank(self) -> float:
-        """Return how high the true examples are, as the mean of -log(rank / all) (Savage 1956)."""
+        """Return the mean of -log(rank / all) over the true examples (Savage 1956)."""
         both = self.true + self.false
         rank = np.cumsum(both) - both / 2
         return -_product(self.true, np.log(rank / both.sum())) / float(self.true.sum())
 
     @property
     def correction(self) -> float:
-        """How much larger a standard error is than that of the few examples of the rarer kind."""
+        """The small-sample correction of a standard error, by the rarer kind."""
         count = min(self.counts)
         return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
 
 def areas(labels: Any, scores: Floats, weights: Floats | None = None) -> Areas:
-    """Return both areas of examples [n]; what weighs nothing does not count."""
+    """Return both areas of examples [n]; examples of weight 0 do not count."""
     return rank_scores(labels, scores, weights).areas()
 
 
 def influences(
     labels: Any, scores: Floats, weights: Floats | None = None
 ) -> tuple[Areas, Influences]:
-    """Return both areas, and the influence [n] of each example; both kinds have to be there.
+    """Return both areas, and the influence [n] of each example; needs both kinds of examples.
 
-    With the weights w the sum of w times influence is 0, and the sum of its squares the variance of
-    an area. Of two models on the same examples the variance of the difference is that of the
+    With weights w, the sum of w times influence is 0, and the sum of its squares is the variance of
+    an area. For two models on the same examples, the variance of the difference is that of the
     differences of their influences.
     """
     order = np.argsort(-scores)
     found = rank_scores(labels, scores, weights, order)
     areas, *kinds = found.influences()
     place = _places(scores, order)
-    return areas, Influences(*_by_example(np.asarray(labels).astype(bool), place, *kinds))
+    return areas, Influences(*_expand(np.asarray(labels).astype(bool), place, *kinds))
 
 
 def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
-    """Return the distinct scores with the weights of the examples, which may be in order."""
+    """Return the distinct scores with the weights of the examples; `order` may sort them."""
     order = np.argsort(-scores) if order is None else order
     ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
     begins = np.flatnonzero(_differs(ordered))
@@ -171,22 +171,22 @@ def rank_scores(
 
 
 def _places(scores: Floats, order: Places) -> Places:
-    """Return the place [n] of each example's score among the distinct ones."""
+    """Return the index [n] of each example's score among the distinct ones."""
     place = np.empty_like(order)
     place[order] = np.cumsum(_differs(scores[order])) - 1
     return place
 
 
-def _by_example(
+def _expand(
     yes: npt.NDArray[np.bool_], place: Places, of_true: Influences, of_false: Influences
 ) -> list[Doubles]:
-    # One table for both kinds, and one look into it.
+    # One table for both kinds, and one look-up.
     row = place + len(of_true.auc) * ~yes
     return [np.concatenate(pair)[row] for pair in zip(of_true, of_false, strict=True)]
 
 
 def _product(one: Doubles, other: Doubles) -> float:
-    # By pairs, which is exact, and on this thread alone.
+    # Pairwise summation is exact enough, and runs on this thread alone.
     return float((one * other).sum())
 
 
@@ -195,36 +195,36 @@ def _differs(ordered: Floats) -> npt.NDArray[np.bool_]:
 
 
 def _shares(part: Doubles, whole: Doubles) -> Doubles:
-    # The highest scores may weigh nothing.
+    # The highest scores may have weight 0.
     return np.divide(part, whole, out=np.zeros_like(whole), where=whole > 0)
 
 
-def _from_here_on(values: Doubles) -> Doubles:
+def _reverse_cumsum(values: Doubles) -> Doubles:
     return np.cumsum(values[::-1])[::-1]
 
 
 class Scores:
-    """The scores of examples in columns, with what is true of each, and the areas of every column.
+    """Scores of examples in columns, with their labels, and the areas of every column.
 
-    They are exact while the examples are held, which takes their outputs, labels and weights: of
-    one column 13 bytes each in single precision. `condense` leaves about `_FEW` scores of them.
+    The areas are exact while all examples are held, which takes their outputs, labels and weights:
+    for one column 13 bytes each in single precision. `condense` keeps about `_FEW` scores.
     """
 
     def __init__(self, columns: int = 1, scored: Callable[[Floats], Floats] | None = None) -> None:
-        """Begin without examples; `scored` makes scores of what is held of them."""
+        """Begin without examples; `scored` converts the held values to scores."""
         self._columns, self._scored = columns, scored
         self._held: list[tuple[Any, Floats, Floats]] = []
         self._ranked: list[Ranked] = []
 
     def add(self, labels: Any, scores: Floats, weights: Floats) -> None:
-        """Add examples: scores [n, columns], weights [n], and which are true [n, columns].
+        """Add examples: scores [n, columns], weights [n], and bool labels [n, columns].
 
-        Labels [n] are numbers of the column that is true.
+        Labels [n] are numbers of the true column.
         """
         self._held.append((labels, scores, weights))
 
     def condense(self) -> None:
-        """Hold few scores of the examples so far, if they are many."""
+        """Keep few scores of the examples so far, if they are many."""
         most = max(_FEW // self._columns, _LEAST)
         if sum(len(scores) for _, scores, _ in self._held) > 4 * most:
             labels, scores, weights = self._all_held()
@@ -248,14 +248,14 @@ class Scores:
             values, *kinds = column.influences()
             errors = column.errors(*kinds)
             if order is not None:
-                own = _by_example(yes, _places(scores[:, at], order), *kinds)
+                own = _expand(yes, _places(scores[:, at], order), *kinds)
                 together += weights * np.stack(own) * column.correction
             share = column.true.sum() / max(column.true.sum() + column.false.sum(), 1e-300)
             found.append((*values, *errors, min(column.counts), share))
         columns = np.array(found)
         defined = columns[~np.isnan(columns[:, 0])]
         squares = (defined[:, 2:4] ** 2).sum(axis=0)
-        # Of what is not held any more the influences may all be alike.
+        # Influences of condensed examples may all be equal.
         whole = defined[:, 2:4].sum(axis=0) ** 2
         if self._columns > 1 and not self._ranked:
             whole = (together**2).sum(axis=1)
@@ -271,7 +271,7 @@ class Scores:
         return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
-        """Say which examples are true; of one kind, which need no order, say nothing."""
+        """Say which examples are true; if all are of one kind, the order is irrelevant."""
         yes: npt.NDArray[np.bool_]
         yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
         both = self._ranked or (weights[yes].any() and weights[~yes].any())
@@ -291,9 +291,9 @@ class Scores:
 
 
 class ColumnAreas(NamedTuple):
-    """Both areas of each column, their standard errors, examples of the rarer kind, and share.
+    """Areas of each column, their standard errors, the size of the rarer kind, and its share.
 
-    `inflation` is how much larger the variance of a mean is than that of unrelated columns.
+    `inflation` is the variance of a mean relative to that of independent columns.
     """
 
     columns: Doubles
@@ -301,7 +301,7 @@ class ColumnAreas(NamedTuple):
 
     @property
     def each(self) -> list[dict[str, float | None]]:
-        """Return the areas of each column, None of one whose examples are of one kind."""
+        """The areas of each column, None for a column with one kind of examples."""
         return [
             {name: None if np.isnan(value) else float(value) for name, value in pairs}
             for pairs in (zip(Areas._fields, row, strict=False) for row in self.columns)
@@ -317,7 +317,7 @@ class ColumnAreas(NamedTuple):
         """Return the intervals of the means."""
         found, columns = {}, self._defined
         for at, name in enumerate(Areas._fields if len(columns) else ()):
-            # What is not seen is ranked at random.
+            # Unseen examples are ranked at random.
             ends = [
                 intervals.metric_interval(
                     row[at], row[2 + at], row[4], unseen=(row[5] if at else 1 / 2,)

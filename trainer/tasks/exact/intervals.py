@@ -1,12 +1,12 @@
-"""The 95 % interval of a metric from its standard error, on a scale that ends where it ends.
+"""The 95 % interval of a metric from its standard error, on a scale that respects its bounds.
 
 A share never leaves 0 to 1, an error never falls below 0, and an explained variance never exceeds
-1: shares are taken on the scale of their log-odds, errors on that of their logarithm, both with
-quantiles of t. Examples of one kind, such as the few positive ones, may all be alike, and then the
-standard error is 0: a share `unseen` of examples of another kind may still be there (Wilson 1927,
-of no hit among so many), and an interval always reaches to what the metric would be with them.
+1: shares use the log-odds scale, errors the log scale, both with quantiles of t. Examples of one
+kind, such as a few positive ones, may all be equal, so that the standard error is 0: a share
+`unseen` of other examples may still exist (Wilson 1927, no hit among n), and an interval always
+reaches to the metric with them.
 
-`count` is the number of examples of equal weight that would be as much (Kish 1965, section 11.7).
+`count` is the effective number of examples (Kish 1965, section 11.7).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CONFIDENCE = 0.95
 Interval = list[float]
 Floats = npt.NDArray[np.floating[Any]]
 _OUTSIDE = (1 + CONFIDENCE) / 2
-# Of a normal distribution, half of what is outside on each side.
+# Quantile of the normal distribution, with half of the error on each side.
 NORMAL = float(special.ndtri(_OUTSIDE))
 _TINY = 1e-12
 
 
 def kish(weight: Any, squares: Any) -> Any:
-    """Return how many examples of equal weight are as much, of sums of weights and squares."""
+    """Return the effective sample size, from the sums of weights and of squared weights."""
     weight, squares = np.asarray(weight, np.float64), np.asarray(squares, np.float64)
     return np.divide(weight**2, squares, out=np.zeros_like(weight), where=squares > 0)
 
@@ -37,7 +37,7 @@ def kish(weight: Any, squares: Any) -> Any:
 def wilson(share: Any, count: Any, normal: float = NORMAL) -> tuple[Any, Any]:
     """Return the ends of the score intervals of shares (Wilson 1927, J. Am. Stat. Assoc. 22).
 
-    SciPy's takes whole counts. Of no examples a share is anything.
+    SciPy's version needs whole counts. Without examples the interval is 0 to 1.
     """
     share, count = np.asarray(share, np.float64), np.asarray(count, np.float64)
     inside = np.maximum(share * (1 - share), 0) * count + normal**2 / 4
@@ -52,14 +52,14 @@ def middle(share: Any, count: Any, normal: float = NORMAL) -> Any:
 
 
 def share_interval(share: float, count: float) -> Interval:
-    """Return that of a share of the examples."""
+    """Return the interval of a share of the examples."""
     return [float(each) for each in wilson(share, count)]
 
 
 def metric_interval(
     value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)
 ) -> Interval:
-    """Return that of a metric from 0 to 1; of examples that were not seen it is one of `unseen`."""
+    """Return the interval of a metric from 0 to 1; unseen examples have a metric in `unseen`."""
     if not count > 1:
         return [0.0, 1.0]
     ends = [value]
@@ -73,10 +73,10 @@ def metric_interval(
 
 
 def above_zero(value: float, error: float, count: float, unseen: float = 0.0) -> Interval | None:
-    """Return that of a metric without a largest value; None of one example."""
+    """Return the interval of a metric without an upper bound; None for one example."""
     if not (count > 1 and np.isfinite([value, error]).all()):
         return None
-    # A factor that no number holds is as good as none.
+    # A factor that overflows means no bound.
     margin = min(_t(count) * error / value, 300.0) if value > 0 else 0.0
     share = NORMAL**2 / (count + NORMAL**2)
     high = max(value * math.exp(margin), value + share * (unseen - value))
@@ -84,16 +84,16 @@ def above_zero(value: float, error: float, count: float, unseen: float = 0.0) ->
 
 
 def below_one(value: float, error: float, count: float) -> Interval | None:
-    """Return that of a share of variance that is explained, which has no least value."""
+    """Return the interval of an explained variance, which has no lower bound."""
     found = above_zero(1 - value, error, count)
     return [1 - found[1], 1 - found[0]] if found else None
 
 
 def mean_interval(values: Floats, ends: Sequence[Floats], inflation: float) -> Interval:
-    """Return that of a mean of values from 0 to 1 by those of each of them (Zou and Donner 2008).
+    """Return the interval of a mean of values from 0 to 1 (Zou and Donner 2008).
 
-    How far each end is from its value adds up by squares; `inflation` is that of their sum for
-    values that vary together.
+    Squared distances of the ends from the values are added; `inflation` corrects their sum for
+    dependent values.
     """
     low, high = (
         float(np.sqrt(inflation * ((end - values) ** 2).sum())) / len(values) for end in ends

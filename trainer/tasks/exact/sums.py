@@ -1,9 +1,9 @@
-"""Sums over weighted examples, of which metrics and their standard errors are made.
+"""Sums over weighted examples, for metrics and their standard errors.
 
-Moments       of metrics that are means of values of the examples
-Groups        of metrics that are functions of sums: the examples are dealt to groups, and the
-              metric is made anew without each of them (the jackknife; Quenouille 1949)
-Calibration   of probabilities by bins
+Moments       for metrics that are means of example values
+Groups        for metrics that are functions of sums: examples are dealt to groups, and the
+              metric is recomputed without each of them (the jackknife; Quenouille 1949)
+Calibration   for probabilities, by bins
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 class Moments:
-    """Means of some values of the examples, and their standard errors."""
+    """Means of values of the examples, and their standard errors."""
 
     def __init__(self) -> None:
         """Begin without examples."""
@@ -37,7 +37,7 @@ class Moments:
         """Add examples: values [values, n], weights [n]."""
         values, weights = values.astype(np.float64), weights.astype(np.float64)
         if self._near is None:
-            # Squares of what is far from 0 would have no precision left.
+            # Squares of values far from 0 would lose their precision.
             self._near = values.mean(axis=1)
             self._first = self._squared_first = self._second = np.zeros(len(values))
         centred, squares = values - self._near[:, np.newaxis], weights**2
@@ -49,7 +49,7 @@ class Moments:
 
     @property
     def count(self) -> float:
-        """How many examples of equal weight would be as much."""
+        """The effective number of examples."""
         return float(intervals.kish(self._weight, self._squares))
 
     def result(self) -> tuple[list[float], list[float]]:
@@ -62,10 +62,10 @@ class Moments:
 
 
 class Groups:
-    """Sums of the examples by group; each example is dealt to the next one."""
+    """Sums of the examples by group; examples are dealt to the groups in turn."""
 
     def __init__(self, size: int) -> None:
-        """Begin without examples, which have so many numbers; the first one is the weight."""
+        """Begin without examples; each has `size` numbers, of which the first is the weight."""
         groups = int(np.clip(_NUMBERS // size, _FEWEST_GROUPS, _MOST_GROUPS))
         self._sums, self._next = np.zeros((groups, size)), 0
 
@@ -83,7 +83,7 @@ class Groups:
         return found
 
     def errors(self, function: Callable[[Doubles], Doubles]) -> list[float]:
-        """Return the standard errors of the metrics [..., metrics] that sums [..., size] make."""
+        """Return the standard errors of metrics [..., metrics] computed from sums [..., size]."""
         some = self._sums[self._sums[:, 0] > 0]
         without = function(self.total - some)
         spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
@@ -92,9 +92,9 @@ class Groups:
 
 
 class Calibration:
-    """How far probabilities are from shares: the mean of |probability - share of true labels|.
+    """Expected calibration error: the mean of |probability - share of true labels|.
 
-    The mean is over bins of equal width, weighted by what is in them (Guo et al. 2017).
+    The mean is over bins of equal width, weighted by their content (Guo et al. 2017).
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Calibration:
         self._sums = np.zeros((4, BINS))
 
     def add(self, true: Any, sure: Floats, weights: Floats) -> None:
-        """Add probabilities [n], and whether what they are of is true [n]."""
+        """Add probabilities [n], and whether their predictions are true [n]."""
         place = np.minimum((sure * BINS).astype(np.int64), BINS - 1)
         each = (weights, weights * sure, weights * true, weights**2)
         self._sums += [np.bincount(place, one, BINS) for one in each]
@@ -117,9 +117,9 @@ class Calibration:
         return float(weight @ np.abs(sure - true) / weight.sum())
 
     def interval(self) -> Interval:
-        """Return that of the mean, by those of the share of each bin.
+        """Return the interval of the mean, from those of the shares in the bins.
 
-        Bins by which shares may be off by chance, any of them, say nothing of the lower end.
+        Bins that deviate within chance do not raise the lower end.
         """
         weight, sure, true, squares = self._bins()
         shares, away, count = weight / weight.sum(), np.abs(sure - true), len(weight)

@@ -1,7 +1,7 @@
-"""What an evaluation measures of the examples of each kind of task, whole or in slices.
+"""Accumulators of an evaluation for each kind of task, for all examples or slices.
 
-Metrics are those of scikit-learn, in double precision, with their intervals. `result` has
-`metrics` and `intervals`, and of several classes `per_class` and `confusion_matrix`.
+Metrics equal scikit-learn's, in double precision, with their intervals. `result` has `metrics` and
+`intervals`, and for several classes `per_class` and `confusion_matrix`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TWO = 2
 
 
 class OfTwo(Tally):
-    """Of one logit: whether an example is of the positive class."""
+    """For one logit: binary labels."""
 
     def __init__(self, decided: Callable[[Array], Array]) -> None:
-        """Begin without examples; `decided` says of outputs which are taken as positive."""
+        """Begin without examples; `decided` returns which outputs are taken as positive."""
         self._decided = decided
-        # Weights and their squares, by label and by what was decided.
+        # Weights and their squares, by label and by decision.
         self._cells = np.zeros((_TWO, _TWO, _TWO))
         self._means, self._calibration, self._scores = Moments(), Calibration(), Scores()
 
@@ -41,21 +41,21 @@ class OfTwo(Tally):
         logits = part.outputs[:, 0].astype(np.float64)
         towards, small = np.where(yes, logits, -logits), np.exp(-np.abs(logits))
         loss, left = np.log1p(small), np.where(towards > 0, small, 1) / (1 + small)
-        # Of the label, and of the other class where that is not known.
+        # The loss of the true class, and that of the other class.
         losses = loss + np.maximum(-towards, 0), loss + np.maximum(towards, 0)
         self._means.add(np.stack([*losses, left**2, (1 - left) ** 2]), weights)
         self._calibration.add(yes, np.where(yes, 1 - left, left), weights)
         self._scores.add(yes[:, np.newaxis], part.outputs[:, :1], weights)
 
     def condense(self) -> None:
-        """Hold few of the scores."""
+        """Keep few of the scores."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
         """Return all metrics."""
         (loss, other, brier, furthest), errors = self._means.result()
         areas, count = self._scores.result(), self._means.count
-        found, ends = _of_cells(self._cells)
+        found, ends = _measure_cells(self._cells)
         metrics_of_losses = {
             "log_loss": loss,
             "brier_score": brier,
@@ -71,20 +71,20 @@ class OfTwo(Tally):
         }
         return {
             "metrics": {"loss": loss, **found, **areas.metrics(), **metrics_of_losses},
-            "intervals": {**ends, **areas.intervals(), **_defined(more)},
+            "intervals": {**ends, **areas.intervals(), **_drop_undefined(more)},
             "confusion_matrix": metrics.plain_rows(self._cells[0]),
             "calibration": self._calibration.curve(),
         }
 
 
-def _of_cells(cells: Doubles) -> tuple[dict[str, float], dict[str, intervals.Interval]]:
+def _measure_cells(cells: Doubles) -> tuple[dict[str, float], dict[str, intervals.Interval]]:
     """Return accuracy, precision, recall and F1 of the positive class, and their intervals."""
     (right, all_of), (hits, taken) = (
         (cells[:, 0, 0] + cells[:, 1, 1], cells.sum(axis=(1, 2))),
         (cells[:, 1, 1], cells[:, :, 1].sum(axis=1)),
     )
     true = cells[:, 1].sum(axis=1)
-    # F1 rises with the share of hits among what is true or taken.
+    # F1 increases with the share of hits among examples that are true or predicted.
     parts = {
         "accuracy": (right, all_of),
         "precision": (hits, taken),
@@ -108,12 +108,12 @@ def _f1(jaccard: Any) -> Any:
 
 
 class OfClasses(Tally):
-    """Of a logit for each class, of which one is true."""
+    """For one logit per class, with one true class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Begin without examples of these classes."""
         self._labels, count = labels, len(labels)
-        # Weights and their squares, of what is right, true and taken to be of each class.
+        # Weights and squared weights of hits, labels and predictions of each class.
         self._counts = np.zeros((2, 3, count))
         self._means, self._calibration = Moments(), Calibration()
         self._scores = Scores(count, metrics.log_softmax)
@@ -135,7 +135,7 @@ class OfClasses(Tally):
         self._scores.add(labels, part.outputs, weights)
 
     def condense(self) -> None:
-        """Hold few of the scores."""
+        """Keep few of the scores."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -164,18 +164,18 @@ class OfClasses(Tally):
                 "log_loss": loss,
                 "calibration_error": self._calibration.error(),
             },
-            "intervals": _defined(ends),
+            "intervals": _drop_undefined(ends),
             "per_class": metrics.per_class((right, true, taken), areas.each, self._labels),
             "calibration": self._calibration.curve(),
         }
 
 
 def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
-    """Return those of means over the classes, from `counts` [2, right true taken, classes].
+    """Return the intervals of means over classes.
 
-    Those are sums of weights and of their squares. The variance of a mean says how many examples
-    of one class would be as much, which have Wilson's interval (Kott and Carr 1997). An error
-    lowers F1 of two classes at once.
+    `counts` [2, hits labels predictions, classes] are sums of weights and of squared weights. The
+    variance of a mean gives the effective number of examples of one class, for Wilson's interval
+    (Kott and Carr 1997). An error lowers F1 of two classes at once.
     """
     some = counts[:, :, (counts[0, 1] + counts[0, 2]) > 0]
     right, true, taken = some.transpose(1, 0, 2)
@@ -183,29 +183,29 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     often = true[0] / true[0].sum()
     weigh = {"macro": np.full(len(often), 1 / len(often)), "weighted": often}
     for name, whole in (("precision", taken), ("recall", true), ("f1", true + taken - right)):
-        count, shares = intervals.kish(*whole), _divided(right[0], whole[0])
-        # Of a class that is always right some examples may still be wrong.
+        count, shares = intervals.kish(*whole), _divide(right[0], whole[0])
+        # A class that is always right in the sample may still have errors.
         smooth = np.where(count > 0, intervals.middle(shares, count), 0)
-        variance = _divided(smooth * (1 - smooth), count)
+        variance = _divide(smooth * (1 - smooth), count)
         if name == "f1":
-            # It rises with the share of hits among what is true or taken.
+            # It increases with the share of hits among examples that are true or predicted.
             variance *= (1 + shares) * (2 / (1 + smooth) ** 2) ** 2
             shares, smooth = _f1(shares), _f1(smooth)
         for average, each in weigh.items():
             mean, near = float(each @ shares), float(each @ smooth)
             total = each**2 @ variance
             if average == "weighted":
-                # How often each class occurs varies as well.
+                # Class frequencies vary as well.
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
             low, high = intervals.share_interval(mean, effective)
-            # A class that nothing was taken to be has any precision.
+            # A class without predictions may have any precision.
             found[f"{average}_{name}"] = [low, min(high + float(each @ (count == 0)), 1.0)]
     return {name: found[name] for name in metrics.AVERAGES}
 
 
 class OfLabels(Tally):
-    """Of a logit for each of several classes, any number of which are true."""
+    """For one logit per class, with any number of true classes."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Begin without examples of these classes."""
@@ -231,13 +231,13 @@ class OfLabels(Tally):
         self._loss.add(losses[np.newaxis], weights)
 
     def condense(self) -> None:
-        """Hold few of the scores."""
+        """Keep few of the scores."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
         """Return all metrics, and those of each class."""
         total, areas = self._groups.total, self._scores.result()
-        values, errors = _of_labels(total).tolist(), self._groups.errors(_of_labels)
+        values, errors = _measure_labels(total).tolist(), self._groups.errors(_measure_labels)
         names = ("binary_accuracy", "subset_accuracy", *(f"micro_{each}" for each in _MICRO))
         found = dict(zip((*names, "macro_f1"), values, strict=True))
         count = float(intervals.kish(*self._weight))
@@ -254,7 +254,7 @@ class OfLabels(Tally):
                 **areas.metrics("macro_"),
                 "calibration_error": self._calibration.error(),
             },
-            "intervals": _defined(
+            "intervals": _drop_undefined(
                 {
                     **ends,
                     **areas.intervals("macro_"),
@@ -269,23 +269,23 @@ class OfLabels(Tally):
 _MICRO = ("precision", "recall", "f1")
 
 
-def _of_labels(sums: Doubles) -> Doubles:
-    """Return the metrics of `OfLabels` [..., metrics] of sums [..., numbers]."""
+def _measure_labels(sums: Doubles) -> Doubles:
+    """Return the metrics of `OfLabels` [..., metrics] from sums [..., numbers]."""
     weight, all_right, right = np.moveaxis(sums[..., :3], -1, 0)
     counts = sums[..., 3:].reshape(*sums.shape[:-1], 3, -1)
     hits, true, taken = counts.sum(axis=-1).transpose(-1, *range(sums.ndim - 1))
-    each = _divided(2 * counts[..., 0, :], counts[..., 1, :] + counts[..., 2, :])
-    micro = (_divided(hits, taken), _divided(hits, true), _divided(2 * hits, true + taken))
-    shares = (_divided(right, weight), _divided(all_right, weight))
+    each = _divide(2 * counts[..., 0, :], counts[..., 1, :] + counts[..., 2, :])
+    micro = (_divide(hits, taken), _divide(hits, true), _divide(2 * hits, true + taken))
+    shares = (_divide(right, weight), _divide(all_right, weight))
     return np.stack([*shares, *micro, each.mean(axis=-1)], axis=-1)
 
 
-def _divided(part: Any, whole: Any) -> Any:
+def _divide(part: Any, whole: Any) -> Any:
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
 class OfPlaces(Tally):
-    """Of a logit for each class at each of several places; of labels below 0 nothing counts."""
+    """For one logit per class at each position; labels below 0 do not count."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Begin without examples of these classes."""
@@ -322,11 +322,11 @@ class OfPlaces(Tally):
         """Return all metrics, and those of each class."""
         names = ("accuracy", "macro_f1", "example_accuracy")
         found: dict[str, Any] = dict(
-            zip(names, _of_places(self._groups.total).tolist(), strict=True)
+            zip(names, _measure_places(self._groups.total).tolist(), strict=True)
         )
         if not self._matrix.any():
             found |= dict.fromkeys(("accuracy", "macro_f1"))
-        count, errors = float(intervals.kish(*self._weight)), self._groups.errors(_of_places)
+        count, errors = float(intervals.kish(*self._weight)), self._groups.errors(_measure_places)
         ends: dict[str, Any] = {
             name: None if value is None else intervals.metric_interval(value, error, count)
             for (name, value), error in zip(found.items(), errors, strict=True)
@@ -337,26 +337,26 @@ class OfPlaces(Tally):
         counts = metrics.count_by_class(self._matrix)
         return {
             "metrics": {"loss": loss, **found},
-            "intervals": _defined(ends),
+            "intervals": _drop_undefined(ends),
             "per_class": metrics.per_class(counts, no_areas, self._labels),
             "confusion_matrix": metrics.plain_rows(self._matrix),
         }
 
 
-def _of_places(sums: Doubles) -> Doubles:
-    """Return the metrics of `OfPlaces` [..., metrics] of sums [..., numbers]."""
+def _measure_places(sums: Doubles) -> Doubles:
+    """Return the metrics of `OfPlaces` [..., metrics] from sums [..., numbers]."""
     right, true, taken = np.moveaxis(sums[..., 2:].reshape(*sums.shape[:-1], 3, -1), -2, 0)
-    f1, occurs = _divided(2 * right, true + taken), (true + taken) > 0
-    macro = _divided(f1.sum(axis=-1), occurs.sum(axis=-1).astype(float))
-    accuracy = _divided(right.sum(axis=-1), true.sum(axis=-1))
-    return np.stack([accuracy, macro, _divided(sums[..., 1], sums[..., 0])], axis=-1)
+    f1, occurs = _divide(2 * right, true + taken), (true + taken) > 0
+    macro = _divide(f1.sum(axis=-1), occurs.sum(axis=-1).astype(float))
+    accuracy = _divide(right.sum(axis=-1), true.sum(axis=-1))
+    return np.stack([accuracy, macro, _divide(sums[..., 1], sums[..., 0])], axis=-1)
 
 
 class OfNumbers(Tally):
-    """Of one or several numbers; `scale` is the label's unit in that of the loss."""
+    """For one or several numbers; `scale` is the label's unit in units of the loss."""
 
     def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:
-        """Begin without examples; `predicted` makes numbers in the label's units of outputs."""
+        """Begin without examples; `predicted` converts outputs to the label's units."""
         self._predicted, self._scale, self._near = predicted, scale, np.zeros(0)
         self._means, self._groups = Moments(), Groups(1 + 3 * numbers)
 
@@ -369,7 +369,7 @@ class OfNumbers(Tally):
         )
         away = self._predicted(outputs) - true
         if not len(self._near):
-            # Squares of what is far from 0 would have no precision left.
+            # Squares of values far from 0 would lose their precision.
             self._near = true.mean(axis=0)
         centred = true - self._near
         self._means.add(np.stack([np.abs(away).mean(axis=1), (away**2).mean(axis=1)]), weights)
@@ -380,11 +380,11 @@ class OfNumbers(Tally):
     def result(self) -> dict[str, Any]:
         """Return all metrics."""
         (absolute, squared), errors = self._means.result()
-        count, explained = self._means.count, float(_explained(self._groups.total)[0])
+        count, explained = self._means.count, float(_compute_r2(self._groups.total)[0])
         ends = {
             "mean_absolute_error": intervals.above_zero(absolute, errors[0], count),
             "mean_squared_error": intervals.above_zero(squared, errors[1], count),
-            "r2_score": intervals.below_one(explained, self._groups.errors(_explained)[0], count),
+            "r2_score": intervals.below_one(explained, self._groups.errors(_compute_r2)[0], count),
         }
         if of_squares := ends["mean_squared_error"]:
             ends["root_mean_squared_error"] = [each**0.5 for each in of_squares]
@@ -397,21 +397,21 @@ class OfNumbers(Tally):
                 "root_mean_squared_error": squared**0.5,
                 "r2_score": explained,
             },
-            "intervals": _defined(ends),
+            "intervals": _drop_undefined(ends),
         }
 
 
-def _explained(sums: Doubles) -> Doubles:
-    """Return R2 [..., 1], the mean over the numbers, of sums [..., numbers].
+def _compute_r2(sums: Doubles) -> Doubles:
+    """Return R2 [..., 1], the mean over the numbers, from sums [..., numbers].
 
-    Of equal labels it is 1 if they are all met, else 0, as in scikit-learn.
+    For equal labels it is 1 if all predictions are exact, else 0, as in scikit-learn.
     """
     weight = sums[..., :1]
     total, squares, residual = np.split(sums[..., 1:], 3, axis=-1)
     variance = squares - total**2 / np.maximum(weight, 1e-300)
-    # What is left of equal labels after rounding is no variance.
+    # A rounding error of equal labels is not variance.
     varies = variance > 1e-14 * squares
-    each = np.where(varies, 1 - _divided(residual, variance), np.where(residual > 0, 0.0, 1.0))
+    each = np.where(varies, 1 - _divide(residual, variance), np.where(residual > 0, 0.0, 1.0))
     found: Doubles = each.mean(axis=-1, keepdims=True)
     return found
 
@@ -420,5 +420,5 @@ def _both(weights: Floats) -> tuple[Floats, Floats]:
     return weights, weights**2
 
 
-def _defined(ends: dict[str, Any]) -> dict[str, intervals.Interval]:
+def _drop_undefined(ends: dict[str, Any]) -> dict[str, intervals.Interval]:
     return {name: each for name, each in ends.items() if each is not None}

@@ -1,1 +1,1 @@
-"""Recommenders: a score of each pair, and vectors by which the best items are found."""
+"""Recommenders: a score for each pair, and vectors to retrieve the best items."""

@@ -1,18 +1,18 @@
-"""Recall at k: how many of the items that a user took are among the k that are found for them.
+"""Recall at k: the share of a user's taken items among the k retrieved items.
 
-    candidates   all items of the evaluation, whoever they were shown to; of a slice, those in it
-    relevant     the items that a user took in it, each once
-    vectors      of a user and of an item those of their first example
+    candidates   all items of the evaluation, offered to any user; for a slice, its items
+    relevant     the distinct items that a user took
+    vectors      those of the first example of a user or an item
     score        the dot product of both vectors
-    found        an item to which fewer than k other candidates are better; of equal scores at that
-                 place the share that is found in a random order, so that a model that scores all
-                 alike finds what a random order does
-    recall       found of the relevant / all relevant, of a user; the mean is over the users that
-                 took something, and users that took nothing do not count
-    weight       of a user the mean of those of their examples
+    found        an item with fewer than k better candidates; of tied scores at that rank the share
+                 that a random order finds, so that a model with constant scores equals a random
+                 order
+    recall       found relevant / all relevant items of a user; the mean is over the users with at
+                 least one relevant item
+    weight       the mean weight of a user's examples
 
-The search is exact: all pairs are scored, a block of users at a time. Where there are fewer than k
-candidates, or no user took anything, there is no recall at k.
+The search is exact: all pairs are scored, a block of users at a time. With fewer than k
+candidates, or without relevant items, recall at k is undefined.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Scores that are held at once, and about as many bytes more for their order: 64 MiB each.
+# Scores in memory, with about as many bytes for their order: 64 MiB each.
 _AT_ONCE = 1 << 24
 Places = npt.NDArray[np.int64]
 
@@ -41,13 +41,13 @@ class Vectors:
         """Add examples [n] with their vectors [n, size]."""
         known, first = np.unique(ids, return_index=True)
         self._ids.append(known)
-        # A view would keep the whole part.
+        # A view would keep the whole part in memory.
         self._vectors.append(vectors[first].copy())
         if len(self._ids) > 1 and sum(map(len, self._ids[1:])) > len(self._ids[0]):
             self._merge()
 
     def all(self) -> tuple[Array, Floats]:
-        """Return the ids in order, and their vectors."""
+        """Return the sorted ids, and their vectors."""
         self._merge()
         return self._ids[0], self._vectors[0]
 
@@ -57,7 +57,7 @@ class Vectors:
 
 
 class Search:
-    """Gathers users, items and what was taken; holds each vector and each taken pair once."""
+    """Collects users, items and taken pairs; stores each vector and each taken pair once."""
 
     def __init__(self) -> None:
         """Begin without examples."""
@@ -84,12 +84,12 @@ class Search:
 
     @property
     def candidates(self) -> int:
-        """How many items there are."""
+        """The number of items."""
         return len(self._items.all()[0])
 
     @property
     def weights(self) -> Floats:
-        """What each user that took something weighs, in the order of `recalls`."""
+        """The weight of each user with a taken item, in the order of `recalls`."""
         users, heavy, counts = (np.concatenate(each) for each in zip(*self._weights, strict=True))
         known, place = np.unique(users, return_inverse=True)
         takers = np.isin(known, np.concatenate([users for users, _ in self._taken]))
@@ -97,16 +97,16 @@ class Search:
         return found
 
     def recalls(self, numbers: Sequence[int], at_once: int = _AT_ONCE) -> dict[int, Floats]:
-        """Return the recall at each number, of each user that took something [users].
+        """Return the recall at each number, for each user with a taken item [users].
 
-        None for a number above that of the candidates. About `at_once` scores are held at once.
+        Numbers above that of the candidates are left out. About `at_once` scores are in memory.
         """
         users, of_users = self._users.all()
         items, of_items = self._items.all()
         rows, columns = self._pairs(users, items)
         there = [each for each in numbers if each <= len(items)]
         found = {number: np.zeros(len(rows)) for number in there}
-        # Equal vectors have equal scores, whatever the order of their sums.
+        # Equal vectors have equal scores, in any order of summation.
         as_bytes = np.ascontiguousarray(of_items).view(np.dtype((np.void, of_items[0].nbytes)))
         _, first, same = np.unique(as_bytes.ravel(), return_index=True, return_inverse=True)
         takers, user, counts = np.unique(rows, return_inverse=True, return_counts=True)
@@ -118,20 +118,20 @@ class Search:
             at = user[pairs] - begin
             own = scores[at, columns[pairs]]
             for number in there:
-                found[number][pairs] = _found(scores, number, at, own)
+                found[number][pairs] = _share_found(scores, number, at, own)
         return {number: np.bincount(user, hits) / counts for number, hits in found.items()}
 
     def _pairs(self, users: Array, items: Array) -> tuple[Places, Places]:
-        """Return the places of user and item of each taken pair, by user; each pair once."""
+        """Return the indices of user and item of each distinct taken pair, sorted by user."""
         who, what = (np.concatenate(each) for each in zip(*self._taken, strict=True))
         both = np.searchsorted(users, who) * len(items) + np.searchsorted(items, what)
         return np.divmod(np.unique(both), len(items))
 
 
-def _found(scores: Floats, number: int, rows: Places, own: Floats) -> Floats:
-    """Return the share [n] of the orders in which own scores [n] are among the best of their row.
+def _share_found(scores: Floats, number: int, rows: Places, own: Floats) -> Floats:
+    """Return the probability [n] that own scores [n] are among the best `number` of their row.
 
-    The scores are put into another order.
+    This function permutes the scores in place.
     """
     place = scores.shape[1] - number
     scores.partition(place, axis=1)

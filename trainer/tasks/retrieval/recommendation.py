@@ -1,4 +1,4 @@
-"""What a user takes of what is shown, and which items are found for them among all.
+"""Recommendation: whether a user takes an offered item, and retrieval among all items.
 
     label     as of `ranking`: taken or not
     outputs   [n, 1 + 2 size]: the logit of "taken", the vector of the user, the vector of the item
@@ -35,7 +35,7 @@ from flotilla.trainer.tasks.base import (
     Target,
     example_weights,
 )
-from flotilla.trainer.tasks.objective import at
+from flotilla.trainer.tasks.objective import select_rows
 from flotilla.trainer.tasks.ranking import Queries, Ranking
 from flotilla.trainer.tasks.retrieval.recall import Search
 
@@ -43,7 +43,7 @@ NUMBERS = (10, 100)
 
 
 class OfLogit(keras.losses.BinaryCrossentropy):
-    """Keras's, of the first column of the outputs."""
+    """A Keras loss of the first column of the outputs."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the loss [n]."""
@@ -64,7 +64,7 @@ class Recommendation(Ranking):
         item: str = "item",
         k: Sequence[int] = NUMBERS,
     ) -> None:
-        """Take a label, the features of user and item, and the numbers of `recall_at_<k>`."""
+        """Accept a label, the features of user and item, and the numbers of `recall_at_<k>`."""
         super().__init__(target, group=group)
         if not group:
             raise ConfigError("it needs the feature that names the user: set data.group")
@@ -77,7 +77,7 @@ class Recommendation(Ranking):
                 )
         self._taken: Counter[Any] = Counter()
         self._user, self._item, self._numbers = group, item, tuple(dict.fromkeys(k))
-        self.recall_names = tuple(map(_named, self._numbers))
+        self.recall_names = tuple(map(_name_recall, self._numbers))
         self.directions = {  # type: ignore[misc]
             **Ranking.directions,
             **dict.fromkeys(self.recall_names, "higher"),
@@ -85,7 +85,7 @@ class Recommendation(Ranking):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The features that name user and item."""
+        """The features that identify user and item."""
         return (self._user, self._item)
 
     def loss(self) -> keras.losses.Loss:
@@ -107,7 +107,7 @@ class Recommendation(Ranking):
         return np.concatenate([logit, answers["user_vector"], answers["item_vector"]], axis=1)
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse what is not a logit and two vectors of one size."""
+        """Refuse an output that is not a logit and two vectors of one size."""
         super().check_output(output, last)
         width = output.shape[-1]
         if width is None or width < 3 or width % 2 == 0:  # noqa: PLR2004
@@ -118,7 +118,7 @@ class Recommendation(Ranking):
 
     @property
     def learns(self) -> tuple[str, ...]:
-        """What was taken in the training."""
+        """The label and item of training examples."""
         return (self.target.name, self._item)
 
     def learn(self, training: Iterable[Mapping[str, Array]]) -> None:
@@ -127,7 +127,7 @@ class Recommendation(Ranking):
             self._taken.update(batch[self._item][batch[self.target.name].astype(bool)].tolist())
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Add the items that most took in the training."""
+        """Add the most popular items of training."""
         logits = super().constants(examples)
         width = next(iter(examples.parts())).outputs.shape[1] - 1
         found = [each._replace(outputs=np.pad(each.outputs, (0, width))) for each in logits]
@@ -144,7 +144,7 @@ class Recommendation(Ranking):
 
     def of_groups(self, metric: str, examples: Examples) -> Floats | None:
         """Return the values of each user."""
-        numbers = {_named(each): each for each in self._numbers}
+        numbers = {_name_recall(each): each for each in self._numbers}
         if metric not in numbers:
             return super().of_groups(metric, examples)
         search = Search()
@@ -165,25 +165,25 @@ class Recommendation(Ranking):
                 f"task.args.k: recall at {above[0]} of the {most} items that the evaluation has is "
                 f"no recall; set it to {most} or less, or evaluate more examples"
             )
-        return super().details(Remade(examples, _of_logit))
+        return super().details(Remade(examples, _select_logit))
 
     def tally(self) -> Tally:
-        """Return what measures examples, users, and what is found for them."""
+        """Return an accumulator of examples, users, and retrieved items."""
         return _OfSearch(self, super().tally())
 
     def fill(self, search: Search, part: Part) -> None:
-        """Add examples to a search, but what weighs nothing."""
+        """Add examples to a search, without those of weight 0."""
         size, weights = _size(part.outputs), example_weights(part)
         if not weights.all():
-            part, weights = at(part, weights > 0), weights[weights > 0]
+            part, weights = select_rows(part, weights > 0), weights[weights > 0]
         users, items = (part.columns[each] for each in (self._user, self._item))
         vectors = part.outputs[:, 1 : 1 + size], part.outputs[:, 1 + size :]
         search.add(users, items, part.labels.astype(bool), *vectors, weights)
 
     def recalls(self, search: Search) -> dict[str, Queries]:
-        """Return the recalls of a search; none of a number above that of the candidates."""
+        """Return the recalls of a search, without numbers above that of the candidates."""
         weights, found = search.weights, search.recalls(self._numbers)
-        return {_named(each): Queries(values, weights) for each, values in found.items()}
+        return {_name_recall(each): Queries(values, weights) for each, values in found.items()}
 
 
 class _OfSearch(Tally):
@@ -191,7 +191,7 @@ class _OfSearch(Tally):
         self._task, self._ranking, self._search = task, ranking, Search()
 
     def add(self, part: Part) -> None:
-        self._ranking.add(_of_logit(part))
+        self._ranking.add(_select_logit(part))
         self._task.fill(self._search, part)
 
     def condense(self) -> None:
@@ -200,7 +200,7 @@ class _OfSearch(Tally):
     def result(self) -> dict[str, Any]:
         found = self._ranking.result()
         recalls = self._task.recalls(self._search)
-        # Of a metric that is not defined there is none.
+        # An undefined metric is left out.
         found["metrics"] |= dict.fromkeys(self._task.recall_names)
         for name, each in recalls.items():
             if len(each.values):
@@ -210,11 +210,11 @@ class _OfSearch(Tally):
         return found
 
 
-def _of_logit(part: Part) -> Part:
+def _select_logit(part: Part) -> Part:
     return part._replace(outputs=part.outputs[:, :1])
 
 
-def _named(number: int) -> str:
+def _name_recall(number: int) -> str:
     return f"recall_at_{number}"
 
 
