@@ -330,10 +330,10 @@ def _asked_label(source: str, settings: list[str]) -> list[str]:
     """Return the label that a person at the terminal names; nothing where none is there."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or "--json" in sys.argv:
         return []
-    from flotilla.trainer.preflight.proposal import columns_of
+    from flotilla.trainer.preflight.proposal import list_columns
     from flotilla.trainer.runtime.masking import printable
 
-    names, perhaps = columns_of(source, settings)
+    names, perhaps = list_columns(source, settings)
     if not names or any(each.startswith("data.label=") for each in settings):
         return []
     say(f"columns of {source}: {printable(', '.join(names))}")

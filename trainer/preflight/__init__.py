@@ -1,1 +1,1 @@
-"""Checks a configuration with its source and the user's code before anything is paid."""
+"""Checks of a configuration, its source and the user's code before a run is paid for."""

@@ -1,8 +1,8 @@
-"""The one check of a configuration with its source and the user's code, before anything is paid.
+"""The single check of a configuration with its source and the user's code, before a run.
 
-Its first half takes a moment and loads no TensorFlow: the files are listed, and the header of the
-first one has to have the columns that the data section names. The second half is a process of its
-own, which reads the first rows, builds the model, and tries what a run does with it.
+The first half takes a moment and loads no TensorFlow: it lists the files, and requires the columns
+of the data section in the header of the first file. The second half is a separate process, which
+reads the first rows, builds the model, and tries the parts of a run on it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from flotilla.trainer.storage import patterns
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a check has found to be right.
+    """The result of a successful check.
 
     Attributes:
-        found: of the model and the dataset, see `flotilla.trainer.cluster.fitting`; empty if not
-        known. notes: what could not be checked, and why.
+        found: properties of the model and the dataset, see `flotilla.trainer.cluster.fitting`;
+            empty if not
+        known. notes: what could not be checked, with the reasons.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -46,12 +47,13 @@ def check(
 
     Args:
         config: what to check.
-        dataset: URI of the dataset to train on, where it is prepared.
-        is_remote: whether the steps run on other machines, which may reach what this one does not.
-        seconds: after which the trial of the model is given up.
+        dataset: URI of the dataset to train on, if it is prepared.
+        is_remote: whether the steps run on other machines, which may have access to other stores.
+        seconds: time limit of the trial of the model.
 
     Raises:
-        ConfigError: a mistake; the message says what, where, and what to do.
+        ConfigError: the configuration has a mistake; the message names it, its place and its
+            remedy.
     """
     if not is_remote and config.cluster.launcher == "local":
         require_gpus(config)
@@ -66,12 +68,12 @@ def check(
 
 
 def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, ...]:
-    """Require that the files are there, with the columns that are named; return what is not known.
+    """Require the files and their named columns; return notes on unchecked things.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: files or columns are missing.
     """
-    # A version is a listing, which the run that has made it has checked.
+    # A version is a listing, which the run that created it has checked.
     if not data.source or data.version:
         return ()
     if is_remote and patterns.is_local(data.source):
@@ -85,7 +87,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     except ConfigError:
         raise
     except UserError as error:
-        # A store has said no, or nothing; what is not in it is a mistake.
+        # The store has denied access or not answered; a missing file is a mistake instead.
         is_closed = error.__cause__ and not isinstance(error.__cause__, FileNotFoundError)
         elsewhere = is_remote and is_closed and not patterns.is_local(data.source)
         if elsewhere or isinstance(error, TransientError):
@@ -97,12 +99,12 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
 def _require_columns(data: DataConfig, scratch: Path) -> None:
     found = listing.list_source(data)
     taken = found if data.spans == SINCE_CHAMPION else listing.select_spans(found, data.spans, {})
-    # It loads Arrow, which takes half a second.
+    # This import loads Arrow, which takes half a second.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 
     form, _ = one_format(data, taken.files)
-    # Reading records of TensorFlow's loads it, and those of JSON have no header.
+    # TFRecords would load TensorFlow, and JSON has no header.
     if form not in ("csv", "parquet", "images"):
         return
     few = few_files(data, taken, scratch)

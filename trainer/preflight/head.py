@@ -1,4 +1,4 @@
-"""Some files of a source, and of large ones the first bytes, so that no file is read whole."""
+"""A sample of a source: some files, and only the first bytes of large ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.storage.uri import local_path
 
-# Of a table; of a folder of images so many of each class, and of how many folders.
+# Most files of a table; images per class folder, and most class folders.
 _FILES = 8
 _IMAGES, _FOLDERS = 64, 256
-# Files on other machines of more bytes than these together are not fetched.
+# Remote files that together exceed these bytes are not fetched.
 _FETCHED = 64 << 20
-# A text beyond this is copied up to the end of a line before it: quotes are looked for in all of a
+# A larger text is copied up to a line end before this limit, since quotes are searched in the whole
 # file.
 _HEAD = 8 << 20
 _ENDS = 1000
@@ -30,12 +30,12 @@ _ENDS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class FewFiles:
-    """A listing of some files.
+    """A sample of a listing.
 
     Attributes:
-        is_part: whether there are more files, or more of a file.
-        copies: the path of each copy of a head, and that of its file.
-        notes: what could not be looked at.
+        is_part: whether the source has more files, or a file has more rows.
+        copies: the file of each copy of its first rows, by path.
+        notes: what could not be examined.
     """
 
     listing: Listing
@@ -45,13 +45,13 @@ class FewFiles:
 
 
 def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
-    """Return some files of a source, spread over it; copies are below `scratch`.
+    """Return some files of a source, evenly spaced; copies are below `scratch`.
 
     Raises:
-        UserError: they are of no form that can be told.
+        UserError: their format cannot be inferred.
     """
     pieces = choose_reader(config, found.files, scratch, found.hidden)
-    files = _of_folders(pieces.files) if pieces.is_listing else _spread(pieces.files)
+    files = _sample_folders(pieces.files) if pieces.is_listing else _spread(pieces.files)
     is_part = len(files) < len(pieces.files)
     kept, size = [], 0
     for file in files:
@@ -83,8 +83,8 @@ def _spread(files: Sequence[Any]) -> list[Any]:
     return [files[at * last // (_FILES - 1)] for at in range(_FILES)]
 
 
-def _of_folders(files: Sequence[Any]) -> list[Any]:
-    """Return as many images of each folder, so that there is one of each class."""
+def _sample_folders(files: Sequence[Any]) -> list[Any]:
+    """Return equally many images of each folder, at least one per class."""
     folders: dict[str, list[Any]] = {}
     for file in files:
         folders.setdefault(file.path.rpartition("/")[0], []).append(file)
@@ -93,7 +93,7 @@ def _of_folders(files: Sequence[Any]) -> list[Any]:
 
 
 def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
-    """Return a file, or a copy of its first rows where it is a large CSV on this machine."""
+    """Return a file, or a copy of its first rows if it is a large local CSV."""
     path = local_path(file.uri)
     if not isinstance(pieces.reader, CsvReader) or not path or not path.is_file():
         return file
@@ -107,12 +107,12 @@ def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
     copy = root / file.path
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_bytes(head[: _end(head)])
-    # The tag is that of the file, which a listing of before may have.
+    # The tag is that of the original, as in an earlier listing.
     return replace(file, root=storage.uri_of(root), size=os.stat(copy).st_size, tag="")
 
 
 def _end(head: bytes) -> int:
-    """Return where the last row ends: at a newline that is in no quotes, as far as can be told."""
+    """Return the end of the last row: a newline outside quotes, as far as detectable."""
     last = end = head.rfind(b"\n") + 1 or len(head)
     quotes = head.count(b'"', 0, end)
     for _ in range(_ENDS):

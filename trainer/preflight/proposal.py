@@ -1,7 +1,6 @@
-"""The configuration of a first run: of files and the name of a column, by their first rows.
+"""The configuration of a first run, from files and the name of a column.
 
-What is written is what is run: the text is read back as any file of a user's is. Free of
-TensorFlow.
+The written file is what runs: the text is read back like any user's file. Free of TensorFlow.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.storage import patterns
 
-# Of a table, so many rows are looked at.
+# Most rows of a table that are examined.
 ROWS = 10_000
-# Files of fewer bytes are trained on by one process.
+# Files below this size are trained on by one process.
 SMALL = 64 << 20
-# Of fewer rows a tenth says little; of so few not every shard would have one.
+# With fewer rows a share of a tenth is too small; with fewer than this, some shards would be empty.
 _FEW, _VERY_FEW = 10_000, 100
 _SHARE, _LARGER_SHARE, _SHARDS = 0.1, 0.15, 2
-# Fewer different values may be so by chance.
+# Fewer distinct values may be unique by chance.
 _LEAST = 20
 _LABELS = ("label", "target", "class", "y", "outcome", "churn", "survived", "price")
 _TWO, _CLASSES = 2, 5
 _WIDTH, _MOST_LETTERS = 32, 120
-# Columns that are the label where none is named: see `flotilla.trainer.data.files.column_roles`.
+# Default names of a label: see `flotilla.trainer.data.files.column_roles`.
 _BY_NAME = ("label", "target")
 _OTHERS = "async_parameter_server: a cluster"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A configuration for files, as a tree of what is written.
+    """A proposed configuration for files.
 
     Attributes:
         tree: the sections; paths are relative to the working folder.
-        why: a line for each key, by its path.
-        notes: what could not be looked at.
+        why: the reason for each key, by its path.
+        notes: what could not be examined.
     """
 
     tree: Mapping[str, Any]
@@ -65,11 +64,11 @@ class Proposal:
 
     @property
     def file_name(self) -> str:
-        """The name of its file, by the name of the model."""
+        """The name of its file, from the name of the model."""
         return f"{self.tree['name']}.yaml"
 
     def text(self, folder: Path) -> str:
-        """Return the YAML of a file in a folder: there, paths are relative to it."""
+        """Return the YAML for a file in a folder, with paths relative to that folder."""
         tree = {**self.tree, "data": {**self.tree["data"]}}
         source = tree["data"]["source"]
         if patterns.is_local(source) and source[:1] not in ("/", "~") and "://" not in source:
@@ -79,7 +78,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the first rows hold: a scan of each column, and whether these are all rows."""
+    """Statistics of the first rows: a scan of each column, and whether these are all rows."""
 
     count: int
     columns: Mapping[str, Any]
@@ -91,19 +90,19 @@ class Rows:
 
 
 def is_source(given: str | Path) -> bool:
-    """Say whether a name on the command line is that of files to learn from, or of a configuration.
+    """Say whether a command line argument names files to learn from, or a configuration.
 
     Raises:
         ConfigError: it is neither.
     """
     text, path = str(given), Path(given)
-    # Those of `os.path`, and not of `Path`, take a name of any length.
+    # The functions of `os.path` accept a name of any length, unlike `Path`.
     if "://" in text or os.path.isdir(path):
         return True
     if path.suffix.lower() in (".yaml", ".yml"):
         return False
     if os.path.lexists(path):
-        # A pipe may be read once; it is no table.
+        # A pipe can be read only once; it is not a table.
         return path.is_file() and not is_configuration(path)
     if re.search(r"[*?{\[]", text):
         return True
@@ -116,10 +115,10 @@ def is_source(given: str | Path) -> bool:
 
 
 def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = ()) -> Proposal:
-    """Return the configuration for files; `settings` are laid over what is chosen.
+    """Return the configuration for files; `settings` override the proposed values.
 
     Raises:
-        ConfigError: there are no such files, or no such column.
+        ConfigError: the files or a column do not exist.
     """
     tree: dict[str, Any] = {"data": {"source": str(source)}}
     if label:
@@ -130,20 +129,20 @@ def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = 
     config = parse_config(tree)
     try:
         with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
-            rows = _looked_at(config.data, Path(scratch))
+            rows = _examine(config.data, Path(scratch))
     except ConfigError:
         raise
     except UserError as error:
         is_far = not patterns.is_local(config.data.source)
         missing = isinstance(error.__cause__, FileNotFoundError)
         if is_far and not missing and (isinstance(error, TransientError) or error.__cause__):
-            return _proposed(config, given, None, f"the source is not looked at: {error}")
+            return _make_proposal(config, given, None, f"the source is not looked at: {error}")
         raise ConfigError(str(error)) from error
-    return _proposed(config, given, rows)
+    return _make_proposal(config, given, rows)
 
 
-def columns_of(source: str | Path, settings: Sequence[str] = ()) -> tuple[list[str], str]:
-    """Return the columns of files, and which of them may be the label; raises `ConfigError`."""
+def list_columns(source: str | Path, settings: Sequence[str] = ()) -> tuple[list[str], str]:
+    """Return the columns of files, and the likely label; raises `ConfigError`."""
     tree: dict[str, Any] = {"data": {"source": str(source)}}
     lay_over(tree, settings)
     try:
@@ -155,7 +154,7 @@ def columns_of(source: str | Path, settings: Sequence[str] = ()) -> tuple[list[s
 
 
 def guess(names: Sequence[str], source: str) -> str:
-    """Return the column that is perhaps to be predicted."""
+    """Return the column that is probably the label."""
     stem = re.sub(r"[^a-z]", "", Path(source).stem.lower())
     for word in _LABELS:
         if found := [each for each in names if each.lower() == word]:
@@ -169,25 +168,25 @@ def guess(names: Sequence[str], source: str) -> str:
 def _header(data: DataConfig, scratch: Path) -> list[str]:
     from flotilla.trainer.data.files.file_pieces import choose_reader  # noqa: PLC0415
 
-    pieces = choose_reader(data, _listed(data).files, scratch)
+    pieces = choose_reader(data, _list_files(data).files, scratch)
     return list(pieces.header()[0]) if not pieces.is_listing else []
 
 
-def _listed(data: DataConfig) -> Any:
+def _list_files(data: DataConfig) -> Any:
     found = listing.list_source(data)
     return found if data.spans == SINCE_CHAMPION else listing.select_spans(found, data.spans, {})
 
 
-def _looked_at(data: DataConfig, scratch: Path) -> Rows:
-    """Return what the first rows hold; raises `UserError`."""
-    # They load Arrow.
+def _examine(data: DataConfig, scratch: Path) -> Rows:
+    """Return the statistics of the first rows; raises `UserError`."""
+    # These imports load Arrow.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 
-    taken = _listed(data)
+    taken = _list_files(data)
     size = sum(each.size for each in taken.files)
     form, _ = one_format(data, taken.files)
-    # Reading records of TensorFlow's loads it.
+    # TFRecords would load TensorFlow.
     few = few_files(data, taken, scratch) if form != "tfrecord" else None
     if not few or not few.listing.files:
         return Rows(0, {}, is_whole=False, parsed=False, size=size)
@@ -204,7 +203,7 @@ def _looked_at(data: DataConfig, scratch: Path) -> Rows:
         _require_label(data, names)
         kept = pieces.roles(data, names, said).kept
         said = tuple(each for each in names if each not in kept)
-    count, is_cut, scans = _scanned(pieces, names, data.label)
+    count, is_cut, scans = _scan(pieces, names, data.label)
     is_cut = is_cut or few.is_part
     if not count and not is_cut:
         raise ConfigError(f"data.source: {data.source} has no row; name files that have some")
@@ -216,10 +215,10 @@ def _looked_at(data: DataConfig, scratch: Path) -> Rows:
     )  # fmt: skip
 
 
-def _scanned(
+def _scan(
     pieces: Any, names: Sequence[str], labels: Sequence[str]
 ) -> tuple[int, bool, dict[str, Any]]:
-    """Return how many rows were read, whether there are more, and a scan of each column."""
+    """Return the number of rows read, whether there are more, and a scan of each column."""
     import pyarrow as pa  # noqa: PLC0415
 
     from flotilla.trainer.data.files import column_scan  # noqa: PLC0415
@@ -243,7 +242,7 @@ def _scanned(
 
 
 def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterator[Any]:
-    """Yield the records of a file until there are so many."""
+    """Yield at most `most` records of a file."""
     from flotilla.trainer.data.files.formats.raw_rows import Piece  # noqa: PLC0415
 
     reader = pieces.reader
@@ -258,7 +257,7 @@ def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterat
 
 
 def _require_label(data: DataConfig, names: Sequence[str]) -> None:
-    """Raise a `ConfigError` where the column to be predicted is not named, or none."""
+    """Raise `ConfigError` if the label is not named, or is not a column."""
     if not data.label and not any(each.lower() in _BY_NAME for each in names):
         raise ConfigError(
             f"--label: name the column of {data.source} that is to be predicted, perhaps "
@@ -270,8 +269,10 @@ def _require_label(data: DataConfig, names: Sequence[str]) -> None:
             raise ConfigError(f"--label: there is no column {each!r} in {data.source}{hint}")
 
 
-def _proposed(config: Config, given: Mapping[str, Any], rows: Rows | None, *notes: str) -> Proposal:
-    """Return what is written: what was given, and what is chosen by the rows next to it."""
+def _make_proposal(
+    config: Config, given: Mapping[str, Any], rows: Rows | None, *notes: str
+) -> Proposal:
+    """Return the proposal: the given settings, completed by choices from the rows."""
     chosen: dict[str, Any] = {}
     why: dict[str, str] = {}
     for key, value, reason in _choices(config, rows):
@@ -279,20 +280,20 @@ def _proposed(config: Config, given: Mapping[str, Any], rows: Rows | None, *note
         tree = chosen.setdefault(section, {}) if section else chosen
         tree[name] = value
         why[key] = reason
-    tree = _over(chosen, given)
+    tree = _override(chosen, given)
     return Proposal(tree=tree, why=why, notes=notes)
 
 
-def _over(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _override(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     tree = {**chosen, **given}
     for name in chosen.keys() & given.keys():
         if isinstance(chosen[name], dict) and isinstance(given[name], dict):
-            tree[name] = _over(chosen[name], given[name])
+            tree[name] = _override(chosen[name], given[name])
     return tree
 
 
 def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]]:
-    """Yield each key, its value, and why it is this one."""
+    """Yield each key, its value, and the reason."""
     data = config.data
     yield "name", config.name, "in the registry; by the name of the source"
     yield "data.source", data.source, _size(rows)
@@ -303,7 +304,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     ids = _ids(data, rows, inputs) if rows else []
     if ids:
         yield "data.drop", ids, "ids: another value in each row says nothing of a new one"
-    written = _written(rows, [*labels, *inputs]) if rows else {}
+    written = _find_formatted(rows, [*labels, *inputs]) if rows else {}
     if written:
         yield "data.types", written, "numbers in writing, such as 1.234,50 or 61 %"
     if rows and not rows.has_splits and data.splits == SplitsConfig():
@@ -316,7 +317,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     kinds = {name: _kind(rows, name) for name in inputs if name not in ids} if rows else {}
     if rows and rows.form:
         kinds = {"image": choice.IMAGE}
-    # Two towers look up whole numbers and texts, and give one score.
+    # Two-tower models accept whole numbers and texts, and return one score.
     may_match = not (rows and rows.form) and rows is not None and _may_match(rows, kinds, labels)
     says = choice.of_kinds(kinds, may_match=may_match) if kinds else None
     by = f"{says.name}: {says.why}" if says else "by the columns"
@@ -342,7 +343,7 @@ def _size(rows: Rows | None) -> str:
 
 
 def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:
-    """Return what the label asks for; raises `ConfigError` for one of a single value."""
+    """Return the task for the label; raises `ConfigError` for a constant label."""
     by_label = "by the label"
     if rows and rows.form:
         return "classification, by the folders"
@@ -377,7 +378,7 @@ def _is_constant(scan: Any, classes: Collection[str]) -> bool:
 
 
 def _ids(data: DataConfig, rows: Rows, inputs: Sequence[str]) -> list[str]:
-    """Return the columns that have another value in each row, and are ids by name or content."""
+    """Return the columns with distinct values in all rows that look like ids by name or content."""
     splits = data.splits
     used = {*data.inputs, *data.types, data.weight, data.group}
     used |= {splits.column, splits.group, splits.time}
@@ -393,7 +394,7 @@ def _is_id(name: str, scan: Any, rows: int) -> bool:
     if {*scan.kinds} == {"int"}:
         return choice.is_id(name)
     is_text = {*scan.kinds} <= {"text", "code", "int", "huge"}
-    # Texts of words are what is learnt from.
+    # Texts of several words are features.
     codes = all(re.search(r"\d", each) and not re.search(r"\s", each) for each in scan.values)
     return is_text and (codes or (choice.is_id(name) and not any(" " in x for x in scan.values)))
 
@@ -422,8 +423,8 @@ def _kind(rows: Rows, name: str) -> str:
     return choice.CATEGORY if are_repeated(len(scan.values), rows.count) else choice.FREE_TEXT
 
 
-def _written(rows: Rows, names: Sequence[str]) -> dict[str, str]:
-    """Return the type of each column whose texts are all numbers in writing, of one unit."""
+def _find_formatted(rows: Rows, names: Sequence[str]) -> dict[str, str]:
+    """Return the type of each text column whose values are all formatted numbers of one unit."""
     from flotilla.trainer.data.files import written_numbers  # noqa: PLC0415
 
     found = {}
@@ -441,7 +442,7 @@ def _written(rows: Rows, names: Sequence[str]) -> dict[str, str]:
 
 
 def _lines(tree: Mapping[str, Any], why: Mapping[str, str], path: str) -> Iterator[str]:
-    """Yield the lines of sections: a key each, with its reason."""
+    """Yield the lines of sections: one per key, with its reason."""
     indent = "  " * (path.count(".") + bool(path))
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
@@ -457,7 +458,7 @@ def _lines(tree: Mapping[str, Any], why: Mapping[str, str], path: str) -> Iterat
 
 
 def _yaml(value: Any) -> str:
-    """Return a value of YAML on one line."""
+    """Format a YAML value on one line."""
     text = yaml.safe_dump(
         value, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False
     )

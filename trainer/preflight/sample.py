@@ -1,7 +1,7 @@
-"""A dataset of the first rows of a source, made by what makes the real one, to try a run on.
+"""A dataset of the first rows of a source, prepared like the real one, for the trial of a run.
 
-What is wrong with these rows is refused where all rows cannot make it right; what they only suggest
-is a note. Where the sample is the whole source, all that is wrong with it is certain.
+Errors of these rows are raised if further rows cannot correct them; doubts become notes. If the
+sample is the whole source, all errors are certain.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from flotilla.trainer.preflight.head import few_files
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ROWS = 1000
-# Of those that name images, which take milliseconds each.
+# Most rows with image paths, which take milliseconds each.
 _PICTURES = 64
-# Of a sample that is not whole the test and the validation split have one of so many rows each.
+# In an incomplete sample, one of this many rows each goes to test and to validation.
 _TENTH = 10
 
 
@@ -43,10 +43,10 @@ class Sample:
     """A small dataset.
 
     Attributes:
-        uri: of the dataset; empty where there is none.
-        is_whole: whether it has all rows of the source, so that its classes are all there are.
-        by_builder: whether the builder says all that a sample could show.
-        notes: what the first rows suggest, and what could not be looked at.
+        uri: URI of the dataset; empty if there is none.
+        is_whole: whether it has all rows of the source, and so all classes.
+        by_builder: whether the builder's information makes a sample unnecessary.
+        notes: doubts from the first rows, and what could not be examined.
     """
 
     uri: str = ""
@@ -56,7 +56,7 @@ class Sample:
 
 
 class _DoubtfulError(UserError):
-    """The first rows cannot be made a dataset of, and all rows might be."""
+    """The first rows do not make a valid dataset, but all rows might."""
 
 
 def publish_sample(config: DataConfig, scratch: Path) -> Sample:
@@ -68,17 +68,17 @@ def publish_sample(config: DataConfig, scratch: Path) -> Sample:
     if not (config.source or config.map):
         return Sample(by_builder=True)
     with prepare.mistakes_of_data():
-        return _of_files(config, scratch) if config.source else _of_builder(config, scratch)
+        return _sample_files(config, scratch) if config.source else _sample_builder(config, scratch)
 
 
-def _of_builder(config: DataConfig, scratch: Path) -> Sample:
+def _sample_builder(config: DataConfig, scratch: Path) -> Sample:
     source = _FirstExamples(source_config(config), scratch / "tfds")
     if not source.is_here:
         return Sample(notes=(f"data.map: it is tried once {config.dataset} is downloaded",))
-    return _made(config, MappedSource(source, config), scratch, lambda: False)
+    return _publish(config, MappedSource(source, config), scratch, lambda: False)
 
 
-def _of_files(config: DataConfig, scratch: Path) -> Sample:
+def _sample_files(config: DataConfig, scratch: Path) -> Sample:
     found = listing.list_source(config)
     taken = found if config.version else listing.select_spans(found, config.spans, {})
     few = few_files(config, taken, scratch)
@@ -88,15 +88,15 @@ def _of_files(config: DataConfig, scratch: Path) -> Sample:
     source = _FirstRows(given, few.listing, scratch, is_part=few.is_part)
     try:
         mapped = MappedSource(source, config) if config.map else source
-        made = _made(config, mapped, scratch, lambda: source.is_whole)
+        made = _publish(config, mapped, scratch, lambda: source.is_whole)
         return replace(made, notes=few.notes)
     except _DoubtfulError as doubt:
         return Sample(notes=(*few.notes, f"in the first rows: {doubt}"))
     except UserError as error:
-        raise _renamed(error, few.copies) from error
+        raise _rename_files(error, few.copies) from error
 
 
-def _made(
+def _publish(
     config: DataConfig, source: Source, scratch: Path, is_whole: Callable[[], bool]
 ) -> Sample:
     wanted = config.model_copy(update={"runner": RunnerConfig(processes=1)})
@@ -116,8 +116,8 @@ def _made(
     return Sample(uri=made.uri, is_whole=is_whole())
 
 
-def _renamed(error: UserError, copies: Mapping[str, str]) -> UserError:
-    """Return an error that names the files of the user instead of the copies of their heads."""
+def _rename_files(error: UserError, copies: Mapping[str, str]) -> UserError:
+    """Return the error with the user's file names instead of those of the copies."""
     says = str(error)
     for copy, original in copies.items():
         says = says.replace(copy, original)
@@ -125,12 +125,12 @@ def _renamed(error: UserError, copies: Mapping[str, str]) -> UserError:
 
 
 class _FirstRows(FileSource):
-    """The first rows of some files."""
+    """A source of the first rows of some files."""
 
     def __init__(
         self, config: DataConfig, listing: Listing, scratch: Path, *, is_part: bool
     ) -> None:
-        """Read the files of a listing, which may be a part of what there is."""
+        """Read the files of a listing, which may be a sample of the source."""
         super().__init__(config, listing, scratch)
         most = _PICTURES if "image" in self._said.values() else ROWS
         self._first = _FirstOf(self._files.reader, most)
@@ -140,11 +140,11 @@ class _FirstRows(FileSource):
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are all rows, as far as they were read."""
+        """Whether the rows read so far are all rows."""
         return not (self._is_part or self._first.is_cut)
 
     def select(self) -> Any:
-        """See `FileSource`; what is certain after some rows is refused, all else is doubtful."""
+        """Select features like `FileSource`; errors that more rows could correct become doubts."""
         try:
             return super().select()
         except UserError as error:
@@ -155,7 +155,7 @@ class _FirstRows(FileSource):
             raise _DoubtfulError(str(error)) from error
 
     def parts(self) -> Sequence[Part]:
-        """Return one part of each split: each begins a process where there are many."""
+        """Return one part per split, since many parts would start processes."""
         found: dict[str, list[list[int]]] = {}
         for origin, pieces in self._files.groups():
             found.setdefault(origin, []).extend(pieces)
@@ -165,7 +165,7 @@ class _FirstRows(FileSource):
         ]
 
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
-        # Texts of a file that all look like numbers may be followed by others.
+        # If all texts of a file look like numbers, others may follow.
         if self.is_whole or not self._files.reader.parsed:
             super()._check_families(roles, scan)
 
@@ -178,7 +178,7 @@ class _FirstRows(FileSource):
             super()._verify(roles, scan)
         except UserError as error:
             said = tuple(f"{name!r} " for name in self._config.types)
-            # Of a type that is not inferred no further row changes what is wrong.
+            # If the type is configured, further rows cannot correct an error.
             wrong = [why for _, _, why in scan.broken.places if why.startswith(said)]
             if wrong and not self._config.bad_rows and str(error).startswith(self.name):
                 raise ConfigError(str(error)) from error
@@ -195,10 +195,10 @@ class _FirstRows(FileSource):
 
 
 class _FirstOf(Reader):
-    """Reads the first records of a piece of each file by another reader."""
+    """Reads the first records of a piece of each file with another reader."""
 
     def __init__(self, reader: Reader, most: int) -> None:
-        """Read at most so many of a file."""
+        """Read at most `most` records of a file."""
         self.parsed, self.varies, self.lists = reader.parsed, reader.varies, reader.lists
         reader.at_once = min(reader.at_once, most) or reader.at_once
         self.is_cut = False
@@ -218,7 +218,7 @@ class _FirstOf(Reader):
         return self._reader.index(path)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Leave the file whole: to cut it some formats are read from end to end."""
+        """Return the whole file: some formats are read to the end before a cut."""
         del size
         return [(0, -1)] if path else []
 
@@ -242,11 +242,11 @@ class _FirstOf(Reader):
 
 
 class _FirstExamples(BuilderSource):
-    """The first examples of each split of a builder that has nothing to download."""
+    """The first examples of each split of a builder that needs no download."""
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be read now."""
+        """Whether it can be read without a download."""
         return datasets.is_drawn(self._builder) or datasets.is_folder(self._builder)
 
     def parts(self) -> Sequence[Part]:

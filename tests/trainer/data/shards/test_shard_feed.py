@@ -87,7 +87,7 @@ def test_an_epoch_is_every_example_once_within_the_disk(feed, peaks, shards, at_
         assert sorted(epoch) == list(range(total))
     assert len({tuple(epoch) for epoch in epochs}) == 5
     assert max(peaks) <= streaming.limit
-    assert begun.store._used() <= streaming.limit
+    assert begun.store._count_bytes() <= streaming.limit
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_parts_of_a_validation_are_all_of_it_once_in_whole_batches(feed, parts):
         whole = [measured(tf.constant(part)).numpy() for part in reversed(range(parts))]
         assert np.concatenate(whole[::-1]).tolist() == list(range(sum(MEASURED)))
         assert all(len(each) % BATCH == 0 for each in whole[1:])
-    assert begun.store._used() <= streaming.limit
+    assert begun.store._count_bytes() <= streaming.limit
 
 
 def test_training_goes_on_around_validations_within_the_disk(feed, peaks):

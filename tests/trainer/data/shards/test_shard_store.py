@@ -100,7 +100,7 @@ def test_what_is_next_comes_in_the_background_and_what_was_used_goes(stores, tmp
             store.will_use("train", [*NAMES[index:], *NAMES])
             path = hold(store, "train", name)
             assert path.read_bytes() == name.encode().ljust(SIZE), epoch
-            assert store._used() <= 3 * SIZE
+            assert store._count_bytes() <= 3 * SIZE
             store.release("train", name)
     assert max(peaks) == 3 * SIZE
 
