@@ -156,7 +156,7 @@ def measured(name: str, seed: int) -> dict[str, Any]:
         config = configuration(source, label, len(frame), seed, is_count=is_count)
         (home / "scratch").mkdir()
         dataset = prepare(config.data, storage.uri_of(home / "data"), home / "scratch").uri
-        config = length.of_dataset(config, dataset)
+        config = length.resolve_for_dataset(config, dataset)
         checkpoints = launched(config, dataset, home)
         checkpoint = select_checkpoint(checkpoints, config.training.hand_on).uri
         evaluation = storage.uri_of(home / "evaluation")

@@ -218,8 +218,8 @@ def _with_length(config: Config, dataset: str) -> Config:
     if length.is_resolved(config):
         return config
     splits = length.Splits.of(storage.read_manifest(dataset).fields)
-    known = length.resolved(config, splits)
-    events.emit(events.DataNote(text=length.described(config, known, splits)))
+    known = length.resolve(config, splits)
+    events.emit(events.DataNote(text=length.describe_choices(config, known, splits)))
     return known
 
 

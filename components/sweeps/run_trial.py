@@ -63,7 +63,7 @@ def run_step(call: Mapping[str, Any]) -> str:
     trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
     try:
         settings = plan.config_on(trial, rung, Config.model_validate_json(call["config"]))
-        settings = length.of_dataset(settings, call["dataset"])
+        settings = length.resolve_for_dataset(settings, call["dataset"])
         training = {name: each for name, each in call.items() if name not in _OWN}
         of_trial = {"config": settings.model_dump_json(), "run_id": trial.run_id}
         uri = run(train_model.work, {**training, **of_trial})

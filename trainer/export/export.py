@@ -104,7 +104,7 @@ def export(  # noqa: PLR0913, PLR0917
             fields = _fields(facts, subject, evaluation, made_from)
             parity = _proved(folder, subject, fields, process)
         if "keras" in config.export.formats:
-            fields["keras_modules"] = keras_file.modules_of(folder / format_path("keras", "", 0))
+            fields["keras_modules"] = keras_file.list_modules(folder / format_path("keras", "", 0))
         _write_json(folder / "parity.json", parity)
         if spec.learnt.data:
             (folder / statistics.FILE).write_bytes(spec.learnt.data)

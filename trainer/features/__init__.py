@@ -1,1 +1,1 @@
-"""What an example holds: the schema of a dataset, names, classes and statistics."""
+"""The schema of examples: features, names, classes and statistics of a dataset."""

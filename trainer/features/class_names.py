@@ -1,7 +1,8 @@
-"""What a class is: which spellings are one, which only look alike, and by which name it goes.
+"""Names of classes: equal spellings, look-alikes, and canonical names.
 
-Whatever reads, counts, weighs or compares classes asks here. One for certain are texts that differ
-in spaces or in the form of Unicode, the words of a boolean in any case, and spellings of a number.
+All code that reads, counts, weighs or compares classes uses this module. Spellings are equal if
+they differ only in spaces or Unicode form, in the case of a boolean word, or in the notation of a
+number.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 
-#: Of the pairs false and true, in the order in which they give the names of two classes.
+#: Pairs of false and true, in the order in which they name two classes.
 _PAIRS = (("false", "true"), ("no", "yes"), ("off", "on"), ("f", "t"), ("n", "y"), ("0", "1"))
 _SENSES = {word: number for pair in _PAIRS for number, word in enumerate(pair)}
-# Words, not letters: `T` and `t` may be two things where there are more.
+# Words, not letters: `T` and `t` may differ if there are other classes.
 _WORDS = {word for pair in _PAIRS[:3] for word in pair}
 _LETTERS = ({"f", "t"}, {"n", "y"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
@@ -27,14 +28,14 @@ _JOINS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 
 def normalize_text(text: str) -> str:
-    """Return a text without spaces around it, one at a time in it, in one form of Unicode."""
+    """Return a text with single spaces, without surrounding ones, in one Unicode form."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_UNSEEN))
     return " ".join(text.split())
 
 
 def normalize_number(text: str) -> str:
-    """Return the one spelling of a number: `1` of `+1`, `01` and `1.0`; empty of another text."""
+    """Return the canonical spelling of a number: `1` for `+1`, `01`, `1.0`; else an empty text."""
     if not _NUMBER.fullmatch(text):
         return ""
     found = format(Decimal(text).normalize(), "f")
@@ -42,21 +43,21 @@ def normalize_number(text: str) -> str:
 
 
 def class_key(text: str) -> str:
-    """Return what all spellings of a class have in common, whatever other classes there are."""
+    """Return the key that all spellings of a class share, independent of other classes."""
     short = normalize_text(text)
     word = short.lower()
     return word if word in _WORDS else normalize_number(short) or short
 
 
 def is_truth(keys: Iterable[str]) -> bool:
-    """Say whether these are yes and no, in whichever words."""
+    """Say whether the keys are true and false, in any spelling."""
     found = {key.lower() for key in keys}
     letters = [bool(found & pair) for pair in _LETTERS]
     return found <= _SENSES.keys() and not (all(letters) and not found & _WORDS)
 
 
 class Spellings:
-    """The spellings of a column's classes, put together: one for certain are one."""
+    """The spellings of a column's classes, grouped by class."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         """Take all texts that are not missing."""
@@ -64,29 +65,30 @@ class Spellings:
         for text in sorted({normalize_text(each) for each in texts}):
             self.by_key.setdefault(class_key(text), []).append(text)
         self.is_truth = is_truth(self.by_key)
-        #: Whether all are numbers, and whether all of these are whole.
+        #: Whether all are numbers, and whether all numbers are whole.
         self.are_numbers = all(map(_NUMBER.fullmatch, self.by_key))
         self.are_whole = self.are_numbers and not any("." in key for key in self.by_key)
 
     @property
     def count(self) -> int:
-        """How many classes there are."""
+        """The number of classes."""
         return len({_SENSES[key.lower()] for key in self.by_key} if self.is_truth else self.by_key)
 
     def names(self) -> tuple[str, ...]:
-        """Return the classes in their order: false before true, numbers by size, texts by text."""
+        """Return the sorted classes: false before true, numbers by value, texts alphabetically."""
         if self.is_truth:
-            return self._of_truth()
+            return self._name_bools()
         if self.are_numbers:
             return tuple(self._name(key) for key in sorted(self.by_key, key=Decimal))
         return tuple(sorted(self._name(key) for key in self.by_key))
 
-    def _of_truth(self) -> tuple[str, ...]:
+    def _name_bools(self) -> tuple[str, ...]:
         texts: list[list[str]] = [[], []]
         for key, each in self.by_key.items():
             texts[_SENSES[key.lower()]] += each
         pairs = [pair for pair in _PAIRS if any(key.lower() in pair for key in self.by_key)]
-        # `Yes` of `Yes` and `No` is kept; true and 1 are written so in every format.
+        # The spelling of words such as `Yes` and `No` is kept; true and 1 are the same in every
+        # format.
         as_written = len(pairs) == 1 and pairs[0] not in (_PAIRS[0], _PAIRS[-1])
         words = list(pairs[0])
         for number, each in enumerate(texts):
@@ -96,12 +98,12 @@ class Spellings:
 
     def _name(self, key: str) -> str:
         texts = self.by_key[key]
-        # A code keeps its zeros, and `1` is `1` in whichever format it comes.
+        # A code keeps its zeros, and `1` is `1` in every format.
         plain = len(texts) == 1 and (_CODE.fullmatch(texts[0]) or not _NUMBER.fullmatch(key))
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def merged(self) -> list[list[str]]:
-        """Return the spellings of each class that has several; those of one word are expected."""
+        """Return the spellings of classes with several, except expected variants of a word."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:
@@ -111,14 +113,14 @@ class Spellings:
 
 
 def lookalikes(names: Iterable[str]) -> list[list[str]]:
-    """Return classes that may be one: they differ in case, in a full stop, or in `-` and `_`."""
+    """Return classes that may be equal: they differ in case, a full stop, or `-` and `_`."""
     found: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(_folded(name), []).append(name)
+        found.setdefault(_fold(name), []).append(name)
     return [each for each in found.values() if len(each) > 1]
 
 
-def _folded(name: str) -> str:
+def _fold(name: str) -> str:
     key = class_key(name)
     if _NUMBER.fullmatch(key) or key in _WORDS:
         return str(bool(_SENSES[key])) if key in _WORDS else key
@@ -127,21 +129,21 @@ def _folded(name: str) -> str:
 
 
 class ClassIndex:
-    """The numbers of classes by any of their spellings."""
+    """Maps every spelling of a class to its number."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Take the names in their order, such as those of a prepared dataset or a model."""
+        """Take the names in order, such as those of a prepared dataset or a model."""
         self._exact = {name: number for number, name in enumerate(names)}
         keys = [class_key(name) for name in names]
         senses = [_SENSES.get(key.lower(), -1) for key in keys]
         self._is_truth = is_truth(keys) and len(set(senses)) == len(senses)
         own: Sequence[str | int] = senses if self._is_truth else keys
         counts = Counter(own)
-        # Those that were kept apart on request have no spelling but their own.
+        # Classes that were kept apart on request have only their own spelling.
         self._known = {key: number for number, key in enumerate(own) if counts[key] == 1}
 
     def number(self, text: str) -> int:
-        """Return the number of a class, -1 of a text that is none."""
+        """Return the number of a class, -1 for an unknown text."""
         if text in self._exact:
             return self._exact[text]
         key = class_key(text)
@@ -149,7 +151,7 @@ class ClassIndex:
 
 
 def are_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Say whether two lists are the same classes in the same order."""
+    """Say whether two lists have the same classes in the same order."""
     if len(one) != len(other):
         return False
     known = ClassIndex(one)

@@ -17,23 +17,23 @@ from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.storage import Corrupt, Manifest
 
 KIND = "dataset"
-# Part of a dataset's key: a change of what is written has to raise it.
+# Part of a dataset's key: increase it when the written format changes.
 SCHEMA = 4
-# Of the classes of a label, so many are named.
+# Classes of a label that a message names.
 _SOME = 10
 SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec:
-    """Everything that a reader, a model or a task has to know of a prepared dataset.
+    """A prepared dataset, as readers, models and tasks see it.
 
-    `targets` are the features to be predicted; `weight` and `group` are empty where there is none.
+    `targets` are the features to predict; `weight` and `group` are empty if there is none.
     `target_counts` are the examples of each class by target and split, and `target_moments` are
-    mean, std, min and max over the training split; empty for targets that have none.
-    `learnt` is what a model may ask of its training data.
+    mean, std, min and max over the training split; empty for targets without them. `learnt` are
+    statistics of the training data for a model.
 
-    A target in `swapped` is read with its two classes in the other order than its records have.
+    The two classes of a target in `swapped` are in reverse order in its records.
     """
 
     features: Mapping[str, FeatureSpec]
@@ -48,9 +48,9 @@ class DatasetSpec:
     swapped: frozenset[str] = frozenset()
 
     def with_classes(self, target: str, labels: tuple[str, ...], *, swap: bool) -> DatasetSpec:
-        """Return it with the names of a target's two classes, which are read the other way round.
+        """Return the spec with names of a target's two classes; `swap` reverses them on reading.
 
-        `labels` are in the order in which they are read.
+        `labels` are in the order after reading.
         """
         named = replace(self.features[target], labels=labels, num_classes=len(labels))
         found = replace(self, features={**self.features, target: named})
@@ -65,18 +65,18 @@ class DatasetSpec:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The features that a batch is made of: inputs, targets, and the weight."""
+        """The features of a batch: inputs, targets, and the weight."""
         return tuple(dict.fromkeys([*self.inputs, *self.targets, *filter(None, [self.weight])]))
 
     def examples(self, split: str) -> int:
-        """Return the number of examples of a split; 0 for one that the dataset does not have."""
+        """Return the number of examples of a split; 0 if the split does not exist."""
         return sum(self.shards.get(split, ()))
 
     def files(self, split: str) -> list[str]:
         """Return the file names of a split's shards, in order.
 
         Raises:
-            UserError: the dataset has no such split.
+            UserError: the split does not exist.
         """
         if split not in self.shards:
             hint = nearest(split, self.shards) or f" (it has {', '.join(self.shards)})"
@@ -86,7 +86,7 @@ class DatasetSpec:
 
     @classmethod
     def from_manifest(cls, manifest: Manifest, learnt: Learnt = NOTHING) -> DatasetSpec:
-        """Read the spec of a published dataset; `learnt` is for the models that are built for it.
+        """Return the spec of a published dataset; `learnt` is for the models of the dataset.
 
         Raises:
             UserError: it is not a dataset, or another version wrote it.
@@ -127,7 +127,7 @@ class _Fields:
 
 
 def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
-    """Raise `ConfigError` for `data.buckets` where no input and no label varies in length."""
+    """Raise `ConfigError` for `data.buckets` if no input and no label varies in length."""
     if buckets and not varying:
         raise ConfigError(
             "data.buckets: no input and no label varies in length; leave it out, or declare "
@@ -143,12 +143,10 @@ def shard_name(split: str, index: int, count: int) -> str:
 def slice_features(
     features: Mapping[str, FeatureSpec], targets: Sequence[str], wanted: Sequence[str]
 ) -> list[str]:
-    """Return the features to slice an evaluation by: labels, and those that are `wanted`.
-
-    A label is one of them where it is a single class.
+    """Return the features to slice an evaluation by: labels that are a single class, and `wanted`.
 
     Raises:
-        ConfigError: there is no such feature, or it is more than one value an example.
+        ConfigError: a feature does not exist, or has more than one value per example.
     """
     able = [name for name, feature in features.items() if feature.shape == ()]
     for name in wanted:
@@ -163,9 +161,9 @@ def slice_features(
 def require_slices(
     config: Config, features: Mapping[str, FeatureSpec], targets: Sequence[str]
 ) -> None:
-    """Raise `ConfigError` where an evaluation could not be sliced as evaluation and gate want.
+    """Raise `ConfigError` if evaluation or gate need a slice that does not exist.
 
-    Of a label the classes are those of its names.
+    The classes of a label are known by its names.
     """
     able = slice_features(features, targets, config.evaluation.slices)
     outputs = [f"{name}_" for name in targets] if len(targets) > 1 else []

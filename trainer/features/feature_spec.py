@@ -16,9 +16,9 @@ from typing import Any
 class FeatureSpec:
     """Shape of one example, NumPy's name of the type ("string" for texts), and the stored form.
 
-    A first size of None is that of the example: batches are padded with `padding`, or with empty
-    texts, to the longest. Of a feature whose values are classes `num_classes` is their number, and
-    `labels` are their names where they have names.
+    A first size of None varies between examples: batches are padded to the longest with `padding`,
+    or with empty texts. If the values are classes, `num_classes` is their number, and `labels` are
+    their names if they have names.
     """
 
     shape: tuple[int | None, ...]
@@ -30,14 +30,14 @@ class FeatureSpec:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Its shape, with 1 for a size that varies: what is needed of memory at least."""
+        """Its shape, with 1 for a variable size: a lower bound of its memory."""
         return tuple(1 if size is None else size for size in self.shape)
 
     @property
     def varies(self) -> bool:
-        """Whether its examples differ in their first size."""
+        """Whether its first size varies between examples."""
         return None in self.shape
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the manifest says of it."""
+        """Return the entry in the manifest."""
         return asdict(self)

@@ -1,10 +1,10 @@
-"""The length of training: global steps, epochs, and what is chosen by the number of examples.
+"""The length of training: global steps, epochs, and defaults by the number of examples.
 
-A configuration says `auto` until the dataset is prepared; `resolved` puts numbers in its place.
-They follow published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models for
-Tabular Data: AdamW, batches by the size of the table, a constant rate, the weights that are best
-by validation, patience of 16 epochs). On eight tables a cosine to the most epochs was never better
-than the constant rate, and often worse: training that ends by validation does not see its end.
+A configuration says `auto` until the dataset is prepared; `resolve` replaces it by numbers. They
+follow published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models for Tabular
+Data: AdamW, batch size by the size of the table, a constant rate, the best weights by validation,
+patience of 16 epochs). On eight tables a cosine schedule was never better than the constant rate,
+and often worse: training with early stopping does not reach its end.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from flotilla.trainer.config.topology import find_topology
 
 LEARNING_RATE = 0.002
 WITHOUT_GAIN = 16
-# A validation and its checkpoint would cost more than the fewer updates between two of them.
+# With fewer updates between validations, validations and checkpoints would dominate.
 LEAST_STEPS = 50
 # A small table needs this many updates too.
 LEAST_CEILING = 1_500
-# An epoch of more steps has several validations, of which each costs a part of an epoch.
+# A long epoch has several validations, at intervals of at least this many steps.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4
-# Adam's second moments say little before; Ma and Yarats 2021, On the Adequacy of Untuned Warmup.
+# Adam's second moments are unreliable before; Ma and Yarats 2021, On the Adequacy of Untuned
+# Warmup.
 WARMUP_STEPS, WARMUP_SHARE = 100, 0.05
-# Training that no validation ends learns the examples by heart.
+# Share of the epochs for training without validation, which would overfit.
 WITHOUT_VALIDATION = 0.2
-# Fewer epochs are said with a fraction.
+# Fewer epochs are formatted with a fraction.
 _WHOLE = 10
 
 
 class Size(NamedTuple):
-    """What is chosen for fewer training examples than these."""
+    """Defaults for fewer training examples than `examples`."""
 
     examples: float
     batch: int
@@ -56,20 +57,20 @@ SIZES = (
 
 
 class Splits(NamedTuple):
-    """The examples of a prepared dataset."""
+    """The numbers of examples of a prepared dataset."""
 
     train: int
     validation: int
 
     @classmethod
     def of(cls, dataset: Mapping[str, Any]) -> Splits:
-        """Return those that the fields of its manifest say."""
+        """Return the numbers in the fields of a manifest."""
         found = (dataset["splits"].get(name) for name in cls._fields)
         return cls(*(int(each["examples"]) if each else 0 for each in found))
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the examples of one update: of one worker where they do not wait for each other."""
+    """Return the examples of one update: those of one worker if workers are asynchronous."""
     training, topology = config.training, find_topology(config.training.strategy)
     return (
         training.step_examples
@@ -87,13 +88,13 @@ def _batches_of_step(config: Config) -> int:
     return devices * (needed or cluster.workers)
 
 
-def steps_of(config: Config, epochs: float, examples: int) -> int:
-    """Return the global steps of so many passes over the training examples; at least one."""
+def count_steps(config: Config, epochs: float, examples: int) -> int:
+    """Return the global steps of a number of epochs; at least one."""
     return max(1, math.ceil(epochs * examples / examples_of_step(config)))
 
 
 def is_resolved(config: Config) -> bool:
-    """Return whether all that depends on the number of examples is a number."""
+    """Return whether all values that depend on the number of examples are numbers."""
     training = config.training
     return AUTOMATIC not in (
         training.steps,
@@ -106,45 +107,45 @@ def is_resolved(config: Config) -> bool:
     )
 
 
-def of_dataset(config: Config, uri: str) -> Config:
-    """Return the configuration with the numbers of a published dataset; raises `UserError`."""
+def resolve_for_dataset(config: Config, uri: str) -> Config:
+    """Return the configuration with the numbers for a published dataset; raises `UserError`."""
     if is_resolved(config):
         return config
-    return resolved(config, Splits.of(storage.read_manifest(uri).fields))
+    return resolve(config, Splits.of(storage.read_manifest(uri).fields))
 
 
-def resolved(config: Config, splits: Splits) -> Config:
+def resolve(config: Config, splits: Splits) -> Config:
     """Return the configuration with numbers for `auto`; raises `ConfigError`."""
     if is_resolved(config):
         return config
     size = next(each for each in SIZES if splits.train < each.examples)
-    # What the workers of one update take is one batch of that size, down to the smallest.
+    # The batch size is global; workers of one update share it, down to the smallest batch each.
     batch = max(size.batch // _batches_of_step(config), min(size.batch, SIZES[0].batch))
-    config = _chosen(config, batch_size=batch)
+    config = _replace_auto(config, batch_size=batch)
     validates = splits.validation and (config.training.validate_every or config.cluster.evaluator)
     ceiling = size.epochs if validates else size.epochs * WITHOUT_VALIDATION
     if config.training.epochs:
-        steps = steps_of(config, config.training.epochs, splits.train)
+        steps = count_steps(config, config.training.epochs, splits.train)
     else:
-        steps = max(LEAST_CEILING if validates else 1, steps_of(config, ceiling, splits.train))
-    config = _chosen(config, steps=steps)
-    config = _chosen(config, validate_every=_between_validations(config, splits.train))
+        steps = max(LEAST_CEILING if validates else 1, count_steps(config, ceiling, splits.train))
+    config = _replace_auto(config, steps=steps)
+    config = _replace_auto(config, validate_every=_steps_between_validations(config, splits.train))
     every, steps = config.training.validate_every, config.training.steps
-    config = _chosen(
+    config = _replace_auto(
         config,
         patience=WITHOUT_GAIN if validates else 0,
-        # Only what is saved can be handed on.
-        checkpoint_every=every or _between_validations(config, splits.train),
+        # Only a saved checkpoint can be selected.
+        checkpoint_every=every or _steps_between_validations(config, splits.train),
         learning_rate=LEARNING_RATE,
         warmup_steps=min(WARMUP_STEPS, int(WARMUP_SHARE * steps)),
         epochs=0.0,
     )
-    # Of the rules between keys some are of these numbers.
+    # Some rules between keys depend on these numbers.
     return parse_config(config.model_dump(mode="json"))
 
 
-def _chosen(config: Config, **values: float) -> Config:
-    """Return the configuration with these values where it says `auto`, and with `epochs`."""
+def _replace_auto(config: Config, **values: float) -> Config:
+    """Return the configuration with these values in place of `auto` and `epochs`."""
 
     def within(section: Any) -> Any:
         fields = type(section).model_fields
@@ -160,21 +161,21 @@ def _chosen(config: Config, **values: float) -> Config:
     return config.model_copy(update={"training": training.model_copy(update=below)})
 
 
-def _between_validations(config: Config, examples: int) -> int:
+def _steps_between_validations(config: Config, examples: int) -> int:
     epoch = examples / examples_of_step(config)
     number = min(MOST_VALIDATIONS, max(1, int(epoch // MOST_STEPS)))
     return max(LEAST_STEPS, math.ceil(epoch / number))
 
 
-def described(asked: Config, known: Config, splits: Splits) -> str:
-    """Return in a line what was chosen by the number of examples, and what it means."""
+def describe_choices(asked: Config, known: Config, splits: Splits) -> str:
+    """Describe the values chosen by the number of examples in one line."""
     training, batch = known.training, known.training.batch_size
-    epochs = asked.training.epochs or epochs_of(known, splits.train)
+    epochs = asked.training.epochs or count_epochs(known, splits.train)
     by_validation = training.patience and asked.training.steps == AUTOMATIC
     most = "at most " if by_validation and not asked.training.epochs else ""
     parts = [
         f"{splits.train:,} examples: batches of {batch:,}",
-        f"{most}{in_words(epochs)} ({training.steps:,} steps)",
+        f"{most}{format_epochs(epochs)} ({training.steps:,} steps)",
     ]
     if training.optimizer.name != OF_MODEL:
         parts.append(f"learning rate {training.optimizer.learning_rate:g}")
@@ -183,12 +184,12 @@ def described(asked: Config, known: Config, splits: Splits) -> str:
     return ", ".join(parts)
 
 
-def epochs_of(config: Config, examples: int) -> float:
-    """Return how many times all steps pass over so many training examples."""
+def count_epochs(config: Config, examples: int) -> float:
+    """Return the epochs of all steps for a number of training examples."""
     return config.training.steps * examples_of_step(config) / max(examples, 1)
 
 
-def in_words(epochs: float) -> str:
-    """Return a number of epochs for a person."""
+def format_epochs(epochs: float) -> str:
+    """Format a number of epochs."""
     text = f"{epochs:,.0f}" if epochs >= _WHOLE else f"{epochs:.2g}"
     return f"{text} epoch{'' if text == '1' else 's'}"

@@ -1,9 +1,8 @@
-"""Names of ours in place of what people call their columns and outputs.
+"""Technical names for columns and outputs.
 
-A column may be called anything: `Sepal Length (cm)`, `user/age`, `class`, nothing at all. Layers of
-Keras, scopes of TensorFlow, variables of a checkpoint and arguments of a signature take few signs
-only. So none of them is called as a column is; these functions say what it is called instead. A
-name that all of them take, such as `age`, stays as it is.
+A column may have any name: `Sepal Length (cm)`, `user/age`, `class`, or an empty one. Keras layers,
+TensorFlow scopes, checkpoint variables and signature arguments allow few characters, so they use
+names from these functions instead. A name that is valid everywhere, such as `age`, is unchanged.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import re
 from collections.abc import Sequence
 
 _OF_LAYERS = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.-]{0,99}")
-# How a name ends that was made here, and that no column may take.
+# Suffix of generated names, which no column may have.
 _MADE = re.compile(r".*[._][0-9a-f]{16}", re.DOTALL)
 _LONGEST = 40
 _OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250
 
 
 def layer_name(name: str) -> str:
-    """Return what a layer, and so a variable and a scope, is called for a column or an output.
+    """Return the name of a layer, and so of its variables and scope, for a column or an output.
 
-    It depends on the name alone, so that a checkpoint fits whatever else a table has. What differs
-    in the name differs here.
+    It depends on the name alone, so that a checkpoint fits independently of other columns.
+    Different names give different results.
     """
     if _OF_LAYERS.fullmatch(name) and not _MADE.fullmatch(name):
         return name
@@ -33,15 +32,15 @@ def layer_name(name: str) -> str:
 
 
 def argument_names(features: Sequence[str]) -> dict[str, str]:
-    """Return what the arguments of a signature are called, by feature, in the same order.
+    """Return the names of a signature's arguments by feature, in the same order.
 
-    TensorFlow takes words of letters, digits and `_`, which begin with a letter, are no word of
-    Python, and differ in more than upper and lower case.
+    TensorFlow accepts words of letters, digits and `_` that begin with a letter, are not Python
+    keywords, and differ in more than case.
     """
     words = {name: _argument(name) for name in features}
     found: dict[str, str] = {}
     taken: set[str] = set()
-    # One that is called so itself goes first.
+    # A feature that already has the name takes precedence.
     for name in sorted(features, key=lambda name: (name != words[name], name)):
         word = words[name]
         if word.lower() in taken or _MADE.fullmatch(name):
@@ -52,7 +51,7 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
 
 
 def curve_name(name: str) -> str:
-    """Return what a tracker calls a metric or a parameter: MLflow takes words and paths."""
+    """Return a tracker's name for a metric or a parameter: MLflow accepts words and paths."""
     is_path = not {"", ".", ".."} & {*name.split("/")}
     if is_path and len(name) <= _LONGEST_CURVE and _OF_CURVES.fullmatch(name):
         return name

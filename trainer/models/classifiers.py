@@ -1,13 +1,7 @@
-"""Multi-layer perceptron on the flattened input.
+"""Built-in models: perceptron, softmax regression, convolutional and recurrent networks.
 
-Softmax regression: one linear layer from the flattened input to the logits.
-
-Convolutional network for images: convolution and pooling by turns, then dense layers.
-
-Recurrent network over padded tokens: one output for the whole, or one for each place.
-
-All end in linear layers, one for each output that the task wants: logits of a classifier, numbers
-of a regression.
+All end in linear layers, one for each output of the task: logits of a classifier, numbers of a
+regression.
 """
 
 from __future__ import annotations
@@ -41,9 +35,9 @@ def mlp(
 
 
 def outputs(spec: InputSpec, x: keras.KerasTensor, **named: Any) -> Any:
-    """Return a linear layer of `x` [n, units] for the task's output, or one for each by name.
+    """Return a linear layer of `x` [n, units] for each output of the task, by name.
 
-    Other arguments are those of `keras.layers.Dense`.
+    Other arguments are passed to `keras.layers.Dense`.
 
     Raises:
         ConfigError: an output may have any size.
@@ -68,7 +62,7 @@ def _linear(x: Any, shape: Shape, name: str, named: Mapping[str, Any]) -> Any:
 def hidden(
     x: keras.KerasTensor, *, hidden_units: Sequence[int], dropout: float
 ) -> keras.KerasTensor:
-    """Return the flattened `x` through ReLU layers with dropout after each."""
+    """Return `x`, flattened and passed through ReLU layers with dropout after each."""
     rate = share("dropout", dropout)
     x = keras.layers.Flatten(name="flatten")(x)
     for index, units in enumerate(sizes("hidden_units", hidden_units)):
@@ -79,7 +73,7 @@ def hidden(
 
 
 def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> keras.Model:
-    """Return the model; a softmax is part of the loss, so the outputs are logits.
+    """Return softmax regression; the loss contains the softmax, so the outputs are logits.
 
     `kernel_initializer` is the name of a Keras initializer, or a mapping of `class_name` and
     `config` for one with arguments.
@@ -102,10 +96,10 @@ def cnn(
     hidden_units: Sequence[int] = (128,),
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Return one convolution with 2x2 pooling for each of `filters`, `hidden_units`, the outputs.
+    """Return a convolution with 2x2 pooling per filter count, hidden layers, and the outputs.
 
-    Images are (height, width, channels), or (height, width) for one channel; `dropout` follows
-    each hidden layer.
+    Images are (height, width, channels), or (height, width) for one channel; `dropout` follows each
+    hidden layer.
     """
     given, x = scaled_input(spec)
     shape = tuple(spec.shape)
@@ -121,7 +115,7 @@ def cnn(
         x = keras.layers.Conv2D(
             count, kernel, padding="same", activation="relu", name=f"convolution_{index}"
         )(x)
-        # "same" rounds up, so that any number of poolings leaves an image of at least one pixel.
+        # "same" rounds up, so that repeated pooling leaves at least one pixel.
         x = keras.layers.MaxPooling2D(2, padding="same", name=f"pool_{index}")(x)
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
     return keras.Model(given, outputs(spec, x), name="cnn")

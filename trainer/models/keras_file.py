@@ -1,9 +1,9 @@
-"""The `.keras` file of a model: of Keras's own classes alone, so that it is read wherever Keras is.
+"""The `.keras` file of a model, made of Keras's own classes, so that any Keras can read it.
 
-A layer of ours has a method `plain` where Keras's own layers and operations give the same: from
-symbolic tensors to symbolic tensors, as it is called. The layers that it makes have copies of the
-values; all others are shared with the model. Where one has none, or is called twice, the file names
-our classes, as those of earlier versions do: Keras knows them once their modules are imported.
+Our layers have a method `plain` if Keras's layers and operations compute the same function, between
+symbolic tensors. The layers that it creates have copies of the values; all others are shared with
+the model. If a layer has no `plain`, or is called twice, the file names our classes, like those of
+earlier versions: Keras finds them once their modules are imported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 def write(model: keras.Model, path: Path) -> None:
-    """Write a model, without our layers where that can be."""
+    """Write a model, without our layers if possible."""
     plain_model(model).save(path)
 
 
 def read(path: Path) -> keras.Model:
-    """Read a model without its loss, also one of an earlier version; Keras's errors pass."""
+    """Read a model without its loss, also one of an earlier version; Keras's errors propagate."""
     for place in MODELS.values():
         importlib.import_module(place.partition(":")[0])
     with inputs_by_feature():
@@ -40,14 +40,14 @@ def read(path: Path) -> keras.Model:
 
 @contextmanager
 def inputs_by_feature() -> Iterator[None]:
-    """Read a model back whose inputs are called otherwise than their layers, without a warning."""
+    """Suppress the warning for a model whose inputs are named differently from their layers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "When providing `inputs` as a dict", UserWarning)
         yield
 
 
-def modules_of(path: Path) -> list[str]:
-    """Return the modules whose classes a file names, besides Keras's own."""
+def list_modules(path: Path) -> list[str]:
+    """Return the modules of the classes in a file, except Keras's own."""
     with zipfile.ZipFile(path) as file:
         tree = json.loads(file.read("config.json"))
     found = {*_modules(tree)}
@@ -65,18 +65,18 @@ def _modules(tree: Any) -> Iterator[str]:
 
 
 def plain_model(model: keras.Model) -> keras.Model:
-    """Return a model that answers as this one, of Keras's own classes where that can be."""
+    """Return an equivalent model of Keras's own classes, if possible."""
     if not any(hasattr(each, "plain") for each in model.layers):
         return model
     try:
         with inputs_by_feature():
-            outputs = model._run_through_graph(model._inputs, call_fn=_called)
+            outputs = model._run_through_graph(model._inputs, call_fn=_call)
             return keras.Model(model._inputs_struct, outputs, name=model.name)
-    # A layer that is called twice, or a value that Keras's own does not take.
+    # A layer is called twice, or has a value that Keras's own does not accept.
     except (ValueError, TypeError) as error:
         _log.info("who reads the Keras file of the model needs its classes: %s", error)
         return model
 
 
-def _called(operation: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(operation: Any, *args: Any, **kwargs: Any) -> Any:
     return getattr(operation, "plain", operation)(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""A layer from numbers to those with a mean of 0 and a variance of 1, by constants of the graph.
+"""A layer that normalizes numbers to mean 0 and variance 1, with graph constants.
 
-A float32 has 7 digits. Seconds since 1970, or ids, differ in their last ones, which are gone when a
-layer of Keras gets them: its inputs are cast first. Here the mean is taken away in the type that
-the numbers came in, and only what is left becomes a float32.
+A float32 has 7 digits. Large numbers such as Unix timestamps or ids differ in their last digits,
+which a Keras layer loses, since it casts its inputs first. Here the mean is subtracted in the type
+of the input, and only the difference becomes a float32.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 import keras
 import numpy as np
 
-# What is further away is no value that any model has seen, and must not overflow.
+# Bound of the difference: no real value is further away, and it must not overflow.
 _FAR = 2**62
 
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Normalization(keras.layers.Layer):
-    """Numbers of any type to floats; one that is missing, NaN, stays so."""
+    """Converts numbers of any type to normalized floats; NaN, a missing value, stays NaN."""
 
     def __init__(
         self, mean: float | Sequence[float], std: float | Sequence[float], **kwargs: Any
     ) -> None:
-        """Take away the mean and divide by `std`: each a number, or one an element of a vector."""
+        """Take the mean and `std`: each a number, or one number per element of a vector."""
         super().__init__(**{"autocast": False, **kwargs})
         self.mean, self.std = np.array(mean, np.float64), np.array(std, np.float64)
-        #: Whether it was called with numbers that are taken in float64.
+        #: Whether the layer was called with float64 inputs.
         self.is_double = False
 
     def call(self, x: Any) -> Any:
-        """Return the numbers, of the shape that they had."""
+        """Return the normalized numbers, in the shape of the input."""
         ops, dtype = keras.ops, keras.backend.standardize_dtype(x.dtype)
         if dtype in {"int64", "int32", "uint32"}:
             left = self._whole(ops.cast(x, "int64"))
@@ -41,7 +41,7 @@ class Normalization(keras.layers.Layer):
             left = (ops.cast(x, "float32") - self.mean.astype("f4")) / self.std.astype("f4")
         return ops.cast(left, self.compute_dtype)
 
-    #: In a file that needs no code these operations of Keras take its place.
+    #: Keras operations for a file without our code.
     plain = call
 
     def _whole(self, x: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Make a model by its name, or by the user's own `package.module:function`; freeze parts of it.
+"""Create a model by its name, or with a user's `package.module:function`; freeze parts of it.
 
-A frozen variable has no gradient and no slots of the optimizer, and no worker pushes it; it is
-read, saved and exported like all others. Keras's own flags say so, which every strategy reads.
+A frozen variable has no gradient and no optimizer slots, and workers do not push it; it is read,
+saved and exported like all others. The state is in Keras's own flags, which every strategy reads.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out_of_memory, nearest
 
-# What Keras says of a class or a function that is neither its own nor registered.
+# Keras's messages for classes and functions that are neither its own nor registered.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
-# Of many inputs so many are named.
+# Inputs that a message names.
 _NAMED = 6
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
 
 @contextmanager
 def report_bad_input() -> Iterator[None]:
-    """Make a `UserError` of an assertion that failed in a model's graph, wherever that has run.
+    """Convert a failed assertion in a model's graph on any machine to a `UserError`.
 
-    TensorFlow repeats it many times, with the stack of every task on its way.
+    TensorFlow repeats the message many times, with the stack of every task in between.
     """
     try:
         yield
@@ -61,14 +61,15 @@ Check = Callable[[keras.Model, Any], None]
 def build(
     config: ModelConfig, spec: InputSpec, seed: int, check: Check = lambda _model, _outputs: None
 ) -> keras.Model:
-    """Return the model, built; `check` refuses an output that does not fit the task.
+    """Return the built model; `check` refuses an output that does not fit the task.
 
-    The same config, spec and seed give the same variable paths and the same weights, whatever the
-    process has built before: Keras's counters of names and random seeds are reset for that.
-    The variables belong to the `tf.distribute` strategy whose scope is entered, if one is.
+    The same config, spec and seed give the same variable paths and weights, independent of earlier
+    models of the process: Keras's name counters and random seeds are reset. The variables belong to
+    the `tf.distribute` strategy whose scope is entered, if one is.
 
     Raises:
-        ConfigError: no such function, wrong arguments, or something that is not such a model.
+        ConfigError: the function does not exist, its arguments are wrong, or its result is not a
+            suitable model.
     """
     function = _function(config.name)
     given = [*inspect.signature(function).parameters][:1]
@@ -80,45 +81,45 @@ def build(
     user_code.require_arguments("model", config.name, function, config.args, given)
     try:
         try:
-            model = _built(function, spec, config.args, seed)
+            model = _build(function, spec, config.args, seed)
         except ValueError as error:
-            # A column may be called as a layer is, of ours or of the user's.
-            if not _is_of_input(error, spec):
+            # A column may have the name of one of our layers or of the user's.
+            if not _is_input_clash(error, spec):
                 raise
             spec = replace(spec, inputs_apart=True)
-            model = _built(function, spec, config.args, seed)
+            model = _build(function, spec, config.args, seed)
     except ConfigError as error:
         raise ConfigError(f"model {config.name}: {error}") from None
-    # Whatever a user's function raises is for the user to put right.
+    # A user's function may raise anything.
     except (Exception, SystemExit) as error:
         line = describe_out_of_memory(error) or user_code.format_error(error)
         raise ConfigError(f"model {config.name}: {line}") from error
-    model = _with_names(model, spec)
+    model = _name_outputs(model, spec)
     _check_output(config.name, model, spec, check)
     _check_paths(config.name, model)
     return model
 
 
-def _built(
+def _build(
     function: ModelFunction, spec: InputSpec, args: Mapping[str, Any], seed: int
 ) -> keras.Model:
-    # `keras.backend.clear_session` does this too, but it breaks a strategy scope that is entered.
+    # `keras.backend.clear_session` would do this too, but it breaks an open strategy scope.
     reset_uids()
     keras.utils.set_random_seed(seed)
     return function(spec, **args)
 
 
-def _is_of_input(error: ValueError, spec: InputSpec) -> bool:
-    """Return whether Keras refuses two layers of one name, of which one is an input."""
+def _is_input_clash(error: ValueError, spec: InputSpec) -> bool:
+    """Return whether Keras refuses two layers of one name, one of them an input."""
     twice = _TWICE.search(str(error))
     several = isinstance(spec.shape, Mapping) and not spec.inputs_apart
     return bool(several and twice and twice[1] in map(layer_name, spec.names))
 
 
-def _with_names(model: Any, spec: InputSpec) -> Any:
-    """Return a model of a list of outputs as one of a mapping, in the order of the targets.
+def _name_outputs(model: Any, spec: InputSpec) -> Any:
+    """Convert a model with a list of outputs to one with a mapping, in the order of the targets.
 
-    One with code or a loss of its own takes them as it has made them.
+    A model with its own code or loss keeps its outputs.
     """
     names = list(spec.output_shape) if isinstance(spec.output_shape, Mapping) else []
     plain = type(model).__name__ == "Functional" and not model.compiled
@@ -129,7 +130,7 @@ def _with_names(model: Any, spec: InputSpec) -> Any:
 
 
 def require_compilable(model: keras.Model) -> None:
-    """Raise `ConfigError` where XLA cannot compile a layer of the model."""
+    """Raise `ConfigError` if XLA cannot compile a layer of the model."""
     layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
     if layers:
         named = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
@@ -137,7 +138,7 @@ def require_compilable(model: keras.Model) -> None:
 
 
 def require_trainable(name: str, model: keras.Model) -> None:
-    """Raise `ConfigError` where no variable of the model is trained: no step would change it."""
+    """Raise `ConfigError` if no variable of the model is trainable."""
     if not model.trainable_variables:
         frozen = "all of its variables are frozen, by its layers or by training.freeze"
         why = frozen if model.variables else "it has no variables"
@@ -145,7 +146,7 @@ def require_trainable(name: str, model: keras.Model) -> None:
 
 
 def require_lite(model: keras.Model) -> None:
-    """Raise `ConfigError` where TensorFlow Lite cannot compute what a layer of ours does."""
+    """Raise `ConfigError` if TensorFlow Lite cannot compute one of our layers."""
     layers = [each for each in model._flatten_layers() if isinstance(each, Normalization)]
     if wide := [layer.name for layer in layers if layer.is_double]:
         raise ConfigError(
@@ -155,10 +156,10 @@ def require_lite(model: keras.Model) -> None:
 
 
 def require_readable(name: str, model: keras.Model) -> None:
-    """Raise `ConfigError` where Keras could not read the model back from a `.keras` file.
+    """Raise `ConfigError` if Keras could not read the model back from a `.keras` file.
 
-    So it is with a `Lambda` layer, and with a layer of the user's without a `get_config` of its
-    own. Nothing is written, and the copy gets no values.
+    This concerns `Lambda` layers, and a user's layers without `get_config`. Nothing is written, and
+    the copy has no values.
     """
     with ThreadPoolExecutor(1) as pool:
         unreadable = pool.submit(_unreadable, model).result()
@@ -176,17 +177,17 @@ def require_readable(name: str, model: keras.Model) -> None:
 
 
 def _unreadable(model: keras.Model) -> str:
-    """Say which part of the model cannot be read back, and why; empty where all can."""
-    # Left with the thread: its end would give all variables of the copies their values.
+    """Explain which part of the model cannot be read back; empty if all parts can."""
+    # Never left: the end of the scope would initialize the variables of all copies.
     keras.StatelessScope().__enter__()
     for part in (*model.layers, model):
         try:
             tree = keras.saving.serialize_keras_object(part)
             with inputs_by_feature():
                 keras.saving.deserialize_keras_object(tree, safe_mode=True)
-        # Layers of the user's may fail in any way.
+        # A user's layers may raise anything.
         except Exception as error:
-            # What it holds is a few errors deep, with all that Keras wrote of what holds it.
+            # Keras nests the specific error below those of the enclosing objects.
             lacking = _UNKNOWN.search(str(error))
             words = lacking[0] if lacking else user_code.short_message(error).partition(". ")[0]
             what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"
@@ -242,14 +243,13 @@ def _check_paths(name: str, model: keras.Model) -> None:
 
 
 def freeze(model: keras.Model, globs: Sequence[str]) -> None:
-    """Freeze the variables of a built model whose path fits a glob.
+    """Freeze the variables of a built model whose path matches a glob.
 
-    A layer of which all variables fit is frozen as by `layer.trainable = False`: of a
-    BatchNormalization the moving statistics are then used, and stay as they are. They cannot be
-    frozen otherwise.
+    A layer whose variables all match is frozen by `layer.trainable = False`: a BatchNormalization
+    then uses its moving statistics unchanged, which cannot be frozen in another way.
 
     Raises:
-        ConfigError: a glob fits no variable, or nothing that could be frozen.
+        ConfigError: a glob matches no variable, or none that can be frozen.
     """
     paths = [variable.path for variable in model.variables]
     for glob in globs:

@@ -1,11 +1,11 @@
-"""A text as rows of numbers: a weighed bag of its words and of pairs of them.
+"""A text as a vector: a weighted bag of its words and word pairs.
 
-Each word and each pair of neighbours that the training split knows has a row of an embedding; a
-text is the sum of its rows, weighed by how rare each is and brought to a length of one (tf-idf:
-Salton and Buckley 1988; a bag of pairs: Wang and Manning 2012, Joulin et al. 2016). What a text
-repeats counts once. Training leaves terms out at random, which is to a linear model what an L2
-penalty of rare terms is (Wager, Wang, Liang 2013). The bag reaches the outputs both straight and
-through hidden layers (Cheng et al. 2016, "Wide & Deep Learning").
+Each word and each pair of neighbours in the training vocabulary has an embedding row; a text is the
+sum of its rows, weighted by rarity and normalized to length one (tf-idf: Salton and Buckley 1988; a
+bag of pairs: Wang and Manning 2012, Joulin et al. 2016). Repeated words count once. Training drops
+terms at random, which for a linear model equals an L2 penalty of rare terms (Wager, Wang, Liang
+2013). The bag reaches the outputs both directly and through hidden layers (Cheng et al. 2016, "Wide
+& Deep Learning").
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.statistics.statistics import FeatureStatistics
 from flotilla.trainer.models.spec import InputSpec, layer_name
 
-# Examples that a term needs to be known.
+# Fewest examples of a known term.
 _LEAST = 2
-# Steps of the weights of terms, from that of the rarest to that of the most frequent one.
+# Number of distinct term weights, from the rarest to the most frequent term.
 _LEVELS = 64
-# Whose length a text is brought to: rows of a bag begin small, and steps of Adam are of one size.
+# Length of a text's vector: rows begin small, and steps of Adam have a fixed size.
 _LENGTH = 3.0
-# The share of terms that a step leaves out.
+# Share of terms that a step drops.
 _DROPOUT = 0.3
 
 
@@ -33,11 +33,11 @@ def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: 
     """Return [n, dimension] of the texts `x` [n] of a feature.
 
     Args:
-        spec: of the model.
-        name: of the feature.
-        x: its texts.
-        dimension: of the row of a term.
-        words: of a text, and pairs of it, that are looked at.
+        spec: spec of the model.
+        name: name of the feature.
+        x: texts of the feature.
+        dimension: size of the embedding row of a term.
+        words: most words, and most pairs, of a text.
     """
     known = spec.statistics(name)
     if not known.pairs:
@@ -52,7 +52,7 @@ def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: 
     steps, values = _levels(known, size)
     level = keras.layers.Discretization(steps, name=layer_name(name, "level"))
     weights = keras.ops.take(np.array(values, np.float32), level(numbers), axis=0)
-    # What a text repeats stands side by side.
+    # Sorting puts repeated terms next to each other.
     is_new = keras.ops.not_equal(numbers[:, 1:], numbers[:, :-1])
     is_new = keras.ops.pad(is_new, [(0, 0), (1, 0)], constant_values=True)
     weights = weights * keras.ops.cast(is_new, weights.dtype)
@@ -65,7 +65,7 @@ def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: 
 
 
 def _levels(known: FeatureStatistics, size: int) -> tuple[list[int], list[float]]:
-    """Return at which numbers of terms another weight begins, and each weight."""
+    """Return the term numbers at which the weight changes, and the weights."""
     steps, values = [], [0.0]
     for counts, offset in ((known.words, 0), (known.pairs, size)):
         count = np.array([each for each in counts.values() if each >= _LEAST], np.float64)
@@ -86,7 +86,7 @@ def _rows(name: str, rows: int, dimension: int) -> ShardedEmbedding:
 
 
 def _mean(numbers: Any, layer: ShardedEmbedding) -> Any:
-    """Return the mean of the rows of words, as of datasets that know no pairs."""
+    """Return the mean of the rows of words, for old datasets without pairs."""
     rows = layer(numbers)
     there = keras.ops.expand_dims(keras.ops.cast(keras.ops.not_equal(numbers, 0), rows.dtype), -1)
     count = keras.ops.maximum(keras.ops.sum(there, axis=1), 1)

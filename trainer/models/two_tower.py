@@ -1,16 +1,16 @@
-"""Recommenders of two towers: what a user and an item have in common, in one score.
+"""Two-tower recommenders: the match of a user and an item, as one score.
 
-Each tower looks its id up in a table and makes a vector of the row (Covington et al. 2016, "Deep
-Neural Networks for YouTube Recommendations", in the form of Yi et al. 2019, "Sampling-Bias-
+Each tower looks its id up in a table and computes a vector from the row (Covington et al. 2016,
+"Deep Neural Networks for YouTube Recommendations", in the form of Yi et al. 2019, "Sampling-Bias-
 Corrected Neural Modeling for Large Corpus Item Recommendations"). They have one of two heads.
 
-`two_tower` scores: the dot product of both vectors and a bias, which holds what is liked by all and
-who likes all.
+`two_tower` scores: the dot product of both vectors and a bias, which holds the popularity of the
+item and the activity of the user.
 
-`two_tower_ranker` finds and ranks: vectors for a search, and the chance of a click. Its towers take
-what else is known, such as the segment of a user: an id without a row of its own is judged by that
-alone. The last number of an item's vector is how much all like it, that of a user's is 1. Two
-losses train them together:
+`two_tower_ranker` retrieves and ranks: vectors for a search, and the probability of a click. Its
+towers also take attributes, such as the segment of a user: an id without a row is judged by them
+alone. The last number of an item's vector is its popularity, that of a user's is 1. Two losses
+train them together:
 
     click        binary cross entropy of the logit, which the task `recommendation` has: the dot
                  product of both vectors and a small network of them
@@ -37,9 +37,10 @@ from flotilla.trainer.embeddings.sharded_embedding import UNKNOWN, ShardedEmbedd
 from flotilla.trainer.models.spec import InputSpec, initializer, layer_name, size, sizes
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Of the values of texts, which are counted by a sketch, so many have to have a row.
+# Share of the text values that need a row; their number is an estimate.
 _NEARLY = 0.95
-# Tables of numbers have a row for each up to the largest: so many, or times those that are used.
+# A table of numbers has a row for each number up to the largest: at most this many rows, or this
+# multiple of the used ones.
 _MOST_ROWS, _SPARSE = 1_000_000, 10
 TOWERS = 2
 CLASSES = 2
@@ -80,13 +81,13 @@ def two_tower(  # noqa: PLR0913
     for name, wanted in tables_of.items():
         ids, of_name = given[name], wanted
         if of_name is None:
-            ids, of_name = _numbered(spec, name, ids)
+            ids, of_name = _number_rows(spec, name, ids)
         if isinstance(of_name, int):
             layer: Any = _table(name, of_name, dimension, min(shards, of_name), unknown)
         else:
             layer = growing_table(spec, name, dimension, of_name, shards)
         found[name] = layer(ids)
-    _, match = _matched(found, hidden_units, dimension)
+    _, match = _match_sides(found, hidden_units, dimension)
     both = keras.layers.Concatenate(name="both")(list(found.values()))
     bias = keras.layers.Dense(1, name="bias")(both)
     score = keras.layers.Add(dtype="float32", name="score")([match, bias])
@@ -105,12 +106,12 @@ def _table(name: str, rows: int, dimension: int, shards: int, unknown: str) -> S
 def growing_table(
     spec: InputSpec, name: str, dimension: int, arguments: Mapping[str, Any], shards: int = 2
 ) -> EmbeddingTable:
-    """Return the table of an input feature, whose type says what its ids are.
+    """Return the growing table of an input feature; its type determines the type of ids.
 
-    `arguments` are from a configuration, and may have other `shards`.
+    `arguments` come from a configuration, and may override `shards`.
 
     Raises:
-        ConfigError: an argument is none of a table, or the feature is no id.
+        ConfigError: an argument is unknown, or the feature is not an id.
     """
     try:
         require_table(name, arguments)
@@ -134,10 +135,10 @@ def growing_table(
         raise ConfigError(f"tables.{name}.{error}") from None
 
 
-def _matched(
+def _match_sides(
     sides: Mapping[str, Any], hidden_units: Sequence[int], dimension: int
 ) -> tuple[list[Any], Any]:
-    """Return a vector of what is known of each side, and the dot product of both."""
+    """Return a vector of the features of each side, and their dot product."""
     vectors = []
     for side, known in sides.items():
         x = _hidden("hidden_units", hidden_units, known, layer_name(side, "hidden"))
@@ -158,7 +159,7 @@ def _tables(
 ) -> dict[str, int | Mapping[str, Any] | None]:
     """Return the rows of each feature's table, or the arguments of one that grows.
 
-    They are in the order of the features. Where neither is given, there is None for each.
+    They are in the order of the features; None for each if neither argument is given.
     """
     if spec.num_classes not in {1, CLASSES}:
         of_rating = "".join(
@@ -167,8 +168,8 @@ def _tables(
         raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}{of_rating}")
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
         raise ConfigError(
-            f"takes {TOWERS} input features, the dataset has {_described(spec)}; set data.inputs: "
-            "[USER, ITEM]"
+            f"takes {TOWERS} input features, the dataset has {_describe_inputs(spec)}; "
+            "set data.inputs: [USER, ITEM]"
         )
     assert isinstance(spec.dtype, Mapping)
     fixed = rows if isinstance(rows, Mapping) else {}
@@ -180,7 +181,7 @@ def _tables(
             are_floats = not tuple(shape) and "float" in spec.dtype[name]
             gaps = "; whole numbers are floats where some are missing: fill them"
             raise ConfigError(
-                f"takes one whole number as {name!r}; there is {_described(spec)}"
+                f"takes one whole number as {name!r}; there is {_describe_inputs(spec)}"
                 f"{gaps if are_floats else ''}"
             )
     if sized:
@@ -195,8 +196,8 @@ def _tables(
     }
 
 
-def _numbered(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
-    """Return the rows of ids, by what the training split has of them, and how many there are."""
+def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
+    """Return the rows of ids, by the training statistics, and their number."""
     known = spec.statistics(name)
     if ids.dtype == "string":
         vocabulary = spec.vocabulary(name)
@@ -216,7 +217,7 @@ def _numbered(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
     return keras.ops.where(is_known, ids, keras.ops.full_like(ids, most + 1)), most + 2
 
 
-def _described(spec: InputSpec) -> str:
+def _describe_inputs(spec: InputSpec) -> str:
     if not isinstance(spec.shape, Mapping):
         return f"one, {spec.dtype} of shape {tuple(spec.shape)}"
     assert isinstance(spec.dtype, Mapping)
@@ -229,15 +230,15 @@ _NEVER = -1e9
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class FoundAndRanked(keras.layers.Layer):
-    """The outputs of the task `recommendation`, and the loss of their vectors."""
+    """Layer of the outputs of the task `recommendation`, with the loss of their vectors."""
 
     def __init__(self, retrieval: float, item: str, popularity: str = "", **kwargs: Any) -> None:
-        """Take the weight of the loss, and the features that it reads."""
+        """Take the weight of the loss, and the names of its features."""
         super().__init__(**{**kwargs, "dtype": "float32"})
         self.retrieval, self.item, self.popularity = retrieval, item, popularity
 
     def call(self, given: Sequence[Any]) -> Any:
-        """Return [n, 1 + 2 size] of the logit and the vectors of user and item."""
+        """Return the logit and the vectors of user and item, [n, 1 + 2 size]."""
         return keras.ops.concatenate(list(given), axis=1)
 
     #: In a file that needs no code it takes the place of the layer.
@@ -259,7 +260,7 @@ class FoundAndRanked(keras.layers.Layer):
         ids = x[self.item]
         same = tf.equal(ids[:, tf.newaxis], ids[tf.newaxis])
         own = tf.eye(tf.shape(ids)[0], dtype=tf.bool)
-        # The same item shown to someone else is no other item.
+        # The same item shown to another user is not a negative example.
         scores = tf.where(same & ~own, _NEVER, scores)
         each = tf.reduce_logsumexp(scores, axis=1) - tf.linalg.diag_part(scores)
         clicks = tf.cast(tf.reshape(y, [-1]), tf.float32)
@@ -274,7 +275,7 @@ class FoundAndRanked(keras.layers.Layer):
 class Recommender(keras.Model):
     """A model whose last layer is `FoundAndRanked`."""
 
-    # As that of Keras's own functional models, so that it is saved as one of them.
+    # As in Keras's functional models, so that it is saved like one.
     def __init__(self, inputs: Any, outputs: Any, name: str | None = None, **kwargs: Any) -> None:
         """Take symbolic inputs and outputs."""
         super().__init__(inputs, outputs, name=name, **kwargs)
@@ -310,22 +311,22 @@ def two_tower_ranker(  # noqa: PLR0913
     shards: int = 2,
     retrieval: float = 1.0,
 ) -> keras.Model:
-    """Return the logit and both vectors of pairs, as the task `recommendation` takes them.
+    """Return the logit and both vectors of pairs, for the task `recommendation`.
 
     Args:
-        spec: an id of a user, one of an item, and what else is named below: whole numbers or texts.
+        spec: ids of a user and an item, and the attributes below: whole numbers or texts.
         tables: of each id and attribute, by its feature, what `EmbeddingTable` takes: `capacity`,
             and where wanted `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
         user: the feature that is the id of a user.
         item: the feature that is the id of an item.
-        user_attributes: features that say more of a user, each looked up in a table of its own.
-        item_attributes: those of an item.
-        popularity: feature of how often an item was shown before, NaN for never; empty for none.
-        dimension: of a row, and of a tower's vector but for its last number.
+        user_attributes: further features of a user, each with its own table.
+        item_attributes: further features of an item, each with its own table.
+        popularity: feature that counts how often an item was shown before, NaN for never; or empty.
+        dimension: size of a row, and of a tower's vector without its last number.
         hidden_units: ReLU layers of each tower.
         ranking_units: ReLU layers of the network of both vectors.
-        shards: that each table is split over: one for each parameter server.
-        retrieval: weight of the loss of the search; 0 for none.
+        shards: variables that each table is split over: one for each parameter server.
+        retrieval: weight of the retrieval loss; 0 disables it.
     """
     names = {user: _names("user_attributes", user, user_attributes)}
     names[item] = _names("item_attributes", item, item_attributes)
@@ -339,14 +340,14 @@ def two_tower_ranker(  # noqa: PLR0913
     if popularity:
         column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
         known[item].append(_logarithm(column))
-    joined = {side: _joined(side, parts) for side, parts in known.items()}
-    vectors, match = _matched(joined, hidden_units, dimension)
+    joined = {side: _join(side, parts) for side, parts in known.items()}
+    vectors, match = _match_sides(joined, hidden_units, dimension)
     answer = FoundAndRanked(_weight(retrieval), item, popularity, name=_ANSWER)
     parts = _parts(vectors, match, joined[user], joined[item], ranking_units)
     return Recommender(given, answer(parts), name="two_tower_ranker")
 
 
-def _joined(side: str, known: list[Any]) -> Any:
+def _join(side: str, known: list[Any]) -> Any:
     if len(known) == 1:
         return known[0]
     return keras.layers.Concatenate(name=layer_name(side, "known"))(known)
@@ -365,13 +366,13 @@ def _parts(
 
 
 def _logarithm(popularity: Any) -> Any:
-    """Return its logarithm; one that is missing is that of an item which was never shown."""
+    """Return the logarithm of the popularity; a missing one is that of an item never shown."""
     count = keras.ops.nan_to_num(keras.ops.cast(popularity, "float32"))
     return keras.ops.log1p(keras.ops.maximum(count, 0))
 
 
 def _names(argument: str, of: str, value: Any) -> list[str]:
-    """Return the features that are known of users, or of items: the id first."""
+    """Return the features of users or of items, the id first."""
     if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
         return [of, *value]
     raise ConfigError(f"{argument}: {value!r} is not allowed; it has to be a list of features")
@@ -389,7 +390,7 @@ def _check(
     looked_up: Sequence[str],
     popularity: str,
 ) -> None:
-    """Refuse features that are not there, that are not used, or that have no table."""
+    """Refuse missing features, unused ones, and those without a table."""
     wanted = [*looked_up, *filter(None, [popularity])]
     if twice := [name for name, count in Counter(wanted).items() if count > 1]:
         raise ConfigError(

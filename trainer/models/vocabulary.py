@@ -1,10 +1,10 @@
 """Layers from texts to whole numbers, by the vocabulary of a dataset.
 
-Keras's own (`StringLookup`, `TextVectorization`) keep a table in the process that makes them, which
-the graph of another task of a cluster cannot reach. These keep 64-bit fingerprints of the known
-values as constants of the graph, so that every strategy can place them anywhere, and the exported
-model needs nothing besides itself. Two of n different values have the same fingerprint by a chance
-of n^2 / 2^64: of a million values, one in ten million.
+Keras's layers (`StringLookup`, `TextVectorization`) hold a table in the process that creates them,
+which graphs of other cluster tasks cannot access. These hold 64-bit fingerprints of the known
+values as graph constants, so that every strategy can place them anywhere, and the exported model is
+self-contained. The probability of a collision among n values is n^2 / 2^64: for a million values,
+one in ten million.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flotilla.trainer.features.statistics.accumulator import LETTERS, PUNCTUATIO
 _LETTER = f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])"
 
 
-# What no text is: a sign that Unicode has set aside.
+# A character that Unicode reserves, so that no text contains it.
 _NO_TEXT = "\uffff"
 
 
 class _Known:
-    """The fingerprints of known values, and the number of each."""
+    """The fingerprints of known values, and their numbers."""
 
     def __init__(self, values: Sequence[str], first: int) -> None:
         """Number the values from `first` on."""
@@ -37,23 +37,23 @@ class _Known:
             found = tf.strings.to_hash_bucket_fast(known, FINGERPRINTS)
             fingerprints: NDArray[np.int64] = found.numpy()
         order = np.argsort(fingerprints, kind="stable")
-        # One that none has, so that an empty vocabulary is no special case.
+        # An unused fingerprint, so that an empty vocabulary is not a special case.
         self._sorted = np.append(fingerprints[order], np.int64(2**63 - 1))
         self._numbers = np.append(order + first, 0).astype(np.int64)
 
     def numbers(self, texts: tf.Tensor, unknown: int) -> tf.Tensor:
-        """Return the number of each text [n], `unknown` where there is none."""
+        """Return the number of each text [n], `unknown` for unknown texts."""
         found = tf.strings.to_hash_bucket_fast(strip_spaces(texts), FINGERPRINTS)
         places = tf.searchsorted(self._sorted, found)
         known = tf.equal(tf.gather(self._sorted, places), found)
         return tf.where(known, tf.gather(self._numbers, places), np.int64(unknown))
 
 
-def _apart(values: Sequence[str]) -> list[str]:
-    """Return the values as layers of Keras take them: none twice, and all in their places."""
+def _make_distinct(values: Sequence[str]) -> list[str]:
+    """Return distinct values for Keras layers, at the same positions."""
     texts = [each.decode() for each in strip_spaces(tf.constant([*values], tf.string)).numpy()]
     first = {each: place for place, each in reversed([*enumerate(texts)])}
-    # Keras takes no empty vocabulary.
+    # Keras refuses an empty vocabulary.
     return [
         each if first[each] == place else f"{_NO_TEXT}{place}" for place, each in enumerate(texts)
     ] or [f"{_NO_TEXT}0"]
@@ -61,13 +61,13 @@ def _apart(values: Sequence[str]) -> list[str]:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Vocabulary(keras.layers.Layer):
-    """Texts of any shape to whole numbers: 0 for one that is not known, or from 1 on.
+    """Converts texts of any shape to whole numbers: 0 for an unknown text, known ones from 1 on.
 
-    Spaces around a text make no other one of it.
+    Surrounding spaces are ignored.
     """
 
     def __init__(self, values: Sequence[str], **kwargs: Any) -> None:
-        """Know these values, of which the first is number 1."""
+        """Number these values from 1 on."""
         super().__init__(**{"dtype": "int64", **kwargs})
         self.values = [*values]
         self.supports_jit = False
@@ -75,17 +75,17 @@ class Vocabulary(keras.layers.Layer):
 
     @property
     def size(self) -> int:
-        """How many numbers there are, that of the unknown among them."""
+        """The number of outputs, including that of unknown texts."""
         return len(self.values) + 1
 
     def call(self, texts: tf.Tensor) -> tf.Tensor:
-        """Return the numbers, of the shape of the texts."""
+        """Return the numbers, in the shape of the texts."""
         return tf.reshape(self._known.numbers(tf.reshape(texts, [-1]), 0), tf.shape(texts))
 
     def plain(self, texts: Any) -> Any:
-        """Return the same of a symbolic tensor, of texts without spaces around them."""
+        """Return the same for a symbolic tensor of texts without surrounding spaces."""
         return keras.layers.StringLookup(
-            vocabulary=_apart(self.values), oov_token=_NO_TEXT, name=self.name
+            vocabulary=_make_distinct(self.values), oov_token=_NO_TEXT, name=self.name
         )(texts)
 
     def compute_output_spec(self, texts: Any) -> keras.KerasTensor:
@@ -99,10 +99,10 @@ class Vocabulary(keras.layers.Layer):
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class Words(keras.layers.Layer):
-    """Texts [n] to the numbers of their words [n, length]: 1 for one that is not known, 0 for none.
+    """Converts texts [n] to numbers of their words [n, length]: 1 for unknown words, 0 for padding.
 
-    Words are found as by Keras's `TextVectorization`: in lower case, without punctuation,
-    between spaces. Letters beyond ASCII keep their case.
+    Words are split like by Keras's `TextVectorization`: in lower case, without punctuation, at
+    spaces. Letters beyond ASCII keep their case.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class Words(keras.layers.Layer):
         letters: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Know these words, of which the first is number 2; take `length` of each text.
+        """Number these words from 2 on; use the first `length` words of each text.
 
         Args:
-            values: the known words, or runs of words with a space between them.
-            length: how many are taken; None for as many as the longest text of a batch has.
-            ngram: how many words that follow each other are one value.
+            values: the known words, or word sequences separated by a space.
+            length: most words of a text; None for the longest text of each batch.
+            ngram: number of consecutive words per value.
             letters: whether each letter of a script without spaces is a word.
-            **kwargs: of a Keras layer.
+            **kwargs: arguments of a Keras layer.
         """
         super().__init__(**{"dtype": "int64", **kwargs})
         if length is not None and length < 1:
@@ -133,11 +133,11 @@ class Words(keras.layers.Layer):
 
     @property
     def size(self) -> int:
-        """How many numbers there are, those of padding and of the unknown among them."""
+        """The number of outputs, including those of padding and of unknown words."""
         return len(self.values) + 2
 
     def call(self, texts: tf.Tensor) -> tf.Tensor:
-        """Return the numbers of the words, filled up with 0."""
+        """Return the numbers of the words, padded with 0."""
         plain = tf.strings.regex_replace(tf.strings.lower(strip_spaces(texts)), PUNCTUATION, "")
         if self.letters:
             plain = tf.strings.regex_replace(plain, _LETTER, r" \1 ")
@@ -148,11 +148,11 @@ class Words(keras.layers.Layer):
         return numbers.to_tensor(0, shape=[None, self.length])
 
     def plain(self, texts: Any) -> Any:
-        """Return the same of a symbolic tensor, of texts without spaces around them."""
+        """Return the same for a symbolic tensor of texts without surrounding spaces."""
         if self.letters:
             raise ValueError(f"no layer of Keras makes a word of each letter, as {self.name} does")
         return keras.layers.TextVectorization(
-            vocabulary=_apart(self.values),
+            vocabulary=_make_distinct(self.values),
             ngrams=(self.ngram,) if self.ngram > 1 else None,
             output_sequence_length=self.length,
             name=self.name,

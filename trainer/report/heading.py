@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.events.progress.durations import duration
-from flotilla.trainer.features.length import examples_of_step, in_words, is_resolved
+from flotilla.trainer.features.length import examples_of_step, format_epochs, is_resolved
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.programs import programs
 from flotilla.trainer.report.wording import format_value
@@ -237,7 +237,7 @@ def _length(history: Sequence[Facts]) -> str:
     last = history[-1] if history else {}
     step, epoch = number(last.get("global_step")), number(last.get("epoch"))
     steps = f"{step:,.0f} steps" if step else ""
-    return f"{steps}, {in_words(epoch)}" if steps and epoch else steps
+    return f"{steps}, {format_epochs(epoch)}" if steps and epoch else steps
 
 
 def _three(value: float) -> str:

@@ -39,7 +39,7 @@ from flotilla.trainer.export.formats import Subject, format_path
 from flotilla.trainer.features.class_names import ClassIndex
 from flotilla.trainer.features.dataset_spec import DatasetSpec, require_buckets, require_slices
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.features.length import Splits, resolved
+from flotilla.trainer.features.length import Splits, resolve
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.models import choice, registry
 from flotilla.trainer.models.registry import freeze
@@ -223,7 +223,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
     `UserError`.
     """
     dataset = find_dataset(config, scratch, uri)
-    config = resolved(config, Splits(*map(dataset.examples, Splits._fields)))
+    config = resolve(config, Splits(*map(dataset.examples, Splits._fields)))
     if whole:
         return _fitted(config, dataset, uri)
     errors = []

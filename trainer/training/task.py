@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the task that flags or TF_CONFIG name; a server never returns; raises `UserError`."""
-    config = length.of_dataset(load_config(options.config), options.dataset)
+    config = length.resolve_for_dataset(load_config(options.config), options.dataset)
     bundle.enter(config.code)
     tasks, this = _cluster(options)
     _require_roles(config, tasks)

@@ -113,7 +113,7 @@ def test_a_plain_environment_reads_every_model(tmp_path):
         folder = tmp_path / name
         folder.mkdir()
         keras_file.write(model, folder / "model.keras")
-        assert keras_file.modules_of(folder / "model.keras") == [], name
+        assert keras_file.list_modules(folder / "model.keras") == [], name
         types = spec.dtype if len(inputs) > 1 else {spec.names[0]: spec.dtype}
         link = LINKS.get(name, "softmax")
         fields = {
@@ -141,7 +141,7 @@ def test_a_file_answers_as_the_model_and_names_no_class_of_ours(tmp_path, name):
     model, given, _ = built(name)
     path = tmp_path / "model.keras"
     keras_file.write(model, path)
-    assert keras_file.modules_of(path) == []
+    assert keras_file.list_modules(path) == []
     np.testing.assert_allclose(keras_file.read(path)(given), model(given), rtol=1e-6, atol=1e-6)
 
 
@@ -167,7 +167,7 @@ EARLIER = {
 @pytest.mark.parametrize("name", EARLIER)
 def test_a_file_of_an_earlier_version_is_read(name):
     path = EARLIER_FILES / f"{name}.keras"
-    assert keras_file.modules_of(path)[0].startswith("trainer.models.")
+    assert keras_file.list_modules(path)[0].startswith("trainer.models.")
     given, expected = EARLIER[name]
     np.testing.assert_allclose(keras_file.read(path)(given), expected, rtol=1e-6, atol=1e-6)
 
@@ -187,6 +187,6 @@ def test_a_layer_that_is_called_twice_keeps_its_class(tmp_path):
     model = keras.Model(given, keras.layers.Add()([layer(each) for each in given]))
     path = tmp_path / "model.keras"
     keras_file.write(model, path)
-    assert keras_file.modules_of(path)
+    assert keras_file.list_modules(path)
     texts = [tf.constant(["x", "y"]), tf.constant(["x", "x"])]
     np.testing.assert_array_equal(keras_file.read(path)(texts), model(texts))

@@ -1,1 +1,1 @@
-"""What is learnt from examples in one pass: means, quantiles, vocabularies. Free of TensorFlow."""
+"""One-pass statistics of examples: means, quantiles, vocabularies. Free of TensorFlow."""

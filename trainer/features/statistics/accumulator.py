@@ -1,4 +1,4 @@
-"""One pass over the examples of a split: all that `statistics.json` says of them."""
+"""One pass over the examples of a split, which collects the content of `statistics.json`."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from flotilla.trainer.features.statistics.statistics import (
     SplitStatistics,
 )
 
-# Steps of the quantiles of a number.
+# Number of quantiles of a number.
 STEPS = 1000
-# By which examples are told apart in another place than the draw of their split.
+# Hash seed for examples; a different one than for the draw of splits.
 _SALT = 0x5EED
 _PROJECTIONS = 4
-# Of a longer vector the elements are no columns.
+# Elements of longer vectors are not treated as columns.
 _LONGEST = 4096
-# Hashes of values, of all numbers together, and of one at least.
+# Hashes of values: for all numbers together, and at least for each.
 _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
-# As Keras's TextVectorization leaves out: all of it, and what is between words.
+# The punctuation that Keras's TextVectorization strips, and the separators of words.
 PUNCTUATION = r"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']"
 _PUNCTUATION = re.compile(PUNCTUATION.encode())
-#: Letters of scripts that are written without spaces: Thai, Lao, Burmese, Khmer, kana, Chinese.
+#: Letters of scripts without spaces: Thai, Lao, Burmese, Khmer, kana, Chinese.
 LETTERS = (
     ("\u0e00", "\u0eff"), ("\u1000", "\u109f"), ("\u1780", "\u17ff"), ("\u3040", "\u30ff"),
     ("\u3400", "\u9fff"), ("\uf900", "\ufaff"), ("\U00020000", "\U0003ffff"),
@@ -48,7 +48,7 @@ _LETTER = re.compile(f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}
 
 
 def find_kind(feature: FeatureSpec) -> str:
-    """Return which kind of statistics a feature has."""
+    """Return the kind of statistics of a feature."""
     if feature.stored == "image":
         return IMAGE
     if feature.dtype == "string":
@@ -59,7 +59,7 @@ def find_kind(feature: FeatureSpec) -> str:
 
 
 class Accumulator:
-    """Statistics of some examples, to be merged with those of others."""
+    """Statistics of some examples, which can be merged."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Accumulator:
         vocabulary: int,
         seed: int | tuple[int, ...] = 0,
     ) -> None:
-        """Begin with no example.
+        """Begin without examples.
 
         Args:
-            features: of the dataset.
-            inputs: by which equal examples are found.
-            targets: with which the association of features is measured.
-            vocabulary: the most values of a text that are kept.
-            seed: of the sample; another one for each part.
+            features: features of the dataset.
+            inputs: features that identify equal examples.
+            targets: features whose association with others is measured.
+            vocabulary: most values of a text to keep.
+            seed: seed of the sample; a different one for each part.
         """
         self.examples = 0
         self._features = features
@@ -99,7 +99,9 @@ class Accumulator:
         most = max(_LEAST_VALUES, min(MOST_EXAMPLES, _MOST_VALUES // max(1, len(numbers))))
         self._values = {name: Hashes(most) for name in numbers}
         self._hashes = Hashes()
-        self._sample = Sample([each for name in features for each in self._columns_of(name)], seed)
+        self._sample = Sample(
+            [each for name in features for each in self._list_columns(name)], seed
+        )
 
     def add(self, columns: Mapping[str, Any]) -> None:
         """Add some examples: arrays whose first axis is the example, or lists of encoded images."""
@@ -154,7 +156,7 @@ class Accumulator:
         )
 
     def sketch(self) -> ExampleSketch:
-        """Return what two splits are compared by."""
+        """Return the sketch by which splits are compared."""
         found, copies = self._hashes.smallest()
         return ExampleSketch(
             hashes=found,
@@ -164,7 +166,7 @@ class Accumulator:
         )
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return all that it holds, for a file of NumPy."""
+        """Return the state as arrays, for a NumPy file."""
         rest = {
             "examples": self.examples,
             "missing": self._missing,
@@ -186,7 +188,7 @@ class Accumulator:
         }
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Continue with what `arrays` returned."""
+        """Continue with the state from `arrays`."""
         rest = json.loads(str(arrays["rest"]))
         self.examples, self._missing = rest["examples"], rest["missing"]
         self._moments = {name: Moments(*state) for name, state in rest["moments"].items()}
@@ -204,7 +206,7 @@ class Accumulator:
     def _counters(self) -> tuple[dict[str, BoundedCounter], ...]:
         return self._counts, self._words, self._pairs
 
-    def _columns_of(self, name: str) -> list[str]:
+    def _list_columns(self, name: str) -> list[str]:
         if self._kinds[name] != TENSOR:
             return [name]
         return [name, f"{name}/std", *(f"{name}/{index}" for index in range(_PROJECTIONS))]
@@ -216,7 +218,7 @@ class Accumulator:
         self._missing[name] += len(wide) - len(present)
         self._moments[name].add(present)
         if name in self._values and len(present):
-            # Of what was read: a float has not all digits of an integer.
+            # Computed before the conversion: a float cannot hold all digits of an integer.
             self._values[name].add(hashes({"": present}, 0))
         if name in self._counts:
             names = dict(enumerate(self._features[name].labels))
@@ -226,7 +228,7 @@ class Accumulator:
         return wide
 
     def _add_texts(self, name: str, values: Any, chosen: NDArray[np.intp]) -> NDArray[np.float64]:
-        each = [_texts_of(value) for value in values]
+        each = [_list_texts(value) for value in values]
         texts = [text for example in each for text in example]
         self._missing[name] += sum(not any(example) for example in each)
         present = [text for text in texts if text]
@@ -241,9 +243,9 @@ class Accumulator:
         return coded
 
     def _add_words(self, name: str, texts: Sequence[bytes]) -> None:
-        found = [words_of(text) for text in texts]
+        found = [split_words(text) for text in texts]
         self._words[name].add(word for words in found for word in set(words))
-        # There are as many pairs as words: never those of all texts at once.
+        # There are as many pairs as words, so they are never held for all texts at once.
         for words in found:
             self._pairs[name].add({b" ".join(pair) for pair in pairwise(words)})
 
@@ -257,7 +259,7 @@ class Accumulator:
             for place, moments in enumerate(self._elements.get(name, ())):
                 moments.add(flat[np.isfinite(wide[:, place]), place])
             rows = wide[chosen]
-            found = [rows.mean(1), rows.std(1), *_projected(rows)]
+            found = [rows.mean(1), rows.std(1), *_project(rows)]
         else:
             arrays = [np.asarray(value, np.float64).ravel() for value in values]
             self._add_elements(name, np.concatenate(arrays) if arrays else np.empty(0))
@@ -265,7 +267,7 @@ class Accumulator:
             means = np.array([each.mean() if each.size else np.nan for each in some])
             stds = np.array([each.std() if each.size else np.nan for each in some])
             found = [means, stds, *[np.zeros(len(some))] * _PROJECTIONS]
-        return dict(zip(self._columns_of(name), found, strict=True))
+        return dict(zip(self._list_columns(name), found, strict=True))
 
     def _add_elements(self, name: str, values: NDArray[np.float64]) -> None:
         finite = np.isfinite(values)
@@ -318,7 +320,7 @@ class Accumulator:
                     first_is_class=self._kinds[name] in (TEXT, CLASS),
                     second_is_class=self._kinds[target] == CLASS,
                 )
-                for column in self._columns_of(name)
+                for column in self._list_columns(name)
             ),
             6,
         )
@@ -328,7 +330,7 @@ def _is_vector(feature: FeatureSpec) -> bool:
     return len(feature.shape) == 1 and 0 < (feature.shape[0] or 0) <= _LONGEST
 
 
-def _texts_of(value: Any) -> list[bytes]:
+def _list_texts(value: Any) -> list[bytes]:
     return [value] if isinstance(value, bytes) else [bytes(each) for each in np.ravel(value)]
 
 
@@ -337,7 +339,7 @@ def is_letter(text: str) -> bool:
     return bool(_LETTER.match(text))
 
 
-def words_of(text: bytes) -> list[bytes]:
+def split_words(text: bytes) -> list[bytes]:
     """Return the words of a text; a letter of a script without spaces is a word."""
     plain = _PUNCTUATION.sub(b"", text.lower())
     if not plain.isascii():
@@ -347,7 +349,7 @@ def words_of(text: bytes) -> list[bytes]:
     return plain.split()
 
 
-def _projected(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """Return sums of the elements of each row with random signs, always the same ones."""
+def _project(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:
+    """Return projections of each row on fixed random signs."""
     signs = np.random.RandomState(0).choice([-1.0, 1.0], (rows.shape[1], _PROJECTIONS))
     return list((rows @ signs).T)

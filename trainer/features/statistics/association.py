@@ -1,9 +1,9 @@
-"""How much one value of an example says about another: from 0, nothing, to 1, all.
+"""The association of two values of an example, from 0, independent, to 1, determined.
 
-Two numbers: the absolute correlation of their ranks (Spearman). A number and a class: the
-correlation ratio (Fisher) of its ranks, since one far value would say all. Two classes: Cramér's V.
-The last two are corrected for chance, which finds much where there are many classes ("A
-bias-correction for Cramér's V", Bergsma 2013; "epsilon squared", Kelley 1935).
+Two numbers: the absolute rank correlation (Spearman). A number and a class: the correlation ratio
+(Fisher) of the ranks, since outliers would dominate that of the values. Two classes: Cramér's V.
+The last two are corrected for chance, which grows with the number of classes ("A bias-correction
+for Cramér's V", Bergsma 2013; "epsilon squared", Kelley 1935).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Values that are rarer than the most frequent ones are one class.
+# Rarer values than the most frequent ones form one class.
 MOST_VALUES = 100
 _FEWEST = 10
 Values = NDArray[np.float64]
@@ -20,29 +20,29 @@ Values = NDArray[np.float64]
 def measure_association(
     first: Values, second: Values, *, first_is_class: bool, second_is_class: bool
 ) -> float:
-    """Return the association of two columns of the same examples; NaN is missing there."""
+    """Return the association of two columns of the same examples; NaN is a missing value."""
     present = np.isfinite(first) & np.isfinite(second)
     first, second = first[present], second[present]
     if len(first) < _FEWEST:
         return 0.0
     if first_is_class and second_is_class:
-        return _cramer(_coded(first), _coded(second))
+        return _cramer(_encode(first), _encode(second))
     if first_is_class:
-        return _ratio(_ranks(second), _coded(first))
+        return _ratio(_ranks(second), _encode(first))
     if second_is_class:
-        return _ratio(_ranks(first), _coded(second))
+        return _ratio(_ranks(first), _encode(second))
     return _correlation(_ranks(first), _ranks(second))
 
 
 def _ranks(values: Values) -> Values:
-    """Return the ranks, equal ones their mean; SciPy has them too, and takes long to load."""
+    """Return the ranks, ties with their mean; SciPy's version takes long to import."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     found: Values = (np.cumsum(counts) - (counts - 1) / 2)[places]
     return found
 
 
-def _coded(values: Values) -> NDArray[np.int64]:
-    """Return small numbers for values, the most frequent first; all rare ones have the same."""
+def _encode(values: Values) -> NDArray[np.int64]:
+    """Return small integers for values, the most frequent first; all rare values share one."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = np.empty(len(counts), np.int64)
     ranks[np.argsort(-counts, kind="stable")] = np.arange(len(counts))

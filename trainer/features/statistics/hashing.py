@@ -1,7 +1,7 @@
 """A keyed 64-bit hash of examples, by their content alone.
 
-An example has the same one whatever a delivery makes of its column: a large value makes it float64,
-a gap makes whole numbers floats, and a new class moves the numbers of all others.
+The hash is independent of the storage type of a column: a large value makes it float64, a missing
+value makes whole numbers floats, and a new class shifts the numbers of all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def hashes(columns: Mapping[str, Any], seed: int) -> NDArray[np.uint64]:
     total: NDArray[np.uint64] | None = None
     for name, values in columns.items():
         key = _key(name, seed)
-        texts = _as_texts(values)
+        texts = _encode_texts(values)
         found = _numbers(values) if texts is None else _texts(texts)
         mixed = _mix(found ^ key)
         total = mixed if total is None else total + mixed
@@ -31,7 +31,7 @@ def hashes(columns: Mapping[str, Any], seed: int) -> NDArray[np.uint64]:
 
 
 def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
-    """Return what examples are told apart by, of a column in any type; classes have `labels`.
+    """Return the comparable content of a column of any type; classes have `labels`.
 
     Fractions count with the digits of a float32.
     """
@@ -47,16 +47,16 @@ def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
     return np.where((values == np.floor(values)) | np.isinf(narrow), values, narrow)
 
 
-def _as_texts(values: Any) -> Iterator[bytes] | None:
-    """Return what is hashed as bytes: texts, encoded images, examples that differ in shape."""
+def _encode_texts(values: Any) -> Iterator[bytes] | None:
+    """Return content that is hashed as bytes: texts, encoded images, variable shapes."""
     if not isinstance(values, np.ndarray) or values.dtype == object:
-        return (_bytes_of(each) for each in values)
+        return (_encode(each) for each in values)
     if values.dtype == np.uint8 and values.ndim > 1:
         return (each.tobytes() for each in values)
     return None
 
 
-def _bytes_of(value: Any) -> bytes:
+def _encode(value: Any) -> bytes:
     if isinstance(value, bytes):
         return value
     array = np.asarray(value)
@@ -76,13 +76,13 @@ def _texts(values: Iterator[bytes]) -> NDArray[np.uint64]:
 
 
 def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
-    # As a float, whatever the type, so that a column keeps its hashes when gaps make it a float.
+    # As a float of any type, so that a column keeps its hashes when missing values make it a float.
     given = values.reshape(len(values), -1)
     wide = given.astype(np.float64) + 0.0
     wide[np.isnan(wide)] = np.nan
     bits = wide.view(np.uint64)
     if given.dtype in (np.int64, np.uint64):
-        # Beyond it floats have no odd numbers.
+        # Above this, floats cannot represent odd numbers.
         bits = np.where(np.abs(wide) < _EXACT, bits, given.view(np.uint64))
     total = np.zeros(len(values), np.uint64)
     for place in range(bits.shape[1]):
@@ -91,7 +91,7 @@ def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the finalizer of SplitMix64 (Steele, Lea, Flood 2014): each bit depends on all."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014): each bit depends on all."""
     found = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: NDArray[np.uint64] = found ^ (found >> np.uint64(31))

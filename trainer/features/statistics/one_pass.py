@@ -1,11 +1,11 @@
-"""What one pass over numbers or texts keeps of them, in bounded memory; passes are merged.
+"""Mergeable statistics of one pass over numbers or texts, in bounded memory.
 
-Of numbers that is mean and variance (Chan, Golub, LeVeque, "Updating formulae", 1979): the
-difference of two sums of squares would lose all digits of numbers with a large mean.
+Numbers: mean and variance (Chan, Golub, LeVeque, "Updating formulae", 1979), since the difference
+of two sums of squares would lose the digits of numbers with a large mean.
 
-Texts are counted, exactly up to `limit` different ones. Beyond it those seen least are left out
-("Lossy counting", Manku and Motwani 2002): a text that comes again later is counted from then on.
-How many different ones there were, the smallest of their hashes say (`sampling.Hashes`).
+Texts: counts, exact up to `limit` distinct ones. Above it the rarest are dropped ("Lossy counting",
+Manku and Motwani 2002): a dropped text is counted anew when it appears again. The number of
+distinct texts is estimated from their smallest hashes (`sampling.Hashes`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from flotilla.trainer.features.statistics.hashing import hashes
 from flotilla.trainer.features.statistics.sampling import MOST_EXAMPLES, Hashes
 
-# Of the texts that are asked for, so many are counted: what is left out is far from being asked.
+# Factor of counted over requested texts, so that dropped ones are far from the requested ones.
 _MARGIN = 4
 _CLOSE = 2**63
 
 
 @dataclass
 class Moments:
-    """Sums over some numbers."""
+    """Sums over numbers."""
 
     count: int = 0
     mean: float = 0.0
@@ -38,11 +38,11 @@ class Moments:
     most: float = -math.inf
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add numbers, all of them finite or not missing."""
+        """Add numbers; all of them are finite."""
         if not values.size:
             return
         least, most = values.min().item(), values.max().item()
-        # Of large integers the differences have the digits that floats of them have not.
+        # Differences of large integers keep the digits that their floats lose.
         is_close = values.dtype == np.int64 and most - least < _CLOSE
         wide = (values - least if is_close else values).astype(np.float64)
         mean = float(wide.mean())
@@ -63,11 +63,11 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """The standard deviation; a constant has none, whatever its sum is rounded to."""
+        """The standard deviation; exactly 0 for a constant, despite rounding."""
         return math.sqrt(self.squares / self.count) if self.most > self.least else 0.0
 
     def state(self) -> list[float]:
-        """Return all sums, by which `Moments(*state)` continues."""
+        """Return the sums, from which `Moments(*state)` continues."""
         return [self.count, self.mean, self.squares, self.least, self.most]
 
 
@@ -75,10 +75,10 @@ class BoundedCounter:
     """Counts of the most frequent texts."""
 
     def __init__(self, most: int) -> None:
-        """Count so that the `most` frequent texts can be told."""
+        """Begin without texts; `most` frequent texts can be returned."""
         self._most = most
         self._counts = Counter[bytes]()
-        # Of all texts that were counted when some were left out; empty before.
+        # Hashes of all texts, once some were dropped; empty before.
         self._seen = Hashes(MOST_EXAMPLES)
 
     def add(self, values: Iterable[bytes]) -> None:
@@ -87,7 +87,7 @@ class BoundedCounter:
         self._prune()
 
     def add_counts(self, counts: Mapping[bytes, int]) -> None:
-        """Count texts that were counted before."""
+        """Add counts of texts."""
         self._counts.update(counts)
         self._prune()
 
@@ -99,14 +99,14 @@ class BoundedCounter:
 
     @property
     def distinct(self) -> int:
-        """How many different texts there were; about so many, where some were left out."""
+        """The number of distinct texts; an estimate once some were dropped."""
         if not self._seen.distinct():
             return len(self._counts)
         self._see()
         return self._seen.distinct()
 
     def counts(self) -> dict[str, int]:
-        """Return the most frequent texts with their counts, ties by value; UTF-8 alone."""
+        """Return the most frequent texts with their counts, ties by value; valid UTF-8 only."""
         ordered = sorted(self._counts.items(), key=lambda each: (-each[1], each[0]))
         found = {}
         for value, count in ordered[: self._most]:
@@ -117,7 +117,7 @@ class BoundedCounter:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Return all counts, as JSON has them."""
+        """Return all counts as JSON."""
         counts = {value.decode("latin-1"): count for value, count in self._counts.items()}
         seen = {name: each.tolist() for name, each in self._seen.arrays().items()}
         return {"counts": counts, "seen": seen if self._seen.distinct() else {}}

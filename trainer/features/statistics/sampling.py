@@ -1,10 +1,9 @@
-"""Examples that stand for all: a uniform sample, and the smallest hashes.
+"""Sketches of examples: a uniform sample, and the smallest hashes.
 
-Both keep what has the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that sketches
-of parts are merged into that of the whole. Of the sample a key is drawn, so that every example is
-as likely; the error of the rank of a quantile is below 0.4 % (one standard deviation) with 16,384
-examples, and none where there are fewer. Of hashes it is the hash of the inputs: equal examples
-have equal ones, in other splits and other datasets too.
+Both keep the items with the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that
+sketches of parts can be merged. Keys of the sample are random; the standard error of the rank of a
+quantile is below 0.4 % with 16,384 examples, and zero for fewer. Keys of `Hashes` are the hashes of
+the inputs: equal examples have equal ones, also in other splits and datasets.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from numpy.typing import NDArray
 
 MOST_EXAMPLES = 1 << 14
 MOST_HASHES = 1 << 16
-# Of numbers in a sample, whatever it has of columns.
+# Most numbers of a sample, over all columns.
 _MOST_NUMBERS = 1 << 22
 _SLACK = 2
 
 
 class Sample:
-    """Columns of some examples."""
+    """Columns of sampled examples."""
 
     def __init__(self, columns: list[str], seed: int | tuple[int, ...]) -> None:
-        """Draw keys by the seed, which has to be another one for each part."""
+        """Seed the keys; each part needs a different seed."""
         self._random = np.random.RandomState(seed)
         self._most = max(256, min(MOST_EXAMPLES, _MOST_NUMBERS // max(1, len(columns))))
         self._keys: list[NDArray[np.float64]] = []
@@ -34,14 +33,14 @@ class Sample:
         self._held, self._bound = 0, np.inf
 
     def choose(self, examples: int) -> NDArray[np.intp]:
-        """Draw a key for each of the next examples; return the places of those to `keep`."""
+        """Draw a key for each new example; return the indices of those to `keep`."""
         keys = self._random.random_sample(examples)
         chosen = np.flatnonzero(keys < self._bound)
         self._keys.append(keys[chosen])
         return chosen
 
     def keep(self, columns: Mapping[str, NDArray[np.float64]]) -> None:
-        """Keep the values of the examples that were chosen."""
+        """Keep the values of the chosen examples."""
         for name, held in self._rows.items():
             held.append(columns[name])
         self._held += len(self._keys[-1])
@@ -57,18 +56,18 @@ class Sample:
         self._shrink()
 
     def columns(self) -> dict[str, NDArray[np.float64]]:
-        """Return the values by column, in an order that has nothing to do with that of the data."""
+        """Return the values by column, in random order."""
         self._shrink()
         return {name: held[0] if held else np.empty(0) for name, held in self._rows.items()}
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return all that it holds."""
+        """Return the state as arrays."""
         self._shrink()
         keys = self._keys[0] if self._keys else np.empty(0)
         return {"keys": keys, **{f"row/{name}": each for name, each in self.columns().items()}}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Continue with what `arrays` returned."""
+        """Continue with the state from `arrays`."""
         self._keys = [arrays["keys"]]
         self._rows = {name: [arrays[f"row/{name}"]] for name in self._rows}
         self._held = len(arrays["keys"])
@@ -86,21 +85,21 @@ class Sample:
 
 
 class Hashes:
-    """The smallest hashes, with how many examples have each.
+    """The smallest hashes, with the number of examples of each.
 
-    They say how many different ones there are, exactly up to `most`: of k hashes that are spread
-    evenly, the largest says how dense they are, with a standard error of 1 / sqrt(k - 2) ("On
-    synopses for distinct-value estimation", Beyer and others 2007).
+    They estimate the number of distinct hashes, exactly up to `most`: the largest of k uniform
+    hashes gives their density, with a standard error of 1 / sqrt(k - 2) ("On synopses for
+    distinct-value estimation", Beyer and others 2007).
     """
 
     def __init__(self, most: int = 0) -> None:
-        """Begin with none; keep `most`, or as many as an even sample of examples needs."""
+        """Begin without hashes; keep `most`, or as many as a sample of examples needs."""
         self._most = most or MOST_HASHES
         self._found = np.empty(0, np.uint64)
         self._copies = np.empty(0, np.int64)
         self._pending: list[NDArray[np.uint64]] = []
         self._pending_count = 0
-        # No hash above it is known.
+        # No hash above this is known.
         self._bound = np.uint64(2**64 - 1)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
@@ -126,28 +125,28 @@ class Hashes:
         return bool(self._bound == np.uint64(2**64 - 1))
 
     def distinct(self, of: int | None = None) -> int:
-        """Return how many different hashes there were; `of` is how many were added, if known."""
+        """Return the number of distinct hashes; `of` is the number of added ones, if known."""
         if self.is_whole:
             return len(self._found)
-        # Where about as many examples have each, their number says it with a smaller error.
+        # If the counts are nearly equal, their number gives a smaller error.
         if of is not None and self._copies.std() < self._copies.mean():
             return round(of / float(self._copies.mean()))
         found = round((len(self._found) - 1) / (float(self._bound) / 2.0**64))
         return found if of is None else min(found, of)
 
     def smallest(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return the smallest hashes, ascending, and the examples that have each."""
+        """Return the sorted smallest hashes, and the number of examples of each."""
         self._settle()
         return self._found, self._copies
 
     def arrays(self, prefix: str = "") -> dict[str, NDArray[Any]]:
-        """Return all that it holds; all names begin with `prefix`."""
+        """Return the state as arrays; `prefix` begins all names."""
         found, copies = self.smallest()
         arrays = {"hashes": found, "copies": copies, "bound": np.array(self._bound)}
         return {f"{prefix}{name}": each for name, each in arrays.items()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], prefix: str = "") -> None:
-        """Continue with what `arrays` returned."""
+        """Continue with the state from `arrays`."""
         self._found, self._copies = arrays[f"{prefix}hashes"], arrays[f"{prefix}copies"]
         self._bound = np.uint64(arrays[f"{prefix}bound"])
 
@@ -158,7 +157,7 @@ class Hashes:
             self._put(np.concatenate([self._found, found]), np.concatenate([self._copies, copies]))
 
     def _put(self, found: NDArray[np.uint64], copies: NDArray[np.int64]) -> None:
-        """Hold these, equal ones together, as far as they are among the smallest."""
+        """Store these hashes, merged by value, as far as they are among the smallest."""
         unique, places = np.unique(found, return_inverse=True)
         total = np.bincount(places, copies, len(unique)).astype(np.int64)
         if len(unique) > self._most:

@@ -1,8 +1,8 @@
-"""What is known of the examples of a dataset: `statistics.json`, and `examples.npz` beside it.
+"""The statistics of a dataset: `statistics.json`, and `examples.npz` next to it.
 
-The first has what people and models ask for. The second has for each split what two datasets are
-compared by: hashes of examples, and a sample of their values. A model learns from the first
-(`Learnt`); nothing is read until it asks.
+The first holds statistics for people and models. The second holds, for each split, the sketches by
+which datasets are compared: hashes of examples, and a sample of their values. A model reads the
+first lazily (`Learnt`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from flotilla.trainer.runtime.json_records import parse, parse_record
 FILE, EXAMPLES = "statistics.json", "examples.npz"
 SCHEMA = 1
 NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
-# Gives the content of the first file, empty where there is none yet, and where it is from.
+# Returns the content of the first file, empty if there is none, and its location.
 Read = Callable[[], tuple[bytes, str]]
-#: Of a feature before its dataset is prepared.
+#: Statistics of a feature before its dataset is prepared.
 UNKNOWN_KIND = "unknown"
 
 
-# Up to this number of values a text is a category; of more, each occurs this often in the mean.
+# A text with up to this many values is a category; with more, each has to occur this often on
+# average.
 _FEW_VALUES, _TIMES = 20, 10
 
 
 def are_repeated(distinct: int, examples: int) -> bool:
-    """Say whether the values of a text repeat, as names of towns do."""
+    """Say whether the values of a text repeat, like names of towns."""
     return distinct <= max(_FEW_VALUES, examples // _TIMES)
 
 
@@ -44,19 +45,20 @@ class FeatureStatistics:
     """A feature in one split.
 
     Attributes:
-        kind: number, text, class, tensor or image. An encoded image has its bytes as its number.
-        examples: of the split.
+        kind: number, text, class, tensor or image. The number of an encoded image is its size in
+            bytes.
+        examples: number of examples of the split.
         missing: examples without a value: a number that is NaN, an empty text.
-        mean: of the numbers, or of all elements of a tensor; likewise `std`, `least` and `most`.
-            None where there is no number.
-        means: of each element of a vector, where it is an input; likewise `stds`.
-        quantiles: at even steps from the least to the most, by a sample of the examples; of a
-            tensor those of the means of its examples.
-        counts: examples by value, the most frequent first; of a class by its name.
-        distinct: how many values a number, a text or a class has; of many, about so many.
-        words: examples by word, of texts that are inputs; lower case, without punctuation. Letters
-            of scripts without spaces are words.
-        pairs: likewise of words that follow each other, with a space between them.
+        mean: mean of the numbers, or of all elements of a tensor; like `std`, `least` and `most`,
+            it is None without numbers.
+        means: mean of each element of an input vector; `stds` are the standard deviations.
+        quantiles: equally spaced quantiles of a sample of the examples, with minimum and maximum;
+            for a tensor, of the means of its examples.
+        counts: examples by value, the most frequent first; for a class by its name.
+        distinct: number of distinct values of a number, a text or a class; an estimate for many.
+        words: for input texts, examples by word; lower case, without punctuation. Letters of
+            scripts without spaces are words.
+        pairs: the same for pairs of consecutive words, separated by a space.
         association: with each label, from 0 to 1, by a sample: a correlation, a correlation ratio,
             or Cramér's V.
     """
@@ -80,7 +82,7 @@ class FeatureStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitStatistics:
-    """One split: how many examples, and its features by name."""
+    """One split: its number of examples, and its features by name."""
 
     examples: int
     features: Mapping[str, FeatureStatistics] = field(default_factory=dict)
@@ -88,13 +90,13 @@ class SplitStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSketch:
-    """Some examples of a split.
+    """A sketch of the examples of a split.
 
     Attributes:
-        hashes: the smallest hashes of inputs, ascending.
-        copies: how many examples have each of them.
+        hashes: the sorted smallest hashes of inputs.
+        copies: number of examples of each.
         is_whole: whether no example has a larger one.
-        sample: values of examples drawn at random, as a column of numbers by feature.
+        sample: values of randomly drawn examples, as a column of numbers by feature.
     """
 
     hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -117,7 +119,7 @@ def to_bytes(statistics: Statistics) -> bytes:
 
 
 def from_bytes(data: bytes, uri: str) -> Statistics:
-    """Return the statistics of a file; raises `UserError` where it is none of this version."""
+    """Parse `statistics.json`; raises `UserError` for another version."""
     try:
         found = parse_record(Statistics, parse(data))
     except ValueError:
@@ -130,12 +132,12 @@ def from_bytes(data: bytes, uri: str) -> Statistics:
 
 
 def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
-    """Return the content of `examples.npz`, the same for the same sketches."""
+    """Return the content of `examples.npz`, which is deterministic."""
     arrays: dict[str, Any] = {}
     for split, each in sketches.items():
         arrays |= {f"{split}/hashes": each.hashes, f"{split}/copies": each.copies}
         arrays[f"{split}/is_whole"] = np.array(each.is_whole)
-        # No name of a file in it: a column may be called by any signs, and as long as it is.
+        # Arrays have neutral names: a column may have a name of any characters and length.
         columns = json.dumps(list(each.sample))
         arrays[f"{split}/columns"] = np.frombuffer(columns.encode(), np.uint8)
         values = enumerate(each.sample.values())
@@ -147,7 +149,7 @@ def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
 
 
 def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
-    """Return the sketches by split; raises `UserError` where the file is damaged."""
+    """Return the sketches by split; raises `UserError` if the file is damaged."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -168,12 +170,12 @@ def _sketch(split: str, arrays: Mapping[str, Any]) -> ExampleSketch:
 
 
 class Learnt:
-    """The statistics of the training split, as a model asks for them."""
+    """The statistics of the training split, for a model."""
 
     def __init__(self, read: Read) -> None:
-        """Read them with `read`, once, when they are asked for."""
+        """Read them with `read` at the first access."""
         self._read = read
-        #: The content of `statistics.json` where it was asked for: what a checkpoint has to keep.
+        #: The content of `statistics.json` after the first access: a checkpoint has to store it.
         self.data = b""
 
     @cached_property
@@ -181,7 +183,7 @@ class Learnt:
         """The statistics of each feature.
 
         Raises:
-            UserError: they cannot be read.
+            UserError: the statistics cannot be read.
         """
         data, uri = self._read()
         if not data:
@@ -191,5 +193,5 @@ class Learnt:
         return found
 
 
-#: Before any data is prepared nothing is known of any feature.
+#: Before preparation nothing is known of any feature.
 NOTHING = Learnt(lambda: (b"", ""))

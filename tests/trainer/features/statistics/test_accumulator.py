@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.features.statistics.accumulator import Accumulator, words_of
+from flotilla.trainer.features.statistics.accumulator import Accumulator, split_words
 
 SPECS = {
     "age": FeatureSpec(shape=(), dtype="float32", stored="float"),
@@ -83,9 +83,9 @@ def test_texts():
     ],
 )
 def test_letters_of_scripts_without_spaces_are_words(text, words):
-    found = [each.decode() for each in words_of(text.encode())]
+    found = [each.decode() for each in split_words(text.encode())]
     assert [each.lower() for each in found] == [each.lower() for each in words]
-    assert words_of(b"\xff\xe4 a") == [b"\xff\xe4", b"a"]
+    assert split_words(b"\xff\xe4 a") == [b"\xff\xe4", b"a"]
 
 
 def test_tensors_and_classes():
