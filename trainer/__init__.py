@@ -1,13 +1,13 @@
-"""Flotilla's trainer: pure TensorFlow, free of Kubeflow Pipelines and of Kubernetes."""
+"""Flotilla's trainer: TensorFlow code that depends on neither Kubeflow Pipelines nor Kubernetes."""
 
 import os
 
-# Keras reads this when it is imported, after it has read ~/.keras/keras.json: a person who works
-# with another backend elsewhere has it set there, or in the shell.
+# Keras reads this variable on import, after ~/.keras/keras.json, where the user may have set
+# another backend.
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
-# A proxy for the web does not reach what is on this machine, such as the emulator of a store or a
-# forwarded port. All libraries read the lower-case name, and some of them alone.
+# A web proxy cannot reach addresses of this machine, such as a store's emulator or a forwarded
+# port. All libraries read the lower-case name; some read only that one.
 _ON_LOOPBACK = "localhost,127.0.0.1,::1"
 if any(
     os.environ.get(f"{kind}_proxy", os.environ.get(f"{kind}_proxy".upper()))

@@ -1,8 +1,8 @@
-"""`python -m flotilla.trainer task`: one task of a training cluster, in this process.
+"""`python -m flotilla.trainer task` runs one task of a training cluster in this process.
 
-Pipeline steps call the stages as functions; this is what launchers start, and containers run. An
-error is one line, on standard error and as the termination message;
-`flotilla.trainer.runtime.errors` has the exit codes.
+Pipeline steps call the stages as functions; launchers and containers start this program. An error
+is one line on standard error and in the termination message; `flotilla.trainer.runtime.errors`
+defines the exit codes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         _report(options.workdir, str(error), user_code.find_traceback(error))
         return TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
     except SystemExit as end:
-        # Flotilla itself never does this, and a restart would not help.
+        # Flotilla itself never raises this, and a restart would not help.
         place = user_code.find_place(end)
         where = f" ({place})" if place else ""
         message = f"the code that it was given called sys.exit({end.code!r}){where}"
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(workdir: Path, message: str, trace: str = "") -> None:
-    """Write the message where the launcher and the user look; the traceback only into the log."""
+    """Write the message to standard error and the termination log, and the traceback to the log."""
     termination.write(workdir, message)
     if trace:
         logging.error("%s", trace)
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared one")
     fit.add_argument("--elsewhere", action="store_true", help="the run is on other machines")
     fit.set_defaults(stage=_fit)
-    # Of `flotilla predict`, which writes the request.
+    # `flotilla predict` writes the request.
     rows = stages.add_parser("predict")
     rows.add_argument("--request", required=True, type=_path, metavar="FILE")
     rows.set_defaults(stage=_predict)
@@ -124,14 +124,14 @@ def _fit(options: argparse.Namespace) -> None:
     config = load_config(options.config)
     bundle.enter(config.code)
     try:
-        found = _tried(config, options.dataset, options.workdir)
+        found = _try_model(config, options.dataset, options.workdir)
         if config.cluster.launcher == "local" and not options.elsewhere:
             process.require_memory(config, found.get("parameters", 0))
     except UserError as error:
         if options.elsewhere and user_code.is_of_machine(error):
             raise UserError(str(error)) from error
         raise
-    # Here it is a mistake in what was given, wherever the user's code makes it.
+    # Here it is a mistake in the input, even if the user's code raises it.
     except (Exception, SystemExit) as error:
         if not user_code.find_place(error):
             raise
@@ -140,15 +140,15 @@ def _fit(options: argparse.Namespace) -> None:
     sys.stdout.write(f"{json.dumps(found)}\n")
 
 
-def _tried(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
-    """Return what fits a prepared dataset, or one of the first rows, and what is not known."""
-    # It loads TensorFlow, for which a task has its own time.
+def _try_model(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
+    """Return which parts of the model fit a dataset or its first rows, and which are unknown."""
+    # Loading TensorFlow counts against the time limit of the task.
     import tensorflow as tf
 
     from flotilla.trainer.preflight.sample import publish_sample
     from flotilla.trainer.training import dry_run
 
-    # To make graphs faster, which run once, takes longer than they do.
+    # Optimizing graphs that run once takes longer than it saves.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     if dataset:
         return asdict(dry_run.fit(config, scratch, dataset))
@@ -163,7 +163,7 @@ def _tried(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
 
 
 def _path(text: str) -> Path:
-    # A task changes into its folder.
+    # A task changes its working directory.
     return Path(text).absolute()
 
 

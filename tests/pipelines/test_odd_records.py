@@ -100,7 +100,7 @@ def of_gate(folder, tree):
 def of_decision(folder, tree):
     uri = published(folder, "decision.json", tree)
     refused_in_one_line(lambda: export._require_blessed(uri, {"dataset": "d"}))
-    refused_in_one_line(lambda: registration._decided(uri))
+    refused_in_one_line(lambda: registration._read_decision(uri))
 
 
 def of_registration(folder, tree):

@@ -1,1 +1,1 @@
-"""Writing a blessed model in its formats, with a parity proof."""
+"""Writes a blessed model in its formats, with a parity proof."""

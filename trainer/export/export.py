@@ -1,6 +1,6 @@
-"""Write a blessed model in the forms in which it leaves, and prove that all give the same answers.
+"""Export a blessed model in each format, and prove that all formats give the same answers.
 
-The model is published with the forms of `flotilla.trainer.export.formats`, and with
+The published model holds the formats of `flotilla.trainer.export.formats`, and
 
     labels.txt      one class a line, where the task has classes
     model_card.md   what it is, from what was measured
@@ -60,7 +60,7 @@ CALIBRATION_EXAMPLES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """Where a model is published, and by how much each of its forms differs from the original."""
+    """URI of a published model, and the difference of each format from the original."""
 
     uri: str
     parity: dict[str, Any]
@@ -69,23 +69,23 @@ class Exported:
 def export(  # noqa: PLR0913, PLR0917
     config: Config, dataset: str, checkpoint: str, decision: str, output: str, scratch: Path
 ) -> Exported:
-    """Publish the model of `checkpoint` at `output` in every form of `export.formats`.
+    """Publish the model of `checkpoint` at `output` in every format of `export.formats`.
 
-    Each form is read back from disk and asked about real test examples, and a process that knows
-    nothing but the written folder answers a request. The same inputs again are a no-op that returns
-    the parity published before.
+    Each format is loaded from disk and answers real test examples, and a fresh process that has
+    only the written folder answers a request. A repeated call with the same inputs does nothing and
+    returns the published parity.
 
     Args:
-        config: says how the model is built, and the forms.
+        config: configures the model and the formats.
         dataset: URI of the published dataset: names of inputs and labels, test examples.
         checkpoint: URI of the published checkpoint.
-        decision: URI of the gate's published decision on it.
+        decision: URI of the gate's published decision on the checkpoint.
         output: URI of the model.
-        scratch: local folder for what is fetched and made.
+        scratch: local folder for temporary files.
 
     Raises:
-        UserError: the decision is not a blessing of this checkpoint, a form cannot be written or
-            read back, or its answers differ by more than the tolerance; nothing is published then.
+        UserError: the decision is not a blessing of this checkpoint, a format cannot be written or
+            loaded, or its answers differ by more than the tolerance. Nothing is published then.
     """
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     evaluation = _require_blessed(decision, inputs_from)
@@ -102,7 +102,7 @@ def export(  # noqa: PLR0913, PLR0917
             )
             subject = _original(config, model, objective, spec, dataset, scratch)
             fields = _fields(facts, subject, evaluation, made_from)
-            parity = _proved(folder, subject, fields, process)
+            parity = _write_forms(folder, subject, fields, process)
         if "keras" in config.export.formats:
             fields["keras_modules"] = keras_file.list_modules(folder / format_path("keras", "", 0))
         _write_json(folder / "parity.json", parity)
@@ -143,7 +143,7 @@ def _fields(
 
 
 def _thresholds(evaluation: str) -> Any:
-    """Return the threshold that an evaluation chose; of several outputs theirs, by output."""
+    """Return the threshold that an evaluation chose; for several outputs, a mapping by output."""
     measured = storage.read_json(evaluation, "metrics.json")
     with storage.check_form(f"metrics.json of {evaluation}"):
         outputs = {"": measured, **measured.get("outputs", {})}
@@ -155,10 +155,10 @@ def _thresholds(evaluation: str) -> Any:
     return found.get("", found)
 
 
-def _proved(
+def _write_forms(
     folder: Path, subject: Original, fields: Mapping[str, Any], process: Fresh
 ) -> dict[str, Any]:
-    """Write the forms into a folder, and return what proves each of them."""
+    """Write all formats into a folder, and return the parity results."""
     name, step = fields["name"], fields["global_step"]
     paths = {str(form): format_path(form, name, step) for form in fields["formats"]}
     parity = prove(subject, paths, folder)

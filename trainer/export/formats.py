@@ -1,6 +1,6 @@
-"""The written forms of a model: how each is written, and called after it is read back from disk.
+"""The formats of an exported model: how each is written, loaded from disk and called.
 
-TensorFlow Lite: convert a serving function, in floats or in 8 bits, and ask what was written.
+TensorFlow Lite: converts a serving function to floats or 8-bit integers, and calls the result.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def convert_to_tflite(
     """Return a serving function as a TFLite file with the signature `serving_default`.
 
     Args:
-        serve: from tensors to a mapping of tensors.
+        serve: maps tensors to a dictionary of tensors.
         takes: one spec with a name for each tensor.
         calibration: real examples by name: weights and activations are rounded to 8 bits within the
-            ranges that these examples reach. Without, all stays in floats.
+            ranges that these examples reach. Without it, the model stays in floats.
     """
-    # The calibrator cannot read variables: they become constants first.
+    # The calibrator cannot read variables, so they become constants first.
     original = tf.function(serve, takes).get_concrete_function()
     frozen = convert_variables_to_constants_v2(original)
     names = sorted(original.structured_outputs)
 
     def constant(*values: tf.Tensor) -> dict[str, tf.Tensor]:
-        # Freezing keeps the order of the outputs, which is that of their names, and not the names.
+        # Freezing keeps the outputs in the order of their names, but drops the names.
         return dict(zip(names, frozen(*values), strict=True))
 
     holder = tf.Module()
     function = tf.function(constant, takes).get_concrete_function()
     with warnings.catch_warnings():
-        # The converter warns of its own use of an interpreter that is deprecated.
+        # The converter uses a deprecated interpreter and warns about it.
         warnings.simplefilter("ignore")
         converter = tf.lite.TFLiteConverter.from_concrete_functions([function], holder)
         if calibration is not None:
@@ -67,9 +67,9 @@ def convert_to_tflite(
 
 
 def reader(path: Path) -> Callable[[Arrays], dict[str, Any]]:
-    """Return a function from arrays by name to the answers of the TFLite file at `path`.
+    """Return a function that maps arrays by name to the outputs of the TFLite file at `path`.
 
-    A file that takes one example at a time is asked for each.
+    If the file accepts one example at a time, the function calls it for each example.
     """
     runner = Interpreter(model_path=str(path)).get_signature_runner(SERVING)
     takes = runner.get_input_details().values()
@@ -96,14 +96,14 @@ Predictor = Callable[[Inputs], Answers]
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model, the task that knows its outputs, and the dataset that knows its inputs."""
+    """A model, the task that defines its outputs, and the dataset that defines its inputs."""
 
     model: keras.Model
     task: Task
     spec: DatasetSpec
 
     def answers(self, inputs: Inputs) -> Answers:
-        """Return what every form answers to inputs by feature name."""
+        """Return the outputs that every format must give for inputs by feature name."""
         return compute_answers(self.model, self.task, inputs)
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
@@ -114,15 +114,15 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One written form of a model.
+    """One export format.
 
     Attributes:
-        path: of the file below the model's directory; empty for the one that is laid out to be
-            served, which `form_path` places.
-        write: writes a model; the last argument are examples to calibrate with, by feature.
-        read: returns one predictor for each way to ask it; all have to give the same answers.
+        path: of the file, relative to the model's directory; empty for the servable one, whose path
+            `form_path` returns.
+        write: writes a model; the last argument is the calibration examples by feature.
+        read: returns one predictor for each way to call the model; all must give the same answers.
         tolerance: largest difference of an answer from the original's.
-        calibrated: whether answers are rounded by calibration; such a form may lose `tolerance` of
+        calibrated: whether calibration rounds the answers; such a format may lose `tolerance` of
             the task's main metric instead.
     """
 
@@ -134,9 +134,10 @@ class Format:
 
 
 def format_path(form: str, name: str, version: int) -> str:
-    """Return the path of a form below a model's directory.
+    """Return the path of a format, relative to the model's directory.
 
-    What is served has the layout of TensorFlow Serving and KServe: a number below the model's name.
+    The servable format has the layout of TensorFlow Serving and KServe: a number below the model's
+    name.
     """
     return FORMATS[form].path or f"serving/{name}/{version}"
 
@@ -155,7 +156,7 @@ def compute_answers(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
 
 
 def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
-    """Return the function that is served, and what it takes: one tensor an input feature."""
+    """Return the serving function and its signature: one tensor for each input feature."""
     model, task, spec = subject.model, subject.task, subject.spec
 
     def serve(*values: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -169,7 +170,7 @@ def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
 
 
 def operations(subject: Subject) -> set[str]:
-    """Return the kinds of operations of the function that is served."""
+    """Return the op types in the graph of the serving function."""
     serve, takes = _serving(subject)
     graph = tf.function(serve, takes).get_concrete_function().graph.as_graph_def()
     bodies = [graph.node, *(each.node_def for each in graph.library.function)]
@@ -230,7 +231,7 @@ def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> Non
     try:
         content = convert_to_tflite(serve, takes, named)
     except ConverterError:
-        # A recurrent layer makes lists of tensors, and TFLite has to know the shapes of these.
+        # A recurrent layer uses tensor lists, and TFLite has to know the shapes of their elements.
         one = [tf.TensorSpec((1, *each.shape[1:]), each.dtype, name=each.name) for each in takes]
         content = convert_to_tflite(serve, one, named)
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""The model card (Mitchell et al. 2019): Markdown, from what was measured and nothing else."""
+"""The model card (Mitchell et al. 2019) in Markdown, made from measured values only."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from flotilla.trainer.report.wording import (
 from flotilla.trainer.runtime.masking import one_line
 
 _TEMPLATE = "model_card.md.j2"
-# Of the names of classes, what a reader has to know.
+# What a reader has to know about the class names.
 _MOST_NAMES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Where all that the card says is published."""
+    """URIs of the published sources of the card."""
 
     config: Config
     dataset: str
@@ -42,8 +42,7 @@ class Facts:
 def write_card(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     """Return the card of a model, as Markdown.
 
-    `parity` is what `parity.prove` returns, with `smoke`; `fields` are those of the
-    manifest.
+    `parity` is the result of `parity.prove`, with `smoke`; `fields` are the manifest's fields.
     """
     decided = storage.read_json(facts.decision, "decision.json")
     measured = storage.read_json(decided["evaluation"], "metrics.json")
@@ -67,13 +66,13 @@ def write_card(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any
 
 
 def _headline(name: str, measured: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
-    # A decision of an earlier version has none.
+    # Decisions of earlier versions lack it.
     facts = {"name": name, "verdict": decided["decision"], "rules": decided["rules"]}
     return headline.headline({**facts, "measured": headline.describe_metric(measured)})
 
 
 def template() -> jinja2.Template:
-    """Return the template of a card, with the filters of its cells."""
+    """Return the card's template, with the filters for its cells."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -96,6 +95,6 @@ def template() -> jinja2.Template:
 
 
 def _cell(text: object) -> str:
-    """Return a text that cannot leave its cell, nor become a link or a tag."""
+    """Escape a text so that it can neither leave its cell nor become a link or a tag."""
     plain = " ".join(one_line(str(text)).split()) or "(empty)"
     return "".join(f"\\{letter}" if letter in "\\|`*_[]<>#&" else letter for letter in plain)

@@ -1,9 +1,9 @@
-"""The proof that every written form is the same model: real examples, answered from disk.
+"""The proof that all formats are the same model: each is loaded from disk and answers examples.
 
-A request to the exported model in a fresh process that knows nothing but the written folder.
+A fresh process that has only the written folder also answers a request to the exported model.
 
-TensorFlow takes seconds to load: the process is started before there is anything to ask, and loads
-it while the model is written.
+TensorFlow takes seconds to load, so the process starts early and loads it while the model is being
+written.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from flotilla.trainer.runtime.user_code import format_error
 from flotilla.trainer.tasks.base import Part
 from flotilla.trainer.tasks.objective import Objective
 
-# Batches of which a form that is rounded shows its accuracy.
+# Number of batches on which the accuracy of a rounded format is measured.
 MOST_BATCHES = 20
-# Operations that call a function in this process.
+# Ops that call a Python function in this process.
 _IN_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _GROSS = 0.1
 _LITE = {"tflite", "tflite_int8"}
-# What the converter says of each operation that TensorFlow Lite does not have.
+# The converter's message for each op that TensorFlow Lite lacks.
 _NOT_LITE = re.compile(r"'tf\.(\w+)' op is neither")
 
-# Inputs by feature name; and inputs, labels and weights as the model and its task take them.
+# Inputs by feature name; and inputs, labels and weights as the model and its task accept them.
 Batch = tuple[Inputs, tuple[Any, Any, Any]]
 
 
@@ -61,8 +61,8 @@ Batch = tuple[Inputs, tuple[Any, Any, Any]]
 class Original(Subject):
     """The model in memory, and real examples.
 
-    `batches` returns the test examples at each call: inputs by feature name, and the batch.
-    `calibration` are training examples by feature name, where a form needs them.
+    Each call of `batches` returns the test examples: inputs by feature name, and the batch.
+    `calibration` is training examples by feature name, where a format needs them.
     """
 
     objective: Objective
@@ -70,13 +70,13 @@ class Original(Subject):
     calibration: Inputs | None
 
     def first(self) -> Batch:
-        """Return the first batch of test examples; raises `UserError` where there is none."""
+        """Return the first batch of test examples; raises `UserError` if there is none."""
         for batch in self.batches():
             return batch
         raise UserError("there are no test examples: the exported model cannot be proved")
 
     def columns(self) -> list[dict[str, Any]]:
-        """Return what is answered: `name`, `shape` of one example's, and `dtype`."""
+        """Return the columns of the answers: `name`, `shape` for one example, and `dtype`."""
         inputs, _ = self.first()
         one = {name: np.asarray(values)[:1] for name, values in inputs.items()}
         return [
@@ -86,33 +86,32 @@ class Original(Subject):
 
 
 def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Write every form to its path below `folder`, read it back, and hold its answers.
+    """Write every format below `folder`, load it, and compare its answers with the original's.
 
     Returns:
         `examples`, and `formats` by name: `max_difference` (of `largest_difference`) and the
-        `tolerance` it kept to; of a form that is rounded the main `metric` of the task, its
-        `value`, that of the `original` on the same `examples`, and what is `lost`, of which
-        `tolerance` is allowed.
+        allowed `tolerance`; for a rounded format the main `metric` of the task, its `value`, the
+        `original`'s value on the same `examples`, the amount `lost` and the allowed `tolerance`.
 
     Raises:
-        UserError: a form cannot be written or read back, or answers otherwise.
+        UserError: a format cannot be written or loaded, or its answers differ.
     """
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
     expected = subject.answers(inputs)
-    # What is written are the rows in use; the answers were made before.
+    # Only the rows in use are written; the answers were computed before.
     shrink(subject.model)
     formats: dict[str, Any] = {}
     for name, path in paths.items():
         form = FORMATS[name]
         with Work(f"writing {name}, and reading it back"):
-            readers = _written(name, form, subject, folder / path, subject.calibration)
-            found = [_asked(name, ask, inputs) for ask in readers]
+            readers = _write_form(name, form, subject, folder / path, subject.calibration)
+            found = [_call_form(name, ask, inputs) for ask in readers]
         difference = float(np.max([largest_difference(expected, answers) for answers in found]))
         formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
         if form.calibrated:
-            formats[name] |= _kept(name, form, subject, readers[0])
-        # Written so that a NaN fails too.
+            formats[name] |= _measure_rounded(name, form, subject, readers[0])
+        # This form of the comparison also fails for NaN.
         elif not difference <= form.tolerance:
             raise UserError(
                 f"nothing is exported: as {name} the model's answers to {count} test "
@@ -122,8 +121,8 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     return {"examples": count, "formats": formats}
 
 
-def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
-    """Return the main metric of a rounded form and of the original; refuse one that has lost.
+def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
+    """Return the main metric of a rounded format and of the original; refuse a large loss.
 
     The loss replaces a main metric that these examples do not define.
     """
@@ -131,7 +130,7 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
     own, original, count = [], [], 0
     for inputs, (_, labels, weights) in islice(subject.batches(), MOST_BATCHES):
         count += len(next(iter(inputs.values())))
-        outputs = subject.task.outputs_of(_asked(name, ask, inputs))
+        outputs = subject.task.outputs_of(_call_form(name, ask, inputs))
         own.append(objective.sums(Part(labels, outputs, weights, {})))
         exact = call_model(subject.model, subject.task, inputs)
         original.append(objective.sums(Part(labels, exact, weights, {})))
@@ -141,7 +140,7 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
     value, expected = rounded[metric], whole[metric]
     lower = objective.directions[metric] == "lower"
     lost = (value - expected) / max(abs(expected), 1e-9) if lower else expected - value
-    # Of few examples one alone is more than the tolerance.
+    # With few examples, a single one exceeds the tolerance.
     if not lost <= max(form.tolerance, 1 / count):
         raise UserError(
             f"nothing is exported: as {name} the model has {metric} {value:g} on {count} test "
@@ -153,13 +152,13 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
 
 
 def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
-    """Raise `ConfigError` where a model cannot be written in a form that answers some examples.
+    """Raise `ConfigError` if a model cannot be written in a format that answers some examples.
 
-    An untrained model may answer anything: only gross differences count, and not of TFLite.
+    An untrained model may answer anything, so only gross differences count, and none for TFLite.
     """
     expected = subject.answers(examples)
-    for ask in _written(name, FORMATS[name], subject, path, examples):
-        difference = largest_difference(expected, _asked(name, ask, examples))
+    for ask in _write_form(name, FORMATS[name], subject, path, examples):
+        difference = largest_difference(expected, _call_form(name, ask, examples))
         if difference > _GROSS and name not in _LITE:
             raise ConfigError(
                 f"export.formats: read back from {name} the model answers otherwise (by "
@@ -169,10 +168,10 @@ def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> Non
 
 
 def require_served(subject: Subject) -> None:
-    """Raise `ConfigError` where a graph of the model cannot be made, or calls Python."""
+    """Raise `ConfigError` if no graph of the model can be traced, or if the graph calls Python."""
     try:
         found = operations(subject)
-    # The user's own classes run here, and may fail in any way.
+    # The user's classes run here and may raise any exception.
     except (Exception, SystemExit) as error:
         raise _not_alike("saved_model", error) from error
     if not _IN_PYTHON.isdisjoint(found):
@@ -182,7 +181,7 @@ def require_served(subject: Subject) -> None:
         )
 
 
-def _written(
+def _write_form(
     name: str, form: Format, subject: Subject, path: Path, calibration: Inputs | None
 ) -> tuple[Predictor, ...]:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,12 +190,12 @@ def _written(
         return form.read(subject, path)
     except (OSError, tf.errors.OpError) as error:
         raise UserError(f"the model cannot be written as {name}: {format_error(error)}") from error
-    # The user's own classes run here, and may fail in any way.
+    # The user's classes run here and may raise any exception.
     except (Exception, SystemExit) as error:
         raise _not_alike(name, error) from error
 
 
-def _asked(name: str, ask: Predictor, inputs: Inputs) -> Answers:
+def _call_form(name: str, ask: Predictor, inputs: Inputs) -> Answers:
     try:
         return ask(inputs)
     except (Exception, SystemExit) as error:
@@ -217,12 +216,12 @@ def _not_alike(name: str, error: BaseException) -> ConfigError:
 
 
 def largest_difference(expected: Answers, found: Answers) -> float:
-    """Return the largest difference of an answer, relative to its size; NaN where one is NaN.
+    """Return the largest relative difference of an answer; NaN if one is NaN.
 
-    An answer near zero counts as large as the output's answers are on the whole, and as 1 at
-    least: where thousands are added up, its last digits are those of thousands.
+    The scale of an answer near zero is the typical size of the output's answers, and at least 1:
+    when thousands are summed, the rounding error is relative to thousands.
     """
-    # NumPy's maximum of anything and a NaN is NaN; Python's depends on their order.
+    # NumPy's maximum propagates NaN; the result of Python's depends on the order.
     return float(np.max([_relative(values, found[name]) for name, values in expected.items()]))
 
 
@@ -241,8 +240,8 @@ Fresh = subprocess.Popen[str]
 
 @contextmanager
 def fresh_process(folder: Path) -> Iterator[Fresh]:
-    """Start the process that later loads and calls what is written below `folder` until then."""
-    # Isolated: neither this folder nor PYTHONPATH is looked at, so that no code of ours is found.
+    """Start the process that will load and call the model in `folder`."""
+    # Isolated mode ignores this folder and PYTHONPATH, so the process finds no code of ours.
     command = [sys.executable, "-I", str(_PROGRAM), str(folder)]
     with subprocess.Popen(
         command,
@@ -261,20 +260,20 @@ def fresh_process(folder: Path) -> Iterator[Fresh]:
 
 
 def _environment() -> dict[str, str]:
-    # It needs no Keras 3, which TensorFlow imports unless this variable is set.
+    # The process needs no Keras 3, which TensorFlow imports unless this variable is set.
     return {**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_USE_LEGACY_KERAS": "1"}
 
 
 def answer_in_process(
     subject: Original, folder: Path, saved_model: str, process: Fresh
 ) -> dict[str, Any]:
-    """Write `request.json` into `folder`, let a fresh process answer it, and hold the answers.
+    """Write `request.json` into `folder`, let a fresh process answer it, and compare the answers.
 
     Returns:
         `max_difference` of the answers, and `milliseconds` of one example (the median).
 
     Raises:
-        UserError: the process cannot load the model, or answers otherwise.
+        UserError: the process cannot load the model, or its answers differ.
     """
     inputs, _ = subject.first()
     few = {name: np.asarray(values)[:SMOKE_EXAMPLES] for name, values in inputs.items()}

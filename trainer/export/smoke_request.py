@@ -1,7 +1,7 @@
 """Answer `request.json` of an exported model: `python smoke_request.py FOLDER < PATH`.
 
-A program of its own that imports nothing of this project, as a client's would. Standard input is
-the path of the SavedModel in the folder, and ends when all is written. The last line of standard
+This program imports nothing of this project, just as a client does not. Standard input is the path
+of the SavedModel in the folder, and ends when all files are written. The last line of standard
 output is JSON: `answers` by column, `milliseconds`.
 """
 
@@ -21,7 +21,7 @@ _REPEATS = 20
 
 
 def main() -> None:
-    """Wait until all is written, load, ask, and print."""
+    """Wait until all files are written, load the model, call it, and print the answers."""
     folder = Path(sys.argv[1])
     saved_model = sys.stdin.read()
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))

@@ -1,13 +1,13 @@
-"""Consensus: one value for all processes that propose one, in any store, whichever of them die.
+"""Consensus: all processes that propose a value agree on one, in any store, even if some die.
 
-Stores differ in their guarantees for conditional writes; older ones overwrite, or check first and
-write then. All of them guarantee that a written object is read and listed from then on. That is
-enough for shared-memory Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one disk): each process
-writes notes of its own, never over those of another, and reads the notes of all.
+Stores differ in their guarantees for conditional writes; older ones overwrite, or check and then
+write. All guarantee that reads and listings see a written object. That is enough for shared-memory
+Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one disk): each process writes its own notes,
+never overwrites another's, and reads all notes.
 
-A note is `<uri>/<round>-<token>-promised`, which is empty (its writer accepts no lower number), or
-`<uri>/<round>-<token>-accepted`, which holds a proposal as JSON. Notes are never changed and never
-removed: a delayed write changes nothing, and a process that was paused for a year still learns the
+A note is `<uri>/<round>-<token>-promised`, which is empty (its writer accepts no lower round), or
+`<uri>/<round>-<token>-accepted`, which holds a proposal as JSON. Notes are never changed or
+removed, so a delayed write has no effect, and a process that was paused for a year still learns the
 decision.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.json_records import parse_mapping
 
-# Two processes that outbid each other wait for random times, so that one of them gets through.
+# Two processes that outbid each other wait for random times, so that one of them succeeds.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0
 _NOTE = re.compile(r"(\d+)-([0-9a-f]+)-(promised|accepted)")
 
@@ -33,7 +33,7 @@ Notes = list[tuple[Number, str]]
 
 
 def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one proposal that every caller for `uri` gets; raises `UserError`."""
+    """Return the proposal that all callers for `uri` agree on; raises `UserError`."""
     token, pause = secrets.token_hex(8), _FIRST_PAUSE
     while True:
         highest = max((number for number, _ in _notes(uri)), default=(0, ""))
@@ -41,7 +41,7 @@ def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
         _write(uri, number, "promised", b"")
         notes = _notes(uri)
         if not _outbid(number, notes):
-            chosen = _accepted(uri, notes) or dict(proposal)
+            chosen = _last_accepted(uri, notes) or dict(proposal)
             _write(uri, number, "accepted", json.dumps(chosen).encode())
             if not _outbid(number, _notes(uri)):
                 return chosen
@@ -50,16 +50,16 @@ def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decided_at(uri: str) -> dict[str, Any] | None:
-    """Return what was decided, or may have been and so is now; None where nothing was accepted."""
-    return None if _accepted(uri, _notes(uri)) is None else decide(uri, {})
+    """Return the decided value, or decide the one that may have been; None if none was accepted."""
+    return None if _last_accepted(uri, _notes(uri)) is None else decide(uri, {})
 
 
 def _outbid(number: Number, notes: Notes) -> bool:
     return any(other > number for other, _ in notes)
 
 
-def _accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
-    """Return the proposal that was accepted last, if one was."""
+def _last_accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
+    """Return the proposal that was accepted last, if any."""
     accepted = [number for number, word in notes if word == "accepted"]
     if not accepted:
         return None
@@ -67,7 +67,7 @@ def _accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
     try:
         return parse_mapping(storage.read_bytes(place))
     except ValueError:
-        # It may be the decision: without it two proposals could win.
+        # It may already be decided: if it were ignored, two proposals could win.
         raise storage.Corrupt(f"{place} is damaged: it holds no proposal; restore it") from None
 
 

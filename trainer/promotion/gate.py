@@ -5,14 +5,14 @@ A bound may be of any metric that the task measures (`trainer/tasks/`).
 The decision is a published directory with `decision.json`:
 
     {"decision": "blessed" | "refused", "reasons": [one line each],
-     "headline": one sentence, "notes": [what a person has to know, whatever was decided],
+     "headline": one sentence, "notes": [remarks for the reader, whatever the decision],
      "measured": the main metric, see `headline.describe_metric`,
      "rules": [{"metric", "key", "bound": "min" | "max", "threshold", "value", "passed", "note",
                 "found"}],
      "champion": URI or "", "evaluation": URI, "global_step"}
 
-`key` is the key of the configuration that sets the threshold, `note` a remark, `found` what a
-comparison has found: see `flotilla.trainer.report.rules`. A value that is not a finite number is
+`key` is the key of the configuration that sets the threshold, `note` is a remark, `found` is the
+result of a comparison: see `flotilla.trainer.report.rules`. A value that is not a finite number is
 null, and never passes.
 """
 
@@ -38,11 +38,11 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
-#: The one of the rule that there can be a comparison.
+# : The key of the rule that requires a comparison.
 COMPARABLE = "the champion"
-# Classes that are lost, of which a rule says more than the number.
+# Number of lost classes above which a rule adds more than the number.
 _FEW = 4
-# As many examples more, as a count of them says something.
+# Relative number of additional examples above which a rule reports them.
 _MOST_TIMES = 100
 
 
@@ -60,11 +60,11 @@ class Rule:
 
     @property
     def passed(self) -> bool:
-        """Whether the value is within the bound."""
+        """Return whether the value is within the bound."""
         if not math.isfinite(self.value):
             return False
         if self.key == CONSTANT and self.value == self.threshold:
-            # As good as a constant is no gain.
+            # Equal to a constant is no gain.
             return False
         if self.bound == "min":
             return self.value >= self.threshold
@@ -72,14 +72,14 @@ class Rule:
 
     @property
     def gained(self) -> bool:
-        """Whether it is a comparison that proves a gain of more than the margin."""
+        """Return whether the rule is a comparison that proves a gain larger than the margin."""
         if self.key != MARGIN or not math.isfinite(self.value):
             return False
         gain = self.value if self.bound == "min" else -self.value
         return gain > 0 and gain >= abs(self.threshold)
 
     def __str__(self) -> str:
-        """Say what was found and what is asked, in one line."""
+        """Return the value and the bound in one line."""
         return sentence(row(self))
 
 
@@ -101,7 +101,7 @@ class Decision:
 
     @property
     def in_words(self) -> dict[str, Any]:
-        """What people and tables read of it, as JSON."""
+        """Fields for people and tables, as JSON."""
         return {
             "decision": self.word,
             "headline": self.headline,
@@ -112,12 +112,12 @@ class Decision:
 
     @property
     def gained(self) -> bool:
-        """Whether the model is better than the champion by more than the margin, for sure."""
+        """Return whether the model certainly beats the champion by more than the margin."""
         return any(rule.gained for rule in self.rules)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """One line for each rule that decided: those that failed, or all when all passed."""
+        """Return one line for each rule that decided: the failed rules, or all if all passed."""
         failed = tuple(str(rule) for rule in self.rules if not rule.passed)
         return failed or tuple(map(str, self.rules))
 
@@ -125,11 +125,12 @@ class Decision:
 def check(config: Config, evaluation: str, output: str) -> Decision:
     """Compare the metrics with the thresholds, and publish the decision at the URI `output`.
 
-    Raises `UserError` where a rule names a metric that was not measured, or `evaluation` is none.
+    Raises `UserError` if a rule names a metric that was not measured, or if `evaluation` is not an
+    evaluation.
     """
-    measured = _measured(evaluation)
+    measured = _read_measured(evaluation)
     with storage.check_form(f"metrics.json of {evaluation}"):
-        decision = _decided(config.name, measured, make_rules(config.gate, measured), output)
+        decision = _decide(config.name, measured, make_rules(config.gate, measured), output)
         champion = (measured.get("champion") or {}).get("uri", "")
         origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
         _publish(decision, {"champion": champion, **origin})
@@ -137,22 +138,22 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
 
 
 def make_rules(config: GateConfig, measured: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Return the rules for what an evaluation has measured; raises as `check` does."""
+    """Return the rules for the metrics of an evaluation; raises as `check` does."""
     rules = (
         *_bounds(config, measured),
-        *_over_constant(config, measured),
+        *_constant_rules(config, measured),
         *_against_champion(config, measured, measured.get("champion") or {}),
     )
-    return tuple(_with_interval(rule, measured.get("intervals") or {}) for rule in rules)
+    return tuple(_add_interval(rule, measured.get("intervals") or {}) for rule in rules)
 
 
-def _with_interval(rule: Rule, intervals: Mapping[str, Any]) -> Rule:
-    """Return the rule with what its value is rounded by."""
+def _add_interval(rule: Rule, intervals: Mapping[str, Any]) -> Rule:
+    """Return the rule with the confidence interval that its value is rounded by."""
     interval = intervals.get(rule.found.get("metric", rule.metric))
     return replace(rule, found={**rule.found, "interval": interval}) if interval else rule
 
 
-def _decided(
+def _decide(
     name: str, measured: Mapping[str, Any], rules: tuple[Rule, ...], output: str
 ) -> Decision:
     rows, blessed = [row(rule) for rule in rules], all(rule.passed for rule in rules)
@@ -172,7 +173,7 @@ def _decided(
     )
 
 
-def _measured(uri: str) -> dict[str, Any]:
+def _read_measured(uri: str) -> dict[str, Any]:
     kind = storage.read_manifest(uri).kind
     if kind != "evaluation":
         raise UserError(f"{uri} is a {kind} and not an evaluation: pass on what evaluate wrote")
@@ -202,7 +203,7 @@ def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
 def _parts(
     feature: str, value: str | None, key: str, measured: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a label and the metrics of all examples, of one part, or of each part of a slice."""
+    """Yield a label and metrics: for all examples, for one part, or for each part of a slice."""
     if not feature:
         yield "", measured["metrics"]
         return
@@ -223,9 +224,9 @@ def _parts(
         yield f"@{feature}={each}", rows[each]
 
 
-def _over_constant(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yield the rule that a model has to be better than the best constant, for sure."""
-    # Of an evaluation of an earlier version, or by a metric that no constant has, nothing is known.
+def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
+    """Yield the rule that a model is certainly better than the best constant."""
+    # Unknown for an evaluation of an earlier version, or for a metric that no constant has.
     constant = measured.get("constant") or {}
     if config.constant == "reported" or not (paired := constant.get("paired")):
         return
@@ -276,13 +277,13 @@ def _against_champion(
             "needed": required_examples(paired, margin),
         },
     )
-    yield from _of_classes(champion, paired["confidence"])
+    yield from _class_rules(champion, paired["confidence"])
 
 
 def _margin(
     rule: ChampionRule, paired: Mapping[str, Any], value: Any, constant: Mapping[str, Any]
 ) -> tuple[float, str]:
-    """Return the margin in units of the metric, and what has to be said of it."""
+    """Return the margin in units of the metric, and a remark about it."""
     if not rule.share or value is None:
         return rule.margin_of(0.0), ""
     metric = paired["metric"]
@@ -295,8 +296,8 @@ def _margin(
     return rule.margin_of(gain), ""
 
 
-def _of_classes(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule]:
-    """Yield the rule that no class is lost, of the class of which most may be."""
+def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule]:
+    """Yield the rule that no class is lost, for the class with the largest possible loss."""
     rows = [each for each in champion.get("classes", ()) if each["judged"] or each["lost"]]
     if not rows:
         return
@@ -323,23 +324,23 @@ def _of_classes(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule
 
 
 def required_examples(paired: Mapping[str, Any], margin: float) -> int:
-    """Return how many examples would show that no more than a margin is lost.
+    """Return the number of examples that would prove the loss to be at most the margin.
 
-    It is 0 where there are enough, and where more of them would not change what was found.
+    Returns 0 if there are enough, or if more examples would not change the result.
     """
     found, bound, count = paired["difference"], paired["bound"], paired["examples"]
     if found is None or bound is None:
         return 0
     lost, at_most = (-found, -bound) if paired["better"] == "higher" else (found, bound)
-    # Of models that are equal; without a margin, of those that gain as much as this one.
+    # For models that are equal; without a margin, for models that gain as much as this one.
     distance = margin if margin > 0 else margin - lost
     if not lost <= margin <= at_most or not distance > 0:
         return 0
-    # Nine of ten pass then, if examples differ as much as these.
+    # Nine of ten pass then, if examples vary as much as these.
     sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
     error = (at_most - lost) / sure if sure else math.inf
     times = ((sure + power) * error / distance) ** 2
-    # What would take that many is as well by chance.
+    # A difference that would take that many examples may be chance.
     if not 1 < times < _MOST_TIMES:
         return 0
     return int(round(count * times, 1 - math.floor(math.log10(count * times))))
@@ -369,7 +370,7 @@ def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
 def publish_json(
     tree: Mapping[str, Any], uri: str, *, kind: str, fields: Mapping[str, Any]
 ) -> storage.Manifest:
-    """Publish a directory that holds `<kind>.json` alone; raises as `storage.publish` does."""
+    """Publish a directory that holds only `<kind>.json`; raises as `storage.publish` does."""
     with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
         text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
         Path(folder, f"{kind}.json").write_text(text + "\n", encoding="utf-8")

@@ -11,12 +11,12 @@ _SECONDS = 10
 
 
 def commit() -> str:
-    """Return the commit of the image or checkout, `-dirty` after a change, or an empty text."""
+    """Return the commit of the image or checkout, with `-dirty` after a change; else empty."""
     if commit_of_image := os.environ.get(COMMIT):
         return commit_of_image
     home = Path(__file__).resolve().parents[2]
     try:
-        # An installed package may be inside of another repository.
+        # The folder of an installed package may be inside another repository.
         if Path(_git(home, "rev-parse", "--show-toplevel")).resolve() != home:
             return ""
         dirty = "-dirty" if _git(home, "status", "--porcelain", "--untracked-files=no") else ""

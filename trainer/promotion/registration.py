@@ -1,4 +1,4 @@
-"""Registration: checks an exported model as it was published, registers and promotes it.
+"""Registration: verifies a published model, registers it and promotes it.
 
 The decision is a published directory with `registration.json`:
 
@@ -6,8 +6,8 @@ The decision is a published directory with `registration.json`:
      "rules": [as of the gate], "version", "promotion", "model": URI,
      "predecessor": URI of the champion before or ""}
 
-Nothing is registered unless every rule passes. Trackers are told of a promotion, this one or that
-of a person.
+Nothing is registered unless every rule passes. Trackers are notified of every promotion, by a run
+or by a person.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KIND = "registration"
 PROMOTED = "promoted"
 REFUSED = "refused"
 _MEGABYTE = 1 << 20
-# What trackers get of the lineage, next to its metrics.
+# Fields of the lineage that trackers receive next to its metrics.
 _TRACKED = ("run_id", "dataset", "commit", "image")
 _log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class Registration:
 class Request:
     """A model to register: URIs of the registry's root, the exported model and the registration.
 
-    `by` is the run or the person that asks. `compare` compares the model with another champion than
-    the gate did, by the same rules, and returns that decision.
+    `by` is the run or person that requests it. `compare` compares the model with a champion other
+    than the gate's, by the same rules, and returns that decision.
     """
 
     config: Config
@@ -70,42 +70,42 @@ class Request:
 
 
 def register(request: Request, scratch: Path) -> Registration:
-    """Check, register and promote, or return the decision made before; raises `UserError`."""
+    """Check, register and promote a model, or return the earlier decision; raises `UserError`."""
     if storage.is_published(request.output):
         return _read(request.output)
     while True:
         try:
-            return _registered(request, scratch)
+            return _register(request, scratch)
         except registry.PromotionLostError as lost:
-            # Another run was promoted, so that this ends with the last of them.
+            # Another run was promoted, so the loop ends at the last of them.
             _log.info("%s: comparing with the new champion", lost)
 
 
-def _registered(request: Request, scratch: Path) -> Registration:
+def _register(request: Request, scratch: Path) -> Registration:
     root, name = request.root, request.config.name
     after, champion = registry.newest(root, name), registry.champion(root, name)
     ours = champion is not None and registry.find_source(champion) == request.model
     rules: tuple[Rule, ...] = ()
     with storage.check_form(f"the manifest of {request.model}"):
-        decided = _decided(storage.read_manifest(request.model).fields["decision"])
+        decided = _read_decision(storage.read_manifest(request.model).fields["decision"])
     lineage = {**request.lineage, "measured": decided.get("measured") or {}}
     if not ours:
         with storage.check_form(f"what was exported to {request.model}"):
             rules = tuple(_rules(request, champion))
         if champion:
-            further, known = _compared(request, champion)
+            further, known = _compare_again(request, champion)
             rules, lineage = (*rules, *further), {**lineage, **known}
-    found = _Found(champion=champion, rules=rules, lineage=lineage, decided=decided)
+    found = _Judgement(champion=champion, rules=rules, lineage=lineage, decided=decided)
     failed = [str(each) for each in rules if not each.passed]
     if failed:
         return _publish(request, found, reasons=failed)
     made = registry.register(root, name, request.model, lineage=lineage, scratch=scratch)
     try:
         if not ours:
-            # An earlier try may have promoted it already.
+            # An earlier attempt may have promoted it already.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.PromotionLostError:
-        # An earlier try may have won the promotion and died before it was published.
+        # An earlier attempt may have won the promotion and died before publishing it.
         last = registry.promotions(root, name)[-1]
         if (last.version, last.by) != (made.number, request.by):
             raise
@@ -113,13 +113,13 @@ def _registered(request: Request, scratch: Path) -> Registration:
     return _publish(request, found, reasons=[], version=made.number, promotion=after)
 
 
-def _compared(
+def _compare_again(
     request: Request, champion: registry.Version
 ) -> tuple[tuple[Rule, ...], dict[str, Any]]:
     """Return the rules of comparisons that the gate has not made, and the lineage of all.
 
-    A small loss each night adds up: the model is compared with the version, too, since which no
-    gain was proved.
+    Small losses add up over many nights, so the model is also compared with the version after which
+    no gain was proved.
     """
     decision = storage.read_manifest(request.model).fields["decision"]
     seen = storage.read_manifest(decision).fields
@@ -128,21 +128,21 @@ def _compared(
     gained = seen.get("gained", False)
     if champion.uri != seen.get("champion", ""):
         decided = request.compare(champion)
-        # What the gate has decided without a champion holds with any.
+        # The gate's rules without a champion hold for any champion.
         rules = tuple(each for each in decided.rules if each.key != CONSTANT)
         gained, lineage["decision"] = decided.gained, decided.uri
         lineage["measured"] = dict(decided.measured)
     reference = registry.reference(request.root, request.config.name, champion)
     if reference:
         decided = request.compare(reference)
-        rules, gained = (*rules, *_of_reference(decided, reference)), decided.gained
+        rules, gained = (*rules, *_reference_rules(decided, reference)), decided.gained
     if not gained:
         lineage["reference"] = (reference or champion).number
     return rules, lineage
 
 
-def _of_reference(decided: Decision, reference: registry.Version) -> Iterator[Rule]:
-    """Yield the rules of a comparison with the version that an earlier champion was."""
+def _reference_rules(decided: Decision, reference: registry.Version) -> Iterator[Rule]:
+    """Yield the rules of the comparison with the reference, an earlier champion."""
     name = f"version {reference.number}"
     for rule in decided.rules:
         if rule.key in {MARGIN, CLASS_MARGIN, COMPARABLE}:
@@ -156,20 +156,22 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]
         if "metric" in found:
-            # With few examples a single one is more than the tolerance.
+            # With few examples, a single one exceeds the tolerance.
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
-        yield _at_most(f"difference of {form}", value, limit, "its tolerance")
+        yield _make_limit(f"difference of {form}", value, limit, "its tolerance")
     count, wanted = len(registry.read_labels(request.model)), manifest.fields["num_labels"]
     note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} labels"
     yield _yes("labelled", count == wanted, "the model's", note)
     limits = request.config.registry
     if limits.max_megabytes:
         size = manifest.total_bytes / _MEGABYTE
-        yield _at_most("megabytes", size, limits.max_megabytes, "registry.max_megabytes")
+        yield _make_limit("megabytes", size, limits.max_megabytes, "registry.max_megabytes")
     if limits.max_milliseconds:
         taken = parity["smoke"]["milliseconds"]
-        yield _at_most("milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds")
+        yield _make_limit(
+            "milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds"
+        )
     if champion:
         with storage.check_form(f"the manifest of {champion.uri}"):
             note = _changes(champion, request.model, manifest.fields)
@@ -177,7 +179,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
 
 
 def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
-    """Return what clients of a champion would find changed, and what to do; empty for nothing."""
+    """Describe what changes for clients of a champion, and what to do; empty if nothing changes."""
     before, since = champion.manifest.fields, f"changed since {champion.uri}"
     positive = registry.positive_classes(before, champion.uri)
     for name, now_positive in registry.positive_classes(now, model).items():
@@ -193,7 +195,7 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
                 f"the positive class {was!r} {since} to {now_positive!r}; set {key}.positive: "
                 f"{was!r}, or give this model another name"
             )
-    # A model of an earlier version says none of the last three: its labels are compared below.
+    # A model of an earlier version lacks the last three fields; its labels are compared below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]
     there, here = registry.read_labels(champion.uri), registry.read_labels(model)
@@ -203,7 +205,7 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
     return f"{', '.join(changed)} {since}; give this model another name" if changed else ""
 
 
-def _at_most(metric: str, value: float, limit: float, key: str) -> Rule:
+def _make_limit(metric: str, value: float, limit: float, key: str) -> Rule:
     return Rule(metric=metric, bound="max", threshold=limit, value=value, key=key)
 
 
@@ -212,8 +214,8 @@ def _yes(metric: str, holds: bool, key: str, note: str) -> Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
-    """The champion that a model was judged against, and by which rules."""
+class _Judgement:
+    """The champion that a model was compared with, and the rules of that comparison."""
 
     champion: registry.Version | None
     rules: tuple[Rule, ...]
@@ -227,8 +229,8 @@ class _Judged:
     rules: tuple[Mapping[str, Any], ...] | None = None
 
 
-def _decided(uri: str) -> dict[str, Any]:
-    """Return the gate's decision about a model."""
+def _read_decision(uri: str) -> dict[str, Any]:
+    """Return the gate's decision on a model."""
     try:
         tree = storage.read_json(uri, "decision.json")
     except storage.Missing:
@@ -239,7 +241,7 @@ def _decided(uri: str) -> dict[str, Any]:
 
 
 def _publish(
-    request: Request, found: _Found, *, reasons: list[str], version: int = 0, promotion: int = 0
+    request: Request, found: _Judgement, *, reasons: list[str], version: int = 0, promotion: int = 0
 ) -> Registration:
     rules = [row(rule) for rule in found.rules]
     facts = {
@@ -272,7 +274,7 @@ def _read(uri: str) -> Registration:
         raise UserError(f"{uri} is a {kind} and not a {KIND}: delete it")
     tree = storage.read_json(uri, "registration.json")
     facts = {"uri": uri, "promoted": tree.get("decision") == PROMOTED}
-    # One of an earlier version has no headline.
+    # A decision of an earlier version has no headline.
     found = parse_record(Registration, {"headline": "", **tree, **facts})
     if found is None:
         raise storage.Corrupt(f"registration.json of {uri} holds no decision: delete {uri}")
@@ -280,7 +282,7 @@ def _read(uri: str) -> Registration:
 
 
 def announce(root: str, name: str, number: int, hub: str) -> None:
-    """Tell the trackers that a version was promoted; `hub` is `registry.hub`, or empty."""
+    """Notify the trackers of a promoted version; `hub` is `registry.hub`, or empty."""
     at = addresses.find_hub(hub)
     if not (at or addresses.is_tracked()):
         return
@@ -292,7 +294,7 @@ def announce(root: str, name: str, number: int, hub: str) -> None:
         version=number,
         uri=version.uri,
         run_id=str(origin.get("run_id", "")),
-        # Of a run that is resumed long after its promotion another one may be.
+        # Long after the promotion, a resumed run may find another champion.
         is_champion=registry.champion_number(root, name) == number,
         properties={**{key: origin.get(key) for key in _TRACKED}, **numbers},
     )

@@ -10,15 +10,16 @@ Below `<root>/registry` are published directories, written once and never change
     models/NAME/promoting/...        a promotion of a version is being made
     models/NAME/claims/...           notes that give each number one owner: `promotion.consensus`
 
-The champion is the version of the newest promotion. A promotion names its predecessor by its own
-number, and a number is given once: of two promotions at the same time one fails, whatever the store
-guarantees.
+The champion is the version of the newest promotion. The number of a promotion implies its
+predecessor, and each number is assigned once: of two concurrent promotions one fails, whatever the
+store guarantees.
 
-A promotion writes its mark, then looks whether the version is retired; a removal writes its lineage
-and then looks for marks and promotions. Of two at the same time at least one sees the other.
+A promotion writes its mark, then checks whether the version is retired; a removal writes its
+lineage, then checks for marks and promotions. Of two concurrent operations at least one sees the
+other.
 
-A run uses the registry in two more ways: `opponent` is the champion that its model is compared
-with, and `champion_checkpoint` is the one that a warm start begins from.
+A run also reads the registry: `opponent` returns the champion that its model is compared with, and
+`champion_checkpoint` the checkpoint that a warm start loads.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from flotilla.trainer.storage.waiting import is_recent
 MODEL = "model"
 PROMOTION = "promotion"
 NAME = "name"
-# A promotion, or a removal, that takes longer was killed.
+# A promotion or removal that takes longer than this was killed.
 _SECONDS = 3600.0
 _Fields = TypeVar("_Fields", "_VersionFields", "_PromotionFields")
 log = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ class Promotion:
 
 
 def home(root: str, name: str) -> str:
-    """Return the URI below which all of a model is."""
+    """Return the URI below which all records of a model are stored."""
     return storage.join(root, "registry", "models", name)
 
 
@@ -148,16 +149,16 @@ class _Record(Generic[_Fields]):
 def _records(
     above: str, kind: str, fields: type[_Fields]
 ) -> dict[int, _Record[_Fields] | UserError]:
-    """Return what is published below `above` by number, in order, or why it cannot be read."""
+    """Return the records below `above` by number, in order, with an error for an unreadable one."""
 
     def read(number: int) -> _Record[_Fields] | UserError:
-        uri = _numbered(above, number)
+        uri = _number_uri(above, number)
         try:
             manifest = storage.read_manifest(uri)
         except (storage.NotPublished, storage.Corrupt, storage.UnknownSchema) as error:
             return error
         found = parse_record(fields, dict(manifest.fields))
-        # A folder that was copied to another number is none of that number.
+        # A folder that was copied to another number is not a record of that number.
         if manifest.kind == kind and found and found.number == number:
             return _Record(uri=uri, manifest=manifest, fields=found)
         return storage.Corrupt(
@@ -170,19 +171,21 @@ def _records(
 
 
 def _numbers(above: str) -> list[int]:
-    """Return the numbers of what is below a URI; another name is nobody's."""
+    """Return the numbers among the names below a URI; other names are ignored."""
     found = ((name, parse_number(name)) for name in storage.names(above))
     return sorted(
-        number for name, number in found if number and _numbered(above, number).endswith(f"/{name}")
+        number
+        for name, number in found
+        if number and _number_uri(above, number).endswith(f"/{name}")
     )
 
 
-def _numbered(above: str, number: int) -> str:
+def _number_uri(above: str, number: int) -> str:
     return storage.join(above, f"{number:06d}")
 
 
 def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, _Record[_Fields]]:
-    """Return the records that can be read; what is damaged is passed over with a warning."""
+    """Return the readable records; log a warning for each damaged one."""
     for each in records.values():
         if isinstance(each, UserError) and not isinstance(each, storage.NotPublished):
             log.warning("passed over: %s", each)
@@ -190,7 +193,7 @@ def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, 
 
 
 def version(root: str, name: str, number: int) -> Version:
-    """Return one version; raises `ConfigError` where there is none of this number."""
+    """Return one version; raises `ConfigError` if this number does not exist."""
     found = {each.number: each for each in versions(root, name)}
     if number not in found:
         known = ", ".join(map(str, found)) or "none"
@@ -205,10 +208,11 @@ def find_source(version: Version) -> str:
 
 
 def promotions(root: str, name: str) -> list[Promotion]:
-    """Return every promotion of a model that can be read, oldest first.
+    """Return every readable promotion of a model, oldest first.
 
-    What was decided and is not there, since its process was killed or its folder is gone, is
-    written first. Raises `UserError` where the newest cannot be read: an older champion is none.
+    A decided promotion that was not published, because its process was killed or its folder was
+    removed, is published first. Raises `UserError` if the newest is unreadable, since an older
+    champion would be wrong.
     """
     above = storage.join(home(root, name), "promotions")
     records = _records(above, PROMOTION, _PromotionFields)
@@ -217,7 +221,7 @@ def promotions(root: str, name: str) -> list[Promotion]:
         for number in _numbers(storage.join(home(root, name), "claims", "promotions"))
         if isinstance(records.get(number, storage.NotPublished()), storage.NotPublished)
     ]
-    restored = [_restored(root, name, number) for number in lacking]
+    restored = [_restore_decided(root, name, number) for number in lacking]
     if any(restored):
         records = _records(above, PROMOTION, _PromotionFields)
     last = records[max(records)] if records else None
@@ -239,8 +243,8 @@ def promotions(root: str, name: str) -> list[Promotion]:
     ]
 
 
-def _restored(root: str, name: str, number: int) -> bool:
-    """Publish the promotion that was decided for a number, if one was."""
+def _restore_decided(root: str, name: str, number: int) -> bool:
+    """Publish the decided promotion of a number, if there is one."""
     claim = storage.join(home(root, name), "claims", "promotions", f"{number:06d}")
     decided = decided_at(claim)
     if decided is None:
@@ -252,8 +256,8 @@ def _restored(root: str, name: str, number: int) -> bool:
     return True
 
 
-def _before(name: str, made: Mapping[int, Promotion], number: int) -> Promotion | None:
-    """Return the promotion before a number; raises `UserError` where it cannot be read."""
+def _predecessor(name: str, made: Mapping[int, Promotion], number: int) -> Promotion | None:
+    """Return the promotion before a number; raises `UserError` if it is unreadable."""
     if number > 1 and number - 1 not in made:
         raise UserError(
             f"promotion {number - 1} of {name} is not there, or cannot be read: restore it, or "
@@ -269,13 +273,13 @@ def champion(root: str, name: str) -> Version | None:
 
 
 def champion_number(root: str, name: str) -> int:
-    """Return the number of the champion, even if its version is gone; 0 before a promotion."""
+    """Return the champion's number, even if its version was removed; 0 before any promotion."""
     made = promotions(root, name)
     return made[-1].version if made else 0
 
 
 def read_promoted(root: str, name: str, number: int) -> Version:
-    """Return a version that became champion; raises `UserError` if it is gone."""
+    """Return a version that became champion; raises `UserError` if it was removed."""
     try:
         return version(root, name, number)
     except UserError as error:
@@ -297,7 +301,7 @@ def register(
     _name(root, name)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
         copy = Path(folder) / "model"
-        # What is signed again below, and not what was there before.
+        # It is signed again below, so the earlier signature is left out.
         signing.fetch(model, copy, there, only=lambda _: True)
         served = copy / there.fields["saved_model"]
         while True:
@@ -318,7 +322,7 @@ def register(
             try:
                 manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
             except storage.Conflict:
-                # It may be this model, published by another process of this run.
+                # Another process of this run may have published this same model.
                 manifest = storage.read_manifest(uri)
                 if manifest.fields.get("source") != source:
                     number += 1
@@ -327,7 +331,7 @@ def register(
 
 
 def _complete(copy: Path, name: str, uri: str, fields: Mapping[str, Any], created: str) -> None:
-    """Write what belongs to a version and not to the export; the signature is of all files."""
+    """Write the files that belong to a version but not to the export, and sign all files."""
     (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
     signing.write_provenance(copy, name, fields["lineage"], created)
     signing.sign(copy, fields)
@@ -342,14 +346,14 @@ def _name(root: str, name: str) -> None:
 def promote(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
 ) -> Promotion:
-    """Make a version the champion, if `after` is still the newest promotion (0: there is none)."""
+    """Make a version the champion if `after` is still the newest promotion (0: there is none)."""
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
         signing.verify(uri)
-        return _promoted(root, name, number, after=after, by=by, restores=restores)
+        return _promotion(root, name, number, after=after, by=by, restores=restores)
 
 
-def _promoted(  # noqa: PLR0913
+def _promotion(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int
 ) -> Promotion:
     fields = {
@@ -357,12 +361,12 @@ def _promoted(  # noqa: PLR0913
         "predecessor": after,
         "restores": restores,
         "by": by,
-        # Two promotions with equal fields are still two.
+        # Two promotions with equal fields are still distinct.
         "token": secrets.token_hex(8),
     }
     if newest(root, name) > after:
         raise PromotionLostError(_lost(root, name, after))
-    # Every caller publishes the decided promotion: its owner may be dead.
+    # Every caller publishes the decided promotion, since its owner may be dead.
     decided = _claim(root, name, "promotions", after + 1, fields)
     try:
         uri, created = _publish_promotion(root, name, after + 1, decided)
@@ -378,7 +382,7 @@ def _promoted(  # noqa: PLR0913
 def _publish_promotion(
     root: str, name: str, number: int, decided: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Publish what was decided; return its URI, and when it was published."""
+    """Publish a decided promotion; return its URI and the time of publication."""
     uri = storage.join(home(root, name), "promotions", f"{number:06d}")
     return uri, publish_json(decided, uri, kind=PROMOTION, fields=decided).created
 
@@ -390,12 +394,12 @@ def _claim(
 
 
 def rollback(root: str, name: str, *, by: str) -> Promotion:
-    """Make the previous champion the champion again; another rollback goes back one further."""
+    """Make the previous champion the champion again; a repeated rollback goes back one further."""
     made = {each.number: each for each in promotions(root, name)}
     if not made:
         raise UserError(f"{name} has no champion below {root}{nearest(name, names(root))}")
     newest = made[max(made)]
-    target = _before(name, made, newest.restores or newest.number)
+    target = _predecessor(name, made, newest.restores or newest.number)
     if target is None:
         raise UserError(f"{name} has no champion before version {newest.version}")
     if target.version not in {each.number for each in versions(root, name)}:
@@ -435,9 +439,9 @@ def champion_checkpoint(root: str, name: str) -> str:
 
 
 def champion_positive(root: str, name: str) -> dict[str, str]:
-    """Return the positive class of each output of the champion that has one, by its name.
+    """Return the positive class of each output of the champion that has one, by the output's name.
 
-    That of a single output has none. Raises `UserError`.
+    The name of a single output is empty. Raises `UserError`.
     """
     found = champion(root, name)
     if found is None:
@@ -449,7 +453,7 @@ def champion_positive(root: str, name: str) -> dict[str, str]:
 def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
     """Return the positive class of each output of a model that has one, by the output's name.
 
-    Of an earlier version it is the second one of a binary classification.
+    In a model of an earlier version it is the second class of a binary classification.
     """
     if "positive" in fields:
         said = fields["positive"]
@@ -461,12 +465,12 @@ def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
 
 
 def read_kinds(fields: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the kind of each output of a model; one of an earlier version names its task alone."""
+    """Return the kind of each output of a model; an earlier version of it names only its task."""
     return fields.get("kinds") or {"": fields.get("task", "classification")}
 
 
 def read_labels(model: str) -> list[str]:
-    """Return the names of the classes of a model, a line of its file each."""
+    """Return the class names of a model, one per line of its file."""
     try:
         return storage.read_file(model, "labels.txt").decode(errors="replace").splitlines()
     except storage.Missing:
@@ -474,7 +478,7 @@ def read_labels(model: str) -> list[str]:
 
 
 def reference(root: str, name: str, champion: Version) -> Version | None:
-    """Return the version since which no gain was proved; None for the champion itself."""
+    """Return the version after which no gain was proved; None if it is the champion itself."""
     number = champion.manifest.fields.get("lineage", {}).get("reference", 0)
     found = {each.number: each for each in versions(root, name)}
     return found.get(number)
@@ -483,8 +487,8 @@ def reference(root: str, name: str, champion: Version) -> Version | None:
 def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     """Return the champion that the model of a checkpoint is compared with.
 
-    A resumed run whose own model is the champion is compared with the one before, and so ends with
-    the same decision.
+    If the resumed run's model is the champion, it is compared with the previous one, so that the
+    decision stays the same.
     """
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}
@@ -495,12 +499,12 @@ def opponent(root: str, name: str, checkpoint: str) -> Version | None:
         origin = found.manifest.fields.get("made_from", {})
         if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
             return found
-        made = _before(name, all_made, made.number)
+        made = _predecessor(name, all_made, made.number)
     return None
 
 
 def read_retired(home: str) -> dict[int, Mapping[str, Any]]:
-    """Return the lineage of each version below the model's URI that was, or is being, removed."""
+    """Return the lineage of each version of the model that was or is being removed."""
     found: dict[int, Mapping[str, Any]] = {}
     for name in storage.names(storage.join(home, "retired")):
         if number := parse_number(name.removesuffix(".json")):
@@ -510,19 +514,19 @@ def read_retired(home: str) -> dict[int, Mapping[str, Any]]:
 
 
 def retire(home: str, number: int, lineage: Mapping[str, Any]) -> None:
-    """Keep the lineage of a version; from now on it cannot be promoted."""
+    """Keep the lineage of a version and forbid its promotion."""
     tree = {"version": number, "at": time.time(), "lineage": dict(lineage)}
     storage.write_bytes(_record(home, number), json.dumps(tree).encode())
 
 
 def restore(home: str, number: int) -> None:
-    """Take `retire` back: the version stays."""
+    """Undo `retire`: the version stays."""
     storage.delete(_record(home, number))
 
 
 @contextmanager
 def promoting(home: str, number: int) -> Iterator[None]:
-    """Keep a version from being removed in this block; raises `UserError` if it is retired."""
+    """Protect a version from removal in this block; raises `UserError` if it is retired."""
     mark = storage.join(home, "promoting", f"{number:06d}-{secrets.token_hex(8)}.json")
     storage.write_bytes(mark, json.dumps({"at": time.time()}).encode())
     try:

@@ -1,7 +1,7 @@
-"""What models were trained on: the data of champions, and what runs have finished with.
+"""The training data of champions, and the finished configurations of runs.
 
-A run that reaches its decision leaves a mark in the registry, under a digest of its configuration
-with the listing of its files. A later run with the same digest would repeat it.
+A run that reaches its decision writes a mark into the registry, under a digest of its configuration
+and the listing of its files. A later run with the same digest would repeat it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
-# What has no effect on a model; of the code the modules that are named, and theirs, have one.
+# Keys without effect on a model. Of the code, only the named modules and their imports count.
 _APART: Mapping[str, Any] = {
     "storage": True,
     "code": True,
@@ -34,8 +34,8 @@ class TrainedData:
     """What the champion was trained on.
 
     Attributes:
-        version: `data.version` of the champion, or of the newest one before it that has one.
-        spans: the newest digest of each span that it and the champions before it were trained on.
+        version: `data.version` of the champion, or of the newest earlier champion that has one.
+        spans: the newest digest of each span in the training data of it and of earlier champions.
     """
 
     version: str = ""
@@ -43,12 +43,12 @@ class TrainedData:
 
 
 def read_champion_data(root: str, name: str) -> TrainedData:
-    """Return what the champion, without those rolled back, was trained on; else empty."""
+    """Return the training data of the champion, without rolled-back champions; else empty."""
     return read_lineage_data(_lineages(root, name))
 
 
 def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
-    """Return what the first of these was trained on; the others are the champions before it."""
+    """Return the training data of the first lineage; the others belong to earlier champions."""
     version, spans = "", dict[str, str]()
     for lineage in lineages:
         version = version or str(lineage.get("data_version", ""))
@@ -58,9 +58,9 @@ def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
 
 
 def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the lineage of the champion and of those that it followed, newest first."""
+    """Yield the lineage of the champion and of its predecessors, newest first."""
     made = {each.number: each for each in registry.promotions(root, name)}
-    known = _known_lineages(root, name) if made else {}
+    known = _read_lineages(root, name) if made else {}
     number = max(made, default=0)
     while number:
         promotion = made.get(number)
@@ -72,8 +72,8 @@ def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
         number -= 1
 
 
-def _known_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
-    """Return the lineage of each version, also of those that retention has removed."""
+def _read_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
+    """Return the lineage of each version, including those that retention has removed."""
     here = {
         each.number: each.manifest.fields.get("lineage", {})
         for each in registry.versions(root, name)
@@ -82,7 +82,7 @@ def _known_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
 
 
 def digest(config: Config) -> str:
-    """Return what a run has in common with one that would repeat it; raises `ConfigError`."""
+    """Return a digest that is equal for a run that repeats this one; raises `ConfigError`."""
     tree = config.model_dump(mode="json", exclude=_APART)
     code = {
         f"{key} {name}": user_code.digest(key, name.partition(":")[0])
@@ -94,7 +94,7 @@ def digest(config: Config) -> str:
 
 
 def own_code(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each name that may be of the user's own code, with the key that has it."""
+    """Yield each name that may refer to the user's code, with its configuration key."""
     yield "data.map", config.data.map
     yield "model.name", config.model.name
     yield "training.strategy", config.training.strategy
@@ -108,13 +108,13 @@ def own_code(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def begin(config: Config, root: str, run_id: str) -> None:
-    """Remember which configuration a run is to finish with."""
+    """Record the configuration that a run begins to work on."""
     tree = {"name": config.name, "digest": digest(config)}
     storage.write_bytes(_purpose(root, run_id), json.dumps(tree).encode())
 
 
 def end(root: str, run_id: str, decision: str) -> None:
-    """Mark that a run has reached its decision; of a run that did not begin with files nothing."""
+    """Mark that a run has reached its decision; do nothing for a run without files."""
     purpose = _read(_purpose(root, run_id))
     if {"name", "digest"} <= purpose.keys():
         uri = _mark(root, purpose["name"], purpose["digest"])
@@ -122,7 +122,7 @@ def end(root: str, run_id: str, decision: str) -> None:
 
 
 def find_finished(config: Config, root: str) -> str:
-    """Return which run has finished with this configuration; empty where none has."""
+    """Return the run that has finished with this configuration; empty if there is none."""
     return _read(_mark(root, config.name, digest(config))).get("run_id", "")
 
 

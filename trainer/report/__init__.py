@@ -1,1 +1,1 @@
-"""One run on one page, and in one summary."""
+"""The page and the summary of a run."""

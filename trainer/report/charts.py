@@ -1,4 +1,4 @@
-"""The geometry of a small line chart, as plain numbers that a template can draw as SVG."""
+"""The geometry of a small line chart, as plain numbers that a template draws as SVG."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Small enough for a phone; two in a row on a screen.
+# Small enough for a phone; a screen shows two in a row.
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 28
 # More points than this are not distinguishable at this width.
 MOST_POINTS = 600
 MARKED_POINTS = 40
-# Beyond this the grid cannot be computed, and nobody can read it.
+# Beyond this, the grid cannot be computed or read.
 _LARGEST = 1e100
-# What falls by more than this is drawn by powers of ten: its end would lie on the axis otherwise.
+# A series that falls by a larger factor is drawn on a log scale; otherwise its end would lie on the
+# axis.
 _MOST_LINEAR = 20.0
 # An axis that begins this near to zero, as a share of its length, begins at zero.
 _NEAR_ZERO = 0.25
 _ROWS, _COLUMNS = 4, 5
-# Flags that are nearer to each other are one flag: a thousand restarts are still a picture.
+# Flags closer than this become one flag, so that a thousand restarts stay legible.
 _APART = 6.0
-# From what on, in what, and its letter.
+# Lower limit, divisor and letter of each unit prefix.
 _UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e5, 1e3, "k"))
 
 Point = tuple[float, float]
@@ -31,7 +32,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """One line of the grid: where it is, and its label."""
+    """One grid line: its position and its label."""
 
     at: float
     label: str
@@ -39,25 +40,25 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series in the picture's coordinates; few points are marked one by one."""
+    """One series in the picture's coordinates; if there are few points, each is marked."""
 
     label: str
     points: tuple[Point, ...]
 
     @property
     def path(self) -> str:
-        """The points as an SVG polyline wants them."""
+        """Return the points in the syntax of an SVG polyline."""
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
 
     @property
     def marks(self) -> tuple[Point, ...]:
-        """The points that are marked."""
+        """Return the points that are marked."""
         return self.points if len(self.points) <= MARKED_POINTS else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """What has happened at one place of the horizontal axis; `text` counts what is one flag."""
+    """Events at one place of the horizontal axis; `text` counts the events of the flag."""
 
     at: float
     text: str
@@ -65,7 +66,7 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart with its grid and lines; `is_log` says that the vertical axis counts by powers."""
+    """A chart with its grid and lines; `is_log` says that the vertical axis is logarithmic."""
 
     title: str
     lines: tuple[Line, ...]
@@ -87,47 +88,47 @@ def line_chart(  # noqa: PLR0913
     """Draw the columns `series`, with their labels, over the column `across`; None without points.
 
     A row that lacks a number adds no point, but its place is on the axis. `flags` are texts at
-    places of that axis. Where `logarithmic`, values that fall far are drawn by powers of ten.
+    places of that axis. If `logarithmic`, values that fall far are drawn on a log scale.
     """
     found = {label: _points(table, across, name) for name, label in series.items()}
     every = [point for points in found.values() for point in points]
     if not every:
         return None
     values = [value for _, value in every]
-    # Where a series begins late or ends early is seen next to the others.
+    # This shows a series that begins late or ends early.
     places = [at for row in table if (at := number(row.get(across))) is not None]
-    x_ends, columns = _fitted(places)
+    x_ends, columns = _fit_axis(places)
     is_log = logarithmic and min(values) > 0 and max(values) / min(values) > _MOST_LINEAR
     rows = _powers(values) if is_log else _ticks(values)
     scale: Callable[[float], float] = math.log10 if is_log else float
     bottom, top = scale(rows[0]), scale(rows[-1])
 
-    def across_at(value: float) -> float:
+    def x_position(value: float) -> float:
         share = (value - x_ends[0]) / (x_ends[1] - x_ends[0])
         return LEFT + min(max(share, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
 
     def place(point: Point) -> Point:
         y = (scale(point[1]) - bottom) / (top - bottom) * (HEIGHT - TOP - BOTTOM)
-        return across_at(point[0]), HEIGHT - BOTTOM - y
+        return x_position(point[0]), HEIGHT - BOTTOM - y
 
     return Chart(
         title=title,
         lines=tuple(
-            Line(label=label, points=tuple(place(point) for point in _thinned(points)))
+            Line(label=label, points=tuple(place(point) for point in _thin(points)))
             for label, points in found.items()
             if points
         ),
-        columns=tuple(Tick(at=across_at(value), label=format_tick(value)) for value in columns),
+        columns=tuple(Tick(at=x_position(value), label=format_tick(value)) for value in columns),
         rows=tuple(
             Tick(at=place((x_ends[0], value))[1], label=format_tick(value)) for value in rows
         ),
-        flags=_flags([(across_at(value), text) for value, text in flags]),
+        flags=_flags([(x_position(value), text) for value, text in flags]),
         is_log=is_log,
     )
 
 
 def is_constant(table: Sequence[Facts], across: str, name: str) -> float | None:
-    """Return the one value that a column has in all its points; None for another column."""
+    """Return the one value that a column has at all its points; None if it varies."""
     values = {value for _, value in _points(table, across, name)}
     return values.pop() if len(values) == 1 else None
 
@@ -140,7 +141,7 @@ def number(value: object) -> float | None:
 
 
 def format_tick(value: float) -> str:
-    """Return the label of a tick: short, also where the value is large."""
+    """Return the label of a tick, short even for large values."""
     for least, unit, word in _UNITS:
         if least <= abs(value) < _UNITS[0][0] * 1e3:
             return f"{value / unit:g}{word}"
@@ -152,8 +153,8 @@ def _points(table: Sequence[Facts], across: str, name: str) -> list[Point]:
     return sorted((x, y) for x, y in pairs if x is not None and y is not None)
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Keep the lowest and the highest point of each stretch, so that no peak is lost."""
+def _thin(points: Sequence[Point]) -> list[Point]:
+    """Keep the lowest and highest point of each stretch, so that no peak is lost."""
     if len(points) <= MOST_POINTS:
         return list(points)
     width = math.ceil(2 * len(points) / MOST_POINTS)
@@ -179,14 +180,14 @@ def _step(least: float) -> float:
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return round values, at least two, that begin below all `values` and end above."""
+    """Return at least two round values that begin below all `values` and end above them."""
     low, high = _spread(values)
     step = _step((high - low) / _ROWS)
     return _multiples(step, math.floor(low / step), math.ceil(high / step))
 
 
-def _fitted(values: Sequence[float]) -> tuple[Point, list[float]]:
-    """Return the ends of an axis that has no empty room, and the round values on it."""
+def _fit_axis(values: Sequence[float]) -> tuple[Point, list[float]]:
+    """Return the limits of a tight axis, and the round values on it."""
     low, high = _spread(values)
     if 0 < low <= high * _NEAR_ZERO:
         low = 0.0

@@ -1,4 +1,4 @@
-"""What is at the head of the page: what ran, why it failed and what to do next, how to use it."""
+"""The head of the page: what ran, why it failed, what to do next, and how to use the model."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from flotilla.trainer.runtime.json_records import make_time
 Facts = Mapping[str, Any]
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>.+)$')
-# Code of the user is neither of these; what he calls of them may raise for him.
+# Code outside these folders is the user's; library code that it calls may raise on its behalf.
 _NOT_HIS = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 _OURS = re.compile(r"(^|/)(trainer|components|pipelines)/[\w/]+\.py$")
 _WHOLE = 100
 
 
 def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
-    """Return a moment in seconds since 1970 for a person."""
+    """Format a Unix timestamp for a person."""
     found = make_time(seconds)
     return found.strftime(form) if found else format_value(seconds)
 
 
 def particulars(facts: Facts) -> list[tuple[str, str]]:
-    """Return what ran: date, duration, model, dataset, strategy and speed, as far as is known."""
+    """Return the known facts of a run: date, duration, model, dataset, strategy and speed."""
     config, steps = facts.get("config") or {}, facts.get("steps") or ()
     tries = [
         (began, seconds)
@@ -62,15 +62,15 @@ def particulars(facts: Facts) -> list[tuple[str, str]]:
 
 
 def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
-    """Return the median examples a second, which leaves out the first stretch; 0 if unknown."""
+    """Return the median examples a second, without the first interval; 0 if unknown."""
     speeds = [number(row.get("steps_per_second")) for row in history]
     known = [each for each in speeds if each]
-    each_step = _examples_of_a_step(history) or _by_config(config)
+    each_step = _examples_of_a_step(history) or _configured_examples(config)
     return statistics.median(known) * each_step if known else 0.0
 
 
 def cause(steps: Sequence[Facts]) -> dict[str, str]:
-    """Return where a failed run failed: `step`, `error`, `file`, `line`, `function`, `source`."""
+    """Return the location of a failure: `step`, `error`, `file`, `line`, `function`, `source`."""
     bad = [each for each in steps if each.get("status") == "failed" and each.get("error")]
     if not bad:
         return {}
@@ -80,7 +80,7 @@ def cause(steps: Sequence[Facts]) -> dict[str, str]:
 
 
 def find_place(traceback: str) -> dict[str, str]:
-    """Return the last line of the user's own code in a traceback; nothing where there is none."""
+    """Return the last line of the user's code in a traceback; empty if there is none."""
     lines = traceback.splitlines()
     found: dict[str, str] = {}
     for at, line in enumerate(lines):
@@ -96,7 +96,7 @@ def find_place(traceback: str) -> dict[str, str]:
 
 
 def commands(facts: Facts) -> list[dict[str, str]]:
-    """Return what to do next with a run that has not finished: `why` and `command`."""
+    """Return the next command for a run that has not finished: `why` and `command`."""
     verdict, run_id = facts.get("verdict"), str(facts.get("run_id") or "")
     where = _workdir(facts)
     steps = facts.get("steps") or ()
@@ -115,7 +115,7 @@ def commands(facts: Facts) -> list[dict[str, str]]:
 
 
 def use(facts: Facts) -> dict[str, Any]:
-    """Return how to use the model of a run: `name`, `predict`, `python`; nothing without one."""
+    """Return how to use the model of a run: `name`, `predict`, `python`; empty without a model."""
     registered, artifacts = facts.get("registered") or {}, facts.get("artifacts") or {}
     uri = str(registered.get("model") or artifacts.get("model") or "")
     if not uri:
@@ -135,7 +135,7 @@ def use(facts: Facts) -> dict[str, Any]:
 
 
 def links(artifacts: Facts) -> list[dict[str, str]]:
-    """Return every artifact: `name`, `uri` and `href`, empty where a browser cannot open it."""
+    """Return every artifact: `name`, `uri` and `href`, empty if a browser cannot open it."""
     return [
         {"name": str(name), "uri": str(uri), "href": href(uri)}
         for name, uri in artifacts.items()
@@ -144,7 +144,7 @@ def links(artifacts: Facts) -> list[dict[str, str]]:
 
 
 def href(uri: object) -> str:
-    """Return the URI if it is that of a local file: a page from data links to nothing else."""
+    """Return the URI if it is a local file: a page made from data must not link elsewhere."""
     text = str(uri)
     return text if text.startswith("file:///") and not re.search(r"[\s\"'<>\\]", text) else ""
 
@@ -197,10 +197,10 @@ def _strategy(config: Facts) -> str:
 
 
 def _examples_of_a_step(history: Sequence[Facts]) -> float:
-    """Return the examples of one global step by what the workers counted; 0 where they did not."""
-    sums = [(number(row.get("global_step")), _counted(row.get("workers"))) for row in history]
+    """Return the examples of one global step by the workers' counts; 0 if they counted none."""
+    sums = [(number(row.get("global_step")), _sum_counts(row.get("workers"))) for row in history]
     known = [(step, count) for step, count in sums if step is not None and count]
-    # The counts of another attempt begin again.
+    # The counts of another attempt start again.
     ratios = [
         (later[1] - sooner[1]) / (later[0] - sooner[0])
         for sooner, later in pairwise(known)
@@ -209,15 +209,15 @@ def _examples_of_a_step(history: Sequence[Facts]) -> float:
     return statistics.median(ratios) if ratios else 0.0
 
 
-def _counted(workers: object) -> float:
+def _sum_counts(workers: object) -> float:
     if not isinstance(workers, Mapping):
         return 0.0
     each = [row.get("examples") for row in workers.values() if isinstance(row, Mapping)]
     return sum(found for one in each if (found := number(one)) is not None)
 
 
-def _by_config(config: Facts) -> float:
-    # One of another version may lack a section, or have a key that is none.
+def _configured_examples(config: Facts) -> float:
+    # The configuration of another version may lack a section, or have unknown keys.
     with suppress(UserError):
         found = parse_config(config)
         return (
@@ -227,13 +227,13 @@ def _by_config(config: Facts) -> float:
 
 
 def steps_of_epoch(last: Facts) -> str:
-    """Return the steps of an epoch, by the last row of the history; empty where it has none."""
+    """Return the steps of an epoch from the last row of the history; empty if unknown."""
     step, epoch = number(last.get("global_step")), number(last.get("epoch"))
     return _three(step / epoch) if step and epoch else ""
 
 
 def _length(history: Sequence[Facts]) -> str:
-    """Return how long training was, in global steps and epochs; empty where there was none."""
+    """Return the length of training in global steps and epochs; empty if nothing was trained."""
     last = history[-1] if history else {}
     step, epoch = number(last.get("global_step")), number(last.get("epoch"))
     steps = f"{step:,.0f} steps" if step else ""

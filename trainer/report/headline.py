@@ -1,10 +1,10 @@
-"""One sentence of what a run has come to, and the notes that a person has to read with it.
+"""The one-sentence result of a run, and the notes that go with it.
 
     churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
 
-Terminal, tables, report, decisions and pages of a KFP instance take it from here. Any of the facts
-may be missing: `name`, `version`, `verdict`, `measured` (see `describe_metric`),
-`rules` that were judged, and `step`, where it ended.
+Terminal, tables, report, decisions and the pages of a KFP instance show this sentence. Any of the
+facts may be missing: `name`, `version`, `verdict`, `measured` (see `describe_metric`), `rules` that
+were judged, and `step`, where it ended.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from flotilla.trainer.runtime.masking import one_line
 
 Facts = Mapping[str, Any]
 
-# The share of the gain over a constant that a proposed bound leaves, where no interval is known.
+# The share of the gain over a constant that a proposed bound requires, if no interval is known.
 _KEPT = 0.9
 _MOST_CLASSES, _MOST_DIGITS = 5, 6
-# A proposed bound that is nearer to 0 is 0.
+# A proposed bound closer to 0 than this is 0.
 _SMALLEST = 1e-100
 
 
 def headline(facts: Facts) -> str:
-    """Return the sentence of a run."""
+    """Return the one-sentence result of a run."""
     name = facts.get("name") or "run"
     version = facts.get("version")
     subject = f"{name} v{version}" if version else name
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
-    # Part by part: a run called `authorization` would hide what follows its colon.
+    # Escaped part by part: a run called `authorization` would mask the text after its colon.
     parts = filter(None, map(one_line, [found, _ending(facts)]))
     return f"{one_line(subject)}: {'; '.join(parts)}"
 
 
 def describe_metric(evaluation: Facts) -> dict[str, Any]:
-    """Return the main metric of an evaluation, next to that of the champion and of a constant.
+    """Return the main metric of an evaluation, next to those of the champion and a constant.
 
-    It has `metric`, `value`, `interval`, `better`, `champion` and `constant`, None where it is not
-    known, and `positive`, a line for each positive class.
+    The keys are `metric`, `value`, `interval`, `better`, `champion` and `constant`, with None if
+    unknown, and `positive`, a line for each positive class.
     """
     metrics = evaluation.get("metrics") or {}
     if not metrics:
@@ -62,7 +62,7 @@ def describe_metric(evaluation: Facts) -> dict[str, Any]:
 
 
 def opponents(evaluation: Facts) -> dict[str, Facts]:
-    """Return the metrics of champion, constant and baselines, by name, as far as there are."""
+    """Return the known metrics of champion, constant and baselines, by name."""
     known = {name: evaluation.get(name) or {} for name in ("champion", "constant")}
     known |= {str(each.get("name")): each for each in evaluation.get("baselines") or ()}
     return {name: each["metrics"] for name, each in known.items() if each.get("metrics")}
@@ -83,7 +83,7 @@ def _positive_class(output: str, evaluation: Facts) -> str:
 
 
 def positive_classes(evaluation: Facts) -> list[str]:
-    """Return a line for each positive class: which it is, and from which probability on."""
+    """Return a line for each positive class: its name and its decision threshold."""
     outputs = {"": evaluation, **(evaluation.get("outputs") or {})}
     return [line for name, each in outputs.items() if (line := _positive_class(name, each))]
 
@@ -97,7 +97,7 @@ def main_value(found: Facts) -> str:
 
 
 def _values(found: Facts) -> list[str]:
-    """Return the value, and that of the constant, as far as they are known."""
+    """Return the known ones of the value and the constant's value."""
     known = [number(found.get(name)) for name in ("value", "constant")]
     return apart(*(each for each in known if each is not None), interval=_interval(found))
 
@@ -112,7 +112,7 @@ def describe_constant(found: Facts) -> str:
 
 
 def comparisons(found: Facts) -> list[str]:
-    """Return what is said next to a value: the difference to the champion, and the constant's."""
+    """Return the comparisons next to a value: difference from the champion, and the constant."""
     value, champion, constant = (
         number(found.get(name)) for name in ("value", "champion", "constant")
     )
@@ -125,7 +125,7 @@ def comparisons(found: Facts) -> list[str]:
 
 
 def difference(value: float, interval: object) -> str:
-    """Return the size of a difference with the digits of what differs; empty where none is left."""
+    """Return the absolute difference in its significant digits; empty if it rounds to zero."""
     text = round_value(abs(value), interval)
     return text if float(text) else ""
 
@@ -154,27 +154,27 @@ def _ending(facts: Facts) -> str:
 
 
 def has_bound(rules: Iterable[Facts]) -> bool:
-    """Say whether a model was held against anything besides a constant."""
+    """Return whether a model was compared with anything besides a constant."""
     keys = (rule.get("key") or f"gate.{rule.get('bound')}" for rule in rules)
     return any(key in ("gate.min", "gate.max", MARGIN) for key in keys)
 
 
 def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Return what a person has to know of a model that was judged, in sentences."""
+    """Return what a reader has to know about a judged model, in sentences."""
     found = describe_metric(evaluation)
     champion = evaluation.get("champion") or {}
     return [
         *_unbound(found, rules),
-        *_reported(evaluation, rules),
+        *_report_constant(evaluation, rules),
         *_beaten(evaluation),
         *map(str, evaluation.get("remarks") or ()),
         *map(str, champion.get("remarks") or ()),
-        *_unjudged(champion),
+        *_name_unjudged(champion),
     ]
 
 
 def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Name the bound to set, where there is none, with a value that this model has for sure."""
+    """Suggest a bound if none is set, with a value that this model certainly meets."""
     if has_bound(rules) or not all(rule.get("passed") for rule in rules):
         return []
     asked = "any model that beats a constant" if _asks_constant(rules) else "any model"
@@ -182,12 +182,12 @@ def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
     if (value := number(found.get("value"))) is None:
         return [f"{text} Set gate.min or gate.max."]
     is_lower = found.get("better") == "lower"
-    proposed = _proposed(found, value, is_lower=is_lower)
+    proposed = _propose_bound(found, value, is_lower=is_lower)
     key = f"gate.{'max' if is_lower else 'min'}.{found['metric']}"
     return [f"{text} Set one, such as {key}={proposed}, which this model keeps to."]
 
 
-def _proposed(found: Facts, value: float, *, is_lower: bool) -> str:
+def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:
     """Return the weaker end of the interval, or nine tenths of the gain over a constant."""
     ends, constant = found.get("interval"), number(found.get("constant"))
     bound = number(ends[is_lower]) if isinstance(ends, list | tuple) and len(ends) > 1 else None
@@ -198,7 +198,7 @@ def _proposed(found: Facts, value: float, *, is_lower: bool) -> str:
         bound = (value + constant) / 2
     text, largest = f"{bound:g}", math.floor(math.log10(max(abs(bound), _SMALLEST)))
     for digits in range(2, _MOST_DIGITS):
-        # On the side that the model keeps to, and the constant does not.
+        # Rounded so that the model meets the bound and the constant does not.
         size = 10.0 ** (largest - digits + 1)
         text = f"{(math.ceil if is_lower else math.floor)(bound / size) * size:.{digits}g}"
         if constant is None or (float(text) < constant if is_lower else float(text) > constant):
@@ -210,8 +210,8 @@ def _asks_constant(rules: Sequence[Facts]) -> bool:
     return any(rule.get("key") == CONSTANT for rule in rules)
 
 
-def _reported(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Say that a model or the champion does not beat a constant, where no rule says it."""
+def _report_constant(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
+    """Report a model or champion that does not beat a constant, if no rule reports it."""
     constant = evaluation.get("constant") or {}
     paired, notes = constant.get("paired") or {}, []
     bound, metric = number(paired.get("bound")), spell_metric(paired.get("metric"))
@@ -224,16 +224,16 @@ def _reported(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 
 
 def _beaten(evaluation: Facts) -> list[str]:
-    """Say which simple models are better than this one for sure."""
+    """Name the baselines that are certainly better than this model."""
     return [
-        f"A simple model is better: {describe_baseline(each)}{_scored(evaluation, each)}."
+        f"A simple model is better: {describe_baseline(each)}{_describe_scores(evaluation, each)}."
         for each in evaluation.get("baselines") or ()
         if each.get("beats") is True
     ]
 
 
 def describe_baseline(baseline: Facts) -> str:
-    """Return how a baseline was made: `linear (scikit-learn Ridge, 20 of 80 rows, 2.0 s)`."""
+    """Describe how a baseline was made: `linear (scikit-learn Ridge, 20 of 80 rows, 2.0 s)`."""
     rows, of, seconds = (number(baseline.get(name)) for name in ("rows", "of_rows", "seconds"))
     some = f"{rows:,.0f} of {of:,.0f} rows" if rows and of and rows < of else ""
     took = duration(seconds) if seconds else ""
@@ -241,7 +241,7 @@ def describe_baseline(baseline: Facts) -> str:
     return f"{shorten_name(baseline.get('name'))}{f' ({how})' if how else ''}"
 
 
-def _scored(evaluation: Facts, baseline: Facts) -> str:
+def _describe_scores(evaluation: Facts, baseline: Facts) -> str:
     found = describe_metric(evaluation)
     value = number((baseline.get("metrics") or {}).get(found.get("metric")))
     own = number(found.get("value"))
@@ -251,8 +251,8 @@ def _scored(evaluation: Facts, baseline: Facts) -> str:
     return f" reaches {spell_metric(found['metric'])} {theirs}, this model {mine}"
 
 
-def _unjudged(champion: Facts) -> list[str]:
-    """Name the classes of which there are too few examples to say whether they were lost."""
+def _name_unjudged(champion: Facts) -> list[str]:
+    """Name the classes with too few examples to tell whether they were lost."""
     few = [
         each
         for each in champion.get("classes") or ()

@@ -1,4 +1,4 @@
-"""The environment of every page: escaped, without script, with one style and one set of words."""
+"""The template environment of every page: escaped, without scripts, with one style and wording."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OWN = Path(__file__).parent
 
 
 def environment(folder: Path = _OWN) -> jinja2.Environment:
-    """Return the environment of the templates in `folder`; those of this room can be included."""
+    """Return the template environment for `folder`; templates of this package can be included."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, _OWN]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        # Markup is of ours, and has none of these signs.
+        # Our markup contains none of these characters.
         finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,6 +1,6 @@
-"""How a model is asked in Python: what the report, `flotilla models show` and a page print.
+"""Python programs that call a model, as the report, `flotilla models show` and a page print them.
 
-The programs are made of the manifest of a model, and ask it about the examples of `request.json`.
+The programs are made from the manifest of a model, and call it with the examples of `request.json`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SEVERAL = '{each["feature"]: given[each["name"]] for each in manifest["inputs"]
 
 
 def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the program of each library that reads a model in a folder, by its name.
+    """Return the program for each library that loads the model in a folder, by the library's name.
 
-    `fields` are those of its manifest; of an earlier version there is no program for Keras.
+    `fields` are the manifest's; a model of an earlier version has no program for Keras.
     """
     found = {}
     links, inputs = fields.get("links"), list(fields.get("inputs") or [])
@@ -55,7 +55,7 @@ def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _answer(link: Any, name: str) -> str:
-    """Return what makes an answer of an output: a function of Keras, or units of the label."""
+    """Return the expression that converts an output: a Keras function, or the label's unit."""
     output = f"outputs[{_text(name)}]" if name else "outputs"
     if isinstance(link, list):
         mean, std = map(float, link)
@@ -66,5 +66,5 @@ def _answer(link: Any, name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a literal in double quotes, as formatters of Python write it."""
+    """Return a literal in double quotes, as Python formatters write it."""
     return json.dumps(str(value), ensure_ascii=False)

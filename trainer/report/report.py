@@ -1,6 +1,6 @@
 """`report.html`: one run on one page without external files.
 
-The facts of a run are plain data; every part may be missing, as it is when a run failed early:
+The facts of a run are plain data. Any part may be missing, for example if a run failed early:
 
     run_id      text
     verdict     "blessed", "refused", "unchanged", "done", "failed", "interrupted" or
@@ -19,7 +19,7 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     checkpoints [{"event", "time", ...}]
     evaluation  `metrics.json` of the evaluation
     curves      its `curves.json`
-    pictures    {path of a worst example: PNG in base64}
+    pictures {path of a worst example: PNG in base64}
     validation  `validation.json`
     registered  `registration.json`
     model       the manifest of the model
@@ -71,9 +71,9 @@ _SIZE = {
     "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT,
     "top": TOP, "bottom": HEIGHT - BOTTOM,
 }  # fmt: skip
-# The newest ones are listed; all of them are in the events of the run.
+# The newest ones are listed; the run's events hold all of them.
 _MOST_INCIDENTS = 200
-# Of a worst example, what is not one of the lines below it.
+# Keys of a worst example that are not listed as its lines below it.
 _PLACED = ("index", "label", "predicted", "inputs", "columns", "picture", "data")
 
 Facts = Mapping[str, Any]
@@ -86,7 +86,7 @@ def write(facts: Facts, path: Path) -> None:
 
 
 def render(facts: Facts) -> str:
-    """Return the page of a run as HTML; all that `facts` say is escaped."""
+    """Return the page of a run as HTML; all texts in `facts` are escaped."""
     verdict = str(facts.get("verdict") or "unknown")
     steps = _rows(facts, "steps")
     incidents = _rows(facts, "incidents")
@@ -113,7 +113,7 @@ def render(facts: Facts) -> str:
         rules=list_rules(facts),
         intervals=intervals,
         size=_SIZE,
-        **_trained(facts, incidents),
+        **_describe_training(facts, incidents),
         steps=steps,
         bars=bars,
         marks=[mark for bar in bars for mark in bar.marks],
@@ -123,14 +123,14 @@ def render(facts: Facts) -> str:
         lineage=facts.get("lineage") or {},
         cost=_cost(facts.get("cost") or {}),
         registered=registered,
-        **_measured(evaluation, facts),
+        **_describe_metrics(evaluation, facts),
     )
 
 
 def make_headline(facts: Facts) -> str:
-    """Return the sentence of a run."""
+    """Return the one-sentence result of a run."""
     verdict, registered = facts.get("verdict"), facts.get("registered") or {}
-    ill = [each.get("step") for each in _rows(facts, "steps") if _decided(each, verdict)]
+    ill = [each.get("step") for each in _rows(facts, "steps") if _is_decisive(each, verdict)]
     if verdict == "blessed" and registered.get("decision") == "promoted":
         verdict = "promoted"
     return headline.headline(
@@ -139,30 +139,30 @@ def make_headline(facts: Facts) -> str:
             "version": registered.get("version"),
             "verdict": verdict,
             "measured": headline.describe_metric(facts.get("evaluation") or {}),
-            # A decision that cannot be read is not one without rules.
+            # An unreadable decision differs from one without rules.
             "rules": None if facts.get("rules") is None else list_rules(facts),
             "step": ill[0] if ill else "",
         }
     )
 
 
-def _decided(step: Facts, verdict: object) -> bool:
-    """Say whether a run ended as it did by this step."""
+def _is_decisive(step: Facts, verdict: object) -> bool:
+    """Return whether this step decided how the run ended."""
     if verdict != "refused":
         return bool(step.get("status") == verdict != "done")
     metrics = step.get("metrics")
     return isinstance(metrics, Mapping) and metrics.get("decision") == verdict
 
 
-def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
+def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
     history = _rows(facts, "history")
     flags = views.flags(incidents, _rows(facts, "checkpoints"))
     evaluation, steps = facts.get("evaluation") or {}, _rows(facts, "steps")
-    # Where nothing was evaluated, training says by which one it selects.
+    # If nothing was evaluated, the training events say how the checkpoint is selected.
     said = next((e for e in (evaluation, *steps) if e.get("main_metric")), {})
     metrics = views.training(history, MainMetric.of(said or evaluation).name)
     drawn = {title_metric(name): series for name, series in metrics.items()}
-    charts, constant = [], _handed_on(steps)
+    charts, constant = [], _describe_selection(steps)
     for title, series in {**drawn, **dict(_CHARTS)}.items():
         value = (
             is_constant(history, _ACROSS, next(iter(series))) if title == "Learning rate" else None
@@ -184,8 +184,8 @@ def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
     }
 
 
-def _handed_on(steps: Sequence[Facts]) -> list[str]:
-    """Return which checkpoint was evaluated, and why, in a sentence where that is known."""
+def _describe_selection(steps: Sequence[Facts]) -> list[str]:
+    """Say in a sentence which checkpoint was evaluated, and why, if that is known."""
     said = (e["metrics"] for e in steps if isinstance(e.get("metrics"), Mapping))
     metrics: Facts = next((each for each in said if each.get("handed_on_as")), {})
     step, of = metrics.get("handed_on_step"), metrics.get("global_step")
@@ -200,27 +200,27 @@ def _cost(cost: Facts) -> dict[str, Any]:
 
 
 def list_reasons(facts: Facts) -> list[str]:
-    """Return why a run ended as it did, in sentences: of the data, the steps, the gate."""
+    """Return why a run ended as it did, in sentences about the data, the steps and the gate."""
     error = [str(facts["error"])] if facts.get("error") else []
-    return [*_of_data(facts, "reasons"), *_reasons(facts), *error]
+    return [*_data_lines(facts, "reasons"), *_reasons(facts), *error]
 
 
 def list_warnings(facts: Facts) -> list[str]:
-    """Return what the validation of the data warns of, and what its preparation notes."""
+    """Return the warnings of data validation, and the notes of data preparation."""
     said = [step.get("metrics") for step in _rows(facts, "steps")]
-    # Those of the gate are at the head of the page.
+    # The head of the page shows the gate's.
     notes = [
         each.get("notes") for each in said if isinstance(each, dict) and "decision" not in each
     ]
     noted = [f"the data: {line}" for each in notes if isinstance(each, list) for line in each]
-    return [*_of_data(facts, "warnings"), *noted]
+    return [*_data_lines(facts, "warnings"), *noted]
 
 
-def _of_data(facts: Facts, name: str) -> list[str]:
+def _data_lines(facts: Facts, name: str) -> list[str]:
     return [f"the data: {line}" for line in (facts.get("validation") or {}).get(name) or ()]
 
 
-def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
+def _describe_metrics(evaluation: Facts, facts: Facts) -> dict[str, Any]:
     pictures = facts.get("pictures") or {}
     outputs = evaluation.get("outputs") or {}
     return {
@@ -230,8 +230,8 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
         "placed": _PLACED,
         "examples": evaluation.get("examples"),
         "classified": [
-            _classified("", evaluation, facts.get("curves") or ()),
-            *(_classified(name, each, each.get("curves") or ()) for name, each in outputs.items()),
+            _class_plots("", evaluation, facts.get("curves") or ()),
+            *(_class_plots(name, each, each.get("curves") or ()) for name, each in outputs.items()),
         ],
         "parts": views.weak_parts(evaluation),
         "main_metric": MainMetric.of(evaluation).name,
@@ -251,8 +251,8 @@ def _worst(rows: Sequence[Facts], pictures: Facts) -> dict[str, Any]:
     }
 
 
-def _classified(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dict[str, Any]:
-    """Return what is shown of the classes of a model, or of one of its outputs."""
+def _class_plots(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dict[str, Any]:
+    """Return the plots for the classes of a model, or of one of its outputs."""
     calibration = views.calibration(evaluation)
     return {
         "of": f" of {output}" if output else "",
@@ -266,7 +266,7 @@ def _classified(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dict
 
 
 def earlier(step: Facts) -> str:
-    """Return what the earlier tries of a step have taken, to be read after its own seconds."""
+    """Return the time of a step's earlier attempts, as a suffix to its own seconds."""
     tries = step.get("tries")
     if not isinstance(tries, int) or tries <= 1:
         return ""
@@ -279,12 +279,12 @@ def _template() -> jinja2.Template:
     made = pages.environment()
     made.filters["earlier"] = earlier
     made.filters["href"] = heading.href
-    made.filters["known"] = _known
+    made.filters["known"] = _drop_empty
     return made.get_template(_TEMPLATE)
 
 
-def _known(values: object) -> object:
-    """Leave out of a mapping what says nothing."""
+def _drop_empty(values: object) -> object:
+    """Remove empty values from a mapping."""
     if not isinstance(values, Mapping):
         return values
     return {
@@ -303,7 +303,7 @@ def _reasons(facts: Facts) -> list[str]:
     if facts.get("verdict") == "refused":
         intervals = (facts.get("evaluation") or {}).get("intervals") or {}
         broken = [sentence(each, intervals) for each in list_rules(facts) if not each.get("passed")]
-        # A race that was lost broke no rule.
+        # A lost promotion race broke no rule.
         return broken or [
             str(each) for of in (facts, registered) for each in of.get("reasons") or ()
         ]
@@ -400,10 +400,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def plain(text: object) -> str:
-    """Return a text that Markdown shows as it is, on one line."""
+    """Escape a text for Markdown, on one line."""
     return _MARKS.sub(r"\\\1", " ".join(one_line(str(text)).split()))
 
 
 def code(text: str) -> str:
-    """Return a text that Markdown shows as code, on one line."""
+    """Format a text as Markdown code, on one line."""
     return f"`{' '.join(one_line(text).split()).replace('`', '')}`"

@@ -1,9 +1,10 @@
-"""The rules of the gate and the registry in words: what was found, what is asked, what would do.
+"""Explains the rules of the gate and the registry: the value, the bound and what would pass.
 
 A rule is plain data, as `decision.json` has it: `metric`, `bound` (`min` or `max`), `threshold`,
-`value`, `key`, `note`, `passed`. That of a comparison holds a bound of the difference as its value,
-and in `found`, as far as it is known: `metric`, `own` with its `interval`, `other`, `opponent`,
-`label` (a class), `answer` (of a constant), `examples`, and `needed`, how many would do.
+`value`, `key`, `note`, `passed`. The value of a comparison is a bound of the difference; its
+`found` holds, if known, `metric`, `own` with its `interval`, `other`, `opponent`, `label` (a
+class), `answer` (of a constant), `examples`, and `needed`, the number of examples that would
+suffice.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flotilla.trainer.report.wording import (
 CONSTANT = "gate.constant"
 MARGIN = "gate.champion.margin"
 CLASS_MARGIN = "gate.champion.class_margin"
-#: How the metrics of two rules begin and end.
+# : Prefixes and suffixes of the metrics of two rules.
 EXPORTED = "difference of "
 DIFFERENCE = "_difference"
 _OPPONENTS = {CONSTANT: "a constant", MARGIN: "the champion", CLASS_MARGIN: "the champion"}
@@ -53,15 +54,15 @@ Facts = Mapping[str, Any]
 
 
 def sentence(rule: Facts, intervals: Facts | None = None) -> str:
-    """Return what was found, what is asked and how many examples would do, in plain words."""
-    metric, found = str(rule.get("metric") or "a value"), _found(rule)
+    """Return the result, the requirement and the number of examples needed, in plain words."""
+    metric, found = str(rule.get("metric") or "a value"), _comparison(rule)
     if metric in _SEEN and number(rule.get("value")) is not None:
         text = _SEEN[metric][not rule.get("passed")]
         text = text.replace("the champion", str(found.get("opponent") or "the champion"))
         return f"{capital(text)}{': ' if rule.get('note') else ''}{rule.get('note') or ''}."
     interval = found.get("interval") or (intervals or {}).get(found.get("metric") or metric)
     if opponent := _opponent(rule):
-        return _compared(rule, opponent, interval)
+        return _describe_comparison(rule, opponent, interval)
     value, threshold = number(rule.get("value")), number(rule.get("threshold"))
     said, asked = "not a finite number", format_value(rule.get("threshold"))
     if value is not None and threshold is not None:
@@ -78,8 +79,8 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
 
 
 def because(rule: Facts) -> str:
-    """Return why a rule refuses, to be read after "refused:"."""
-    metric, key, found = str(rule.get("metric") or "a value"), rule.get("key"), _found(rule)
+    """Return why a rule refuses, as the text after "refused:"."""
+    metric, key, found = str(rule.get("metric") or "a value"), rule.get("key"), _comparison(rule)
     if metric in _SEEN:
         return _SEEN[metric][1]
     if key == CONSTANT:
@@ -103,21 +104,21 @@ def _name(metric: str) -> str:
     return _NAMES.get(metric, spell_metric(metric))
 
 
-def _found(rule: Facts) -> Facts:
+def _comparison(rule: Facts) -> Facts:
     found = rule.get("found")
     return found if isinstance(found, Mapping) else {}
 
 
 def _opponent(rule: Facts) -> str:
-    """Return with what a rule compares the model; empty for a rule that holds a bound."""
+    """Return the opponent of a comparison; empty for a rule that sets a bound."""
     # A decision of an earlier version may have no key.
     old = "the champion" if str(rule.get("metric")).endswith(DIFFERENCE) else ""
-    return str(_found(rule).get("opponent") or _OPPONENTS.get(str(rule.get("key")), old))
+    return str(_comparison(rule).get("opponent") or _OPPONENTS.get(str(rule.get("key")), old))
 
 
-def _compared(rule: Facts, opponent: str, interval: object) -> str:
-    """Return the sentence of a comparison: both values, what may be lost, what is allowed."""
-    found = _found(rule)
+def _describe_comparison(rule: Facts, opponent: str, interval: object) -> str:
+    """Describe a comparison: both values, the possible loss and the allowed loss."""
+    found = _comparison(rule)
     metric = spell_metric(found.get("metric") or str(rule.get("metric")).removesuffix(DIFFERENCE))
     if "label" in found:
         metric += f" of the class {shorten_name(found['label'])}"
@@ -137,7 +138,7 @@ def _compared(rule: Facts, opponent: str, interval: object) -> str:
 
 
 def _sure(bound: float, threshold: float, *, is_higher_better: bool) -> tuple[str, str]:
-    """Return what is known of a difference, and what is allowed, in words."""
+    """Describe what is certain about a difference, and what is allowed."""
     gain, asked = (bound, threshold) if is_higher_better else (-bound, -threshold)
     better, worse = ("higher", "lower") if is_higher_better else ("lower", "higher")
     sizes = apart(abs(gain), abs(asked), interval=(0.0, max(abs(gain), abs(asked)) * 2))

@@ -1,4 +1,4 @@
-"""What an evaluation and the events of a run look like on the page: plain data for the template."""
+"""Converts an evaluation and the events of a run to plain data for the page's template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flotilla.trainer.report.wording import capital, shorten_name, side_by_side,
 from flotilla.trainer.runtime.masking import one_line
 
 PUBLISHED = "checkpoint_published"
-# A matrix of more classes is a table that nobody reads; its largest confusions are listed instead.
+# A larger matrix is unreadable; its largest confusions are listed instead.
 MOST_CLASSES = 20
 _MOST_CONFUSIONS = 10
 _MOST_CURVES = 3
@@ -24,9 +24,9 @@ _MOST_PARTS = 12
 _MOST_TILES = 4
 _DARKEST = 55
 _MOST_COLUMNS = 12
-# Marks of the time line that are nearer, in percent of the run, are one.
+# Marks of the timeline that are closer than this, in percent of the run, become one.
 _MARK_APART = 0.25
-# What an incident is called where there is little room.
+# Short names of incidents.
 _CALLED = {
     "restart": "restart", "attempt_begin": "resumed", "task_failed": "a task was lost",
     "suspension": "suspended", "stalled": "stalled", "evaluator_left": "evaluator left",
@@ -38,7 +38,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell of the confusion matrix: how many, and how dark in percent."""
+    """One cell of the confusion matrix: its count, and its shade in percent."""
 
     count: int
     shade: int
@@ -47,7 +47,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One step on the time line: where it begins, and how long it is, in percent of the run."""
+    """One step on the timeline: start and length in percent of the run."""
 
     step: str
     status: str
@@ -59,7 +59,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Events of one `kind`, `checkpoint` or `incident`, at one moment; `text` is of the first."""
+    """Events of one `kind`, `checkpoint` or `incident`, at one time; `text` describes the first."""
 
     left: float
     kind: str
@@ -68,7 +68,7 @@ class Mark:
 
 
 def matrix(evaluation: Facts) -> list[list[Cell]]:
-    """Return the confusion matrix as cells; none where there are too many classes."""
+    """Return the confusion matrix as cells; empty if there are too many classes."""
     rows = evaluation.get("confusion_matrix") or []
     if len(rows) > MOST_CLASSES:
         return []
@@ -76,7 +76,7 @@ def matrix(evaluation: Facts) -> list[list[Cell]]:
         [
             Cell(
                 count=count,
-                # The root shows one wrong example in a thousand.
+                # The square root makes one error in a thousand visible.
                 shade=round(_DARKEST * math.sqrt(count / max(sum(row), 1))),
                 right=true == guess,
             )
@@ -99,13 +99,13 @@ def confusions(evaluation: Facts) -> list[dict[str, Any]]:
 
 
 def weak_classes(evaluation: Facts) -> list[Facts]:
-    """Return the metrics of each class, the lowest F1 first; of many classes the weakest."""
+    """Return the metrics of each class, lowest F1 first; of many classes, only the weakest."""
     rows = evaluation.get("per_class") or ()
     return sorted(rows, key=lambda row: row["f1"])[:MOST_CLASSES]
 
 
 def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
-    """Return ROC and precision over recall, of the weakest classes where their areas are known."""
+    """Return ROC and precision-recall curves, of the weakest classes if their areas are known."""
     areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
     charts: list[Chart | None] = []
     for title, curve, area in (
@@ -121,20 +121,20 @@ def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
         named = [(f"{each['label']} (area {value:.4f})", each[curve]) for value, each in known]
         if not areas:
             named = [(each["label"], each[curve]) for each in found]
-        charts.append(_of_points(title, dict(named[:_MOST_CURVES])))
+        charts.append(_points_chart(title, dict(named[:_MOST_CURVES])))
     return [chart for chart in charts if chart]
 
 
 def charts(evaluation: Facts) -> list[Chart]:
-    """Return the charts that the task has asked for."""
+    """Return the charts that the task requests."""
     found = (
-        _of_points(f"{each['title']}: {each['y']} over {each['x']}", each["series"])
+        _points_chart(f"{each['title']}: {each['y']} over {each['x']}", each["series"])
         for each in evaluation.get("charts") or ()
     )
     return [chart for chart in found if chart]
 
 
-def _of_points(title: str, series: Mapping[str, Sequence[Sequence[Any]]]) -> Chart | None:
+def _points_chart(title: str, series: Mapping[str, Sequence[Sequence[Any]]]) -> Chart | None:
     table = [
         {"across": x, str(place): y}
         for place, points in enumerate(series.values())
@@ -144,7 +144,7 @@ def _of_points(title: str, series: Mapping[str, Sequence[Sequence[Any]]]) -> Cha
 
 
 def calibration(evaluation: Facts) -> Chart | None:
-    """Return how often the model is right where it says how sure it is."""
+    """Return the reliability diagram: observed frequency by predicted probability."""
     bins = evaluation.get("calibration") or ()
     if not bins:
         return None
@@ -155,7 +155,7 @@ def calibration(evaluation: Facts) -> Chart | None:
 
 
 def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Return parts of a slice, the worst first by the main metric, for those that define it."""
+    """Return the parts of a slice that define the main metric, worst first."""
     main = MainMetric.of(evaluation)
     found = [
         {
@@ -178,14 +178,14 @@ def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
 
 
 def tiles(evaluation: Facts, rows: Sequence[Facts]) -> list[Facts]:
-    """Return the metrics that are at the top: the main one, the loss, and the next ones."""
+    """Return the metrics at the top of the page: the main one, the loss, and the next ones."""
     named = {row["name"]: row for row in rows}
     main = MainMetric.of({**evaluation, "metrics": named})
     return [*main_first(named, main.name).values()][:_MOST_TILES]
 
 
 def training(history: Sequence[Facts], main: str) -> dict[str, dict[str, str]]:
-    """Return the metrics of a history: by name its columns, with what they were measured on."""
+    """Return the metrics of a history by name: their columns, each with its split."""
     columns = dict.fromkeys(name for row in history for name in row)
     names = [name.removeprefix(VALIDATION) for name in columns if name.startswith(VALIDATION)]
     names = [*main_first(dict.fromkeys([LOSS, *names]), main)][:_MOST_PARTS]
@@ -193,7 +193,7 @@ def training(history: Sequence[Facts], main: str) -> dict[str, dict[str, str]]:
 
 
 def remarks(evaluation: Facts) -> list[str]:
-    """Return what is said below the metrics: positive classes, the constant, the baselines."""
+    """Return the remarks below the metrics: positive classes, the constant, the baselines."""
     found = headline.positive_classes(evaluation)
     if answer := (evaluation.get("constant") or {}).get("answer"):
         found.append(f"Constant: {shorten_name(answer)}.")
@@ -206,8 +206,8 @@ def remarks(evaluation: Facts) -> list[str]:
 def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
     """Return every metric with its interval, and next to it those of all opponents.
 
-    A row has `name`, `interval`, `cells` of the model and its opponents, each with whether it is
-    the best, and `comparisons`: what a tile says of champion and constant.
+    A row has `name`, `interval`, `cells` of the model and its opponents with a flag for the best
+    one, and `comparisons` with the champion and the constant.
     """
     intervals, others = evaluation.get("intervals") or {}, headline.opponents(evaluation)
     rows = []
@@ -227,7 +227,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
-    """Return the steps as bars over the time of the run, each with the events of its time."""
+    """Return the steps as bars over the time of the run, with the events during each bar."""
     numbers = ("began", "seconds")
     timed = [each for each in tries if None not in (number(each.get(name)) for name in numbers)]
     if not timed:
@@ -244,7 +244,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
             text = f"{event.get('event')} after {duration(moment - begin)}"
             began = max((each for each in marks if each <= moment), default=min(marks))
-            # A thousand restarts are still a picture.
+            # This keeps a thousand restarts legible.
             place = round(share(moment) / _MARK_APART) * _MARK_APART, kind
             first = marks[began].get(place)
             marks[began][place] = (
@@ -266,7 +266,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
 
 
 def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tuple[float, str]]:
-    """Return where on the global steps, between checkpoints, each incident was, and its name."""
+    """Return the position of each incident between checkpoints, in global steps, and its name."""
     known = sorted(
         (time, step)
         for each in (*checkpoints, *incidents)
@@ -282,20 +282,20 @@ def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tupl
         text = f"{each['task']}: {text}" if kind == "restart" and each.get("task") else text
         step = number(each.get("global_step"))
         if step is None:
-            step = _step_at(number(each.get("time")), known)
+            step = _estimate_step(number(each.get("time")), known)
         if step is not None:
             found.append((step, text))
     return found
 
 
-def _step_at(time: float | None, known: Sequence[tuple[float, float]]) -> float | None:
+def _estimate_step(time: float | None, known: Sequence[tuple[float, float]]) -> float | None:
     if time is None:
         return None
     at = bisect_right(known, (time, math.inf))
     if not at:
         return None
     begun, low = known[at - 1]
-    # A resumed attempt may begin below what was reached.
+    # A resumed attempt may begin below the step that was reached.
     if at == len(known) or known[at][1] < low:
         return low
     ended, high = known[at]
@@ -303,7 +303,7 @@ def _step_at(time: float | None, known: Sequence[tuple[float, float]]) -> float 
 
 
 def count_texts(texts: Iterable[str]) -> str:
-    """Return each text once, with how often it was there."""
+    """Return each text once, with its count."""
     counts: dict[str, int] = {}
     for text in texts:
         counts[text] = counts.get(text, 0) + 1
@@ -322,7 +322,7 @@ class Column:
 def worst_table(
     rows: Sequence[Facts], placed: Sequence[str]
 ) -> tuple[list[Column], list[list[object]]]:
-    """Return the worst examples as a table: what the model said, then the inputs by their names."""
+    """Return the worst examples as a table: the model's answers, then the inputs by name."""
     reported = ["label", "predicted"]
     reported += [name for row in rows for name in row if name not in (*placed, *reported)]
     names = [(name, False) for name in dict.fromkeys(reported) if any(name in row for row in rows)]

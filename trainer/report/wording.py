@@ -1,4 +1,4 @@
-"""Numbers and names as a person reads them; a number is rounded by its interval."""
+"""Formats numbers and names for readers; the confidence interval of a number sets its digits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from flotilla.trainer.runtime.masking import one_line
 Facts = Mapping[str, Any]
 
 NOTHING = "-"
-# Where no interval is known.
+# If no interval is known.
 _DIGITS = 4
-# More do not tell two numbers apart.
+# More digits do not help to tell two numbers apart.
 _MOST_DIGITS = 17
-# From here on, or below it, a number is read by its power of ten.
+# Numbers beyond these limits are written with a power of ten.
 _LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
 _NAMES = {"r2": "R²", "f1": "F1"}
 _PAIR = 2
-# A longer name of a class says no more.
+# Characters of a class name that a reader needs.
 _LONGEST_NAME = 60
 
 
 def format_value(value: object, digits: int = 6) -> str:
-    """Return a value, such as a setting, as a person reads it."""
+    """Format a value, such as a setting, for a reader."""
     if value is None or value == "":
         return NOTHING
     if isinstance(value, bool):
@@ -43,7 +43,7 @@ def format_value(value: object, digits: int = 6) -> str:
 
 
 def round_value(value: object, interval: object = None) -> str:
-    """Return a number with the digits that its `interval`, a pair, leaves it; four without one."""
+    """Round a number to the digits that its `interval`, a pair, supports; to four without one."""
     plain = number(value)
     if plain is None or isinstance(value, int):
         return format_value(value, _DIGITS)
@@ -58,9 +58,9 @@ def round_value(value: object, interval: object = None) -> str:
 
 
 def like(value: float) -> tuple[float, float]:
-    """Return an interval that leaves a number four digits, and what is next to it as many places.
+    """Return an interval that rounds a number to four digits, and its neighbours to as many places.
 
-    It stands for the interval that is not known.
+    It replaces an unknown interval.
     """
     if not value or not math.isfinite(value):
         return (0.0, 0.0)
@@ -68,13 +68,13 @@ def like(value: float) -> tuple[float, float]:
 
 
 def interval_text(interval: object, between: str = " to ") -> str:
-    """Return both ends of an interval with the digits of its width; empty for none."""
+    """Format both ends of an interval with the digits of its width; empty without one."""
     ends = _ends(interval)
     return between.join(round_value(end, interval) for end in ends) if ends else ""
 
 
 def apart(*values: float, interval: object = None) -> list[str]:
-    """Return numbers with so many digits that a reader sees which one is larger."""
+    """Format numbers with enough digits to show which one is larger."""
     texts = [round_value(each, interval) for each in values]
     for digits in range(2, _MOST_DIGITS + 1):
         if _tells(texts, values):
@@ -84,7 +84,7 @@ def apart(*values: float, interval: object = None) -> list[str]:
 
 
 def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[tuple[str, bool]]:
-    """Return values with the same decimal places, and of each whether it is the best."""
+    """Format values with equal decimal places, and say for each whether it is the best."""
     known = [each for each in values if isinstance(each, float) and number(each) is not None]
     places = interval or like(known[0] if known else 0.0)
     best = round_value((min if better == "lower" else max)(known), places) if known else ""
@@ -108,18 +108,18 @@ def title_metric(name: object) -> str:
 
 
 def capital(text: str) -> str:
-    """Return a text that begins with a capital letter."""
+    """Capitalize the first letter of a text."""
     return text[:1].upper() + text[1:]
 
 
 def shorten_name(name: object) -> str:
-    """Return the name of a class or a file as a sentence has it: on one line, and not too long."""
+    """Shorten the name of a class or a file to fit into a sentence, on one line."""
     text = one_line(str(name)) or "(empty)"
     return text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…"
 
 
 def _tells(texts: Sequence[str], values: Sequence[float]) -> bool:
-    """Say whether the texts have the order of the values, and are equal where those are."""
+    """Return whether the texts preserve the order and equality of the values."""
     read = [float(text) for text in texts]
     return all(
         (read[i] < read[j]) == (values[i] < values[j])
@@ -137,7 +137,7 @@ def _ends(interval: object) -> Sequence[float] | None:
 
 
 def _places(interval: object) -> int | None:
-    """Return the decimal places at which half of the interval has two digits; below 0 for tens."""
+    """Return the decimal places at which half of the interval has two digits; negative for tens."""
     ends = _ends(interval)
     if not ends or not ends[1] > ends[0]:
         return None

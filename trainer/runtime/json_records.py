@@ -70,12 +70,12 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def tree_of(record: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, to be written as a JSON object."""
-    return {each.name: _tree_of(getattr(record, each.name)) for each in fields(record)}
+    return {each.name: _field_tree(getattr(record, each.name)) for each in fields(record)}
 
 
-def _tree_of(value: Any) -> Any:
+def _field_tree(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_tree_of(each) for each in value]
+        return [_field_tree(each) for each in value]
     return tree_of(value) if is_dataclass(value) else value
 
 

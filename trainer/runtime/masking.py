@@ -61,7 +61,7 @@ def printable(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return _COMMANDS.sub(_escaped, text.replace("\r\n", "\n"))
+    return _COMMANDS.sub(_escape, text.replace("\r\n", "\n"))
 
 
 def one_line(text: str) -> str:
@@ -74,7 +74,7 @@ def unbroken(text: str) -> str:
     return mask(_BREAKS.sub(" ", text))
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escape(found: re.Match[str]) -> str:
     # As JSON has them, so that a document is the same one.
     units = found[0].encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
@@ -99,11 +99,11 @@ def mask(text: str) -> str:
 def remove_credentials(text: str) -> str:
     """Return `text`, as it is otherwise, without the credentials in it."""
     if "://" in text:
-        text = _IN_AUTHORITY.sub(_without_user, text)
+        text = _IN_AUTHORITY.sub(_mask_user, text)
     if "=" in text or ":" in text or " " in text:
         text = _IN_QUERY.sub(rf"\g<name>{HIDDEN}", text)
-        text = _IN_HEADER.sub(_without_value, text)
-    for secret in _of_environment():
+        text = _IN_HEADER.sub(_mask_value, text)
+    for secret in _environment_secrets():
         if secret in text:
             text = text.replace(secret, HIDDEN)
     return text
@@ -124,16 +124,16 @@ def is_sent_openly(url: str) -> bool:
         return "." in host
 
 
-def _without_user(found: re.Match[str]) -> str:
+def _mask_user(found: re.Match[str]) -> str:
     # In a bucket's name a colon alone says that the rest, up to the path, is none.
     return f"{found['scheme'] or found['other']}{HIDDEN}" + ("@" if found[0][-1] in "@0" else "")
 
 
-def _without_value(found: re.Match[str]) -> str:
+def _mask_value(found: re.Match[str]) -> str:
     return f"{found['name'] or found['kind']}{HIDDEN}"
 
 
-def _of_environment() -> Iterator[str]:
+def _environment_secrets() -> Iterator[str]:
     for name in VARIABLES:
         value = os.environ.get(name, "")
         # Anything shorter is no secret, and would remove letters from words.

@@ -79,13 +79,13 @@ class _Uncollected(MetaPathFinder):
             with suppress(AttributeError):
                 del loader.exec_module
             with noise.filter_output():
-                _without_collections(lambda: execute(module))
+                _pause_collections(lambda: execute(module))
 
         loader.exec_module = exec_module  # type: ignore[method-assign]
         return found
 
 
-def _without_collections(execute: Callable[[], None]) -> None:
+def _pause_collections(execute: Callable[[], None]) -> None:
     if not gc.isenabled():
         execute()
         return

@@ -331,7 +331,7 @@ def digest(what: str, module: str) -> str:
             raise ConfigError(f"{what}: cannot read {name}: {format_error(error)}") from None
         sources[name] = text
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        left += _imported_by(tree, package)
+        left += _list_imports(tree, package)
     joined = json.dumps(sources, sort_keys=True)
     return hashlib.sha256(joined.encode()).hexdigest()
 
@@ -342,7 +342,7 @@ def is_users(module: str) -> bool:
     return _source_file(module) is not None
 
 
-def _imported_by(tree: ast.Module, package: str) -> Iterator[str]:
+def _list_imports(tree: ast.Module, package: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -1,1 +1,1 @@
-"""Signatures of exported models, and where a model is from, in the forms of OpenSSF and in-toto."""
+"""Signatures and provenance of exported models, in the formats of OpenSSF and in-toto."""

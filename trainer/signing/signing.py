@@ -1,13 +1,13 @@
-"""Verifies that a model is served as its manifest says, and signs it, by OpenSSF model signing.
+"""Signs models by OpenSSF model signing, and verifies that a model is as its manifest says.
 
-`model.sig` is a Sigstore bundle over the names and SHA-256 of all other files, made with a private
-key on an elliptic curve; no service is asked. `signed_fields.json` is one of the files: what the
-manifest says next to them, which names the inputs and the version. The keys are files that two
-variables name, so that no configuration, record or log ever holds one.
+`model.sig` is a Sigstore bundle over the names and SHA-256 digests of all other files. It is made
+with a private key on an elliptic curve; no online service is used. `signed_fields.json` is one of
+the files: it repeats the fields of the manifest, such as the inputs and the version. Two
+environment variables name the key files, so that no configuration, record or log holds a key.
 
-`signing.json` says where a registered version is from, as an in-toto statement with the predicate
-of SLSA provenance v1 (https://slsa.dev/spec/v1.0/provenance); the other files are its subjects, and
-it is signed with them.
+`signing.json` is the provenance of a registered version: an in-toto statement with the predicate of
+SLSA provenance v1 (https://slsa.dev/spec/v1.0/provenance). Its subjects are the other files, and it
+is signed with them.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _BEATEN = re.compile(r"(?P<path>.+)\.[0-9a-f]{12}", re.DOTALL)
 
 
 class UnsignedError(UserError):
-    """A model has no valid signature by the key that is configured."""
+    """A model has no valid signature by the configured key."""
 
 
 def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
     """Sign all files below `folder` where a private key is configured; return whether it was.
 
-    `fields` are those of the manifest with which they are published.
+    `fields` are the fields of the manifest that they are published with.
 
     Raises:
         ConfigError: the key cannot be used, or the extra `signing` is not installed.
     """
     signature = folder / SIGNATURE
-    # Of what was copied: the files have changed.
+    # It belongs to the copied files, which have changed.
     signature.unlink(missing_ok=True)
     (folder / FIELDS).unlink(missing_ok=True)
     key = _key(PRIVATE_KEY)
@@ -64,23 +64,23 @@ def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
 
 
 def verifies() -> bool:
-    """Return whether a public key is configured, so that all files of a model are needed."""
+    """Return whether a public key is configured, so that all files have to be verified."""
     return _key(PUBLIC_KEY) is not None
 
 
 def verify(uri: str, scratch: Path | None = None) -> Manifest:
-    """Verify a published model as it would be served; return its manifest.
+    """Verify a published model as a server would load it; return its manifest.
 
-    Its files are those that the manifest names and no others, whole, and signed where a public key
-    is configured.
+    The files must be exactly those in the manifest, intact, and signed if a public key is
+    configured.
 
     Args:
         uri: of the model.
         scratch: local folder for its files; a temporary one when left out.
 
     Raises:
-        Corrupt: a file is damaged, or is one that the manifest does not name.
-        UnsignedError: there is no signature, it is by another key, or something differs.
+        Corrupt: a file is damaged, or is not in the manifest.
+        UnsignedError: the signature is missing, made with another key, or does not match the files.
         ConfigError: the key cannot be used, or the extra `signing` is not installed.
         UserError: the model cannot be read.
     """
@@ -94,9 +94,10 @@ def verify(uri: str, scratch: Path | None = None) -> Manifest:
 
 
 def fetch(uri: str, folder: Path, manifest: Manifest, only: Callable[[str], bool]) -> None:
-    """Fetch the files `only` of a model, and verify what a server would load next to them.
+    """Fetch the files `only` of a model, and verify the files that a server would load as well.
 
-    With a public key all are fetched and verified, as a signature is of all; see `verify`.
+    With a public key all files are fetched and verified, since a signature covers all; see
+    `verify`.
     """
     if verifies():
         _refuse_unnamed(uri, manifest)
@@ -107,9 +108,9 @@ def fetch(uri: str, folder: Path, manifest: Manifest, only: Callable[[str], bool
 
 
 def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
-    """Raise `Corrupt` unless the SavedModel of the manifest is the one that a server would load.
+    """Raise `Corrupt` unless a server would load the SavedModel of the manifest.
 
-    A server takes the highest number of the folder that it watches, whatever a manifest names.
+    A server loads the highest number in the folder that it watches, whatever the manifest says.
     """
     place = manifest.fields.get("saved_model")
     if not isinstance(place, str) or not any(_is_below(each, place) for each in manifest.files):
@@ -120,7 +121,7 @@ def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
     served = [each for each in manifest.files if _is_below(each, above)]
     there = {each.path.removeprefix(f"{above}/").partition("/")[0] for each in served}
     for other in sorted({*there, *storage.names(storage.join(uri, above))} - {number}):
-        raise _unnamed(uri, f"{above}/{other}")
+        raise _unnamed_error(uri, f"{above}/{other}")
     for each in served:
         if each.stored_at != each.path:
             raise Corrupt(f"{uri}: {each.path} is not where a server looks for it: export it again")
@@ -131,20 +132,20 @@ def _is_below(entry: FileEntry, folder: str) -> bool:
 
 
 def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
-    """Raise `Corrupt` where there is a file that the manifest of a model does not name."""
+    """Raise `Corrupt` if there is a file that is not in the manifest of a model."""
     _refuse_other_versions(uri, manifest)
     named = {MANIFEST, *(entry.stored_at for entry in manifest.files)}
     with report_errors(f"list {uri}"):
         there = [file.path for file in choose_store(uri).files(uri)]
     served = str(manifest.fields["saved_model"]).partition("/")[0]
     for path in sorted(set(there) - named):
-        # Of a publication that was beaten: no reader and no server looks for such a name.
+        # A publication that lost left it; no reader or server uses such a name.
         beaten = _BEATEN.fullmatch(path)
         if not beaten or beaten["path"] not in named or path.startswith(f"{served}/"):
-            raise _unnamed(uri, path)
+            raise _unnamed_error(uri, path)
 
 
-def _unnamed(uri: str, path: str) -> Corrupt:
+def _unnamed_error(uri: str, path: str) -> Corrupt:
     return Corrupt(
         f"{uri} holds {path}, which its manifest does not name: a server could load it "
         "unverified; remove it"
@@ -152,12 +153,12 @@ def _unnamed(uri: str, path: str) -> Corrupt:
 
 
 def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
-    """Verify all files of a model, which are going to be used, as `verify` does.
+    """Verify all local files of a model as `verify` does.
 
     Args:
-        folder: the files, but for `MANIFEST.json`.
-        fields: those of its manifest.
-        where: the model is from; it is in the error.
+        folder: the files except `MANIFEST.json`.
+        fields: of its manifest.
+        where: where the model is from, for the error.
     """
     key = _key(PUBLIC_KEY)
     if key is None:
@@ -175,7 +176,7 @@ def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
 
 
 def check() -> list[str]:
-    """Return a line for each key that is configured and can be used; raises `ConfigError`."""
+    """Return a line for each configured, usable key; raises `ConfigError`."""
     found = []
     for variable in (PRIVATE_KEY, PUBLIC_KEY):
         key = _key(variable)
@@ -194,7 +195,7 @@ def _verify_files(config: Any, folder: Path, where: str) -> None:
         )
     try:
         config.set_hashing_config(_hashing()).verify(folder, signature)
-    # A foreign bundle may fail in any way.
+    # A foreign bundle may raise any exception.
     except Exception as error:
         why = " ".join(str(error).split()) or "it is by another key, or was changed"
         raise UnsignedError(
@@ -213,7 +214,7 @@ def _key(variable: str) -> Path | None:
 
 
 def _usable(variable: str, key: Path) -> Any:
-    """Return the configuration of a signature with this key; raises `ConfigError`."""
+    """Return the signing configuration for this key; raises `ConfigError`."""
     package = _package()
     try:
         if variable == PRIVATE_KEY:
@@ -221,7 +222,7 @@ def _usable(variable: str, key: Path) -> Any:
         return package.verifying.Config().use_elliptic_key_verifier(public_key=key)
     except OSError as error:
         raise ConfigError(f"{variable}: cannot read {key}: {error.strerror}") from None
-    # Words of a library about a key are not repeated.
+    # A library's message about a key may reveal it.
     except Exception:
         kind = "private" if variable == PRIVATE_KEY else "public"
         raise ConfigError(
@@ -231,7 +232,7 @@ def _usable(variable: str, key: Path) -> Any:
 
 
 def _hashing() -> Any:
-    # The manifest names the signature, so that it is written after it.
+    # The manifest lists the signature, so the manifest is written last.
     paths = [SIGNATURE, MANIFEST]
     config = _package().hashing.Config()
     return config.set_ignored_paths(paths=paths, ignore_git_paths=False)
@@ -266,7 +267,7 @@ def write_provenance(folder: Path, name: str, lineage: Mapping[str, Any], create
 def _statement(
     subjects: list[dict[str, Any]], name: str, lineage: Mapping[str, Any], created: str
 ) -> dict[str, Any]:
-    """Return the statement; what the lineage does not say is left out."""
+    """Return the statement; fields that are missing from the lineage are left out."""
     config = {"name": name, "configuration": lineage.get("config", "")}
     return {
         "_type": STATEMENT,

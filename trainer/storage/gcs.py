@@ -143,7 +143,7 @@ class GcsBucket:
         """Return the description of one object."""
         blob = self._blob(key)
         self._retry(lambda: blob.reload(timeout=TIMEOUTS, retry=None))
-        return _stored(blob)
+        return _make_stored(blob)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:  # noqa: ARG002
         """Compare with the checksum that the store computed."""
@@ -156,15 +156,15 @@ class GcsBucket:
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
-        return map(_stored, self._listed(prefix, f"nextPageToken,items({_FIELDS})"))
+        return map(_make_stored, self._list_objects(prefix, f"nextPageToken,items({_FIELDS})"))
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`."""
-        found = self._listed(prefix, "nextPageToken,prefixes,items(name)", delimiter="/")
+        found = self._list_objects(prefix, "nextPageToken,prefixes,items(name)", delimiter="/")
         keys = {each if isinstance(each, str) else each.name for each in found}
         return sorted({key[len(prefix) :].strip("/") for key in keys})
 
-    def _listed(self, prefix: str, fields: str, **how: Any) -> Iterator[Any]:
+    def _list_objects(self, prefix: str, fields: str, **how: Any) -> Iterator[Any]:
         how |= {"prefix": prefix, "fields": fields, "page_size": store.PAGE}
 
         def page(token: str | None) -> tuple[list[Any], str | None]:
@@ -253,7 +253,7 @@ def _refuse_foreign_answer(answer: requests.Response, **_: Any) -> None:
         )
 
 
-def _stored(blob: Any) -> Stored:
+def _make_stored(blob: Any) -> Stored:
     found = _checksum(blob)
     created = blob.time_created.timestamp() if blob.time_created else 0.0
     writer = (blob.metadata or {}).get(WRITER, "")

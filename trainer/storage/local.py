@@ -120,7 +120,7 @@ class FileStore:
                         "copied wrongly; try again when nothing else writes there"
                     )
                 self.count(entry.bytes)
-            return _published(stage, target, manifest)
+            return _publish_stage(stage, target, manifest)
 
     @contextmanager
     def draft(self, uri: str) -> Iterator[str]:
@@ -148,7 +148,7 @@ class FileStore:
         for entry in manifest.files:
             if (_path(draft) / entry.path).stat().st_size != entry.bytes:
                 raise UserError(f"cannot publish {uri}: {entry.path} is not what was added")
-        return _published(_path(draft), _path(uri), manifest)
+        return _publish_stage(_path(draft), _path(uri), manifest)
 
     def children(self, uri: str) -> list[str]:
         """Return the plain names directly below a URI, in order; hidden ones left out."""
@@ -158,7 +158,7 @@ class FileStore:
         """Yield the files below a folder, through links too, or the one that a path names."""
         path = _path(uri)
         if not path.is_dir():
-            yield _listed("", path.stat())
+            yield _list_file("", path.stat())
             return
         yield from _walk(path, "", frozenset())
 
@@ -221,7 +221,7 @@ def _path(uri: str) -> Path:
     return path
 
 
-def _listed(path: str, found: os.stat_result) -> ListedFile:
+def _list_file(path: str, found: os.stat_result) -> ListedFile:
     return ListedFile(path, found.st_size, tag_of(found))
 
 
@@ -239,7 +239,7 @@ def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterato
                 if entry.is_dir():
                     yield from _walk(folder / entry.name, f"{path}/", below)
                 elif entry.is_file():
-                    yield _listed(path, entry.stat())
+                    yield _list_file(path, entry.stat())
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -247,7 +247,7 @@ def _write(path: Path, data: bytes) -> None:
     sync(path)
 
 
-def _published(stage: Path, target: Path, manifest: Manifest) -> Manifest | None:
+def _publish_stage(stage: Path, target: Path, manifest: Manifest) -> Manifest | None:
     _write(stage / MANIFEST, manifest.to_json())
     for folder, _, _ in os.walk(stage):
         sync(Path(folder))
@@ -255,13 +255,13 @@ def _published(stage: Path, target: Path, manifest: Manifest) -> Manifest | None
 
 
 def _commit(stage: Path, target: Path) -> bool:
-    if not _renamed(stage, target):
+    if not _rename_stage(stage, target):
         if (target / MANIFEST).exists():
             return False
         # Without the lock another writer could publish at the target between the check that it has
         # no manifest and its removal.
         with locked(target.parent):
-            while not _renamed(stage, target):
+            while not _rename_stage(stage, target):
                 if (target / MANIFEST).exists():
                     return False
                 # Only an unpublished directory may be replaced. A parent of published directories
@@ -275,7 +275,7 @@ def _commit(stage: Path, target: Path) -> bool:
     return True
 
 
-def _renamed(stage: Path, target: Path) -> bool:
+def _rename_stage(stage: Path, target: Path) -> bool:
     try:
         os.rename(stage, target)
     except OSError as error:
@@ -294,7 +294,7 @@ def _rename_away(path: Path) -> None:
 def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
     """Create a staging folder named after `name`; `resume` takes that of a dead writer."""
     parent.mkdir(parents=True, exist_ok=True)
-    inherited = _inherited(parent, name) if resume else None
+    inherited = _inherit(parent, name) if resume else None
     # After that, so that the inherited one is not deleted.
     for other in filter(is_staging, os.listdir(parent)):
         with suppress(OSError):
@@ -316,12 +316,14 @@ def locked(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
 
-        def lock_of() -> str:
+        def describe_lock() -> str:
             return f"the lock of {directory}, which {_lock_holder(descriptor)} has"
 
-        if not wait_until(lambda: _lock(descriptor) is not False, lock_of, LOCK_SECONDS, LOCK_POLL):
+        if not wait_until(
+            lambda: _lock(descriptor) is not False, describe_lock, LOCK_SECONDS, LOCK_POLL
+        ):
             raise UserError(
-                f"waited {LOCK_SECONDS:g} s for {lock_of()}: stop that process, or remove "
+                f"waited {LOCK_SECONDS:g} s for {describe_lock()}: stop that process, or remove "
                 "other readers' access to the folder; then try again"
             )
         yield
@@ -373,7 +375,7 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
                 stage.rmdir()
 
 
-def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
+def _inherit(parent: Path, name: str) -> tuple[Path, int] | None:
     for other in sorted(filter(is_staging, os.listdir(parent))):
         if other[1:].rpartition(".part")[0][:-13] == name:
             stage = parent / other
@@ -433,19 +435,19 @@ def _unlock(descriptor: int) -> None:
 
 def writer() -> str:
     """Return a text that identifies this process on all machines; empty without `/proc`."""
-    return f"{_machine()}/{os.getpid()}/{_started(os.getpid())}" if _machine() else ""
+    return f"{_machine()}/{os.getpid()}/{_start_time(os.getpid())}" if _machine() else ""
 
 
 def is_gone(text: str) -> bool:
     """Say whether the process of a `writer`, on this machine, is known to have ended."""
     number, started = _here(text)
-    return bool(number) and _started(number) != started
+    return bool(number) and _start_time(number) != started
 
 
 def is_living(text: str) -> bool:
     """Say whether the process of a `writer` is known to be alive."""
     number, started = _here(text)
-    return bool(number) and _started(number) == started
+    return bool(number) and _start_time(number) == started
 
 
 def _here(text: str) -> tuple[int, str]:
@@ -465,7 +467,7 @@ def _machine() -> str:
     return ""
 
 
-def _started(process: int) -> str:
+def _start_time(process: int) -> str:
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -66,7 +66,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     """Remove the orphans below `prefix` and return their keys."""
     before = time.time() - ORPHAN_SECONDS
     found = list(bucket.walk(prefix))
-    directories, named = _published(bucket, found)
+    directories, named = _published_files(bucket, found)
     unnamed = [each for each in found if each.key not in named and not _is_manifest(each)]
 
     def is_over(stored: Stored) -> bool:
@@ -78,7 +78,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
 
     over = run_parallel(is_over, unnamed)
     # A writer that has ended meanwhile may have published first.
-    _, named = _published(bucket, bucket.walk(prefix))
+    _, named = _published_files(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
     ]
@@ -87,7 +87,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     return sorted(dead)
 
 
-def _published(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[str]]:
+def _published_files(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[str]]:
     """Return the prefixes of the published directories, and the keys that their manifests name."""
     manifests = [each.key for each in found if _is_manifest(each)]
     named: set[str] = set()
@@ -134,12 +134,12 @@ class ObjectStore:
 
     def read(self, uri: str) -> bytes:
         """Return the content of one object."""
-        with self._translated(uri):
+        with self._translate(uri):
             return self._bucket.get(_key(uri))
 
     def write(self, uri: str, data: bytes) -> None:
         """Create or replace one object."""
-        with self._translated(uri, writes=True):
+        with self._translate(uri, writes=True):
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
@@ -148,7 +148,7 @@ class ObjectStore:
 
     def checksum(self, uri: str) -> Checksum:
         """Return what the store vouches for, or read the object."""
-        with self._translated(uri):
+        with self._translate(uri):
             vouched = self._bucket.vouched(_key(uri))
             if vouched:
                 return vouched
@@ -159,20 +159,20 @@ class ObjectStore:
     def download(self, uri: str, target: Path) -> str:
         """Copy one object to a local path."""
         with target.open("wb") as file:
-            return self._read_into(uri, _Counted(file, self._counted))
+            return self._read_object(uri, _Counted(file, self._counted))
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
         """Return content and tag of one object."""
         file = io.BytesIO()
-        tag = self._read_into(uri, _Counted(file, self._counted, most))
+        tag = self._read_object(uri, _Counted(file, self._counted, most))
         return file.getvalue(), tag
 
     def _counted(self, count: int) -> None:
         self.count(count)
         self._retry.progress(count)
 
-    def _read_into(self, uri: str, file: _Counted) -> str:
-        with self._translated(uri):
+    def _read_object(self, uri: str, file: _Counted) -> str:
+        with self._translate(uri):
             return self._bucket.read_into(_key(uri), file) or file.crc32c
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
@@ -203,7 +203,7 @@ class ObjectStore:
         found = checksum(path)
         entry = FileEntry(name, found.bytes, found.crc32c)
         # A store without conditions on what is written would overwrite what is there.
-        placed = self._place_file(draft, path, entry, self._found(join(draft, name)), [])
+        placed = self._place_file(draft, path, entry, self._stat(join(draft, name)), [])
         path.unlink()
         return placed
 
@@ -228,14 +228,14 @@ class ObjectStore:
 
     def children(self, uri: str) -> list[str]:
         """Return the names up to the next slash."""
-        with self._translated(uri):
+        with self._translate(uri):
             names = self._bucket.names(_prefix(uri))
         return [name for name in names if name and not name.startswith(".")]
 
     def files(self, uri: str) -> Iterator[ListedFile]:
         """Yield the objects below a URI, or the one at it; those that mark folders are left out."""
         prefix = _prefix(uri)
-        with self._translated(uri):
+        with self._translate(uri):
             below = False
             for each in self._bucket.walk(prefix):
                 below = True
@@ -259,12 +259,12 @@ class ObjectStore:
 
     def discard(self, uri: str) -> None:
         """Remove one object; needs no permission to list."""
-        with suppress(FileNotFoundError), self._translated(uri):
+        with suppress(FileNotFoundError), self._translate(uri):
             self._bucket.remove(_key(uri))
 
     def sweep(self, uri: str) -> list[str]:
         """Remove orphans; see `collect`."""
-        with self._translated(uri):
+        with self._translate(uri):
             keys = collect(self._bucket, _prefix(uri))
         return [join(uri, key.removeprefix(_prefix(uri))) for key in keys]
 
@@ -277,7 +277,7 @@ class ObjectStore:
             if there is None and self._upload(where, path, entry):
                 created.append(at)
                 return replace(entry, at="" if at == entry.path else at)
-            with self._translated(where):
+            with self._translate(where):
                 found = there or self._bucket.stat(_key(where))
                 if self._bucket.holds(found, path, entry.checksum):
                     return replace(entry, at="" if at == entry.path else at)
@@ -289,7 +289,7 @@ class ObjectStore:
     def _upload(self, uri: str, path: Path, entry: FileEntry) -> bool:
         try:
             if entry.bytes > PART_BYTES:
-                with self._translated(uri, writes=True):
+                with self._translate(uri, writes=True):
                     self._bucket.create_from(_key(uri), path, entry.checksum, writer(), self.count)
                 return True
             data = path.read_bytes()
@@ -307,18 +307,18 @@ class ObjectStore:
         return is_created
 
     def _exists(self, uri: str) -> bool:
-        return self._found(uri) is not None
+        return self._stat(uri) is not None
 
-    def _found(self, uri: str) -> Stored | None:
+    def _stat(self, uri: str) -> Stored | None:
         try:
-            with self._translated(uri):
+            with self._translate(uri):
                 return self._bucket.stat(_key(uri))
         except FileNotFoundError:
             return None
 
     def _create(self, uri: str, data: bytes) -> bool:
         try:
-            with self._translated(uri, writes=True):
+            with self._translate(uri, writes=True):
                 self._bucket.create(_key(uri), data, writer())
         except FileExistsError:
             return False
@@ -334,7 +334,7 @@ class ObjectStore:
     def _below(self, uri: str) -> dict[str, Stored]:
         """Return all objects below a URI by their relative path."""
         prefix = _prefix(uri)
-        with self._translated(uri):
+        with self._translate(uri):
             return {each.key.removeprefix(prefix): each for each in self._bucket.walk(prefix)}
 
     def _call(self, request: Callable[[], Result]) -> Result:
@@ -347,7 +347,7 @@ class ObjectStore:
         return result
 
     @contextmanager
-    def _translated(self, uri: str, *, writes: bool = False) -> Iterator[None]:
+    def _translate(self, uri: str, *, writes: bool = False) -> Iterator[None]:
         """Translate errors of the client into those that all stores raise."""
         try:
             yield

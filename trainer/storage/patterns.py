@@ -52,10 +52,10 @@ class Pattern:
         found = self.expression.fullmatch(path)
         if not found:
             return None
-        span = _span_of({name: text or "" for name, text in found.groupdict().items()})
+        span = _span({name: text or "" for name, text in found.groupdict().items()})
         if span is None:
             return None
-        return Match(span, is_below=bool(found["below"]), written=_written(found))
+        return Match(span, is_below=bool(found["below"]), written=_written_span(found))
 
 
 def is_local(source: str) -> bool:
@@ -126,12 +126,12 @@ def _expression(key: str, text: str, pattern: str) -> re.Pattern[str]:
     if pattern.count(SPAN) + pattern.count(DATE) > 1:
         raise ConfigError(f"{key}: {text!r}: write {SPAN} or {DATE} once")
     try:
-        return re.compile(_translated(pattern) + "(?P<below>/.*)?", re.DOTALL)
+        return re.compile(_to_expression(pattern) + "(?P<below>/.*)?", re.DOTALL)
     except (re.error, UserError) as error:
         raise ConfigError(f"{key}: {text!r} is no pattern: {error}") from None
 
 
-def _translated(pattern: str) -> str:
+def _to_expression(pattern: str) -> str:
     found, at = "", 0
     while at < len(pattern):
         token, text = _token(pattern, at)
@@ -156,7 +156,7 @@ def _token(pattern: str, at: int) -> tuple[str, str]:
         choices, token = _braces(rest)
         if len(choices) == 1:
             raise UserError(f"{token} is unknown: write {SPAN}, {DATE} or {{a,b}}")
-        return token, f"(?:{'|'.join(map(_translated, choices))})"
+        return token, f"(?:{'|'.join(map(_to_expression, choices))})"
     return rest[0], re.escape(rest[0])
 
 
@@ -173,14 +173,14 @@ def _braces(text: str) -> tuple[list[str], str]:
     raise UserError("a brace is not closed")
 
 
-def _written(found: re.Match[str]) -> str:
+def _written_span(found: re.Match[str]) -> str:
     there = [name for name in found.groupdict() if name != "below" and found[name]]
     if not there:
         return ""
     return found.string[min(map(found.start, there)) : max(map(found.end, there))]
 
 
-def _span_of(groups: dict[str, str]) -> str | None:
+def _span(groups: dict[str, str]) -> str | None:
     if groups.get("span"):
         return str(int(groups["span"]))
     if not groups.get("year"):

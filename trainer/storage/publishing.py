@@ -130,7 +130,7 @@ def verify(uri: str) -> Manifest:
     store = choose_store(uri)
 
     def stored(entry: FileEntry) -> Checksum | None:
-        there = _stored(store, uri, entry)
+        there = _stored_checksum(store, uri, entry)
         work.add(entry.bytes)
         return there
 
@@ -144,7 +144,7 @@ def verify(uri: str) -> Manifest:
     return manifest
 
 
-def _stored(store: Store, uri: str, entry: FileEntry) -> Checksum | None:
+def _stored_checksum(store: Store, uri: str, entry: FileEntry) -> Checksum | None:
     try:
         return store.checksum(join(uri, entry.stored_at))
     except (FileNotFoundError, NotADirectoryError):

@@ -75,7 +75,7 @@ class Retry:
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(transient),
             wait=self._pause,
-            stop=lambda _: self._left() <= 0,
+            stop=lambda _: self._seconds_left() <= 0,
             before_sleep=(lambda state: self._log_retry(where, state)) if self._logs else None,
             reraise=True,
         )
@@ -102,7 +102,7 @@ class Retry:
         threading.Thread(target=send, args=(future,), name="request", daemon=True).start()
         least = time.monotonic() + LEAST_SECONDS
         while not future.done():
-            left = max(self._left(), least - time.monotonic())
+            left = max(self._seconds_left(), least - time.monotonic())
             if left <= 0:
                 raise TimeoutError("no whole answer came")
             wait([future], left)
@@ -112,12 +112,12 @@ class Retry:
             # Its error has the frames that hold it: the collector alone would close their sockets.
             del future
 
-    def _left(self) -> float:
+    def _seconds_left(self) -> float:
         return self._succeeded_at + self._seconds - time.monotonic()
 
     def _pause(self, state: tenacity.RetryCallState) -> float:
         pause: float = tenacity.wait_random_exponential(FIRST_PAUSE, MAX_PAUSE)(state)
-        return max(0.0, min(pause, self._left()))
+        return max(0.0, min(pause, self._seconds_left()))
 
     def _log_retry(self, where: str, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -127,7 +127,7 @@ class Retry:
             where,
             describe(error),
             pause,
-            self._left(),
+            self._seconds_left(),
         )
 
 

@@ -129,7 +129,7 @@ class S3Bucket:
         """Return the content of an object, checked against its MD5 where the store has it."""
 
         def whole() -> bytes:
-            answer = self._client.get_object(**self._at(key))
+            answer = self._client.get_object(**self._object_key(key))
             data: bytes = answer["Body"].read()
             if _is_md5(answer) and _tag(answer) != hashlib.md5(data).hexdigest():
                 raise DamagedInTransitError(f"{key} arrived with other content than is stored")
@@ -146,7 +146,7 @@ class S3Bucket:
             start = file.tell()
             span = {"Range": f"bytes={start}-"} if start else {}
             try:
-                answer = self._client.get_object(**self._at(key), **span)
+                answer = self._client.get_object(**self._object_key(key), **span)
             except boto.ClientError as error:
                 if start and _code(error) in ("InvalidRange", "416"):
                     return
@@ -173,7 +173,7 @@ class S3Bucket:
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
     ) -> None:
         """Upload a file in parts; each is verified, and retried by itself."""
-        where = self._at(key)
+        where = self._object_key(key)
         begun = self._retry(
             lambda: self._client.create_multipart_upload(**where, Metadata={WRITER: writer})
         )
@@ -187,13 +187,13 @@ class S3Bucket:
             # An upload that is not aborted here is found by its mark later.
             with suppress(boto.ClientError, boto.BotoCoreError):
                 self._abort(upload)
-                self._client.delete_object(**self._at(mark))
+                self._client.delete_object(**self._object_key(mark))
             raise
         self.remove(mark)
 
     def stat(self, key: str) -> Stored:
         """Return the description of one object."""
-        answer = self._retry(lambda: self._client.head_object(**self._at(key)))
+        answer = self._retry(lambda: self._client.head_object(**self._object_key(key)))
         writer = answer.get("Metadata", {}).get(WRITER, "")
         created = answer["LastModified"].timestamp()
         return Stored(key, answer["ContentLength"], _tag(answer), created, writer)
@@ -204,7 +204,7 @@ class S3Bucket:
             return False
         if stored.bytes <= PART_BYTES:
             return stored.digest == hashlib.md5(path.read_bytes()).hexdigest()
-        digests = [hashlib.md5(part).digest() for part in _parts_of(path, expected.bytes)]
+        digests = [hashlib.md5(part).digest() for part in _read_parts(path, expected.bytes)]
         whole = hashlib.md5(b"".join(digests)).hexdigest()
         return stored.digest == f"{whole}-{len(digests)}"
 
@@ -214,18 +214,18 @@ class S3Bucket:
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
-        for each in self._listed(prefix):
+        for each in self._list_objects(prefix):
             if "Size" in each:
                 created = each["LastModified"].timestamp()
                 yield Stored(each["Key"], each["Size"], _tag(each), created)
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`."""
-        found = self._listed(prefix, Delimiter="/")
+        found = self._list_objects(prefix, Delimiter="/")
         keys = {each.get("Key") or each["Prefix"] for each in found}
         return sorted({key[len(prefix) :].strip("/") for key in keys})
 
-    def _listed(self, prefix: str, **how: Any) -> Iterator[dict[str, Any]]:
+    def _list_objects(self, prefix: str, **how: Any) -> Iterator[dict[str, Any]]:
         how |= {"Bucket": self._name, "Prefix": prefix, "MaxKeys": store.PAGE}
 
         def page(token: str | None) -> tuple[list[dict[str, Any]], str | None]:
@@ -238,12 +238,12 @@ class S3Bucket:
 
     def remove(self, key: str) -> None:
         """Remove an object."""
-        self._retry(lambda: self._client.delete_object(**self._at(key)))
+        self._retry(lambda: self._client.delete_object(**self._object_key(key)))
 
     def abort_upload(self, mark: str) -> None:
         """Abort the upload that a mark names; one that is over is no error."""
         key = mark.removesuffix(UPLOAD_MARK).rpartition(".")[0]
-        upload = {**self._at(key), "UploadId": self.get(mark).decode(errors="replace")}
+        upload = {**self._object_key(key), "UploadId": self.get(mark).decode(errors="replace")}
         try:
             self._retry(partial(self._abort, upload))
         except boto.ClientError as error:
@@ -282,7 +282,7 @@ class S3Bucket:
     def _client(self) -> Any:
         return client(os.getpid(), self._endpoint)
 
-    def _at(self, key: str) -> dict[str, str]:
+    def _object_key(self, key: str) -> dict[str, str]:
         return {"Bucket": self._name, "Key": key}
 
     def _unless_there(self, request: Callable[..., None]) -> None:
@@ -310,14 +310,16 @@ class S3Bucket:
         def remove_damaged() -> None:
             nonlocal damaged
             if damaged:
-                self._client.delete_object(**self._at(key))
+                self._client.delete_object(**self._object_key(key))
                 damaged = False
 
         def send() -> None:
             nonlocal damaged
             remove_damaged()
-            answer = self._client.put_object(**self._at(key), Body=data, ContentMD5=digest, **how)
-            arrived = self._arrived(key, data, answer, is_new)
+            answer = self._client.put_object(
+                **self._object_key(key), Body=data, ContentMD5=digest, **how
+            )
+            arrived = self._has_arrived(key, data, answer, is_new)
             # Not every store compares the MD5 that was sent, and nobody may read such a manifest.
             damaged = is_new and not arrived
             remove_damaged()
@@ -326,13 +328,13 @@ class S3Bucket:
 
         self._retry(send)
 
-    def _arrived(self, key: str, data: bytes, answer: dict[str, Any], is_new: bool) -> bool:
+    def _has_arrived(self, key: str, data: bytes, answer: dict[str, Any], is_new: bool) -> bool:
         """Say whether a store has what was sent, by its MD5, or else by reading a small object."""
         if _is_md5(answer):
             return _tag(answer) == hashlib.md5(data).hexdigest()
         if not is_new or len(data) > _CHUNK:
             return True
-        stored: bytes = self._client.get_object(**self._at(key))["Body"].read()
+        stored: bytes = self._client.get_object(**self._object_key(key))["Body"].read()
         return stored == data
 
     def _parts(
@@ -340,7 +342,7 @@ class S3Bucket:
     ) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = []
         size = crc = 0
-        for number, data in enumerate(_parts_of(path, expected.bytes), start=1):
+        for number, data in enumerate(_read_parts(path, expected.bytes), start=1):
             size, crc = size + len(data), google_crc32c.extend(crc, data)
             tag = self._retry(partial(self._send_part, upload, number, data))
             parts.append({"PartNumber": number, "ETag": tag})
@@ -363,7 +365,7 @@ class S3Bucket:
         self._client.abort_multipart_upload(**upload)
 
 
-def _parts_of(path: Path, size: int) -> Iterator[bytes]:
+def _read_parts(path: Path, size: int) -> Iterator[bytes]:
     length = max(PART_BYTES, -(-size // _MAX_PARTS))
     with path.open("rb") as file:
         while data := file.read(length):

@@ -32,7 +32,7 @@ class Endpoint:
 def find_endpoint(location: Location) -> Endpoint:
     """Return the endpoint of a URI, or else of the environment, or else the default."""
     minio = location.scheme == "minio"
-    given = {f"the endpoint of {location.home}": _with_scheme(location)}
+    given = {f"the endpoint of {location.home}": _add_scheme(location)}
     given |= {name: os.environ.get(name, "") for name in _VARIABLES}
     found = next((web_address(url, where) for where, url in given.items() if url), "")
     url = found or (KFP_ENDPOINT if minio else "")
@@ -62,7 +62,7 @@ def kfp_credentials() -> Mapping[str, str]:
     return {"aws_access_key_id": keys[0], "aws_secret_access_key": keys[1]}
 
 
-def _with_scheme(location: Location) -> str:
+def _add_scheme(location: Location) -> str:
     endpoint = location.option("endpoint")
     if not endpoint or "://" in endpoint:
         return endpoint

@@ -60,7 +60,7 @@ def find_scheme(uri: str) -> str:
     """Return the scheme of `uri`; raises `UserError` unless it is a URI of a known scheme."""
     scheme, mark, rest = uri.partition("://")
     if not mark or scheme not in SCHEMES or not rest:
-        raise UserError(f"{_without_query(uri)!r} is not a storage URI: write it as {FORMS}")
+        raise UserError(f"{_strip_query(uri)!r} is not a storage URI: write it as {FORMS}")
     return scheme
 
 
@@ -80,10 +80,10 @@ def locate(uri: str) -> Location:
     scheme = find_scheme(uri)
     rest, _, query = uri.removeprefix(f"{scheme}://").partition("?")
     bucket, _, path = rest.partition("/")
-    bare = _without_query(uri)
+    bare = _strip_query(uri)
     if not _BUCKET.fullmatch(bucket):
         raise UserError(f"{bare!r} is not a storage URI: {bucket!r} is no name of a bucket")
-    return Location(scheme, bucket, _checked_key(bare, path), _options(scheme, bare, query))
+    return Location(scheme, bucket, _check_key(bare, path), _options(scheme, bare, query))
 
 
 def join(uri: str, *parts: str) -> str:
@@ -146,8 +146,8 @@ def local_path(uri: str) -> Path | None:
 def check_path(uri: str) -> None:
     """Raise `UserError` unless the path of a URI and its options are some that a store takes."""
     if local_path(uri) is None:
-        bare = _without_query(uri)
-        _checked_key(bare, bare.partition("://")[2].partition("/")[2])
+        bare = _strip_query(uri)
+        _check_key(bare, bare.partition("://")[2].partition("/")[2])
         # One that is none may be a secret.
         _options(find_scheme(uri), bare, uri.partition("?")[2])
 
@@ -171,7 +171,7 @@ def uri_of(path: str | Path) -> str:
     return "file://" + quote(os.fsencode(absolute))
 
 
-def _checked_key(bare: str, path: str) -> str:
+def _check_key(bare: str, path: str) -> str:
     path = path.rstrip("/")
     names = [_plain(name) for name in path.split("/")] if path else []
     key = "/".join(names)
@@ -239,6 +239,6 @@ def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _without_query(uri: str) -> str:
+def _strip_query(uri: str) -> str:
     # A mistyped URI may hold a secret there.
     return uri.partition("?")[0]

@@ -62,7 +62,7 @@ def mask_libraries() -> None:
     """Mask what is logged in a process without a log, and the warnings of Python."""
     if logging.lastResort:
         logging.lastResort.setFormatter(_Masked(logging.Formatter()))
-    warnings.formatwarning = lambda *warned, **more: mask(_indented(_FORMAT(*warned, **more)))
+    warnings.formatwarning = lambda *warned, **more: mask(_indent(_FORMAT(*warned, **more)))
 
 
 class _Masked(logging.Formatter):
@@ -77,7 +77,7 @@ class _Masked(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         quoted = copy(record)
-        quoted.msg, quoted.args = _indented(record.getMessage()), None
+        quoted.msg, quoted.args = _indent(record.getMessage()), None
         if record.exc_info and record.exc_info[1]:
             quoted.exc_text = format_traceback(record.exc_info[1])
         return mask(self._inner.format(quoted))
@@ -85,8 +85,8 @@ class _Masked(logging.Formatter):
 
 def format_traceback(error: BaseException) -> str:
     """Return the traceback of an error, in which no line of its message begins at the margin."""
-    return "".join(map(_indented, traceback.format_exception(error))).rstrip("\n")
+    return "".join(map(_indent, traceback.format_exception(error))).rstrip("\n")
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return _BREAK.sub("\n  ", text)
