@@ -1,1 +1,1 @@
-"""What every process needs: errors, text that is safe to print, signals, the environment."""
+"""The basics of every process: errors, safe text, signals and environment variables."""

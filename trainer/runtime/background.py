@@ -1,4 +1,4 @@
-"""A loop in the background: a function that is called at an interval, on a thread of its own."""
+"""A background loop: a function that a thread calls at an interval."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ class Loop:
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str
     ) -> None:
-        """Describe a thread `name` with a pause before each call; `failing` says of an error."""
+        """Name the thread and set its pause before calls; `failing` is the log text for errors."""
         self._work, self._seconds, self._failing = work, seconds, failing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def is_over(self) -> bool:
-        """Whether the loop was stopped, or has ended by itself."""
+        """Return whether the loop was stopped or has ended."""
         return self._over.is_set()
 
     def start(self) -> Self:
-        """Begin with a pause, after which the first call comes."""
+        """Start; the first call comes after one pause."""
         self._thread.start()
         return self
 
     def stop(self) -> None:
-        """Call the function no more; one call may go on."""
+        """Stop calling the function; a call in progress may finish."""
         self._over.set()
 
     def join(self) -> None:
-        """Wait until no call goes on, after `stop`."""
+        """Wait for a call in progress to end, after `stop`."""
         self._thread.join()
 
     def _run(self) -> None:

@@ -1,7 +1,8 @@
-"""How many processors this process may use: those it may run on, and the limit of its container.
+"""The number of processors this process may use: its CPU affinity and the limit of its container.
 
-Libraries start a thread for each processor of a machine. A container with a limit of one uses that
-up in a moment, and then stands still: see "CFS Bandwidth Control" in the documents of Linux.
+Libraries start one thread per processor of the machine. In a container with a limit of one CPU
+these use up the quota at once and are then throttled; see "CFS Bandwidth Control" in the Linux
+kernel documentation.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-# TensorFlow's threads for one operation, and those of NumPy, SciPy and Arrow. Threads between
-# operations stay: some of them only wait for others.
+# Intra-op threads of TensorFlow, and the threads of NumPy, SciPy and Arrow. The inter-op threads
+# stay: some of them only wait for others.
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
-# What `limit_threads` has set them to.
+# The values that `limit_threads` has set.
 _LIMITED: dict[str, str] = {}
 
 
 def affinity() -> list[int]:
-    """Return the numbers of the processors that this process may run on; none where unknown."""
-    # Not every system says it.
+    """Return the numbers of the processors that this process may run on; None if unknown."""
+    # Not every system has this function.
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 def usable() -> int:
-    """Return of how many processors this process may use the time, rounded up; at least 1."""
+    """Return the number of processors whose time this process may use, rounded up; at least 1."""
     return max(1, min([present(), *(math.ceil(limit) for limit in _limits())]))
 
 
 def present() -> int:
-    """Return on how many processors this process may run, whatever it may use of their time."""
+    """Return the number of processors this process may run on, whatever its quota."""
     return len(affinity()) or os.cpu_count() or 1
 
 
 def limit_threads() -> None:
-    """Let libraries that are loaded later start no more threads than `usable`."""
+    """Make libraries that are loaded later start at most `usable` threads."""
     count = usable()
     if count == present():
         return
@@ -48,7 +49,7 @@ def limit_threads() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for processes that share this one's processors: without its limits."""
+    """Return the environment for processes that share this one's processors: without limits."""
     return {name: value for name, value in os.environ.items() if _LIMITED.get(name) != value}
 
 
@@ -59,7 +60,7 @@ def _limits() -> Iterator[float]:
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
             if quota != "max":
                 yield int(quota) / int(period)
-        # Version 1, where no limit is -1.
+        # In version 1, -1 means no limit.
         with suppress(OSError, ValueError, ZeroDivisionError):
             names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
             quota, period = ((folder / name).read_text(encoding="ascii") for name in names)
@@ -68,13 +69,13 @@ def _limits() -> Iterator[float]:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the folders of the groups and of those above; a container may see its own as `/`."""
+    """Yield the cgroup folders of this process and their parents; a container may see `/` only."""
     with suppress(OSError):
         for line in os.fsdecode(_OWN.read_bytes()).split("\n"):
             _, controllers, path = (*line.split(":", 2), "", "")[:3]
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            # The folder of version 1 may have both names.
+            # In version 1 the folder may be named after both controllers.
             for name in {controllers, "cpu"} if controllers else {""}:
                 own = _ROOT / name / path.lstrip("/")
                 yield from (each for each in (own, *own.parents) if each.is_relative_to(_ROOT))

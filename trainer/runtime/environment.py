@@ -1,4 +1,4 @@
-"""The environment variables of Flotilla, and what each may be, checked before anything begins."""
+"""Flotilla's environment variables and their allowed values, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ VARIABLES: Mapping[str, Form] = {
 
 
 def read_variable(name: str) -> str:
-    """Return the value of a variable, empty where it is not set; raises `ConfigError`."""
+    """Return the value of a variable, empty if it is not set; raises `ConfigError`."""
     form, is_right = VARIABLES[name]
     text = os.environ.get(name, "")
     if text and not is_right(text):
@@ -75,6 +75,6 @@ def read_variable(name: str) -> str:
 
 
 def check_variables() -> None:
-    """Raise `ConfigError` for the first variable of the environment that is wrong."""
+    """Raise `ConfigError` for the first invalid variable of the environment."""
     for name in VARIABLES:
         read_variable(name)

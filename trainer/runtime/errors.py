@@ -1,6 +1,6 @@
-"""Errors that are reported as one line, and the exit codes of all processes.
+"""Errors that are reported in one line, and the exit codes of all processes.
 
-A `UserError` says what is wrong, where, and the remedy. Any other exception is a bug.
+A `UserError` says what is wrong, where, and how to fix it. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ USAGE = 2
 REFUSED = 3
 INTERRUPTED = 130
 BEGIN_AGAIN = 138
-# A task that ends with this code or a higher one is started again: those of signals, and the one
-# above. With a lower one it has failed for good.
+# A task that ends with this code or a higher one (that of a signal, or the one above) is restarted.
+# A task with a lower code has failed permanently.
 RETRYABLE = 128
-# Of a task that ends for a `TransientError`: EX_TEMPFAIL of sysexits(3). It is below 128, so that
-# neither a supervisor nor an operator starts the task again at once: it has tried for minutes.
+# Exit code of a task that ends with a `TransientError`: EX_TEMPFAIL of sysexits(3). It is below
+# 128, so that neither a supervisor nor an operator restarts the task at once: it has retried for
+# minutes.
 TRY_AGAIN = 75
 EXIT_CODES = {
     DONE: "done, and blessed where there is a gate",
@@ -30,7 +31,7 @@ EXIT_CODES = {
     REFUSED: "done, but the data or the model was refused",
     INTERRUPTED: "interrupted; everything is stopped and the last checkpoint is published",
 }
-# What TensorFlow says where a tensor finds no memory.
+# TensorFlow's message when it cannot allocate a tensor.
 _NO_MEMORY = re.compile(
     r"OOM when allocating tensor with shape\[([\d,]*)\] and type (\w+) "
     r"on /job:(\w+)/replica:\d+/task:(\d+)/device:(\w+)"
@@ -41,53 +42,53 @@ class UserError(Exception):
     """Something that the user can fix; the message is the whole report.
 
     Attributes:
-        exit_code: of the process that ends with it.
-        traceback: of the user's own code in another process, or empty.
+        exit_code: of the process that ends with this error.
+        traceback: of the user's code in another process, or empty.
     """
 
     exit_code = FAILED
     traceback = ""
 
     def __init__(self, message: str = "") -> None:
-        """Keep one line without credentials: words of libraries and of damaged files are in it."""
+        """Keep one line without credentials, since it may quote libraries and damaged files."""
         super().__init__(one_line(message))
 
 
 class TransientError(UserError):
-    """What failed within a deadline may succeed later, such as a store that did not answer."""
+    """An operation that failed until its deadline but may succeed later, as a store request."""
 
 
 class ConfigError(UserError):
-    """A wrong command line or configuration."""
+    """An invalid command line or configuration."""
 
     exit_code = USAGE
 
 
 def error_for_exit(code: int | None) -> type[UserError]:
-    """Return the error by which a process ends whose task has ended with this code."""
+    """Return the error with which to end when a task has ended with this code."""
     return {TRY_AGAIN: TransientError, USAGE: ConfigError}.get(code or DONE, UserError)
 
 
 class RunInterruptedError(UserError):
-    """The user or the platform requested a stop; the last checkpoint is published."""
+    """The user or the platform requested a stop, and the last checkpoint is published."""
 
     exit_code = INTERRUPTED
 
 
 class ClusterLostError(UserError):
-    """A task of the cluster is gone; the process that raises this has to begin a new attempt."""
+    """A task of the cluster is lost; the process that raises this has to begin a new attempt."""
 
     exit_code = BEGIN_AGAIN
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the nearest allowed word, or an empty text."""
+    """Return "; did you mean 'x'?" for the closest allowed word, or an empty text."""
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
-    """Return the error message of a task without memory for `what`; empty for another error."""
+    """Return the message for a task that ran out of memory for `what`; empty for other errors."""
     found = _NO_MEMORY.search(str(error))
     if not found:
         return ""
@@ -101,7 +102,7 @@ def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
 
 
 def describe_divergence(what: str, step: int, last: str, *, at_once: bool = False) -> str:
-    """Return the error message of training that has diverged, `at_once` from its first steps on."""
+    """Return the message for diverged training; `at_once` if it diverged from the first steps."""
     zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
     last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
     return (

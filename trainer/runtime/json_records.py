@@ -1,7 +1,7 @@
-"""Records in JSON, as another process wrote them: parsed and checked where they are read.
+"""JSON records of other processes, parsed and checked by their readers.
 
-A full disk, another version or an editor leave other records than were written. A record is a
-dataclass, whose fields pydantic checks strictly; what is unknown is passed over.
+A full disk, another version or an editor may have altered a record. A record is a dataclass, whose
+fields pydantic checks strictly; unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 Record = TypeVar("Record")
 _ANY = TypeAdapter[Any](Any)
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-# An integer of more digits becomes a float, as in every other reader of JSON.
+# A longer integer becomes a float, as in every other JSON reader.
 _MOST_DIGITS = 19
 
 
@@ -31,14 +31,14 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 def parse(text: str | bytes) -> Any:
-    """Return the value of a JSON text; raises `ValueError` where it is none, or nested too deep."""
-    # The standard library takes half of a surrogate pair, which cannot be printed, and any depth.
+    """Return the value of a JSON text; raises `ValueError` if it is invalid or nested too deep."""
+    # The standard library accepts lone surrogates, which cannot be printed, and any depth.
     _ANY.validate_json(text)
     return _DECODER.decode(text if isinstance(text, str) else text.decode())
 
 
 def parse_mapping(text: str | bytes) -> dict[str, Any]:
-    """Return the JSON object of a text; raises `ValueError` where it is none."""
+    """Return the JSON object of a text; raises `ValueError` if it is not one."""
     tree = parse(text)
     if not isinstance(tree, dict):
         raise ValueError("not a JSON object")
@@ -46,7 +46,7 @@ def parse_mapping(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_record(kind: type[Record], tree: object) -> Record | None:
-    """Return the record of a dataclass that a JSON object holds; None where it holds none."""
+    """Return the dataclass record of a JSON object; None if the fields do not match."""
     try:
         return cast(Record, _adapter(cast(Any, kind)).validate_json(json.dumps(tree)))
     except ValidationError:
@@ -54,7 +54,7 @@ def parse_record(kind: type[Record], tree: object) -> Record | None:
 
 
 def read_record(kind: type[Record], text: str | bytes) -> Record | None:
-    """Return the record of a dataclass that a JSON text holds; None where it holds none."""
+    """Return the dataclass record of a JSON text; None if it holds no such record."""
     try:
         return parse_record(kind, parse(text))
     except ValueError:
@@ -69,7 +69,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def tree_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass, to be written as a JSON object."""
+    """Return the fields of a dataclass as a JSON object."""
     return {each.name: _field_tree(getattr(record, each.name)) for each in fields(record)}
 
 
@@ -80,9 +80,9 @@ def _field_tree(value: Any) -> Any:
 
 
 def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
-    """Return a tree of JSON with None for numbers that are not finite, which JSON cannot say.
+    """Return a JSON tree with None for non-finite numbers, which JSON cannot represent.
 
-    `text` returns what is written in place of a text and of a name.
+    `text` maps each string and key to its replacement.
     """
     if isinstance(tree, Mapping):
         return {text(str(name)): finite(each, text) for name, each in tree.items()}
@@ -94,16 +94,16 @@ def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
 
 
 def parse_number(text: str) -> int | None:
-    """Return the whole number that a text is, in ASCII digits as a name has it; None for another.
+    """Return the whole number that a text of ASCII digits denotes; None for any other text.
 
-    `str.isdigit` takes digits that `int` refuses, and any length.
+    `str.isdigit` accepts digits that `int` refuses, and any length.
     """
     is_one = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
     return int(text) if is_one else None
 
 
 def parse_time(text: object) -> datetime | None:
-    """Return the time that a text says by ISO 8601, in UTC as without a zone; None for another."""
+    """Return the time of an ISO 8601 text, in UTC if it has no zone; None for any other text."""
     try:
         found = datetime.fromisoformat(str(text))
         found = found if found.tzinfo else found.replace(tzinfo=UTC)
@@ -113,7 +113,7 @@ def parse_time(text: object) -> datetime | None:
 
 
 def make_time(seconds: object) -> datetime | None:
-    """Return the time so many seconds after 1970, in UTC; None where that is none."""
+    """Return the UTC time of a Unix timestamp; None if it is out of range."""
     try:
         return datetime.fromtimestamp(cast(float, seconds), UTC) if is_number(seconds) else None
     except (ValueError, OverflowError, OSError):
@@ -121,5 +121,5 @@ def make_time(seconds: object) -> datetime | None:
 
 
 def is_number(value: object) -> bool:
-    """Say whether a value is a finite number."""
+    """Return whether a value is a finite number."""
     return type(value) in (int, float) and math.isfinite(cast(float, value))

@@ -1,7 +1,7 @@
-"""What may not be shown: credentials, and signs that a terminal or a page obeys.
+"""Masks credentials, and escapes characters that control a terminal or a page.
 
-A configuration or a command line with credentials is refused. Words of a library, and names and
-texts of data, are written to a terminal, a log or a page by `mask`, `printable` or `one_line`.
+A configuration or command line with credentials is refused. Library messages, and names and texts
+from data, are written to a terminal, a log or a page through `mask`, `printable` or `one_line`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from ipaddress import ip_address
 from urllib.parse import quote, urlsplit
 
 HIDDEN = "***"
-# Secrets themselves; the programs of others read them from there.
+# Environment variables that hold secrets; other programs read them there.
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "secretkey", "KFP_EXISTING_TOKEN", "KFP_COOKIES",
     "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD",
 )  # fmt: skip
 _LEAST_SECRET = 8
-# An AWS secret may hold a slash. The colon of a bucket cannot begin a port, that of a host can.
+# An AWS secret may contain a slash. A port cannot follow the colon of a bucket, but can follow that
+# of a host.
 _IN_AUTHORITY = re.compile(
     r"""(?P<scheme>(?:gs|s3|minio)://)(?:[^\s'"<>\\/?\#]*(?:@|%40)|[^\s'"<>\\/?\#@]*(?::|%3A)[^\s'"<>\\?\#]+(?:@|%40)?)
       | (?P<other>[a-z][a-z0-9+.-]*://|[?&]endpoint=)(?:[^\s'"<>\\/?\#]*(?:@|%40)
@@ -43,21 +44,21 @@ _IN_HEADER = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-# What moves the cursor of a terminal, changes its colours or its title, turns the direction of the
-# text around it, or hides in it. Not the two signs by which emoji and some scripts join letters.
+# Characters that move the cursor of a terminal, change its colours or title, reverse the direction
+# of text, or are invisible. The two joiners that emoji and some scripts need are not among them.
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-#: Of a terminal, as libraries put them into their messages.
+# : Terminal escape sequences, as libraries put them into their messages.
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BREAKS = re.compile("[\t-\r\x85\u2028\u2029]+")
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes in place of signs that a terminal or a page obeys.
+    """Return `text` with control characters of terminals and pages escaped.
 
-    Ends of lines and tabs stay.
+    Newlines and tabs stay.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -65,23 +66,23 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a text that is printed in one line, without credentials."""
+    """Return a text in one line, without credentials."""
     return unbroken(text).strip()
 
 
 def unbroken(text: str) -> str:
-    """Return a masked text with a space in place of ends of lines: it begins no other line."""
+    """Return a masked text with spaces for newlines, so that it cannot start another line."""
     return mask(_BREAKS.sub(" ", text))
 
 
 def _escape(found: re.Match[str]) -> str:
-    # As JSON has them, so that a document is the same one.
+    # As in JSON, so that the document keeps its meaning.
     units = found[0].encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
 def find_credentials(text: str) -> str:
-    """Say which credentials a text carries in a URI: one clause for a message, or an empty text."""
+    """Describe the credentials in the URIs of a text, as a clause for a message; else empty."""
     if "://" not in text:
         return ""
     if _IN_AUTHORITY.search(text):
@@ -92,12 +93,12 @@ def find_credentials(text: str) -> str:
 
 
 def mask(text: str) -> str:
-    """Return `text` without the credentials in it, `printable`."""
+    """Return `text` without its credentials, made `printable`."""
     return printable(remove_credentials(text))
 
 
 def remove_credentials(text: str) -> str:
-    """Return `text`, as it is otherwise, without the credentials in it."""
+    """Return `text` without its credentials, otherwise unchanged."""
     if "://" in text:
         text = _IN_AUTHORITY.sub(_mask_user, text)
     if "=" in text or ":" in text or " " in text:
@@ -110,7 +111,7 @@ def remove_credentials(text: str) -> str:
 
 
 def is_sent_openly(url: str) -> bool:
-    """Return whether what is sent to a URL goes over plain http out of the cluster."""
+    """Return whether requests to a URL leave the cluster over plain http."""
     try:
         parts = urlsplit(url)
         host = parts.hostname or ""
@@ -125,7 +126,7 @@ def is_sent_openly(url: str) -> bool:
 
 
 def _mask_user(found: re.Match[str]) -> str:
-    # In a bucket's name a colon alone says that the rest, up to the path, is none.
+    # In a bucket's name, a colon alone means that the rest up to the path is a secret.
     return f"{found['scheme'] or found['other']}{HIDDEN}" + ("@" if found[0][-1] in "@0" else "")
 
 
@@ -136,7 +137,7 @@ def _mask_value(found: re.Match[str]) -> str:
 def _environment_secrets() -> Iterator[str]:
     for name in VARIABLES:
         value = os.environ.get(name, "")
-        # Anything shorter is no secret, and would remove letters from words.
+        # A shorter value is no secret, and masking it would remove letters from words.
         if len(value) >= _LEAST_SECRET:
             yield value
             if (encoded := quote(value, safe="")) != value:

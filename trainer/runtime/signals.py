@@ -1,7 +1,7 @@
 """Signals between the processes of a run: requests to stop, and the end of orphans.
 
-A request to stop (`flotilla cancel`, Ctrl-C, a pod that is taken away) is a SIGTERM or SIGINT, of
-which handlers only take note. From the command to the last checkpoint:
+A request to stop (`flotilla cancel`, Ctrl-C, the eviction of a pod) is a SIGTERM or SIGINT, which
+handlers only record. From the command to the last checkpoint:
 
 1. `flotilla.pipelines.cli.runs`: the command.
 2. `flotilla.pipelines.runs.control`: signals the process group of the run, which includes the step
@@ -12,8 +12,8 @@ which handlers only take note. From the command to the last checkpoint:
    `Hooks.should_stop`.
 5. `flotilla.trainer.training.loop`: stops at the next barrier, with a last checkpoint.
 
-No process outlives its starter, even where that one was killed by SIGKILL: the starter passes its
-process id in the environment, and the started process asks the kernel to end it then.
+No process outlives its parent, even if that was killed by SIGKILL: the parent passes its process id
+in the environment, and the child asks the kernel to be killed when the parent exits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from types import FrameType
 PARENT_VARIABLE = "FLOTILLA_PARENT"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# How often the main thread is woken again after a signal, and how long after one another.
+# Number of wake-ups of the main thread after a signal, and the interval between them.
 _WAKES, _AGAIN_SECONDS = 20, 0.05
 
 
@@ -56,10 +56,11 @@ def handle_interrupts(callback: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def _main_thread_woken() -> Iterator[None]:
-    """Wake the main thread from what it waits for when another thread has received a signal.
+    """Wake the main thread from a blocking call when another thread has received a signal.
 
-    The kernel may deliver a signal to another thread, and the main thread, where handlers run,
-    would wait on. A wake right before it begins to wait is lost, so that there are several.
+    The kernel may deliver a signal to another thread, while the main thread, which runs the
+    handlers, keeps waiting. A wake-up just before the main thread begins to wait is lost, so there
+    are several.
     """
     main = threading.main_thread().ident
     assert main is not None
@@ -95,7 +96,7 @@ def _main_thread_woken() -> Iterator[None]:
 
 
 def catch_stop_signals() -> Callable[[], bool]:
-    """Note SIGINT and SIGTERM from now on; the function returned says whether one has come."""
+    """Record SIGINT and SIGTERM from now on; the returned function says whether one has arrived."""
     seen: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -108,7 +109,7 @@ def catch_stop_signals() -> Callable[[], bool]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """End this process at SIGINT or SIGTERM in this block, also while TensorFlow waits."""
+    """End this process on SIGINT or SIGTERM in this block, even while TensorFlow waits."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -121,7 +122,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def end_at_hang_up() -> None:
-    """Take SIGHUP, of a terminal that is closed, for SIGTERM, unless it is ignored (`nohup`)."""
+    """Treat SIGHUP, of a closed terminal, as SIGTERM, unless it is ignored (`nohup`)."""
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -132,18 +133,18 @@ def parent_environment() -> dict[str, str]:
 
 
 def end_with_parent() -> None:
-    """End this process at once when the one named by `parent_environment`, if any, has ended."""
+    """End this process as soon as the one named by `parent_environment`, if any, has ended."""
     named = os.environ.get(PARENT_VARIABLE, "")
     if not named.isdigit():
         return
     parent = int(named)
     if parent == os.getppid() and sys.platform == "linux":
-        # The kernel's signal also ends a process that is stopped or holds the interpreter lock.
+        # The kernel's signal also ends a process that is stopped or holds the GIL.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             _kill_self()
         return
-    # There may be a shell between the two (KFP's runner starts steps that way).
+    # There may be a shell between the two processes; KFP's runner starts steps that way.
     try:
         wait = _watch_parent(parent)
     except ProcessLookupError:

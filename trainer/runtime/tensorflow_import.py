@@ -1,8 +1,8 @@
-"""How a process imports TensorFlow, and Keras with it: at less cost, silently, to share its GPUs.
+"""Imports TensorFlow and Keras faster and without noise, and configures shared GPUs.
 
-Keras 3 imports scikit-learn, matplotlib and pandas, a third of the import, and TensorBoard the
-client of S3: both go on as where these packages are not installed. Garbage collections take a fifth
-of the import: none is made meanwhile, and later ones pass over these objects.
+Keras 3 imports scikit-learn, matplotlib and pandas, a third of the import time, and TensorBoard
+imports the S3 client; both also work without these packages. Garbage collection takes a fifth of
+the import time, so it is paused during the import, and later collections skip these objects.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from flotilla.trainer.runtime.output import noise
 
 _NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
 _IMPORTERS = {"keras", "tensorboard", "tensorflow"}
-# The machinery of imports, between the importer and the finder.
+# Frames of the import system between the importer and the finder.
 _MACHINERY = {"importlib", "_frozen_importlib"}
 
 
 class _Absent(MetaPathFinder):
-    """Says to these importers that a package is not installed; others find it."""
+    """A finder that reports a package as missing to these importers; others still find it."""
 
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
@@ -40,7 +40,7 @@ class _Absent(MetaPathFinder):
 
 
 def _importer() -> str:
-    """Return the package whose module imports; empty for none."""
+    """Return the package whose module imports; empty if unknown."""
     frame = sys._getframe(2)
     while frame:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -53,7 +53,7 @@ def _importer() -> str:
 
 
 class _Uncollected(MetaPathFinder):
-    """Imports TensorFlow without garbage collections, and without its first lines."""
+    """A finder that imports TensorFlow without garbage collections and its first log lines."""
 
     def __init__(self) -> None:
         self._searches = False
@@ -62,7 +62,7 @@ class _Uncollected(MetaPathFinder):
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """See `MetaPathFinder`."""
-        # Finders that wrap what others find, as those of tracing do, ask all of them.
+        # Finders that wrap other finders, such as those of tracers, call all of them.
         if fullname != "tensorflow" or self._searches:
             return None
         self._searches = True
@@ -75,7 +75,7 @@ class _Uncollected(MetaPathFinder):
         loader, execute = found.loader, found.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # It may load other modules too.
+            # The loader may load other modules too.
             with suppress(AttributeError):
                 del loader.exec_module
             with noise.filter_output():
@@ -89,7 +89,7 @@ def _pause_collections(execute: Callable[[], None]) -> None:
     if not gc.isenabled():
         execute()
         return
-    # What is garbage already would be kept for ever.
+    # Existing garbage would otherwise be kept for ever.
     gc.collect()
     gc.disable()
     try:
@@ -100,14 +100,14 @@ def _pause_collections(execute: Callable[[], None]) -> None:
 
 
 def has_gpus() -> bool:
-    """Say whether this machine has a GPU, without a library that would begin to use it."""
+    """Return whether this machine has a GPU, without a library that would start to use it."""
     return any(map(glob, ("/dev/nvidia[0-9]*", "/dev/dxg")))
 
 
 def prepare() -> None:
-    """Let this process import TensorFlow, later, at less cost, and share its GPUs with others."""
+    """Prepare this process to import TensorFlow faster and without noise, and to share its GPUs."""
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    # That there is no GPU is an error to TensorFlow, of the level of others.
+    # TensorFlow logs a missing GPU as an error, at the level of real errors.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if has_gpus() else "3")
     logging.getLogger("tensorflow").addFilter(noise.QUIET)
     if not any(isinstance(finder, _Absent) for finder in sys.meta_path):

@@ -1,7 +1,7 @@
-"""The user's own modules: where Python finds them, and where in them an error was raised.
+"""The user's modules: where Python finds them, and where they raised an error.
 
-The folder of the command comes last on Python's path, in every process: a file `json.py` there
-hides nothing else.
+The folder of the command is the last entry of Python's path in every process, so that a file
+`json.py` there hides no other module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.masking import COLOURS
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
-# The URI of the bundle that is in that folder, where the run has one.
+# The URI of the bundle in that folder, if the run has one.
 BUNDLE_VARIABLE = "FLOTILLA_CODE"
 _OWN = {"flotilla"}
 _LIBRARIES = (
@@ -36,34 +36,34 @@ _LIBRARIES = (
 )
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _INSTALLED = {"site-packages", "dist-packages"}
-# Where TensorFlow writes what it makes of the user's functions, and KFP the source of a component,
-# which the stack of a node of a graph begins with.
+# Folders where TensorFlow writes the code it generates from the user's functions, and KFP the
+# source of a component; the stack of a graph node begins with them.
 _GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
-# Keras and TensorFlow put their own words before those of the error, and some after them.
+# Keras and TensorFlow put their own text before the error's message, and sometimes after it.
 _WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
 _WITHIN = re.compile(r"Error encountered:\n\s*(\S[^\n]*)")
 _GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
-# Of a graph that another process has traced.
+# In a graph that another process has traced.
 _NO_STACK = re.compile(r"Detected at node [^\n]*:\n<stack traces unavailable>\n\n?")
 _MAX_TRACEBACK = 12_000
-# In a traceback as text: file, line, function and what stands there.
+# A frame of a traceback as text: file, line, function and source line.
 _PRINTED = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)\n +(\S[^\n]*)')
 _imported: set[str] = set()
 
 
 def folder() -> str:
-    """Return the folder of the user's modules: where the command was given."""
+    """Return the folder of the user's modules: the working folder of the command."""
     return os.environ.get(FOLDER_VARIABLE) or os.getcwd()
 
 
 def bundle() -> str:
-    """Return the URI of the bundle that is in the folder; empty where it is a folder of theirs."""
+    """Return the URI of the bundle in the folder; empty if the folder is the user's own."""
     return os.environ.get(BUNDLE_VARIABLE, "")
 
 
 def environment() -> dict[str, str]:
-    """Return the variables with which a child process finds modules in the same places."""
+    """Return the variables with which a child process finds the same modules."""
     return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder(), BUNDLE_VARIABLE: bundle()}
 
 
@@ -88,7 +88,7 @@ def import_named(what: str, name: str) -> ModuleType:
     """Import the module that `what` of the configuration names; raises `ConfigError`."""
     try:
         return import_module(name)
-    # A module of the user's may fail in any way while it is imported.
+    # A user's module may raise any exception on import.
     except (Exception, SystemExit) as error:
         message = f"{what}: cannot import {name}: {format_error(error)}{_remedy(name, error)}"
         raise ConfigError(message) from error
@@ -101,13 +101,13 @@ def _remedy(name: str, error: BaseException) -> str:
     if name.endswith(".py"):
         return f"; write it without .py: {name.removesuffix('.py')}"
     where = "the folder of --code" if bundle() else folder()
-    # What a module of the user's imports itself is more often a package than a file of theirs.
+    # An import inside the user's module more often means a package than the user's file.
     install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
     return f"; {hidden(lacking) or f'{install}it has to be in {where} or on PYTHONPATH'}"
 
 
 def hidden(name: str) -> str:
-    """Say why a module of the user's is not found under this name, or return an empty text."""
+    """Explain why a user's module is not found under this name, or return an empty text."""
     top = name.partition(".")[0]
     if top not in _OWN and top not in sys.stdlib_module_names:
         return ""
@@ -121,37 +121,37 @@ def format_error(error: BaseException) -> str:
 
 
 def full_message(error: BaseException) -> str:
-    """Return all that an error says, without colours and stacks that TensorFlow does not have."""
+    """Return the full message of an error, without colours and without TensorFlow's stacks."""
     text = str(error.msg if isinstance(error, SyntaxError) else error)
     return _NO_STACK.sub("", COLOURS.sub("", text))
 
 
 def short_message(error: BaseException) -> str:
-    """Return what an error says, in one line and without what Keras and TensorFlow add."""
+    """Return the message of an error in one line, without the text of Keras and TensorFlow."""
     text = full_message(error)
     if wrapped := _WITHIN.search(text) or _WRAPPED.search(text) or _GRAPH.search(text):
         return wrapped[1].strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    # TensorFlow gives the stack first, and the error with its type last.
+    # TensorFlow prints the stack first, and the error with its type last.
     return lines[-1].removeprefix(f"{type(error).__name__}: ") if _FRAME.search(text) else lines[0]
 
 
 def find_place(error: BaseException) -> str:
-    """Return `file:line` of the innermost frame of the user's code, empty where there is none."""
+    """Return `file:line` of the innermost frame in the user's code; empty if there is none."""
     frames = next(filter(None, map(_frames, _chain(error))), [])
     return _short_path(*frames[-1]) if frames else ""
 
 
 def find_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, or its cause, in the user's code, or an empty text."""
+    """Return the traceback of an error, or of its cause, in the user's code; else an empty text."""
     if isinstance(error, UserError):
         cause = error.__cause__
         return error.traceback or (find_traceback(cause) if cause else "")
     if not find_place(error):
         return ""
-    # What an error was raised from says the same again where the error itself names the place.
+    # If the error itself names the place, its cause adds nothing.
     lines = traceback.format_exception(error, chain=not _frames(error))
     text = COLOURS.sub("", "".join(lines))
     if len(text) > _MAX_TRACEBACK:
@@ -160,9 +160,9 @@ def find_traceback(error: BaseException) -> str:
 
 
 def innermost_frame(trace: str) -> str:
-    """Return the innermost frame of the user's code in a traceback, empty where there is none.
+    """Return the innermost frame of the user's code in a traceback; empty if there is none.
 
-    Such as `blocks.py:14 in call: return inputs @ kernel`.
+    Example: `blocks.py:14 in call: return inputs @ kernel`.
     """
     for file, line, function, code in reversed(_PRINTED.findall(trace)):
         if is_users_file(file):
@@ -171,7 +171,7 @@ def innermost_frame(trace: str) -> str:
 
 
 def find_frames(error: BaseException) -> list[tuple[FrameType, int]]:
-    """Return frames and lines of an error, up to the innermost of the user's code, if any."""
+    """Return the frames and source lines of an error, up to the innermost in the user's code."""
     for each in _chain(error):
         found = list(traceback.walk_tb(each.__traceback__))
         own = [
@@ -195,7 +195,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _frames(error: BaseException) -> list[tuple[str, int]]:
-    """Return file and line of the frames of an error that are in the user's code."""
+    """Return file and line of the frames of an error in the user's code."""
     if isinstance(error, SyntaxError) and error.filename and is_users_file(error.filename):
         return [(error.filename, error.lineno or 0)]
     frames = [
@@ -208,7 +208,7 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
 
 
 def is_users_file(file: str, module: str = "") -> bool:
-    """Return whether a file of a traceback is the user's, neither installed nor of Flotilla."""
+    """Return whether a file of a traceback is the user's: not installed, not of Flotilla."""
     if file.startswith("<") or _GENERATED.search(file):
         return False
     if module and module.partition(".")[0] in _imported:
@@ -223,24 +223,25 @@ def _short_path(file: str, line: int) -> str:
 
 
 class _Finder(MetaPathFinder):
-    """Looks into the user's folder for what is nowhere else.
+    """A finder that looks up modules in the user's folder if no other finder has them.
 
-    An entry at the end of `sys.path` would come before the finder of an editable installation. That
-    of a bundle comes before `PYTHONPATH`, on which an image may have the same modules as they were.
+    An entry at the end of `sys.path` would come before the finder of an editable installation. The
+    finder of a bundle comes before `PYTHONPATH`, where an image may have older copies of the
+    modules.
     """
 
     def __init__(self, *, of_bundle: bool) -> None:
-        """Look into the folder as one of the user's own, or as a bundle."""
+        """Search the folder as the user's own, or as a bundle."""
         self.of_bundle = of_bundle
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return where a top-level module is; packages know their own folders."""
+        """Return the spec of a top-level module; packages know their own folders."""
         if path is not None or (self.of_bundle and (hidden(fullname) or not bundle())):
             return None
         found = PathFinder.find_spec(fullname, [folder()], target)
-        # A folder of a bundle without __init__.py may be one of data.
+        # A folder of a bundle without __init__.py may hold data.
         if not self.of_bundle or found is None or found.origin is None:
             return None if self.of_bundle else found
         installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
@@ -248,7 +249,7 @@ class _Finder(MetaPathFinder):
 
 
 def find_function(what: str, name: str) -> Callable[..., Any]:
-    """Return the function `module:function` of the user's; raises `ConfigError`."""
+    """Return the user's function `module:function`; raises `ConfigError`."""
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise ConfigError(f"{what}: {name!r} names no function; write package.module:function")
@@ -259,7 +260,7 @@ def find_function(what: str, name: str) -> Callable[..., Any]:
 
 
 def find_named(what: str, name: str, kind: str) -> Any:
-    """Return what `module:name` is, which should be of a kind; raises `ConfigError`."""
+    """Return the object `module:name`, which must be of the given kind; raises `ConfigError`."""
     module, _, attribute = name.partition(":")
     loaded = import_named(what, module)
     if not hasattr(loaded, attribute):
@@ -272,9 +273,9 @@ def find_named(what: str, name: str, kind: str) -> Any:
 def require_arguments(
     key: str, name: str, call: Callable[..., Any], args: Mapping[str, Any], given: Sequence[str]
 ) -> None:
-    """Raise `ConfigError` where a function or a class does not take the arguments of `KEY.args`.
+    """Raise `ConfigError` if a function or class does not accept the arguments in `KEY.args`.
 
-    Those of the names `given` are given by Flotilla.
+    Flotilla passes the arguments named in `given`.
     """
     takes = {
         each.name: each
@@ -288,7 +289,7 @@ def require_arguments(
         if argument not in takes and not takes_any:
             hint = nearest(argument, takes)
             raise ConfigError(f"{key}.args: {name} has no argument {argument!r} ({known}){hint}")
-    # A decorator may give some.
+    # A decorator may supply some.
     own = inspect.signature(call, follow_wrapped=False).parameters
     for each in takes.values():
         if each.default is each.empty and each.name in own and each.name not in args:
@@ -299,12 +300,12 @@ def require_arguments(
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Say whether another machine may have what is missing: a package, a file, or the network."""
+    """Return whether another machine may have the missing package, file or network."""
     return any(isinstance(each, ImportError | OSError) for each in _chain(error))
 
 
 def place_of_definition(found: Any) -> str:
-    """Return ` (file:line)` of a function or a class of the user's; empty for any other."""
+    """Return ` (file:line)` of a user's function or class; empty for any other."""
     code = getattr(found, "__code__", None) or getattr(found.__init__, "__code__", None)
     if not code or not is_users_file(code.co_filename, str(found.__module__)):
         return ""
@@ -312,10 +313,10 @@ def place_of_definition(found: Any) -> str:
 
 
 def digest(what: str, module: str) -> str:
-    """Return a digest of the source of a module, and of all that it imports of the user's."""
+    """Return a digest of the source of a module, and of the user's modules that it imports."""
     _look_into_folder()
     if _source_file(module) is None:
-        # It says what is wrong with the name.
+        # The error explains what is wrong with the name.
         import_named(what, module)
     sources: dict[str, str] = {}
     left = [module]
@@ -337,7 +338,7 @@ def digest(what: str, module: str) -> str:
 
 
 def is_users(module: str) -> bool:
-    """Return whether a module is a file of the user's, neither installed nor part of Flotilla."""
+    """Return whether a module is a user's file: not installed, and not part of Flotilla."""
     _look_into_folder()
     return _source_file(module) is not None
 
@@ -354,19 +355,19 @@ def _list_imports(tree: ast.Module, package: str) -> Iterator[str]:
         else:
             continue
         for name in names:
-            # Importing a module runs the packages around it.
+            # Importing a module also runs the packages that contain it.
             parts = name.split(".")
             yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
 
 
 def _source_file(name: str) -> Path | None:
-    """Return the file of a module of the user's; None for any other."""
+    """Return the file of a user's module; None for any other."""
     top = name.partition(".")[0]
     if not top or top in _OWN or top in sys.stdlib_module_names:
         return None
     try:
         spec = importlib.util.find_spec(name)
-    # A name that is no module after all, or a parent that is none.
+    # The name is not a module, or its parent is not one.
     except (ImportError, AttributeError, ValueError):
         return None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):

@@ -1,6 +1,6 @@
-"""Published directories: whole or absent, whatever dies while they are written.
+"""Published directories: complete or absent, even if their writers die.
 
-The manifest is written last, as the atomic commit, and names each file with its size and crc32c.
+The manifest is written last, as the atomic commit, and lists each file with its size and crc32c.
 Directories are named by URI: `file://`, `gs://`, `s3://` or `minio://`, with one contract. Errors
 that a user can fix are raised as `flotilla.trainer.runtime.errors.UserError`.
 """

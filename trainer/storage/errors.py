@@ -1,4 +1,4 @@
-"""Errors of storage, as one line with a remedy."""
+"""Storage errors, as one line with a remedy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMEDIES = {
     errno.EISDIR: "there is a folder where a file is needed; move it away",
     errno.ENAMETOOLONG: "use shorter names",
 }
-# What a file system of a network says while its server, or the way there, is away.
+# Errors of a network file system while its server or the network is down.
 PASSING = frozenset({errno.ECONNRESET, errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT})
 
 
@@ -29,7 +29,7 @@ PASSING = frozenset({errno.ECONNRESET, errno.EIO, errno.ENOTCONN, errno.ESTALE, 
 
 
 class Missing(UserError):  # noqa: N818
-    """There is nothing at a URI."""
+    """Nothing exists at a URI."""
 
 
 class NotPublished(Missing):
@@ -45,26 +45,26 @@ class UnknownSchema(UserError):  # noqa: N818
 
 
 class Conflict(UserError):  # noqa: N818
-    """Other content is published at the URI already."""
+    """Other content is already published at the URI."""
 
 
 class Unavailable(TransientError):  # noqa: N818
-    """The store was not available until the deadline of the operation."""
+    """The store was unavailable until the deadline of the operation."""
 
 
 class StoreError(OSError):
-    """An object store refused a request, for a `store.Trouble`, or an empty text."""
+    """An object store refused a request; `trouble` is a `store.Trouble`, or an empty text."""
 
     trouble = ""
 
 
 class StoreUnavailable(StoreError):  # noqa: N818
-    """An object store was not available until the deadline."""
+    """An object store was unavailable until the deadline."""
 
 
 @contextmanager
 def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
-    """Turn an `OSError` into a `UserError` of a kind: "cannot ACTION: PATH: reason; remedy"."""
+    """Convert an `OSError` to a `UserError` of a kind: "cannot ACTION: PATH: reason; remedy"."""
     try:
         yield
     except StoreUnavailable as error:
@@ -75,9 +75,9 @@ def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[No
 
 @contextmanager
 def check_form(where: str) -> Iterator[None]:
-    """Raise `Corrupt` in one line where a record has other fields, or other types, than are used.
+    """Raise a one-line `Corrupt` if a record has other fields or types than expected.
 
-    Its checksum may hold: another version, or another program, wrote it.
+    Its checksum may be valid: another version or program wrote it.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def check_form(where: str) -> Iterator[None]:
 def _reason(error: OSError) -> str:
     if isinstance(error, StoreError):
         return str(error)
-    # Of a rename, the second name is the destination; the first is a staging folder that is gone.
+    # The second name of a rename is the destination; the first is a removed staging folder.
     name = error.filename2 or error.filename
     where = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
     what = error.strerror or str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Google Cloud Storage, `gs://`, by google-cloud-storage."""
+"""Google Cloud Storage, `gs://`, through google-cloud-storage."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class GcsBucket:
         )
 
     def read_into(self, key: str, file: Sink) -> str:
-        """Write the content of an object to a file, resumed where a connection dropped."""
+        """Write the content of an object to a file; resume after dropped connections."""
 
         def rest() -> None:
             file.flush()
@@ -105,7 +105,8 @@ class GcsBucket:
                     raise
 
         self._retry(rest)
-        # That of the content, which the listing has, is computed of what came.
+        # The listing has the checksum of the stored content; this one is computed from the received
+        # bytes.
         return ""
 
     def put(self, key: str, data: bytes) -> None:
@@ -113,7 +114,7 @@ class GcsBucket:
         self._upload(self._blob(key), data, None)
 
     def create(self, key: str, data: bytes, writer: str) -> None:
-        """Create an object where there is none."""
+        """Create an object if it does not exist."""
         blob = self._blob(key)
         blob.metadata = {WRITER: writer}
         self._upload(blob, data, 0)
@@ -121,7 +122,7 @@ class GcsBucket:
     def create_from(
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
     ) -> None:
-        """Upload a file in parts; each is retried by itself."""
+        """Upload a file in parts; each part is retried separately."""
         blob = self._blob(key)
         blob.metadata = {WRITER: writer}
         blob.chunk_size = PART_BYTES
@@ -136,7 +137,7 @@ class GcsBucket:
         )
         if _checksum(blob) != expected:
             raise ChangedError
-        # The client reads the file by itself.
+        # The client reads the file itself.
         count(expected.bytes)
 
     def stat(self, key: str) -> Stored:
@@ -155,7 +156,7 @@ class GcsBucket:
         return Checksum(stored.bytes, stored.digest) if stored.digest else None
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
+        """Yield all objects whose key begins with `prefix`; each page is retried separately."""
         return map(_make_stored, self._list_objects(prefix, f"nextPageToken,items({_FIELDS})"))
 
     def names(self, prefix: str) -> list[str]:
@@ -180,7 +181,7 @@ class GcsBucket:
         self._retry(lambda: self._blob(key).delete(timeout=TIMEOUTS, retry=None))
 
     def abort_upload(self, mark: str) -> None:
-        """Do nothing: the store itself deletes unfinished uploads, and does not bill them."""
+        """Do nothing: the store deletes unfinished uploads itself, and does not bill them."""
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
@@ -188,7 +189,7 @@ class GcsBucket:
             return Trouble.TRANSIENT if error.retryable else Trouble.NO_CREDENTIALS
         if isinstance(error, requests.exceptions.SSLError):
             return tls_trouble(error)
-        # The store refuses content with another checksum.
+        # The store refuses content with a wrong checksum.
         damaged = isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)
         if damaged or isinstance(error, _TRANSIENT):
             return Trouble.TRANSIENT
@@ -222,8 +223,8 @@ class GcsBucket:
 
 @cache
 def _client(_process: int, _emulator: str) -> storage.Client:
-    # All threads can share it, a forked child cannot. For tracing, which is not used, the client
-    # would read the metadata of the bucket, which needs a permission.
+    # All threads can share the client; a forked child cannot. For tracing, which is not used, the
+    # client would read the metadata of the bucket, which needs a permission.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     client = storage.Client()
     adapter = HTTPAdapter(pool_maxsize=2 * THREADS)
@@ -234,7 +235,7 @@ def _client(_process: int, _emulator: str) -> storage.Client:
 
 
 def _refuse_foreign_answer(answer: requests.Response, **_: Any) -> None:
-    """Refuse an answer of success that no store gives, such as an empty one of a proxy."""
+    """Refuse a success response that no store sends, such as an empty one from a proxy."""
     url, method = urllib3.util.parse_url(answer.url), answer.request.method
     query = url.query or ""
     if answer.status_code not in SUCCESS or method == "DELETE":

@@ -1,8 +1,8 @@
-"""Storage in the file system: a directory is published by one atomic rename.
+"""Storage in the file system: one atomic rename publishes a directory.
 
-It is written in a staging folder, which its writer locks while it lives: the next writer deletes
-the orphan of a dead one. `writer` identifies a process on all machines, for stores that cannot
-lock.
+Its files are written to a staging folder, which the writer locks while it runs; the next writer
+deletes the orphans of dead writers. `writer` identifies a process across machines, for stores
+without locks.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, cou
 from flotilla.trainer.storage.uri import local_path, uri_of
 from flotilla.trainer.storage.waiting import wait_until
 
-# Others hold a lock for as long as a rename takes.
+# Another process holds a lock only for the duration of a rename.
 LOCK_SECONDS, LOCK_POLL = 15.0, 0.02
 _log = logging.getLogger(__name__)
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 
 
 class NotAFileError(OSError):
-    """A folder, a pipe or a link without an end is where a file should be."""
+    """A folder, a pipe or a dangling link is in place of a file."""
 
     def __init__(self, number: int, path: str) -> None:
-        """Say so of the path."""
+        """Build the message for the path."""
         words = os.strerror(number) if number == errno.EISDIR else "not a file"
         super().__init__(number, words, path)
 
 
 class FileStore:
-    """Local disks, and what is mounted like one."""
+    """Local disks and mounted file systems."""
 
     def __init__(self, count: Count = count_nothing) -> None:
-        """Count the bytes that are copied."""
+        """Report copied bytes to `count`."""
         self.count = count
 
     def read(self, uri: str) -> bytes:
-        """Return the content of one file; of what is no file, such as a pipe, nothing is read."""
+        """Return the content of one file; refuse anything that is not a file, such as a pipe."""
         path = _path(uri)
         try:
             mode = path.stat().st_mode
@@ -59,7 +59,7 @@ class FileStore:
             if path.is_symlink():
                 raise NotAFileError(errno.EINVAL, str(path)) from None
             raise
-        # To open a pipe would wait for its writer.
+        # Opening a pipe would block until a writer opens it.
         if not stat.S_ISREG(mode):
             raise NotAFileError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, str(path))
         return path.read_bytes()
@@ -73,7 +73,7 @@ class FileStore:
             sync(path.parent)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one file by an atomic link, which never replaces another file."""
+        """Create one file by an atomic link, which never replaces an existing file."""
         path = _path(uri)
         with staging(path.parent, path.name) as stage:
             _write(stage / "content", data)
@@ -85,11 +85,11 @@ class FileStore:
         return True
 
     def checksum(self, uri: str) -> Checksum:
-        """Return size and crc32c of one file as it is stored now."""
+        """Return size and crc32c of one file as stored."""
         return checksum(_path(uri))
 
     def download(self, uri: str, target: Path) -> str:
-        """Copy one file to a local path in a folder that exists."""
+        """Copy one file to a local path in an existing folder."""
         path = _path(uri)
         before = path.stat()
         shutil.copyfile(path, target)
@@ -97,7 +97,7 @@ class FileStore:
         return tag_of(before, path.stat())
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
-        """Return content and tag of one file; nothing is read of one that is too large."""
+        """Return content and tag of one file; read nothing if it is too large."""
         path = _path(uri)
         before = path.stat()
         if before.st_size > most:
@@ -106,7 +106,7 @@ class FileStore:
         return data, tag_of(before, path.stat())
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy next to the destination, verify, flush to the disk, and rename."""
+        """Copy next to the destination, verify, flush to disk, and rename."""
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
             for entry in manifest.files:
@@ -130,7 +130,7 @@ class FileStore:
             yield uri_of(stage)
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
-        """Rename, or copy from another file system, and flush to the disk."""
+        """Rename the file, or copy it from another file system, and flush it to disk."""
         target = _path(draft) / name
         try:
             os.rename(path, target)
@@ -144,18 +144,18 @@ class FileStore:
         return FileEntry(name, found.bytes, found.crc32c)
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Rename the draft, in which nothing else may be left."""
+        """Rename the draft, which must hold no other files."""
         for entry in manifest.files:
             if (_path(draft) / entry.path).stat().st_size != entry.bytes:
                 raise UserError(f"cannot publish {uri}: {entry.path} is not what was added")
         return _publish_stage(_path(draft), _path(uri), manifest)
 
     def children(self, uri: str) -> list[str]:
-        """Return the plain names directly below a URI, in order; hidden ones left out."""
+        """Return the plain names directly below a URI, in order, without hidden ones."""
         return sorted(name for name in os.listdir(_path(uri)) if not name.startswith("."))
 
     def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the files below a folder, through links too, or the one that a path names."""
+        """Yield the files below a folder, links included, or the one file at the path."""
         path = _path(uri)
         if not path.is_dir():
             yield _list_file("", path.stat())
@@ -181,12 +181,12 @@ class FileStore:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line that ends with a newline, and flush it to the disk: whole, or not at all.
+    """Append a line, with its newline, and flush it to disk: completely, or not at all.
 
-    The file may have one writer. A last line that a kill has cut short is ended first.
+    The file must have only one writer. A last line that a kill has cut short is terminated first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # To open a pipe would wait for its reader.
+    # Opening a pipe would block until a reader opens it.
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -206,8 +206,8 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return the tag of a file; with its state after it was read another one if it changed."""
-    # The time of the inode cannot be set back as that of the content can.
+    """Return the tag of a file; a different one if the file changed while it was read."""
+    # The ctime cannot be set back, unlike the mtime.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):
         return "changed while it was read"
@@ -227,14 +227,14 @@ def _list_file(path: str, found: os.stat_result) -> ListedFile:
 
 def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterator[ListedFile]:
     here = folder.stat()
-    # A link to a folder above has no end.
+    # A link to a parent folder would recurse without end.
     if (here.st_dev, here.st_ino) in seen:
         return
     below = seen | {(here.st_dev, here.st_ino)}
     with os.scandir(folder) as entries:
         for entry in entries:
             path = f"{above}{entry.name}"
-            # It may be gone since the folder was read.
+            # It may have been removed since the folder was read.
             with suppress(FileNotFoundError):
                 if entry.is_dir():
                     yield from _walk(folder / entry.name, f"{path}/", below)
@@ -258,14 +258,14 @@ def _commit(stage: Path, target: Path) -> bool:
     if not _rename_stage(stage, target):
         if (target / MANIFEST).exists():
             return False
-        # Without the lock another writer could publish at the target between the check that it has
-        # no manifest and its removal.
+        # Without the lock, another writer could publish at the target between the check for a
+        # manifest and the removal.
         with locked(target.parent):
             while not _rename_stage(stage, target):
                 if (target / MANIFEST).exists():
                     return False
                 # Only an unpublished directory may be replaced. A parent of published directories
-                # is a mistake in the URI, and replacing it would lose them all.
+                # means a mistake in the URI, and replacing it would delete them all.
                 if inside := next(target.rglob(MANIFEST), None):
                     raise UserError(
                         f"cannot publish at {target}: {inside.parent} is published below it"
@@ -292,10 +292,10 @@ def _rename_away(path: Path) -> None:
 
 @contextmanager
 def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
-    """Create a staging folder named after `name`; `resume` takes that of a dead writer."""
+    """Create a staging folder named after `name`; with `resume`, take over a dead writer's."""
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherit(parent, name) if resume else None
-    # After that, so that the inherited one is not deleted.
+    # Deleted last, so that the inherited folder is kept.
     for other in filter(is_staging, os.listdir(parent)):
         with suppress(OSError):
             _delete_if_orphan(parent / other)
@@ -309,9 +309,9 @@ def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Exclude other writers that lock the same directory; raises `UserError` after a time.
+    """Exclude other writers that lock the same directory; raises `UserError` after a time-out.
 
-    Whoever may read a directory may lock it.
+    Any process that may read a directory may lock it.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -332,7 +332,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def delete_orphans(root: Path) -> list[Path]:
-    """Delete the orphans of dead writers in `root` and below; return their paths."""
+    """Delete the orphans of dead writers in and below `root`; return their paths."""
     found = []
     for folder, folders, _ in os.walk(root):
         stages = [Path(folder) / name for name in folders if is_staging(name)]
@@ -346,12 +346,12 @@ def delete_orphans(root: Path) -> list[Path]:
 
 
 def is_staging(name: str) -> bool:
-    """Say whether this is the name of a staging folder."""
+    """Return whether a staging folder has this name."""
     return _STAGING_NAME.fullmatch(name) is not None
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder to the disk."""
+    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -363,14 +363,14 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
     while True:
         stage = parent / f".{name}.{uuid.uuid4().hex[:12]}.part"
         stage.mkdir()
-        # Between mkdir and lock the folder looks like an orphan, and another writer, which has the
-        # lock then, may delete it.
+        # Between mkdir and lock the folder looks like an orphan, so that another writer may lock
+        # and delete it.
         with suppress(FileNotFoundError):
             descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
             if _lock(descriptor) is not False and stage.exists():
                 return stage, descriptor
             _unlock(descriptor)
-            # A stranger, who cannot delete it, may have the lock.
+            # A process that may not delete the folder may hold its lock.
             with suppress(OSError):
                 stage.rmdir()
 
@@ -399,14 +399,15 @@ def _delete_if_orphan(stage: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a folder; return False where another process has the lock, and None without locks."""
+    """Lock a folder; return False if another process holds the lock, and None without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         # Some network file systems cannot lock a folder. A rename is still atomic there; only the
-        # deletion of orphans, and the replacing of an unpublished directory, are less guarded.
+        # Some network file systems cannot lock a folder. A rename is still atomic there; only the
+        # deletion of orphans and the replacement of an unpublished directory are less safe.
         if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.ENOTSUP):
             return None
         raise
@@ -414,7 +415,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _lock_holder(descriptor: int) -> str:
-    """Return who has the lock of an open folder, as far as Linux says it."""
+    """Return the process that holds the lock of an open folder, if Linux reports it."""
     found = os.fstat(descriptor)
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     with suppress(OSError, KeyError, IndexError):
@@ -427,31 +428,31 @@ def _lock_holder(descriptor: int) -> str:
 
 
 def _unlock(descriptor: int) -> None:
-    # A child that was forked meanwhile would keep the lock of a descriptor that is only closed.
+    # A child forked meanwhile would keep the lock if the descriptor were only closed.
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def writer() -> str:
-    """Return a text that identifies this process on all machines; empty without `/proc`."""
+    """Return a text that identifies this process across machines; empty without `/proc`."""
     return f"{_machine()}/{os.getpid()}/{_start_time(os.getpid())}" if _machine() else ""
 
 
 def is_gone(text: str) -> bool:
-    """Say whether the process of a `writer`, on this machine, is known to have ended."""
+    """Return whether the process of a `writer`, on this machine, has certainly ended."""
     number, started = _here(text)
     return bool(number) and _start_time(number) != started
 
 
 def is_living(text: str) -> bool:
-    """Say whether the process of a `writer` is known to be alive."""
+    """Return whether the process of a `writer` is certainly running."""
     number, started = _here(text)
     return bool(number) and _start_time(number) == started
 
 
 def _here(text: str) -> tuple[int, str]:
-    """Return process id and start time of a process of this machine; 0 for another one."""
+    """Return PID and start time of a process of this machine; 0 for another machine's."""
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
     is_here = machine and machine == _machine()
@@ -460,7 +461,7 @@ def _here(text: str) -> tuple[int, str]:
 
 @cache
 def _machine() -> str:
-    # Two containers of one machine have the same process ids.
+    # Two containers of one machine may use the same PID.
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
@@ -472,6 +473,7 @@ def _start_time(process: int) -> str:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # After the name, which may hold any character: the state is the 1st field, the start the 20th.
+    # Fields after the name, which may contain any character: the state is the 1st, the start time
+    # the 20th.
     state, *fields = text.rpartition(")")[2].split()
     return "" if state == "Z" else fields[18]

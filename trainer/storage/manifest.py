@@ -1,8 +1,8 @@
-"""`MANIFEST.json`: what a published directory holds.
+"""`MANIFEST.json`: the list of files in a published directory.
 
-{"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields}
-Paths are relative, with forward slashes. A file may have `"at"` too: the path at which it is
-stored, where another file had its path already.
+{"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields} Paths
+are relative, with forward slashes. A file may also have `"at"`: the path where it is stored, if
+another file already had its path.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Checksum:
 
 
 def checksum(path: Path) -> Checksum:
-    """Read a local file and return its size and crc32c; raises `OSError` where it is none."""
+    """Read a local file and return its size and crc32c; raises `OSError` if it is not readable."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "not a file", str(path))
     size = crc = 0
@@ -55,7 +55,7 @@ def compute_checksum(data: bytes) -> Checksum:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a published directory, below it; raises `ValueError` for another value."""
+    """One file of a published directory; raises `ValueError` for an invalid value."""
 
     path: str
     bytes: int
@@ -63,7 +63,7 @@ class FileEntry:
     at: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse values that no manifest may hold."""
+        """Refuse values that no manifest may contain."""
         for path in (self.path, self.stored_at):
             if not _is_inside(path):
                 raise ValueError(f"{path!r} is not a path below the directory")
@@ -74,16 +74,16 @@ class FileEntry:
 
     @property
     def checksum(self) -> Checksum:
-        """Size and crc32c that the file has to have."""
+        """The expected size and crc32c of the file."""
         return Checksum(self.bytes, self.crc32c)
 
     @property
     def stored_at(self) -> str:
-        """Where the file is stored, below the directory."""
+        """The path where the file is stored, relative to the directory."""
         return self.at or self.path
 
     def to_tree(self) -> dict[str, Any]:
-        """Return the entry of the file in the manifest."""
+        """Return the manifest's entry for the file."""
         tree = {"path": self.path, "bytes": self.bytes, "crc32c": self.crc32c}
         return {**tree, "at": self.at} if self.at else tree
 
@@ -113,26 +113,26 @@ class Manifest:
         if len({entry.path for entry in ordered}) < len(ordered):
             raise ValueError("a file is named twice")
         object.__setattr__(self, "files", ordered)
-        # A manifest has to equal the one that is read back: tuples become lists.
+        # A manifest has to equal the one that is read back, so tuples become lists.
         object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))
 
     @property
     def created_at(self) -> datetime:
-        """When it was made."""
+        """The time of creation."""
         return parse_time(self.created) or datetime.max.replace(tzinfo=UTC)
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files together."""
+        """The total size of all files."""
         return sum(entry.bytes for entry in self.files)
 
     def same_content(self, other: Manifest) -> bool:
-        """Say whether both have the same content, whenever it was published."""
+        """Return whether both have the same content, regardless of the time of publication."""
         return self == replace(other, created=self.created)
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content, whenever it was published."""
+        """The SHA-256 digest of the content, regardless of the time of publication."""
         files = [(entry.path, entry.bytes, entry.crc32c) for entry in self.files]
         text = json.dumps([self.kind, files, self.fields], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -146,12 +146,12 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes | str, where: str = MANIFEST) -> Manifest:
-        """Parse the text of a manifest; raises `UnknownSchema` or `Corrupt`, with `where`."""
+        """Parse the text of a manifest; raises `UnknownSchema` or `Corrupt`, which name `where`."""
         try:
             tree = parse(data)
             if not isinstance(tree, dict):
                 raise ValueError("not an object")
-            # Before anything else: another schema may have other names.
+            # Checked first, since another schema may have other names.
             _refuse_other_schema(tree.get("schema"), where)
             missing = [name for name in RESERVED if name not in tree]
             if missing:

@@ -1,10 +1,11 @@
-"""Storage in object stores: a directory is published when its manifest is created.
+"""Storage in object stores: creating the manifest publishes a directory.
 
-No object that a manifest may name is ever overwritten: a file is stored next to its own path where
-another object is. So every manifest stays valid, and the first manifest wins.
-An orphan, which `collect` removes, was uploaded for a published directory (its writer is in its
-metadata), is named by no manifest, and will be by none: its directory is published, its writer has
-ended, or it is older than any publication lasts. No other object of the bucket is touched.
+No object that a manifest may list is ever overwritten: if an object exists at a file's path, the
+file is stored next to it. So every manifest stays valid, and the first manifest wins.
+An orphan is an object that was uploaded for a published directory (its metadata names the writer)
+and is in no manifest, now or later: its directory is published, its writer has ended, or it is
+older than any publication lasts. `collect` removes orphans and touches no other object of the
+bucket.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ from flotilla.trainer.storage.uri import join, locate
 
 # Seconds after which a writer on another machine counts as dead.
 ORPHAN_SECONDS = 24 * 3600.0
-# A file whose path others have taken so often is no accident.
+# More collisions than this at one path are no accident.
 _ATTEMPTS = 3
-# Of empty objects with which tools show a folder where there is none.
+# Suffixes of the empty objects with which tools mark a folder.
 _FOLDER_MARKS = ("/", "_$folder$")
 
 Result = TypeVar("Result")
@@ -63,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 def collect(bucket: Bucket, prefix: str) -> list[str]:
-    """Remove the orphans below `prefix` and return their keys."""
+    """Remove the orphans below `prefix`, and return their keys."""
     before = time.time() - ORPHAN_SECONDS
     found = list(bucket.walk(prefix))
     directories, named = _published_files(bucket, found)
@@ -72,12 +73,12 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     def is_over(stored: Stored) -> bool:
         writer = stored.writer if stored.writer is not None else bucket.stat(stored.key).writer
         inside = any(stored.key.startswith(directory) for directory in directories)
-        # An upload ends by itself where another writer was first.
+        # An upload ends by itself if another writer was first.
         inside = inside and not stored.key.endswith(UPLOAD_MARK)
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
     over = run_parallel(is_over, unnamed)
-    # A writer that has ended meanwhile may have published first.
+    # A writer that has ended meanwhile may have published before that.
     _, named = _published_files(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
@@ -88,7 +89,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
 
 
 def _published_files(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[str]]:
-    """Return the prefixes of the published directories, and the keys that their manifests name."""
+    """Return the prefixes of published directories, and the keys listed in their manifests."""
     manifests = [each.key for each in found if _is_manifest(each)]
     named: set[str] = set()
     directories = []
@@ -107,7 +108,7 @@ def _published_files(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str]
     for key, files in zip(manifests, run_parallel(files_of, manifests), strict=True):
         directory = key.removesuffix(MANIFEST)
         if files is None:
-            # It is unknown which objects belong to it.
+            # The objects that belong to it are unknown.
             named.update(each.key for each in found if each.key.startswith(directory))
             continue
         directories.append(directory)
@@ -125,7 +126,7 @@ class ObjectStore:
     def __init__(
         self, home: str, opened: Callable[[Retrying], Bucket], count: Count = count_nothing
     ) -> None:
-        """Use the bucket with the URI `home`; this sends no request."""
+        """Use the bucket of the URI `home`, without sending a request."""
         self.count = count
         self._home = home
         self._retry = Retry()
@@ -143,11 +144,11 @@ class ObjectStore:
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one object, checked before for stores without conditional writes."""
+        """Create one object, after a check for stores without conditional writes."""
         return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
-        """Return what the store vouches for, or read the object."""
+        """Return the checksum that the store computed, or read the object."""
         with self._translate(uri):
             vouched = self._bucket.vouched(_key(uri))
             if vouched:
@@ -176,7 +177,7 @@ class ObjectStore:
             return self._bucket.read_into(_key(uri), file) or file.crc32c
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Upload side by side, then create the manifest; what it does not name goes."""
+        """Upload in parallel, then create the manifest; delete objects that it does not list."""
         there = self._below(uri)
         if MANIFEST in there:
             return None
@@ -195,20 +196,20 @@ class ObjectStore:
 
     @contextmanager
     def draft(self, uri: str) -> Iterator[str]:
-        """Return the destination: nothing there is read before its manifest."""
+        """Return the destination: readers ignore it until the manifest exists."""
         yield uri
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
         """Upload, then delete the local file."""
         found = checksum(path)
         entry = FileEntry(name, found.bytes, found.crc32c)
-        # A store without conditions on what is written would overwrite what is there.
+        # A store without conditional writes would overwrite an existing object.
         placed = self._place_file(draft, path, entry, self._stat(join(draft, name)), [])
         path.unlink()
         return placed
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Create the manifest, once all that it names is seen; what it does not name goes."""
+        """Create the manifest once all its objects are visible; delete objects it does not list."""
         there = self._below(draft)
         if MANIFEST in there:
             return None
@@ -233,7 +234,7 @@ class ObjectStore:
         return [name for name in names if name and not name.startswith(".")]
 
     def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the objects below a URI, or the one at it; those that mark folders are left out."""
+        """Yield the objects below a URI, or the one at the URI, without folder markers."""
         prefix = _prefix(uri)
         with self._translate(uri):
             below = False
@@ -258,7 +259,7 @@ class ObjectStore:
             run_parallel(lambda path: self.discard(join(uri, path)), paths)
 
     def discard(self, uri: str) -> None:
-        """Remove one object; needs no permission to list."""
+        """Remove one object; needs no permission to list objects."""
         with suppress(FileNotFoundError), self._translate(uri):
             self._bucket.remove(_key(uri))
 
@@ -328,11 +329,11 @@ class ObjectStore:
         try:
             run_parallel(lambda path: self.discard(join(uri, path)), sorted(paths))
         except OSError as error:
-            # The published directory is whole without this.
+            # The published directory is complete without this deletion.
             _log.warning("left for `flotilla gc` below %s: %s", uri, error)
 
     def _below(self, uri: str) -> dict[str, Stored]:
-        """Return all objects below a URI by their relative path."""
+        """Return all objects below a URI by relative path."""
         prefix = _prefix(uri)
         with self._translate(uri):
             return {each.key.removeprefix(prefix): each for each in self._bucket.walk(prefix)}
@@ -348,13 +349,14 @@ class ObjectStore:
 
     @contextmanager
     def _translate(self, uri: str, *, writes: bool = False) -> Iterator[None]:
-        """Translate errors of the client into those that all stores raise."""
+        """Translate the client's errors into the errors that all stores raise."""
         try:
             yield
         except Exception as error:
             trouble = self._bucket.judge(error)
             if writes and trouble is Trouble.ABSENT:
-                # What is written need not be there: the bucket has gone meanwhile.
+                # A missing object is no reason for a failed write: the bucket was deleted
+                # meanwhile.
                 trouble = Trouble.NO_BUCKET
             if trouble is Trouble.FOREIGN:
                 raise
@@ -362,7 +364,7 @@ class ObjectStore:
 
     def _store_error(self, uri: str, trouble: Trouble, error: Exception) -> OSError:
         if trouble is Trouble.ABSENT:
-            # Google returns the same for a missing object and a missing bucket.
+            # Google returns the same error for a missing object and a missing bucket.
             trouble = self._missing_what()
         if trouble is Trouble.ABSENT:
             return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
@@ -393,7 +395,7 @@ class ObjectStore:
 
 
 class _Counted:
-    """A file that counts what is written to it, up to `most` bytes where that is not 0."""
+    """A file that counts the bytes written to it, and refuses more than `most` unless that is 0."""
 
     def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
         self._file, self._count, self._most = file, count, most
@@ -413,7 +415,7 @@ class _Counted:
 
 
 class _Meter:
-    """A file that keeps only its checksum."""
+    """A file that keeps only a checksum."""
 
     def __init__(self) -> None:
         self._bytes = self._crc = 0
@@ -424,7 +426,7 @@ class _Meter:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing, as there is no buffer."""
 
     def tell(self) -> int:
         return self._bytes
@@ -434,7 +436,7 @@ class _Meter:
 
 
 def _tag(stored: Stored) -> str:
-    # The checksum of an object with a key of the customer is not shown.
+    # The store hides the checksum of an object with a customer-supplied key.
     return stored.digest or f"{stored.created:.6f}"
 
 

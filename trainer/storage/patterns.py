@@ -23,7 +23,7 @@ _QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
 
 @dataclass(frozen=True)
 class Match:
-    """How a path matches: its span, as which it is written, and whether a folder above matches."""
+    """The match of a path: its span as written, and whether a parent folder matches too."""
 
     span: str
     is_below: bool
@@ -35,9 +35,9 @@ class Pattern:
     """A pattern of the files below a folder.
 
     Attributes:
-        key: of the configuration, for messages.
-        root: URI of the folder, or of the file, that no part of the pattern follows.
-        expression: for paths below the root; None for all of them.
+        key: the configuration key, for messages.
+        root: URI of the folder before the first wildcard, or of the file if there is none.
+        expression: for paths below the root; None matches all.
     """
 
     key: str
@@ -46,7 +46,7 @@ class Pattern:
     expression: re.Pattern[str] | None
 
     def match(self, path: str) -> Match | None:
-        """Return how a path below the root matches; None where it does not."""
+        """Return the match of a path below the root; None if it does not match."""
         if self.expression is None:
             return Match("", is_below=False)
         found = self.expression.fullmatch(path)
@@ -59,7 +59,7 @@ class Pattern:
 
 
 def is_local(source: str) -> bool:
-    """Say whether a source is on the disks of a machine."""
+    """Return whether a source is on a local disk."""
     return "://" not in source or source.startswith("file:")
 
 
@@ -74,7 +74,7 @@ def below(source: str, path: str, split: str) -> Pattern:
 
 
 def parse(key: str, text: str) -> Pattern:
-    """Return the pattern that a text is; raises `ConfigError`, which names the key."""
+    """Parse the pattern of a text; raises `ConfigError`, which mentions the key."""
     if is_local(text):
         path = _path(key, text)
         parts = ("" if os.path.lexists(path) else path.strip("/")).split("/")
@@ -101,7 +101,7 @@ def parse(key: str, text: str) -> Pattern:
 
 
 def _is_special(parts: list[str], text: str) -> bool:
-    """Say whether the last part stands for other names; a folder may be named `[old]` as well."""
+    """Return whether the last part is a pattern; a folder may also be named `[old]`."""
     there = is_local(text) and os.path.lexists(f"/{'/'.join(parts)}")
     return bool(_SPECIAL.search(parts[-1])) and not there
 
@@ -141,7 +141,7 @@ def _to_expression(pattern: str) -> str:
 
 
 def _token(pattern: str, at: int) -> tuple[str, str]:
-    """Return the token at a place, and the regular expression that it is."""
+    """Return the token at a position, and its regular expression."""
     rest = pattern[at:]
     for token, expression in (
         (SPAN, _SPAN), (DATE, _DATE), ("**/", "(?:.*/)?"), ("**", ".*"), ("*", "[^/]*"),
@@ -161,7 +161,7 @@ def _token(pattern: str, at: int) -> tuple[str, str]:
 
 
 def _braces(text: str) -> tuple[list[str], str]:
-    """Return the choices of a brace, and the text up to its end."""
+    """Return the alternatives of a brace, and the text up to its end."""
     depth, start, found = 0, 1, []
     for at, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")

@@ -1,4 +1,4 @@
-"""A probe of a storage root: one small file is written, read, listed and deleted."""
+"""A probe of a storage root: writes, reads, lists and deletes one small file."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from flotilla.trainer.storage.retry import describe, shorter_retry
 from flotilla.trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"
-# How long the requests of one action may fail.
+# How long the requests of one action may keep failing.
 SECONDS = 5.0
 
 Result = TypeVar("Result")
 
 
 class Unfit(UserError):  # noqa: N818
-    """A storage root cannot be used.
+    """A storage root is unusable.
 
     Attributes:
         trouble: a name of `store.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
-            the file system) or `ALTERED` (it returns other content than was written).
+            the file system) or `ALTERED` (the content read differs from the content written).
         actions: the actions that failed: write, read, list, delete.
     """
 
     def __init__(self, trouble: str, actions: tuple[str, ...], reason: str) -> None:
-        """Build the message from the failed actions and the message of the store."""
+        """Build the message from the failed actions and the store's message."""
         super().__init__(f"cannot {', '.join(actions)}: {reason}")
         self.trouble = trouble
         self.actions = actions
@@ -42,21 +42,21 @@ class Probe:
     """One file with a unique name directly below a URI; `remove` may be called at any time."""
 
     def __init__(self, root: str) -> None:
-        """Choose the name; raises `UserError` for what is no URI."""
+        """Choose the name; raises `UserError` for an invalid URI."""
         self.uri = join(root, f"doctor-{uuid.uuid4().hex[:12]}")
         self._root = root
         folder = local_path(root)
         parents = (folder, *folder.parents) if folder else ()
-        # The folders that a write would create, the innermost first.
+        # The folders that a write would create, innermost first.
         self._missing = [each for each in parents if not each.exists()]
         self._stopped = threading.Event()
         self._failed: list[Unfit] = []
-        #: Whether something was, or may have been, written and is not removed yet.
+        # : Whether something may have been written that is not removed yet.
         self.is_left = False
         self._writing = False
 
     def examine(self) -> None:
-        """Write, read, list, delete, and leave nothing; raises `Unfit` with all that failed."""
+        """Write, read, list and delete the file; raises `Unfit` with all failed actions."""
         self._failed.clear()
         data = f"flotilla doctor {self.uri}\n".encode()
         with shorter_retry(SECONDS):
@@ -66,7 +66,7 @@ class Probe:
                 self._do("write", lambda: store.write(self.uri, data))
                 self._writing = False
                 if self._failed:
-                    # The file may exist, or folders that a file system created for it.
+                    # The file may exist, and so may folders that a file system created for it.
                     self.is_left = self._failed[0].trouble in (SILENT, FILES)
                     return
                 if self._do("read", lambda: store.read(self.uri)) not in (data, None):
@@ -81,7 +81,7 @@ class Probe:
                 self._report()
 
     def remove(self) -> None:
-        """Remove what was written; raises an `OSError` if that fails."""
+        """Remove the written file and folders; raises an `OSError` if that fails."""
         if not self.is_left:
             return
         with shorter_retry(SECONDS):
@@ -89,11 +89,11 @@ class Probe:
         for folder in self._missing:
             with suppress(OSError):
                 folder.rmdir()
-        # A write that is under way may still succeed.
+        # A write in progress may still succeed.
         self.is_left = self._writing
 
     def stop(self) -> None:
-        """Skip the rest of `examine`, but for the removal."""
+        """Skip the rest of `examine`, except the removal."""
         self._stopped.set()
 
     def _do(self, action: str, act: Callable[[], Result]) -> Result | None:

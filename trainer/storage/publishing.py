@@ -1,4 +1,4 @@
-"""The operations on published directories and single files, in any store."""
+"""Operations on published directories and single files, in any store."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def publish(
 ) -> Manifest:
     """Publish all files below `directory` at `uri`, atomically and verified.
 
-    The same kind, files and fields again is a no-op, which trusts the manifest and does not read
-    the published files again (`verify` does). A `MANIFEST.json` of `directory` itself and empty
-    folders are left out; links to files are followed. An unpublished directory at `uri` is
-    replaced. Returns the manifest at `uri`. Raises `Conflict` where other content is there, else
+    Publishing the same kind, files and fields again does nothing; it trusts the manifest and does
+    not read the published files (`verify` does). A `MANIFEST.json` in `directory` and empty folders
+    are left out; links to files are followed. An unpublished directory at `uri` is replaced.
+    Returns the manifest at `uri`. Raises `Conflict` if other content is published there, else
     `UserError`.
     """
     with report_errors(f"publish {directory} to {uri}"):
@@ -67,10 +67,11 @@ def publish(
 
 @contextmanager
 def draft(uri: str) -> Iterator[str]:
-    """Begin what several processes publish at `uri`; what is left at the end of the block goes.
+    """Begin a publication at `uri` by several processes; uncommitted files are removed at the end.
 
-    Any process may add files to the draft (`add_file`); nothing is read before the `commit`. In a
-    file system it is a staging folder next to `uri`; in an object store it is `uri` itself.
+    Any process may add files to the draft (`add_file`); readers see nothing before the `commit`. In
+    a file system the draft is a staging folder next to `uri`; in an object store it is `uri`
+    itself.
     """
     with ExitStack() as opened:
         with report_errors(f"write next to {uri}"):
@@ -79,7 +80,7 @@ def draft(uri: str) -> Iterator[str]:
 
 
 def add_file(draft: str, path: Path, name: str) -> FileEntry:
-    """Move a local file to the path `name` of a draft; return its entry in the manifest."""
+    """Move a local file to the path `name` of a draft; return its manifest entry."""
     with (
         report_errors(f"write {name} to {draft}"),
         Work(f"publishing {name}", "bytes", path.stat().st_size) as work,
@@ -114,7 +115,7 @@ def read_manifest(uri: str) -> Manifest:
 
 
 def is_published(uri: str) -> bool:
-    """Say whether there is a manifest at `uri`, readable or not."""
+    """Return whether there is a manifest at `uri`, readable or not."""
     try:
         read_manifest(uri)
     except NotPublished:
@@ -125,7 +126,7 @@ def is_published(uri: str) -> bool:
 
 
 def verify(uri: str) -> Manifest:
-    """Check every file at `uri` by size and crc32c; raises `NotPublished` or `Corrupt`."""
+    """Verify every file at `uri` by size and crc32c; raises `NotPublished` or `Corrupt`."""
     manifest = read_manifest(uri)
     store = choose_store(uri)
 
@@ -152,7 +153,7 @@ def _stored_checksum(store: Store, uri: str, entry: FileEntry) -> Checksum | Non
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return one small file published at `uri`, checked; raises as `verify`, or `Missing`."""
+    """Return one small file published at `uri`, verified; raises as `verify`, or `Missing`."""
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
         raise Missing(f"{uri} holds no {path}{nearest(path, named)}")
@@ -191,11 +192,11 @@ def fetch(
     only: Callable[[str], bool] | None = None,
     manifest: Manifest | None = None,
 ) -> Manifest:
-    """Copy the published files at `uri`, or `only` some paths, into `directory`, verified.
+    """Copy the published files at `uri`, or the paths in `only`, into `directory`, verified.
 
-    Files appear when all are verified; a new directory appears as a whole, atomically. Valid files
-    that are there already are kept, those of a fetch that died included. Returns the whole
-    manifest. Raises `NotPublished`, `Corrupt`, or `UserError` where `directory` cannot be written.
+    Files appear when all are verified; a new directory appears atomically. Valid files that already
+    exist, also from an interrupted fetch, are kept. Returns the whole manifest. Raises
+    `NotPublished`, `Corrupt`, or `UserError` where `directory` cannot be written.
     """
     manifest = manifest or read_manifest(uri)
     directory = Path(os.path.abspath(directory))
@@ -215,7 +216,7 @@ def _is_valid(directory: Path, entry: FileEntry) -> bool:
 
 
 def _fetch_files(store: Store, uri: str, entries: Sequence[FileEntry], directory: Path) -> None:
-    # Inside an existing folder, which may be a mount: a rename cannot leave its file system.
+    # An existing folder may be a mount, and a rename cannot cross file systems.
     home = directory if directory.is_dir() else directory.parent
     with staging(home, directory.name, resume=True) as stage:
         run_parallel(lambda entry: _download(store, uri, entry, stage), entries)
@@ -241,7 +242,7 @@ def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
     try:
         store.download(join(uri, entry.stored_at), target)
         if checksum(target) != entry.checksum:
-            # It may have been damaged in transit.
+            # The file may have been damaged in transit.
             _log.warning("%s: %s arrived damaged; fetching it again", uri, entry.path)
             store.download(join(uri, entry.stored_at), target)
     except (FileNotFoundError, NotADirectoryError):
@@ -250,7 +251,7 @@ def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
 
 
 def _leave_only(entries: Sequence[FileEntry], stage: Path) -> None:
-    """Remove the files of a fetch that died which this one does not want."""
+    """Remove the files of an interrupted fetch that this fetch does not need."""
     wanted = {stage / entry.path for entry in entries}
     for folder, _, names in os.walk(stage, topdown=False):
         for path in (Path(folder) / name for name in names):
@@ -268,7 +269,7 @@ def list_published(uri: str, kind: str | None = None) -> list[tuple[str, Manifes
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
-    """Return the directory below `uri` that was published last, of one kind or all, if any."""
+    """Return the most recently published directory below `uri`, of one kind or of all, if any."""
     return max(list_published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
@@ -283,22 +284,22 @@ def _readable(uri: str) -> Manifest | None:
 
 
 def collect_garbage(uri: str) -> list[str]:
-    """Remove the orphans of dead or beaten writers at `uri` and below; return their URIs.
+    """Remove the orphans of dead or losing writers in and below `uri`; return their URIs.
 
-    Files that living processes of this machine write, or that were not to be published, stay.
+    Files that running processes of this machine write, and unpublished directories, stay.
     """
     with report_errors(f"collect garbage below {uri}"):
         return choose_store(uri).sweep(uri)
 
 
 def delete(uri: str) -> None:
-    """Remove all files at `uri`, the manifest first; nothing there is no error."""
+    """Remove all files at `uri`, the manifest first; do nothing if there are none."""
     with report_errors(f"delete {uri}"), suppress(FileNotFoundError):
         choose_store(uri).remove(uri)
 
 
 def read_bytes(uri: str) -> bytes:
-    """Return the content of the file at `uri`; raises `Missing` or `Corrupt` (no file)."""
+    """Return the content of the file at `uri`; raises `Missing` or `Corrupt` (not a file)."""
     with report_errors(f"read {uri}"):
         try:
             return choose_store(uri).read(uri)
@@ -310,7 +311,7 @@ def read_bytes(uri: str) -> bytes:
 
 
 def read_tagged(uri: str, most: int) -> tuple[bytes, str]:
-    """Return content and tag of a file of at most so many bytes; raises what stores raise."""
+    """Return content and tag of a file of at most `most` bytes; raises the store's errors."""
     return choose_store(uri).read_tagged(uri, most)
 
 
@@ -321,7 +322,7 @@ def write_bytes(uri: str, data: bytes) -> None:
 
 
 def append_line(uri: str, line: bytes) -> None:
-    """Append a line to the file at `uri`, in a file system: `flotilla.trainer.storage.local`."""
+    """Append a line to the file at `uri`, in a file system; see `storage.local`."""
     path = local_path(uri)
     if path is None:
         raise ValueError(f"nothing can be appended to the object {uri}")
@@ -330,16 +331,17 @@ def append_line(uri: str, line: bytes) -> None:
 
 
 def create_bytes(uri: str, data: bytes) -> bool:
-    """Create the file at `uri` if there is none; return whether it was created.
+    """Create the file at `uri` if it does not exist; return whether it was created.
 
-    Not every store guarantees this for concurrent writers: read the file again to know who won.
+    Not every store guarantees this for concurrent writers: read the file again to learn which
+    writer won.
     """
     with report_errors(f"create {uri}"):
         return choose_store(uri).create(uri, data)
 
 
 def names(uri: str) -> list[str]:
-    """Return the plain names directly below `uri`, in order; empty where there is nothing."""
+    """Return the plain names directly below `uri`, in order; empty if there are none."""
     with report_errors(f"list {uri}"):
         try:
             return choose_store(uri).children(uri)
@@ -356,7 +358,7 @@ def _scan(directory: Path, kind: str) -> tuple[FileEntry, ...]:
         for name in folders:
             if (Path(folder) / name).is_symlink():
                 raise UserError(f"cannot publish {Path(folder) / name}: a link to a folder")
-        # The staging folder of a `fetch` that died is not part of the content.
+        # The staging folder of an interrupted `fetch` is not content.
         folders[:] = [name for name in folders if not is_staging(name)]
         paths = (Path(folder) / name for name in names)
         found += [path for path in paths if path != directory / MANIFEST]
@@ -401,9 +403,9 @@ def _difference(there: Manifest, new: Manifest) -> str:
 
 
 def choose_store(uri: str, count: Count = count_nothing) -> Store:
-    """Return the store that serves `uri`, for one operation; raises `UserError`.
+    """Return the store for `uri`, for one operation; raises `UserError`.
 
-    `count` is called with the bytes of files, as they are copied.
+    `count` is called with the number of bytes copied since its last call.
     """
     if find_scheme(uri) == "file":
         return FileStore(count)

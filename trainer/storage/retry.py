@@ -1,4 +1,4 @@
-"""Requests to a store: retried with backoff under one deadline, and many in parallel."""
+"""Store requests: retried with backoff under one deadline, and run in parallel."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ VARIABLE = "FLOTILLA_STORAGE_DEADLINE"
 DEADLINE = 300.0
 FIRST_PAUSE = 0.25
 MAX_PAUSE = 20.0
-# Also the last request has time for an answer.
+# The last request also gets time for a response.
 LEAST_SECONDS = 5.0
-# What counts as progress of one request.
+# Bytes that count as progress of one request.
 PROGRESS_BYTES = 1 << 20
 # With 30 ms a request, 300 small files take 9.7 s one by one, 1.2 s on 8 threads, 0.6 s on 16.
 THREADS = 16
@@ -39,7 +39,7 @@ _limit: ContextVar[float] = ContextVar("_limit", default=math.inf)
 
 @contextmanager
 def shorter_retry(seconds: float) -> Iterator[None]:
-    """Limit the deadline of operations that begin in this block and thread; they log nothing."""
+    """Shorten the deadline of operations that begin in this block and thread; they log nothing."""
     before = _limit.set(seconds)
     try:
         yield
@@ -50,20 +50,20 @@ def shorter_retry(seconds: float) -> Iterator[None]:
 class Retry:
     """The deadline of one operation, shared by all of its requests and threads.
 
-    It counts from the last request that succeeded, or from the last `PROGRESS_BYTES` that a request
-    has brought: an operation may last as long as it progresses. A request has no more time than is
-    left, and a few seconds, whatever its client waits for.
+    It restarts with each request that succeeds, and with every `PROGRESS_BYTES` that a request
+    receives, so an operation may last as long as it progresses. A request gets the remaining time
+    and a few seconds more, whatever the time-out of its client.
     """
 
     def __init__(self) -> None:
-        """Read the deadline from the environment; raises `ConfigError` when it is no number."""
+        """Read the deadline from the environment; raises `ConfigError` if it is not a number."""
         self._seconds = min(float(read_variable(VARIABLE) or DEADLINE), _limit.get())
         self._logs = math.isinf(_limit.get())
         self._succeeded_at = time.monotonic()
         self._bytes = 0
 
     def progress(self, count: int) -> None:
-        """Note that so many bytes have come."""
+        """Record received bytes."""
         self._bytes += count
         if self._bytes >= PROGRESS_BYTES:
             self._bytes, self._succeeded_at = 0, time.monotonic()
@@ -71,7 +71,7 @@ class Retry:
     def call(
         self, where: str, request: Callable[[], Result], transient: Callable[[BaseException], bool]
     ) -> Result:
-        """Return the result of `request`, retried while its error is `transient`, for a time."""
+        """Return the result of `request`, retried until the deadline on `transient` errors."""
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(transient),
             wait=self._pause,
@@ -92,9 +92,9 @@ class Retry:
         return result
 
     def within_deadline(self, request: Callable[[], Result]) -> Result:
-        """Return the result of a request; raises `TimeoutError` where no time is left for it.
+        """Return the result of a request; raises `TimeoutError` if no time is left for it.
 
-        A client limits the time between two bytes alone. The thread that waits for them ends with
+        A client only limits the time between two bytes. The thread that waits for them ends with
         this process.
         """
         future = Future[Result]()
@@ -109,7 +109,8 @@ class Retry:
         try:
             return future.result()
         finally:
-            # Its error has the frames that hold it: the collector alone would close their sockets.
+            # The error's frames hold the response; only the garbage collector would close its
+            # sockets.
             del future
 
     def _seconds_left(self) -> float:
@@ -141,24 +142,24 @@ def _send(context: Context, request: Callable[[], Result], future: Future[Result
 
 
 def retry_until_deadline(where: str, request: Callable[[], Result]) -> Result:
-    """Return the result of `request`, called again while it raises `Unavailable`, for a time."""
+    """Return the result of `request`, retried until the deadline while it raises `Unavailable`."""
     try:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
     except StoreUnavailable as error:
         last = error.__cause__
-    # Here: the two errors would name each other as what they came from.
+    # Cleared here, since the two errors would be each other's cause.
     assert last is not None
     raise last
 
 
 def describe(error: BaseException | None) -> str:
-    """Return the message of a client's error, as one short line."""
+    """Return the message of a client's error in one short line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."
 
 
 def run_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return `act` of each item, in order; the first error cancels what has not begun."""
+    """Return `act` of each item, in order; the first error cancels the items not yet begun."""
     if not items:
         return []
     with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="storage") as pool:

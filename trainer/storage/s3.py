@@ -1,4 +1,4 @@
-"""Amazon S3, `s3://`, and stores with the same protocol, `minio://`, by boto3."""
+"""Amazon S3, `s3://`, and S3-compatible stores, `minio://`, through boto3."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 # The limit of S3.
 _MAX_PARTS = 10_000
 _CHUNK = 1 << 20
-# What each answer of a store has; what lacks it came from something in between.
+# Headers that every store's response has; a response without them comes from a proxy.
 _ANSWERED = {
     "GetObject": "ETag",
     "HeadObject": "LastModified",
@@ -56,9 +56,9 @@ _ANSWERED = {
     "CompleteMultipartUpload": "ETag",
     "ListObjectsV2": "IsTruncated",
 }
-# The codes of a store without conditional PUT.
+# The error codes of a store without conditional PUT.
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
-# None of these has another as its base: botocore's errors of a connection are not Python's.
+# None of these derives from another: botocore's connection errors are not Python's.
 _TRANSIENT = (
     boto.EndpointConnectionError,
     boto.ConnectTimeoutError,
@@ -79,7 +79,7 @@ _TRANSIENT_CODES = (408, 429, 500, 502, 503, 504)
 _TROUBLES = {
     "NoSuchBucket": Trouble.NO_BUCKET,
     "NoSuchKey": Trouble.ABSENT,
-    # An upload that was completed, where the answer was lost.
+    # The upload was completed, but the response was lost.
     "NoSuchUpload": Trouble.EXISTS,
     "404": Trouble.ABSENT,
     "PreconditionFailed": Trouble.EXISTS,
@@ -96,7 +96,7 @@ _TROUBLES = {
 
 
 class S3Bucket:
-    """One bucket of S3, or of a store with its protocol."""
+    """One bucket of S3 or of an S3-compatible store."""
 
     remedies: Mapping[Trouble, str] = MappingProxyType(
         {
@@ -120,13 +120,13 @@ class S3Bucket:
     )
 
     def __init__(self, name: str, endpoint: Endpoint, retry: Retrying) -> None:
-        """Use boto3's chain of credentials at an endpoint."""
+        """Use boto3's credential chain at an endpoint."""
         self._name = name
         self._endpoint = endpoint
         self._retrying = retry
 
     def get(self, key: str) -> bytes:
-        """Return the content of an object, checked against its MD5 where the store has it."""
+        """Return the content of an object, checked against its MD5 if the store has it."""
 
         def whole() -> bytes:
             answer = self._client.get_object(**self._object_key(key))
@@ -138,7 +138,7 @@ class S3Bucket:
         return self._retry(whole)
 
     def read_into(self, key: str, file: Sink) -> str:
-        """Write the content of an object to a file, resumed where a connection dropped."""
+        """Write the content of an object to a file; resume after dropped connections."""
         tags: set[str] = set()
 
         def rest() -> None:
@@ -158,7 +158,7 @@ class S3Bucket:
                     file.write(chunk)
 
         self._retry(rest)
-        # Several are of an object that was replaced before a connection was resumed.
+        # Several ETags mean that the object was replaced before a resumed connection.
         return " ".join(sorted(tags))
 
     def put(self, key: str, data: bytes) -> None:
@@ -166,13 +166,13 @@ class S3Bucket:
         self._send(key, data)
 
     def create(self, key: str, data: bytes, writer: str) -> None:
-        """Create an object where there is none."""
+        """Create an object if it does not exist."""
         self._unless_there(partial(self._send, key, data, Metadata={WRITER: writer}))
 
     def create_from(
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
     ) -> None:
-        """Upload a file in parts; each is verified, and retried by itself."""
+        """Upload a file in parts; each part is verified and retried separately."""
         where = self._object_key(key)
         begun = self._retry(
             lambda: self._client.create_multipart_upload(**where, Metadata={WRITER: writer})
@@ -184,7 +184,7 @@ class S3Bucket:
             parts = self._parts(upload, path, expected, count)
             self._unless_there(partial(self._complete, upload, parts))
         except BaseException:
-            # An upload that is not aborted here is found by its mark later.
+            # Later, the upload mark finds an upload that is not aborted here.
             with suppress(boto.ClientError, boto.BotoCoreError):
                 self._abort(upload)
                 self._client.delete_object(**self._object_key(mark))
@@ -199,7 +199,7 @@ class S3Bucket:
         return Stored(key, answer["ContentLength"], _tag(answer), created, writer)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
-        """Compare with the MD5 of the file, or of its parts; an encrypted object never matches."""
+        """Compare with the MD5 of the file or of its parts; an encrypted object never matches."""
         if stored.bytes != expected.bytes:
             return False
         if stored.bytes <= PART_BYTES:
@@ -209,11 +209,11 @@ class S3Bucket:
         return stored.digest == f"{whole}-{len(digests)}"
 
     def vouched(self, key: str) -> Checksum | None:  # noqa: ARG002
-        """Return nothing: the store returns the checksum that the writer sent."""
+        """Return an empty text: the store only returns the checksum that the writer sent."""
         return None
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
+        """Yield all objects whose key begins with `prefix`; each page is retried separately."""
         for each in self._list_objects(prefix):
             if "Size" in each:
                 created = each["LastModified"].timestamp()
@@ -241,7 +241,7 @@ class S3Bucket:
         self._retry(lambda: self._client.delete_object(**self._object_key(key)))
 
     def abort_upload(self, mark: str) -> None:
-        """Abort the upload that a mark names; one that is over is no error."""
+        """Abort the upload of a mark; a finished upload is no error."""
         key = mark.removesuffix(UPLOAD_MARK).rpartition(".")[0]
         upload = {**self._object_key(key), "UploadId": self.get(mark).decode(errors="replace")}
         try:
@@ -256,7 +256,7 @@ class S3Bucket:
             return tls_trouble(error)
         if isinstance(error, _TRANSIENT):
             return Trouble.TRANSIENT
-        # botocore follows a redirection to itself as far as Python allows.
+        # botocore follows a redirect to the same address until Python's recursion limit.
         if isinstance(error, boto.BotoCoreError | RecursionError):
             lacks = isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError)
             return Trouble.NO_CREDENTIALS if lacks else Trouble.OTHER
@@ -274,7 +274,7 @@ class S3Bucket:
         except boto.ClientError as error:
             if self.judge(error) is not Trouble.EXPIRED:
                 raise
-        # They may have been renewed in the file of a profile, which a client reads once.
+        # Credentials in a profile file may have been renewed; a client reads them once.
         client.cache_clear()
         return self._retrying(request)
 
@@ -286,9 +286,9 @@ class S3Bucket:
         return {"Bucket": self._name, "Key": key}
 
     def _unless_there(self, request: Callable[..., None]) -> None:
-        """Create an object if there is none, as far as the store can guarantee that.
+        """Create an object if it does not exist, as far as the store can guarantee that.
 
-        Stores that ignore the condition were asked before; those that refuse it get none.
+        Stores that ignore the condition were checked before; stores that refuse it get none.
         """
         try:
             request(IfNoneMatch="*")
@@ -302,7 +302,7 @@ class S3Bucket:
         self._retry(lambda: self._client.complete_multipart_upload(**whole))
 
     def _send(self, key: str, data: bytes, **how: Any) -> None:
-        """Store an object; a new one that arrived damaged is removed before it is sent again."""
+        """Store an object; remove a new object that arrived damaged before sending it again."""
         digest = _base64(hashlib.md5(data).digest())
         is_new = "Metadata" in how
         damaged = False
@@ -320,7 +320,8 @@ class S3Bucket:
                 **self._object_key(key), Body=data, ContentMD5=digest, **how
             )
             arrived = self._has_arrived(key, data, answer, is_new)
-            # Not every store compares the MD5 that was sent, and nobody may read such a manifest.
+            # Not every store compares the MD5 of the request, and a damaged manifest must not be
+            # read.
             damaged = is_new and not arrived
             remove_damaged()
             if not arrived:
@@ -329,7 +330,7 @@ class S3Bucket:
         self._retry(send)
 
     def _has_arrived(self, key: str, data: bytes, answer: dict[str, Any], is_new: bool) -> bool:
-        """Say whether a store has what was sent, by its MD5, or else by reading a small object."""
+        """Return whether a store has the sent data, by its MD5, or by reading a small object."""
         if _is_md5(answer):
             return _tag(answer) == hashlib.md5(data).hexdigest()
         if not is_new or len(data) > _CHUNK:
@@ -389,7 +390,7 @@ def _base64(digest: bytes) -> str:
 @cache
 def client(_process: int, endpoint: Endpoint) -> Any:
     """Return the client of an endpoint, one for each process."""
-    # All threads can share it, a forked child cannot.
+    # All threads can share the client; a forked child cannot.
     made = boto3.session.Session().client(
         "s3",
         endpoint_url=endpoint.url or None,
@@ -397,7 +398,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
         config=Config(
             connect_timeout=TIMEOUTS[0],
             read_timeout=TIMEOUTS[1],
-            # Flotilla retries, in the same way for all stores.
+            # Flotilla retries in the same way for all stores.
             retries={"mode": "standard", "total_max_attempts": 1},
             # Not every store supports the newer checksums; each request has the MD5.
             request_checksum_calculation="when_required",
@@ -412,7 +413,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
 
 
 def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
-    """Refuse an answer of success that no store gives, which would pass for an empty list."""
+    """Refuse a success response that no store sends and that would pass for an empty list."""
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
         raise DamagedInTransitError(f"the answer to {model.name} is not from an object store")

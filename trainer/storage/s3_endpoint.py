@@ -1,4 +1,4 @@
-"""The endpoint and the credentials of a store with the protocol of S3."""
+"""The endpoint and credentials of an S3-compatible store."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from flotilla.trainer.runtime.masking import is_sent_openly
 from flotilla.trainer.storage.uri import Location, locate, speaks_s3, web_address
 
-# The object store of a KFP instance, in the namespace where KFP puts it.
+# The object store of a KFP instance, in the namespace of KFP.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
 # The secret with the credentials of that store, and its keys.
 KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
-# The variables that boto3 itself reads.
+# Variables that boto3 itself reads.
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a store; boto3 decides where a text is empty."""
+    """How to reach a store; boto3 chooses values for empty fields."""
 
     url: str = ""
     region: str = ""
@@ -30,7 +30,7 @@ class Endpoint:
 
 
 def find_endpoint(location: Location) -> Endpoint:
-    """Return the endpoint of a URI, or else of the environment, or else the default."""
+    """Return the endpoint from a URI, else from the environment, else the default."""
     minio = location.scheme == "minio"
     given = {f"the endpoint of {location.home}": _add_scheme(location)}
     given |= {name: os.environ.get(name, "") for name in _VARIABLES}
@@ -45,7 +45,7 @@ def find_endpoint(location: Location) -> Endpoint:
 
 
 def plain_http_remark(uri: str) -> str:
-    """Return a line where what is stored at a URI is sent in clear, else an empty text."""
+    """Return a warning if data at a URI is sent unencrypted, else an empty text."""
     if not speaks_s3(uri):
         return ""
     url = find_endpoint(locate(uri)).url

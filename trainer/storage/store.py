@@ -1,4 +1,4 @@
-"""The interfaces of a store of directories, and of a bucket of objects with one protocol."""
+"""The interfaces of a store of directories, and of a bucket of objects."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from flotilla.trainer.storage.manifest import Checksum, FileEntry, Manifest
 
 @dataclass(frozen=True, slots=True)
 class ListedFile:
-    """One file as a listing shows it, without being read.
+    """One file of a listing, which does not read it.
 
     Attributes:
-        path: below the URI that was listed; empty where that is the file itself.
-        tag: what differs when the content does: a checksum of the store, or the time of a change.
+        path: relative to the listed URI; empty if that is the file itself.
+        tag: a value that changes with the content: the store's checksum, or the time of change.
     """
 
     path: str
@@ -27,19 +27,19 @@ class ListedFile:
     tag: str
 
 
-#: Called with the bytes of files that were copied since the last call.
+# : Called with the number of bytes copied since the last call.
 Count = Callable[[int], None]
 
 
 def count_nothing(_bytes: int) -> None:
-    """Count nothing."""
+    """Ignore the count."""
 
 
 class Store(Protocol):
     """The storage of one scheme, for one operation, whose requests share one deadline.
 
-    Every method raises `FileNotFoundError` where there is nothing at the URI, and another `OSError`
-    where the storage fails. All methods are thread-safe. `count` counts what is copied.
+    Every method raises `FileNotFoundError` if nothing exists at the URI, and another `OSError` if
+    the storage fails. All methods are thread-safe. `count` is called with the bytes copied.
     """
 
     count: Count
@@ -51,66 +51,66 @@ class Store(Protocol):
         """Create or replace one file, atomically."""
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one file atomically if there is none; return whether it was created."""
+        """Create one file atomically if it does not exist; return whether it was created."""
 
     def checksum(self, uri: str) -> Checksum:
-        """Return size and crc32c of one file as it is stored now."""
+        """Return size and crc32c of one file as stored."""
 
     def download(self, uri: str, target: Path) -> str:
-        """Copy one file to a local path in a folder that exists; return its tag, as it was read.
+        """Copy one file to a local path in an existing folder; return its tag.
 
-        The tag is that of a listing, or another one where the file has changed meanwhile.
+        The tag equals that of a listing unless the file has changed since.
         """
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
         """Return content and tag of one file; raises `TooLargeError` beyond `most` bytes."""
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy the files of `source` that `manifest` names to `uri`, verified, the manifest last.
+        """Copy the files of `source` in `manifest` to `uri`, verified, the manifest last.
 
-        Returns the manifest as it was written, with the paths at which the files are stored, or
-        None where there is one at `uri` already; then nothing changes that a reader sees.
+        Returns the written manifest, with the paths where the files are stored, or None if `uri`
+        already has one; readers see no change then.
         """
 
     def draft(self, uri: str) -> AbstractContextManager[str]:
-        """Return where files are added to what is published at a URI later; see `drafts`."""
+        """Return the location for the files of a later publication at a URI; see `draft`."""
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
-        """Move a local file into a draft, verified at its destination; any process may."""
+        """Move a local file into a draft, verified at its destination; any process may do so."""
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Publish at `uri` what was added to its draft and `manifest` names; see `place`."""
+        """Publish at `uri` the files of its draft that `manifest` lists; see `place`."""
 
     def children(self, uri: str) -> list[str]:
-        """Return the plain names directly below a URI, in order; hidden ones left out."""
+        """Return the plain names directly below a URI, in order, without hidden ones."""
 
     def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the files at a URI and below, while they are listed; in any order."""
+        """Yield the files at and below a URI while listing them, in any order."""
 
     def remove(self, uri: str) -> None:
-        """Remove a file, or a directory with all below it, the manifest first."""
+        """Remove a file, or a directory with all files below it, the manifest first."""
 
     def discard(self, uri: str) -> None:
-        """Remove one file, if it exists, without listing anything."""
+        """Remove one file, if it exists, without a listing."""
 
     def sweep(self, uri: str) -> list[str]:
-        """Remove the orphans of dead writers at `uri` and below; return their URIs."""
+        """Remove the orphans of dead writers in and below `uri`; return their URIs."""
 
 
 Result = TypeVar("Result")
-# A larger object is sent in parts of this size, so that it is never in memory as a whole.
+# A larger object is sent in parts of this size, so that it is never entirely in memory.
 PART_BYTES = 8 << 20
-# The most that all stores return at once.
+# The largest page that all stores return.
 PAGE = 1000
-# Seconds to connect, and seconds until the next bytes come.
+# Seconds to connect, and seconds until the next bytes arrive.
 TIMEOUTS = (5.0, 60.0)
 SUCCESS = range(200, 300)
-# The metadata key of the process that wrote an object of a published directory.
+# The metadata key for the process that wrote an object of a published directory.
 WRITER = "flotilla-writer"
-# How the key of an object ends that says which upload in parts is going on: `KEY.TOKEN` and this. A
-# store does not say who has begun an upload.
+# The suffix of a key that marks a multipart upload in progress: `KEY.TOKEN` and this. A store does
+# not tell who has begun an upload.
 UPLOAD_MARK = ".flotilla-upload"
-# So many pages in a row of a listing may be empty.
+# Maximum number of consecutive empty pages in a listing.
 _EMPTY_PAGES = 1000
 
 
@@ -134,9 +134,9 @@ class Stored:
     """One object, as the store describes it.
 
     Attributes:
-        digest: the store's own checksum of its content; empty without one.
-        created: when, in seconds since 1970.
-        writer: its metadata `WRITER`; None where the request does not return metadata.
+        digest: the store's checksum of the content; empty if it has none.
+        created: Unix timestamp.
+        writer: its metadata `WRITER`; None if the request returns no metadata.
     """
 
     key: str
@@ -147,16 +147,16 @@ class Stored:
 
 
 class Sink(Protocol):
-    """What an object is written to; `tell` returns how many bytes have come."""
+    """The destination of a download; `tell` returns the number of bytes received."""
 
     def write(self, data: bytes, /) -> int:
         """Write the next bytes."""
 
     def tell(self) -> int:
-        """Return how many bytes were written."""
+        """Return the number of bytes written."""
 
     def flush(self) -> None:
-        """Write what is buffered."""
+        """Write buffered bytes."""
 
 
 class Retrying(Protocol):
@@ -167,7 +167,7 @@ class Retrying(Protocol):
 
 
 class Bucket(Protocol):
-    """One bucket. Requests go through a `Retrying`; errors are the client's own, see `judge`."""
+    """One bucket. Requests go through a `Retrying`; errors are the client's, see `judge`."""
 
     remedies: Mapping[Trouble, str]
 
@@ -175,33 +175,33 @@ class Bucket(Protocol):
         """Return the content of an object."""
 
     def read_into(self, key: str, file: Sink) -> str:
-        """Write the content of an object to an empty file, also when connections drop.
+        """Write the content of an object to an empty file, even if connections drop.
 
-        Returns the store's checksum of what was read, or an empty text where it says none.
+        Returns the store's checksum of the content, or an empty text if it reports none.
         """
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace an object."""
 
     def create(self, key: str, data: bytes, writer: str) -> None:
-        """Create an object where there is none, verified; `writer` goes into its metadata."""
+        """Create an object if it does not exist, verified; its metadata records `writer`."""
 
     def create_from(
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
     ) -> None:
-        """Create an object from a file of any size; raises `ChangedError` if that has changed."""
+        """Create an object from a file of any size; raises `ChangedError` if the file changed."""
 
     def stat(self, key: str) -> Stored:
         """Return the description of one object, with its writer."""
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
-        """Say whether an object has the content of a file."""
+        """Return whether an object has the content of a file."""
 
     def vouched(self, key: str) -> Checksum | None:
         """Return the checksum that the store itself computed for an object, if it computes one."""
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`, by key, while they are listed."""
+        """Yield all objects whose key begins with `prefix`, by key, while listing them."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`, in order."""
@@ -210,17 +210,17 @@ class Bucket(Protocol):
         """Remove an object."""
 
     def abort_upload(self, mark: str) -> None:
-        """Abort the upload of which a mark, see `UPLOAD_MARK`, has the key."""
+        """Abort the upload whose mark, see `UPLOAD_MARK`, has this key."""
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
 
 
 class TooLargeError(ValueError):
-    """A file has more bytes than are read of one; the message says so."""
+    """A file is larger than the limit for reading; the message says so."""
 
     def __init__(self, most: int) -> None:
-        """Say how many are read."""
+        """Build the message with the limit."""
         super().__init__(f"it has more than {most >> 20} MiB, which are read at most")
 
 
@@ -235,9 +235,9 @@ class DamagedInTransitError(Exception):
 def list_pages(
     page: Callable[[str | None], tuple[list[Result], str | None]],
 ) -> Iterator[Result]:
-    """Yield what is on the pages of a listing; `page` returns one, and the token of the next.
+    """Yield the entries of a paged listing; `page` returns one page and the token of the next.
 
-    Raises `DamagedInTransitError` where the listing has no end.
+    Raises `DamagedInTransitError` if the listing does not end.
     """
     seen, empty, token = set[str](), 0, None
     while True:
@@ -252,10 +252,10 @@ def list_pages(
 
 
 def tls_trouble(error: BaseException) -> Trouble:
-    """Return the class of a client's error of TLS, by its causes."""
+    """Return the class of a client's TLS error, from its causes."""
     cause: BaseException | None = error
     while cause:
-        # The endpoint speaks plain HTTP. Other errors come of connections that were cut.
+        # The endpoint speaks plain HTTP. Other TLS errors come from dropped connections.
         plain = isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER"
         if plain or isinstance(cause, ssl.SSLCertVerificationError):
             return Trouble.NO_TLS

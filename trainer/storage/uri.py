@@ -1,7 +1,7 @@
-"""URIs of storage: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`.
+"""Storage URIs: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`.
 
 A scheme is a row in `SCHEMES`, and a `Bucket` (`store.py`) that `publishing.choose_store` opens.
-Keys of buckets are not encoded, but for `%25` and `%3F`: a question mark begins the options.
+Keys of buckets are not encoded, except `%25` and `%3F`: a question mark begins the options.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.masking import find_credentials
 
-#: Every scheme, with the protocol of its stores.
+# : Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
 _IN_BUCKETS = [f"{scheme}://" for scheme in SCHEMES if scheme != "file"]
-#: How a URI is written, for messages.
+# : The forms of a URI, for messages.
 FORMS = f"file:///path, {', '.join(_IN_BUCKETS[:-1])} or {_IN_BUCKETS[-1]}"
-# The options that KFP and the Go CDK write; those without effect here are accepted.
+# Options that KFP and the Go CDK write; those without effect here are accepted.
 OPTIONS = (
     "endpoint", "region", "disableSSL", "disable_https", "s3ForcePathStyle", "use_path_style",
     "hostname_immutable", "awssdk",
 )  # fmt: skip
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-# Also in logs and tables, a URI is one line.
+# A URI has to fit on one line of logs and tables.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-# Of all object stores, and of Linux: of a path and of one of its names.
+# Limits of all object stores and of Linux: for a path and for a name in it.
 _MOST_KEY, _MOST_PATH, _MOST_NAME = 1024, 4095, 255
 
 
@@ -52,12 +52,12 @@ class Location:
         return next((found[name] for name in names if found.get(name)), "")
 
     def is_on(self, *names: str) -> bool:
-        """Say whether one of these options is true."""
+        """Return whether one of these options is true."""
         return self.option(*names).lower() in ("true", "1", "yes")
 
 
 def find_scheme(uri: str) -> str:
-    """Return the scheme of `uri`; raises `UserError` unless it is a URI of a known scheme."""
+    """Return the scheme of `uri`; raises `UserError` unless it is a URI with a known scheme."""
     scheme, mark, rest = uri.partition("://")
     if not mark or scheme not in SCHEMES or not rest:
         raise UserError(f"{_strip_query(uri)!r} is not a storage URI: write it as {FORMS}")
@@ -65,18 +65,18 @@ def find_scheme(uri: str) -> str:
 
 
 def is_uri(text: str) -> bool:
-    """Return whether a text has the form of a URI of a known scheme, and is not empty after it."""
+    """Return whether a text has a known scheme and is not empty after it."""
     return any(re.match(f"{re.escape(start)}[^/]", text) for start in ("file:///", *_IN_BUCKETS))
 
 
 def speaks_s3(text: str) -> bool:
-    """Return whether a text is the URI of a store with the protocol of S3."""
+    """Return whether a text is the URI of an S3-compatible store."""
     scheme, mark, _ = text.partition("://")
     return bool(mark) and SCHEMES.get(scheme) == "s3"
 
 
 def locate(uri: str) -> Location:
-    """Return bucket, key and options of a URI; raises `UserError` if it is none."""
+    """Return bucket, key and options of a URI; raises `UserError` if it is invalid."""
     scheme = find_scheme(uri)
     rest, _, query = uri.removeprefix(f"{scheme}://").partition("?")
     bucket, _, path = rest.partition("/")
@@ -87,7 +87,7 @@ def locate(uri: str) -> Location:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Return the URI of names, or relative paths of names, below `uri`; raises `UserError`."""
+    """Return the URI of names, or relative paths, below `uri`; raises `UserError`."""
     names = [name for part in parts for name in _names(part)]
     scheme = find_scheme(uri)
     rest = uri.removeprefix(f"{scheme}://")
@@ -96,15 +96,15 @@ def join(uri: str, *parts: str) -> str:
         names = [quote(os.fsencode(name)) for name in names]
     else:
         names = [name.replace("%", "%25").replace("?", "%3F") for name in names]
-        # A KFP root may have the endpoint of its store behind a question mark.
+        # A KFP root may have the endpoint of its store as an option.
         rest, mark, query = rest.partition("?")
     return f"{scheme}://" + "/".join([rest.rstrip("/"), *names]) + mark + query
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names of the path of a URI, decoded once and as `join` was given them.
+    """Return the names in the path of a URI, decoded once, as they were given to `join`.
 
-    Of any other text they are what slashes part.
+    Any other text is split at its slashes.
     """
     scheme, mark, rest = text.partition("://")
     if not mark or scheme not in SCHEMES:
@@ -115,7 +115,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parent_of(uri: str) -> str:
-    """Return the URI that `join` was given for this one, where it added one name."""
+    """Return the URI to which `join` added the last name of this one."""
     # A file URI has no options.
     path, mark, query = (uri, "", "") if find_scheme(uri) == "file" else uri.partition("?")
     return path.rstrip("/").rpartition("/")[0] + mark + query
@@ -144,16 +144,16 @@ def local_path(uri: str) -> Path | None:
 
 
 def check_path(uri: str) -> None:
-    """Raise `UserError` unless the path of a URI and its options are some that a store takes."""
+    """Raise `UserError` unless stores accept the path and the options of a URI."""
     if local_path(uri) is None:
         bare = _strip_query(uri)
         _check_key(bare, bare.partition("://")[2].partition("/")[2])
-        # One that is none may be a secret.
+        # An invalid option may be a secret.
         _options(find_scheme(uri), bare, uri.partition("?")[2])
 
 
 def require_uri(option: str, value: str) -> None:
-    """Raise a `ConfigError` that names the option unless its value is a URI that a store takes."""
+    """Raise a `ConfigError` that names the option unless its value is a valid storage URI."""
     try:
         if local_path(value) is None:
             locate(value)
@@ -163,7 +163,7 @@ def require_uri(option: str, value: str) -> None:
 
 
 def uri_of(path: str | Path) -> str:
-    """Return the `file://` URI of a path, made absolute, with its links; raises `ConfigError`."""
+    """Return the `file://` URI of a path, made absolute, links kept; raises `ConfigError`."""
     try:
         absolute = "/" + os.path.abspath(path).lstrip("/")
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def _check_key(bare: str, path: str) -> str:
 
 
 def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
-    """Raise `UserError` for a path that climbs, is ambiguous or no store takes."""
+    """Raise `UserError` for a path that climbs, is ambiguous, or that no store accepts."""
     if too_long:
         raise UserError(
             f"{uri[:100]!r}... is not a storage URI: its path is too long; use shorter names"
@@ -196,7 +196,7 @@ def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
 
 
 def web_address(text: str, where: str) -> str:
-    """Return the URL of a store's server; raises `ConfigError`, which names `where` it is."""
+    """Return the URL of a store's server; raises `ConfigError`, which names `where` it is set."""
     if why := find_credentials(text):
         raise ConfigError(
             f"{where}: {why}; leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -240,5 +240,5 @@ def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
 
 
 def _strip_query(uri: str) -> str:
-    # A mistyped URI may hold a secret there.
+    # A mistyped URI may contain a secret in its query.
     return uri.partition("?")[0]

@@ -1,8 +1,8 @@
-"""Waits and marks: no wait is without an end or a word, and no mark counts for ever.
+"""Waits with a time-out and a log message, and marks that expire.
 
-A mark is a small file that says since when something is going on. Its writer may have been killed,
-and the clock of its writer may be wrong by any time: it counts for so long on both sides of the
-reader's clock, and one that cannot be read does not count.
+A mark is a small file with the time since when an operation is in progress. Its writer may have
+been killed, and the clock of its writer may be wrong, so a mark counts for a limited time before
+and after the reader's clock. An unreadable mark does not count.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 def wait_until(
     is_over: Callable[[], bool], what: Callable[[], str], seconds: float, poll: float
 ) -> bool:
-    """Wait until `is_over`, for so many seconds at most; return whether it is.
+    """Wait until `is_over` returns true, for at most `seconds`; return whether it did.
 
-    Every ten seconds a warning says what is waited for.
+    A warning every ten seconds says what the process waits for.
     """
     began = said = time.monotonic()
     while not is_over():
@@ -35,5 +35,5 @@ def wait_until(
 
 
 def is_recent(at: object, seconds: float) -> bool:
-    """Say whether a mark of a time, in seconds since 1970, still counts."""
+    """Return whether a mark with this Unix timestamp still counts."""
     return isinstance(at, int | float) and abs(time.time() - at) < seconds

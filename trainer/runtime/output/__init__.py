@@ -1,1 +1,1 @@
-"""What processes write: times before lines that are printed, and no noise of libraries."""
+"""The output of processes: timestamps before printed lines, and filters for library noise."""

@@ -1,9 +1,9 @@
-"""What libraries write when they start, which tells nobody anything: one table, with its sources.
+"""Meaningless startup messages of libraries: one table, with their sources.
 
-TensorFlow writes its first lines before it reads any setting of its log, so that they can only be
-filtered: `filter_output` keeps them from a terminal and from the log of a pod, `QUIET` what comes
-by a logger, and `flotilla logs` leaves out the rest. This file is a program too: it imports none
-of ours.
+TensorFlow writes its first lines before it reads any log setting, so they can only be filtered:
+`filter_output` removes them from a terminal and from the log of a pod, `QUIET` those of a logger,
+and `flotilla logs` the rest. This file also runs as a program, so it imports nothing of this
+project.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _ABSL = r"\d{4} (?:\d\d:){1,2}\d+(?:\.\d+)?(?::\d+\.\d+)? +\d+ "
-# By the source that writes it: how the text of the line begins, without the time and the level of a
-# logger of Python's.
+# By source: the start of the line, without the time and level of a Python logger.
 TABLE: tuple[tuple[str, str], ...] = (
     ("absl/log/initialize.cc", r"WARNING: All log messages before absl::InitializeLog\(\)"),
     ("absl, of TensorFlow: INFO", rf"I{_ABSL}[\w./-]+\.(?:cc|cu|h):\d+\] "),
@@ -43,39 +42,39 @@ TABLE: tuple[tuple[str, str], ...] = (
      r"Generating \w+ examples|Shuffling) ?.*\.\.\.: "),
 )  # fmt: skip
 _NOISE = re.compile("|".join(pattern for _, pattern in TABLE))
-# Before the import of TensorFlow is over, it has the whole line.
+# Before the import of TensorFlow is over, the message is the whole line.
 _SECONDS_TO_END = 5.0
 
 
 def is_noise(text: str) -> bool:
-    """Say whether a library writes this line at its start."""
+    """Return whether this line is known library noise."""
     return _NOISE.match(text) is not None
 
 
 class _Quiet(logging.Filter):
-    """Leaves the noise out of a handler or a logger."""
+    """A filter that removes the noise from a handler or a logger."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
         return not is_noise(record.getMessage())
 
 
-#: Of which a logger or a handler takes one, however often it is added.
+# : One instance, so that a logger or a handler adds it only once.
 QUIET = _Quiet()
 
 
 @contextmanager
 def filter_output() -> Iterator[None]:
-    """Leave the noise out of what this process writes to standard error in the block.
+    """Remove the noise from this process's standard error in the block.
 
-    The filter is a process of its own: what a library says when it ends this one comes through.
+    The filter runs in another process, so that messages during this process's exit still pass.
     """
     reader, writer = os.pipe()
     with suppress(OSError, ValueError):
         sys.stderr.flush()
     saved = os.dup(2)
     try:
-        # It reads no file of ours, and imports nothing from the user's folder.
+        # The program reads no file of ours, and imports nothing from the user's folder.
         command = [sys.executable or "python3", "-I", "-S", __file__]
         process = subprocess.Popen(command, stdin=reader, stdout=saved, stderr=saved)
     except OSError:
@@ -101,8 +100,8 @@ def filter_output() -> Iterator[None]:
 
 
 def main() -> None:
-    """Pass on standard input without the noise, each line at once, until it ends."""
-    # They go to the whole group of processes.
+    """Copy standard input without the noise, each line at once, until it ends."""
+    # Signals go to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin.buffer:

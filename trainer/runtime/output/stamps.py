@@ -1,7 +1,7 @@
-"""The time of a line of a log: written before what a program prints, and read again.
+"""Timestamps of log lines: written before printed text, and parsed again.
 
-A line of a logger has it, `2026-01-02 03:04:05,678 INFO text`, and what the user's code prints gets
-the same: only so can the logs of several processes be read as one.
+A logger's line has one, `2026-01-02 03:04:05,678 INFO text`. Text that the user's code prints gets
+one too, so that the logs of several processes can be merged.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ")
 
 
 class _Stamped:
-    """Writes the time before the first line of each text that begins a line."""
+    """A stream that writes the time before each line."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         self._is_at_start = True
 
     def write(self, text: str) -> int:
-        """Write, and flush at the end of a line: it is read while the program runs."""
+        """Write the text, and flush at the end of a line, since readers follow the program."""
         if self._is_at_start and text.strip():
             text_of_time = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
             self._inner.write(f"{text_of_time} ")
@@ -36,13 +36,13 @@ class _Stamped:
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the stream itself has, such as its encoding."""
+        """Return an attribute of the wrapped stream, such as its encoding."""
         return getattr(self._inner, name)
 
 
 @contextmanager
 def stamp_output() -> Iterator[None]:
-    """Write the time before each line that is printed in the block, where no person sees it."""
+    """Write the time before each line printed in the block, unless the output is a terminal."""
     before = sys.stdout
     if before is None or isinstance(before, _Stamped) or before.isatty():
         yield
@@ -55,9 +55,9 @@ def stamp_output() -> Iterator[None]:
 
 
 def split_stamp(line: str, *, utc: bool = False) -> tuple[float | None, str]:
-    """Return the time of a line in seconds since 1970, None where it has none, and its text.
+    """Return the Unix time of a line, None if it has no timestamp, and its text.
 
-    The clock of the line is that of this machine, or with `utc` the one of pods.
+    The timestamp is in local time, or in UTC, as in pods, with `utc`.
     """
     found = _STAMP.match(line)
     if not found:

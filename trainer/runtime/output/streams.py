@@ -1,6 +1,6 @@
-"""What a process writes to standard output, standard error and its log: lines, masked.
+"""The standard output, standard error and log of a process: lines, masked.
 
-Nothing else of this project writes there but programs whose answer is a document.
+Only programs whose output is a document write to these streams directly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BREAK = re.compile(r"\r?\n(?=\S)")
 
 
 def say(line: str) -> None:
-    """Write a line to standard error; one that nobody can read is no reason to end."""
+    """Write a line to standard error; ignore a closed stream."""
     try:
         sys.stderr.write(f"{unbroken(line)}\n")
         sys.stderr.flush()
@@ -31,23 +31,23 @@ def say(line: str) -> None:
 
 
 def relay(task: str, line: str) -> None:
-    """Write a line of a task to the log of the step, in which the user looks for it."""
+    """Write a line of a task to the log of the step."""
     sys.stdout.write(f"[{task}] {mask(line)}\n")
     sys.stdout.flush()
 
 
 def discard(stream: IO[str]) -> None:
-    """Discard everything that is still written to a stream whose reader has gone."""
-    # What is left in the buffer would raise again when the process exits.
+    """Discard everything that is still written to a stream whose reader has closed it."""
+    # A non-empty buffer would raise again when the process exits.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def log_to_stderr() -> None:
-    """Write the log of this process to standard error, masked, quiet; the last traceback as well.
+    """Write this process's masked log to standard error, with the final traceback.
 
-    Where another program has begun the process, as KFP's, its log is masked where it is.
+    If another program has set up logging, as KFP's does, its handlers get the mask.
     """
     mask_libraries()
     sys.excepthook = lambda *bug: logging.critical("not handled", exc_info=bug)
@@ -59,16 +59,17 @@ def log_to_stderr() -> None:
 
 
 def mask_libraries() -> None:
-    """Mask what is logged in a process without a log, and the warnings of Python."""
+    """Mask log records of a process that has set up no logging, and Python's warnings."""
     if logging.lastResort:
         logging.lastResort.setFormatter(_Masked(logging.Formatter()))
     warnings.formatwarning = lambda *warned, **more: mask(_indent(_FORMAT(*warned, **more)))
 
 
 class _Masked(logging.Formatter):
-    """Masks the whole text of a record, the traceback of an exception too.
+    """A formatter that masks the whole text of a record, including tracebacks.
 
-    Only its first line begins at the margin: what it quotes is no other line, and no event.
+    Only the first line begins at the margin, so that a quoted line is never taken for another
+    record or an event.
     """
 
     def __init__(self, inner: logging.Formatter) -> None:
@@ -84,7 +85,7 @@ class _Masked(logging.Formatter):
 
 
 def format_traceback(error: BaseException) -> str:
-    """Return the traceback of an error, in which no line of its message begins at the margin."""
+    """Return the traceback of an error, with all lines of its message indented."""
     return "".join(map(_indent, traceback.format_exception(error))).rstrip("\n")
 
 
