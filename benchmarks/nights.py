@@ -58,7 +58,7 @@ class Data:
     @property
     def margin(self) -> float:
         """What may be lost of the first champion."""
-        return GATE.champion.margin_of(self.value - self.constant)
+        return GATE.champion.compute_margin(self.value - self.constant)
 
 
 DATA = {

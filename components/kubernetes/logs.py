@@ -20,7 +20,7 @@ from flotilla.components.kubernetes.names import PODS, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.trainer import events
 from flotilla.trainer.config.topology import Task
-from flotilla.trainer.events.event_lines import LogLines, as_work
+from flotilla.trainer.events.event_lines import LogLines, convert_to_work
 
 log = logging.getLogger(__name__)
 # So many lines of a failed task are part of its report.
@@ -209,6 +209,6 @@ class EventRelay:
         elif line := self._lines.take(event):
             if isinstance(event, events.Progress):
                 # The step has no other progress than that of its leading task.
-                events.emit(as_work(event), in_log=line)
+                events.emit(convert_to_work(event), in_log=line)
             else:
                 log.info("%s", line)

@@ -29,7 +29,13 @@ from flotilla.trainer.events import (
     Validation,
     WorkProgress,
 )
-from flotilla.trainer.events.event_lines import LogLines, TimeLeft, as_work, epoch_of, format_event
+from flotilla.trainer.events.event_lines import (
+    LogLines,
+    TimeLeft,
+    convert_to_work,
+    format_epoch,
+    format_event,
+)
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.events.progress.wording import format_line as line_of_work
 from flotilla.trainer.events.progress.wording import format_parts
@@ -240,7 +246,11 @@ class Display(LiveView):
         lines = []
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
-            parts = [f"training    loss {round_value(progress.loss)}", speed, epoch_of(progress)]
+            parts = [
+                f"training    loss {round_value(progress.loss)}",
+                speed,
+                format_epoch(progress),
+            ]
             lines.append("  ".join(filter(None, parts)))
         if found := self._validation:
             values = [f"{name} {round_value(value)}" for name, value in found.metrics.items()]
@@ -320,7 +330,7 @@ class SweepDisplay(LiveView):
             case Progress():
                 begin = self._sweep.rungs[trial.rung - 1] if trial.rung else 0
                 share = (event.global_step - begin) / max(event.steps - begin, 1)
-                words = line_of_work(as_work(event))
+                words = line_of_work(convert_to_work(event))
             case WorkProgress() if not event.is_over:
                 words = line_of_work(event)
         self._running[trial.number] = (words, share)

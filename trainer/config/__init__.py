@@ -1,1 +1,1 @@
-"""The configuration of a run: keys and limits, reading, run parameters."""
+"""The configuration of a run: its keys and limits, loading, and the run parameters."""

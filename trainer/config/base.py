@@ -1,4 +1,4 @@
-"""The base of all sections of the configuration: frozen, strict, unknown keys are refused."""
+"""The base of all sections of the configuration: frozen and strict, without unknown keys."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pydantic import (
 from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import find_credentials, mask
 
-#: The largest whole number that a run parameter may be: KFP passes numbers as doubles.
+# : The largest whole number of a run parameter: KFP passes numbers as doubles.
 MOST = 2**53
-#: A number that is chosen by the data, before they are known; the word is how it is written.
+# : A number that the data determine later, and how it is written.
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (
@@ -32,7 +32,7 @@ _REMEDY = (
 
 
 def key(default: _Default, description: str, **limits: Any) -> _Default:
-    """Return the field of a key; its description is shown in the reference and by KFP."""
+    """Return the field of a key; the reference and KFP show its description."""
     return Field(default, description=description, **limits)  # type: ignore[no-any-return]
 
 
@@ -40,7 +40,7 @@ def _or_automatic(value: object, number: Callable[[object], Any]) -> Any:
     return AUTOMATIC if value == AUTO else number(value)
 
 
-#: Of the type of a key: it takes the word `auto` as well, which is `AUTOMATIC` for Python.
+# : The type of a key that also accepts the word `auto`, which is `AUTOMATIC` in Python.
 OR_AUTO = WrapValidator(_or_automatic)
 AS_WRITTEN = PlainSerializer(lambda value: AUTO if value == AUTOMATIC else value)
 
@@ -53,13 +53,13 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        # The text of an error would have the value in it.
+        # The text of a validation error would contain the value.
         hide_input_in_errors=True,
     )
 
     @model_validator(mode="after")
     def _can_be_written_down(self) -> Self:
-        """No text has credentials in a URI, or `{{`, which begins a placeholder of KFP."""
+        """Refuse credentials in URIs, and `{{`, which begins a KFP placeholder."""
         require_writable(dict(self))
         return self
 
@@ -69,11 +69,11 @@ class Section(BaseModel):
 
 
 class Whole(Section):
-    """A section that is a single run parameter: it has many keys that few runs set."""
+    """A section that is a single run parameter, since it has many keys that are rarely set."""
 
 
 def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
-    """Return what refuses a text that neither is one of these names nor can be the user's own."""
+    """Return a validator that accepts one of these names, or a name of the user's code."""
 
     def check(value: str) -> str:
         module, _, name = value.partition(":")
@@ -87,7 +87,7 @@ def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
 
 
 def _finite(value: Any) -> Any:
-    """Refuse numbers that JSON does not have: tasks and steps get the configuration as JSON."""
+    """Refuse numbers that JSON lacks, since tasks and steps get the configuration as JSON."""
     for each in value.values() if isinstance(value, dict) else value:
         if isinstance(each, float) and not math.isfinite(each):
             raise ValueError(f"{each} is not a finite number")
@@ -96,12 +96,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
-#: Values that only the code that takes them can check, such as arguments of a model.
+# : Values that only the code that uses them can check, such as arguments of a model.
 Free = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 def require_writable(tree: Any) -> None:
-    """Refuse what may not be written down, or would be replaced; raises `ValueError`."""
+    """Refuse a value that must not be recorded, or that KFP would replace; raises `ValueError`."""
     for path, text in _texts(tree):
         if why := find_credentials(text):
             raise ValueError(f"{path}: {why}; {_REMEDY}")
@@ -113,7 +113,7 @@ def require_writable(tree: Any) -> None:
 
 
 def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every text of a tree, keys too, with the path to it."""
+    """Yield every text of a tree, keys included, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict):

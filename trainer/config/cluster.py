@@ -1,4 +1,4 @@
-"""The cluster section: the tasks, and where they run."""
+"""The cluster section: the training tasks, and where they run."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pydantic import field_validator
 from flotilla.trainer.config.base import MOST, Section, key
 from flotilla.trainer.config.kubernetes import KubernetesConfig
 
-# The ports of a pod that its container does not need to be root for, and those that are taken.
+# The ports of a pod that need no root, and those that are taken.
 LOWEST_PORT, TASK_PORTS = 1024, (2222, 2223)
 Launcher = Literal["local", "tfjob", "jobset", "auto"]
 
 
 def server_number(name: str) -> int:
-    """Return the index in the name of a parameter server such as "ps:0"; -1 where it is none."""
+    """Return the index in a parameter server's name such as "ps:0"; -1 for any other text."""
     role, _, index = name.partition(":")
-    # `isdigit` accepts digits of other scripts, of which `int` refuses some.
+    # `isdigit` accepts digits of other scripts, some of which `int` refuses.
     return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1
 
 
 class ClusterConfig(Section):
-    """The tasks of the cluster, and where they run."""
+    """The training tasks of the cluster, and where they run."""
 
     launcher: Launcher = key(
         "local",
@@ -68,7 +68,7 @@ class ClusterConfig(Section):
     )
 
     def refuse_placement(self) -> None:
-        """Raise `ValueError` where `placement` names a server that there is not."""
+        """Raise `ValueError` if `placement` names a missing server."""
         servers = self.parameter_servers
         for glob, server in self.placement.items():
             if server_number(server) >= servers:
@@ -89,7 +89,7 @@ class ClusterConfig(Section):
 
     @field_validator("placement")
     @classmethod
-    def _on_servers(cls, value: dict[str, str]) -> dict[str, str]:
+    def _check_placement(cls, value: dict[str, str]) -> dict[str, str]:
         for glob, server in value.items():
             if server_number(server) < 0:
                 raise ValueError(f"{glob!r} is on {server!r}; write the server as ps:0")

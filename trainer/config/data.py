@@ -1,7 +1,7 @@
-"""The `data` section: where examples come from, what they consist of, and how they are split.
+"""The `data` section: the source of the examples, their columns, and their splits.
 
-A dataset is either one of TFDS (`dataset`) or files (`source`). The keys that follow hold for both,
-unless their description says otherwise.
+A dataset is either from TFDS (`dataset`) or from files (`source`). The keys that follow apply to
+both, unless their description says otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IMAGES = (
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".gif", ".bmp", ".dib", ".webp", ".tif", ".tiff",
     ".apng", ".mpo", ".avif", ".jp2", ".j2k", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".ico",
 )  # fmt: skip
-#: Form of the files of a source, and the endings of names by which it is found.
+# : Each format of source files, and the file name extensions by which it is detected.
 FORMATS: dict[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv", ".txt"),
     "parquet": (".parquet", ".pq"),
@@ -31,15 +31,15 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".snappy")
 _SUFFIXES = frozenset([*_COMPRESSED, *(each for some in FORMATS.values() for each in some)])
-# What a pattern of names has in it, or a part that is one.
+# Characters of a file name pattern.
 _PATTERN = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[*?]+")
-# With the digest it is within the 50 of `Config.name`.
+# With the digest it fits into the 50 characters of `Config.name`.
 _NAME_LETTERS = 43
-#: Numbers as people write them: with a point before the fraction, and with a comma.
+# : Numbers as people write them: with a decimal point, and with a decimal comma.
 NUMBERS_IN_WRITING = ("number", "number_comma")
-#: What a column of files can be said to hold.
+# : The kinds that a column of files can be declared as.
 TYPES = ("int", "float", *NUMBERS_IN_WRITING, "bool", "text", "class", "time", "image")
-#: Partition by which examples are handed out as workers are free.
+# : The partition that assigns examples to workers as they become free.
 DYNAMIC = "dynamic"
 NEWEST, ALL, SINCE_CHAMPION = "newest", "all", "since_champion"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -48,7 +48,7 @@ _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?")
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 300MB (of 10^6) or 2GiB (of 2^30); raises `ValueError`."""
+    """Return the bytes of a size such as 300MB (10^6) or 2GiB (2^30); raises `ValueError`."""
     found = _BYTES.fullmatch(text.strip())
     if not found or (found[3] and not found[2]):
         raise ValueError(f"{text!r} is no size: write it as 300MB or 2GiB")
@@ -57,24 +57,24 @@ def parse_size(text: str) -> int:
 
 
 def registry_name(source: str) -> str:
-    """Return the name of a model for files: `my-churn-2024` for `My Churn (2024).csv`.
+    """Return the default model name for files: `my-churn-2024` for `My Churn (2024).csv`.
 
-    Of a pattern it is the last part that has no sign of one.
+    For a pattern it is made from the last part without wildcards.
     """
     place = re.split(r"\?(?=\w+=)", source)[0]
     parts = re.split(r"[/\\]+", place.partition("://")[2] or place)
-    last = next(filter(None, map(_without_ending, reversed(parts))), "")
+    last = next(filter(None, map(_strip_ending, reversed(parts))), "")
     letters = unicodedata.normalize("NFKD", last.lower())
     ascii_ = "".join(each for each in letters if not unicodedata.combining(each))
     name = re.sub(r"[^a-z0-9._]+", "-", ascii_)[:_NAME_LETTERS].strip("._-")
-    # Of other letters nothing is left, and two such sources are not of one model.
+    # Other scripts would leave an empty name, and two such sources are different models.
     is_lost = any(each.isalnum() and not each.isascii() for each in ascii_)
     digest = hashlib.sha256(last.encode(errors="surrogatepass")).hexdigest()[:6]
     return f"{name or 'model'}-{digest}" if is_lost or not name else name
 
 
-def _without_ending(part: str) -> str:
-    """Return a part of a path without signs of a pattern, and without the endings of a format."""
+def _strip_ending(part: str) -> str:
+    """Remove the wildcards and the extensions of a format from a part of a path."""
     name = _PATTERN.sub(" ", part).strip()
     while (ending := re.search(r"\.[A-Za-z0-9]+$", name)) and ending[0].lower() in _SUFFIXES:
         name = name[: ending.start()].rstrip()
@@ -82,7 +82,7 @@ def _without_ending(part: str) -> str:
 
 
 class ImageConfig(Whole):
-    """How encoded images are decoded when they are read."""
+    """How encoded images are decoded."""
 
     size: tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...] = key(
         (), "[height, width] of each image", strict=False
@@ -97,17 +97,18 @@ class ImageConfig(Whole):
         return size
 
     @model_validator(mode="after")
-    def _with_size(self) -> ImageConfig:
+    def _require_size(self) -> ImageConfig:
         if self.channels != len("RGB") and not self.size:
             raise ValueError("size: set [height, width]; all images are resized to it")
         return self
 
 
 class SplitsConfig(Whole):
-    """Which examples of files are for training, validation and test.
+    """The split of examples from files into training, validation and test.
 
-    `train`, `validation` and `test` name files of their own, below the source or by URI. `column`
-    has the split of each row. Otherwise shares are drawn: `data.validation`, and `test`.
+    `train`, `validation` and `test` name separate files, below the source or by URI. `column` has
+    the split of each row. Otherwise examples are drawn at random: the shares are `data.validation`
+    and `test`.
     """
 
     train: str = key("", "files of the training split: a path below the source, or a URI")
@@ -145,13 +146,13 @@ class SplitsConfig(Whole):
         return self
 
     def is_named(self, split: str) -> bool:
-        """Say whether a split has files of its own."""
+        """Return whether a split has separate files."""
         value = getattr(self, split)
         return isinstance(value, str) and bool(value)
 
 
 class RunnerConfig(Whole):
-    """What prepares a dataset."""
+    """The runner that prepares a dataset."""
 
     name: Literal["processes", "beam"] = key(
         "processes",
@@ -247,7 +248,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _either(self) -> DataConfig:
-        """Let a source win over the default dataset, so that a run parameter can set it alone."""
+        """Let a source override the default dataset, so that a run parameter can set it alone."""
         if self.source and self.dataset not in ("", DEFAULT_DATASET):
             raise ValueError(
                 f"source and dataset ({self.dataset!r}) are both set; leave one of them empty"
@@ -263,12 +264,12 @@ class DataConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether code of the user's prepares it: a builder, or a function from row to example."""
+        """Whether the user's code prepares it: a builder, or a function from row to example."""
         return bool(self.map) or (":" in self.dataset and not self.source)
 
     @property
     def name(self) -> str:
-        """The dataset or the source, as messages name it."""
+        """The dataset or the source, for messages."""
         return self.source or self.dataset
 
     @field_validator("inputs", "label", "drop", mode="before")
@@ -296,7 +297,7 @@ class DataConfig(Section):
 
     @field_validator("spans")
     @classmethod
-    def _known_spans(cls, value: str) -> str:
+    def _check_spans(cls, value: str) -> str:
         if value in (NEWEST, ALL, SINCE_CHAMPION) or re.fullmatch("[1-9][0-9]{0,5}", value):
             return value
         raise ValueError(f"{value!r} is none of {NEWEST}, {ALL}, {SINCE_CHAMPION}, or a number")

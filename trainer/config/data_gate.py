@@ -1,4 +1,4 @@
-"""The key `data.gate`: which rules refuse a dataset, which warn, and by which limits."""
+"""The key `data.gate`: which rules refuse a dataset, which warn, and their limits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flotilla.trainer.runtime.errors import nearest
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
-#: The name by which `rules` sets the rules that it does not name.
+# : The name with which `rules` sets all rules that it does not list.
 ALL = "all"
-#: Each rule with what it does where nothing is said. What no model can be trained on, or what makes
-#: a measured metric wrong, is refused; what a person has to judge is a warning.
+# : Each rule with its default action. Data that no model can be trained on, or that make : a metric
+# wrong, are refused; findings that a person has to judge are warnings.
 RULES = {
     "missing_feature": (REFUSE, "a feature of the schema, or of the champion's dataset, is gone"),
     "new_feature": (WARN, "a feature that the champion's dataset does not have"),
@@ -48,7 +48,7 @@ RULES = {
         "the distribution of a feature differs between the test split and training",
     ),
 }
-#: Each limit: its default, the least and the most it may be, and what it is.
+# : Each limit: its default, minimum, maximum and meaning.
 LIMITS = {
     "size": (0.5, 0.0, 1.0, "fewest examples, as a share of the champion's dataset"),
     "missing_values": (0.05, 0.0, 1.0, "largest growth of the share of missing values"),
@@ -70,7 +70,7 @@ LIMITS = {
 
 
 class DataGateConfig(Whole):
-    """The gate on data: what each rule does, and its limits."""
+    """The data gate: the action of each rule, and the limits."""
 
     rules: dict[str, Literal["refuse", "warn", "off"]] = key(
         {},
@@ -81,14 +81,14 @@ class DataGateConfig(Whole):
     @field_validator("rules", mode="before")
     @classmethod
     def _words_of_yaml(cls, value: Any) -> Any:
-        # YAML reads a bare `off` as false.
+        # YAML reads an unquoted `off` as false.
         if isinstance(value, dict):
             return {name: OFF if word is False else word for name, word in value.items()}
         return value
 
     @field_validator("rules")
     @classmethod
-    def _known_rules(cls, rules: dict[str, str]) -> dict[str, str]:
+    def _check_rules(cls, rules: dict[str, str]) -> dict[str, str]:
         for name in rules:
             if name != ALL and name not in RULES:
                 hint = nearest(name, RULES) or f" (one of {', '.join(RULES)})"
@@ -97,7 +97,7 @@ class DataGateConfig(Whole):
 
     @field_validator("limits")
     @classmethod
-    def _known_limits(cls, limits: dict[str, float]) -> dict[str, float]:
+    def _check_limits(cls, limits: dict[str, float]) -> dict[str, float]:
         for name, value in limits.items():
             if name not in LIMITS:
                 hint = nearest(name, LIMITS) or f" (one of {', '.join(LIMITS)})"
@@ -108,7 +108,7 @@ class DataGateConfig(Whole):
         return limits
 
     def action(self, rule: str) -> str:
-        """Return what a rule does: refuse, warn or off."""
+        """Return the action of a rule: refuse, warn or off."""
         return self.rules.get(rule) or self.rules.get(ALL) or RULES[rule][0]
 
     def limit(self, name: str) -> float:

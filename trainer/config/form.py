@@ -1,10 +1,10 @@
 """The form of a run: the common keys of the configuration as typed fields, and `settings`.
 
-Kubeflow Pipelines draws a form of the parameters of a pipeline. `settings` is a mapping of all
-other keys, as a YAML file has them. A key that has a field is refused there, so that one place says
-it; a drop-down has the word `settings` for a value of the user's own. On this machine `settings` is
-`{"json": TEXT}` with the whole configuration: KFP's local runner makes other values of what a
-mapping holds.
+Kubeflow Pipelines shows a form for the parameters of a pipeline. `settings` is a mapping of all
+other keys, as in a YAML file. A key that has a field is refused there, so that each key has one
+place; a drop-down has the entry `settings` for a value of the user's code. On this machine
+`settings` is `{"json": TEXT}` with the whole configuration, since KFP's local runner changes the
+types of values in a mapping.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.uri import is_uri
 
-#: The field of all other keys, its word in a drop-down, and the key of a whole configuration.
+# : The field of all other keys, its entry in a drop-down, and the key of a whole configuration.
 SETTINGS, WHOLE = "settings", "json"
 _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "label")
 _STEPS = ("training", "steps")
-# Fields of numbers for which zero means `auto`.
+# Fields for numbers in which zero means `auto`.
 _AUTOMATIC = ("steps", "batch_size", "learning_rate")
-# Of JSON, in place of the one name that a label mostly is.
+# The field accepts JSON in place of the usual single label name.
 _LIST = "["
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """One field: its type for KFP, its default, and the key of the configuration that it sets.
+    """One field: its KFP type, its default, and the configuration key that it sets.
 
-    `choices` are the entries of its drop-down; empty where any value may be typed.
+    `choices` are the entries of its drop-down; empty if any value may be typed.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Field:
 
     @property
     def default(self) -> Any:
-        """The value for the default configuration."""
+        """The value of the default configuration."""
         return _value(Config(), self)
 
 
@@ -60,7 +60,7 @@ def _field(name: str, path: str, kind: Any, description: str, *choices: str) -> 
     return Field(name=name, key=key, type=kind, description=description, choices=listed)
 
 
-#: In the order in which a person thinks of a run.
+# : In the order in which a person thinks about a run.
 FIELDS = (
     _field("name", "name", str, "name of the model in the registry"),
     _field(
@@ -120,7 +120,7 @@ def to_form(config: Config) -> dict[str, Any]:
 
 
 def to_local_form(config: Config) -> dict[str, Any]:
-    """Return the same for KFP's local runner, which takes the whole configuration as one text."""
+    """Return the fields for KFP's local runner, with the whole configuration as one text."""
     return {**to_form(config), SETTINGS: {WHOLE: config.model_dump_json()}}
 
 
@@ -146,13 +146,13 @@ def from_form(values: Mapping[str, Any]) -> Config:
         _refuse_twice(settings, each.key, each)
         _put(tree, key, value)
     if values["epochs"]:
-        # A form always has a number of steps, whether or not anybody has written it.
+        # A form always has a number of steps, even if the user entered none.
         _remove(tree, _STEPS)
     return parse_config(tree)
 
 
 def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree that a value of `settings` holds; raises `ConfigError`."""
+    """Return the tree of a value of `settings`; raises `ConfigError`."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"settings: {settings!r} is not a mapping of sections")
     if WHOLE not in settings:
@@ -164,7 +164,7 @@ def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """Return a value of JSON as YAML has it: KFP keeps every number as a double."""
+    """Convert JSON values to the types of YAML: KFP turns every number into a double."""
     if isinstance(value, Mapping):
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -186,16 +186,16 @@ def _value(config: Config, field: Field) -> Any:
     if field.choices and value not in field.choices:
         return SETTINGS
     if field.name in _AUTOMATIC and value == AUTOMATIC:
-        # KFP takes no whole number for one with a point.
+        # KFP refuses a whole number for a floating-point field.
         return 0.0 if field.type is float else 0
     return value
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return all keys that are not of their default, without those that have a field."""
+    """Return all keys that differ from their defaults and have no field."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     if config.training.steps == AUTOMATIC:
-        # Of these a key that is left out is not of its default.
+        # For these keys, leaving one out does not mean its default.
         whole = config.training.model_dump(mode="json")
         tree["training"] |= {name: whole[name] for name in BY_DATA}
     for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):

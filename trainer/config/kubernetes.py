@@ -1,8 +1,8 @@
 """The section `cluster.kubernetes`: settings of the job and its pods, with defaults and limits.
 
 A value of a role overrides that of `pod`, which holds for all roles: mappings are merged by key,
-any other value replaces the whole where it is not empty. The text in an `Annotated` type is its
-name in the reference.
+and any other non-empty value replaces the whole. The text in an `Annotated` type is its name in the
+reference.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.errors import nearest
 
 SHARED_MEMORY, SCRATCH, TEMPORARY = "shared-memory", "scratch", "temporary"
 WORKING_FOLDER = "/flotilla"
-# A year: what Kubernetes counts in 32 bits stays far below its limit.
+# A year, which stays far below the limit of Kubernetes' 32-bit counts.
 MOST_SECONDS = 365 * 24 * 3600
 
 
@@ -90,7 +90,7 @@ _refuse_reserved_keys = _refuse_reserved(
 )
 
 
-# Those of a container are set by `security`; an unknown one would be dropped silently by the API.
+# `security` sets those of a container; the API would silently drop an unknown field.
 _SECURITY_FIELDS = (
     "appArmorProfile", "fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser",
     "seLinuxChangePolicy", "seLinuxOptions", "seccompProfile", "supplementalGroups",
@@ -107,7 +107,7 @@ def _refuse_unknown_security(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class ResourcesConfig(Section):
-    """Resources of a pod, by name: cpu, memory, ephemeral-storage, ..."""
+    """Resources of a pod by name: cpu, memory, ephemeral-storage, ..."""
 
     requests: dict[Key, Quantity] = key({}, "reserved by the scheduler")
     limits: dict[Key, Quantity] = key({}, "limit of what a pod may use")
@@ -123,7 +123,7 @@ class VolumeConfig(Section):
 
 
 class PodConfig(Section):
-    """The pods of one role, or of all."""
+    """The pods of one role, or of all roles."""
 
     image: Image = key("", "container image; empty: the image of the pipeline")
     image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = key(
@@ -190,7 +190,7 @@ class PodConfig(Section):
 
 
 class SchedulingConfig(Section):
-    """Gang scheduling: all pods of the job, or none."""
+    """Gang scheduling: all pods of the job start together, or none."""
 
     gang: bool = key(False, "schedule all pods together")
     min_available: int = key(0, "pods needed to start; 0: all", ge=0, lt=2**31)
@@ -200,7 +200,7 @@ class SchedulingConfig(Section):
 
 
 class JobConfig(Section):
-    """Settings of the whole job, and Kueue's queue."""
+    """Settings of the whole job, and the Kueue queue."""
 
     clean_pod_policy: Literal["Running", "All", "None"] = key(
         "Running", "pods that are deleted when the job has ended"
@@ -222,7 +222,7 @@ class JobConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    """Seconds after which the launcher ends the job; 0: no limit."""
+    """Seconds after which the launcher ends the job; 0 means no limit."""
 
     operator: Seconds = key(60, "until the controller of the job reacts")
     queueing: Seconds = key(3600, "until every pod has a node")
@@ -237,7 +237,7 @@ class DeadlinesConfig(Section):
 
 
 class KubernetesConfig(Whole):
-    """Settings of the launcher on Kubernetes; as a run parameter one JSON text."""
+    """Settings of the Kubernetes launcher; one JSON text as a run parameter."""
 
     namespace: LabelOrNone = key("", "namespace of the job; empty: the namespace of the step")
     gpu_resource: Key = key("nvidia.com/gpu", "name of the GPU resource")
@@ -264,21 +264,21 @@ class KubernetesConfig(Whole):
         return self
 
     def of(self, role: str) -> PodConfig:
-        """Return the settings of a role, laid over those of all roles."""
+        """Return the settings of a role, merged over those of all roles."""
         over: PodConfig = getattr(self, role)
-        return _laid_over(self.pod, over)
+        return _merge(self.pod, over)
 
 
 _Laid = TypeVar("_Laid", bound=Section)
 
 
-def _laid_over(base: _Laid, over: _Laid) -> _Laid:
-    """Override `base` by what `over` sets: mappings key by key, all else as a whole."""
+def _merge(base: _Laid, over: _Laid) -> _Laid:
+    """Override `base` with the values set in `over`: mappings by key, other values as a whole."""
     laid: dict[str, Any] = {}
     for name in type(base).model_fields:
         below, above = getattr(base, name), getattr(over, name)
         if isinstance(below, Section):
-            laid[name] = _laid_over(below, above)
+            laid[name] = _merge(below, above)
         elif isinstance(below, dict):
             laid[name] = {**below, **above}
         else:

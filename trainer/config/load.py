@@ -1,6 +1,6 @@
-"""Load a configuration: a YAML file with `--set` assignments, or JSON, into a `Config`.
+"""Loads a configuration into a `Config`: a YAML file with `--set` assignments, or JSON.
 
-Every mistake is a `ConfigError` of one line that names the key, the value and what is allowed.
+Every mistake is a `ConfigError` of one line with the key, the value and the allowed values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla.trainer.config.data import registry_name
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-#: Keys of earlier versions, and what to use in their place.
+# : Keys of earlier versions, and their replacements.
 REMOVED: Mapping[str, str] = {
     "training.cached_rows": "leave it out; rows are read from their servers",
     "training.cache_staleness": "leave it out; rows are read from their servers",
@@ -30,12 +30,12 @@ REMOVED: Mapping[str, str] = {
     "cluster.snapshot_seconds": "set training.checkpoint_seconds, such as 10",
 }
 
-# What a recorded configuration of an earlier version says of them where nobody has set them.
+# The values of these keys in a recorded configuration of an earlier version that did not set them.
 _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
     "cluster": (("snapshot_seconds", 0),),
 }
-#: What training takes whose steps are `auto`; see `flotilla.trainer.features.length`.
+# The default arguments of training with `auto` steps; see `flotilla.trainer.features.length`.
 BY_DATA: Mapping[str, Any] = {
     "batch_size": AUTO,
     "checkpoint_every": AUTO,
@@ -44,25 +44,25 @@ BY_DATA: Mapping[str, Any] = {
     "optimizer": {"name": "adamw", "learning_rate": AUTO, "args": {"weight_decay": 0.01}},
     "schedule": {"name": "constant", "warmup_steps": AUTO},
 }
-# Of the data section, where they may be relative.
+# Keys of the data section that may be relative paths.
 _PATHS = ("source", "manual_dir", "schema_file")
 _URI = re.compile("[a-z0-9]+://|file:")
-# Of a message: it quotes the values that it is about.
+# Length limit of a message, which quotes the values.
 _MOST_LETTERS = 1000
 
 
 _TAG = "tag:yaml.org,2002:"
 _READ_AS_OTHERS = {f"{_TAG}{name}" for name in ("bool", "int", "float", "timestamp")}
-# Sections with names of columns.
+# Sections with column names.
 _OF_COLUMNS = ("data", "evaluation")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e6` as a text; here it is a number, as in learning rates.
+    """YAML 1.1 reads `1e6` as a text; this loader reads a number, as needed for learning rates.
 
-    It reads `no` as false, `2` as a number and `2025-01-01` as a date: a key is the text that is
-    written, and so is the value of a key that takes texts, as a name of a column. A duplicate key
-    is refused: the second one would silently replace the first.
+    YAML reads `no` as false, `2` as a number and `2025-01-01` as a date. This loader keeps a key as
+    the text that is written, and so the value of a key that takes texts, such as a column name. It
+    refuses a duplicate key, which would silently replace the first one.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -79,9 +79,9 @@ class _Loader(yaml.SafeLoader):
 
 # A configuration has 100 keys; PyYAML reads 1 MB in 20 s.
 _MOST_BYTES = 1 << 17
-# Of a key, as task.outputs.LABEL.args: a node may hold itself.
+# The depth of a key such as task.outputs.LABEL.args; a node may contain itself.
 _DEEPEST = 6
-# An alias is a value more each time, and one of an alias of an alias soon fills the memory.
+# Each alias repeats a value, and aliases of aliases soon fill the memory.
 _MOST_VALUES = 100_000
 
 _Loader.add_implicit_resolver(
@@ -97,10 +97,10 @@ def load_config(
     """Read a YAML file, apply the `section.key=value` assignments, and check all keys.
 
     Args:
-        path: the file; None for the defaults of every key.
-        assignments: texts such as `training.steps=500`.
-        rebases: whether relative paths in the file are relative to it, as in a file that a person
-            wrote; in one that a run recorded they are relative to the working folder already.
+        path: of the file; None for the defaults.
+        assignments: such as `training.steps=500`.
+        rebases: whether paths in the file are relative to it, as in a file that a person wrote; in
+            a recorded file they are relative to the working folder.
 
     Raises:
         ConfigError: the file cannot be read, is not YAML, or holds a value that is not allowed.
@@ -113,7 +113,7 @@ def load_config(
 
 
 def is_configuration(path: Path) -> bool:
-    """Say whether the content of a file is that of a configuration: a mapping of its sections."""
+    """Return whether the content of a file is a configuration: a mapping of its sections."""
     try:
         tree = _read(path)
     except ConfigError:
@@ -122,7 +122,7 @@ def is_configuration(path: Path) -> bool:
 
 
 def _rebase(data: Any, folder: Path) -> None:
-    """Make the paths of the data section relative to the working folder, instead of `folder`."""
+    """Make the paths of the data section relative to the working folder instead of `folder`."""
     for key in _PATHS if isinstance(data, dict) else ():
         value = data.get(key)
         if isinstance(value, str) and value[:1] not in ("", "/", "~") and not _URI.match(value):
@@ -130,26 +130,26 @@ def _rebase(data: Any, folder: Path) -> None:
 
 
 def override(config: Config, assignments: Iterable[str]) -> Config:
-    """Lay `section.key=value` assignments over a configuration; raises `ConfigError`."""
+    """Apply `section.key=value` assignments to a configuration; raises `ConfigError`."""
     tree = config.model_dump(mode="json")
     lay_over(tree, assignments)
     return parse_config(tree)
 
 
 def parse_config(tree: Mapping[str, Any]) -> Config:
-    """Check a nested mapping and return it as a `Config`; raises `ConfigError`."""
+    """Validate a nested mapping and return it as a `Config`; raises `ConfigError`."""
     tree = {**tree}
     for name, unset in _UNSET.items():
         if isinstance(keys := tree.get(name), Mapping):
             tree[name] = {key: keys[key] for key in keys if (key, keys[key]) not in unset}
     _choose_by_data(tree)
-    _by_source(tree)
+    _choose_by_source(tree)
     try:
         text = json.dumps(tree, default=str)
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(_one_line(f"the configuration is not plain data: {error}")) from None
     try:
-        # First of all: what another check refuses is repeated in its message.
+        # Checked first, since another error message would quote the refused value.
         require_writable(tree)
     except ValueError as error:
         raise ConfigError(_one_line(str(error))) from None
@@ -161,7 +161,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
 
 
 def _choose_by_data(tree: dict[str, Any]) -> None:
-    """Make `auto` of what training is not told, where no number of steps is."""
+    """Set unset training keys to `auto` if no number of steps is given."""
     data, training = (tree.get(name) or {} for name in ("data", "training"))
     if not isinstance(data, Mapping) or not isinstance(training, Mapping):
         return
@@ -174,18 +174,18 @@ def _choose_by_data(tree: dict[str, Any]) -> None:
     for name, value in BY_DATA.items():
         given = training.get(name, value)
         if isinstance(value, Mapping) and isinstance(given, Mapping):
-            # One of another name is the user's own.
+            # Any other name is the user's code.
             is_own = given.get("name", value["name"]) != value["name"]
             given = given if is_own else {**value, **given}
         chosen[name] = given
     if training.get("epochs"):
-        # What has a length is not ended before.
+        # Training with a given length does not stop early.
         chosen["patience"] = training.get("patience", 0)
     tree["training"] = chosen
 
 
-def _by_source(tree: dict[str, Any]) -> None:
-    """Name the model of files by them, and let it be chosen by their columns, where neither is."""
+def _choose_by_source(tree: dict[str, Any]) -> None:
+    """Derive the name and the choice of the model from the files, if neither is set."""
     data, model = tree.get("data"), tree.get("model") or {}
     source = data.get("source") if isinstance(data, Mapping) else None
     if not source or not isinstance(source, str) or not isinstance(model, Mapping):
@@ -195,7 +195,7 @@ def _by_source(tree: dict[str, Any]) -> None:
 
 
 def parse_value(text: str, key: str = "") -> Any:
-    """Parse a YAML value, that of a key if one is given; raises `ConfigError`."""
+    """Parse a YAML value, for a key if one is given; raises `ConfigError`."""
     try:
         return _load(text, key.split(".") if key else ())
     # PyYAML passes on any error of its constructors: `!!bool x` is a KeyError.
@@ -206,8 +206,8 @@ def parse_value(text: str, key: str = "") -> Any:
 def _read(path: Path) -> dict[str, Any]:
     text = _text(path)
     try:
-        tree = _recorded(text) if path.suffix == ".json" else _load(text)
-    except Exception as error:  # as in `parse_value`
+        tree = _parse_recorded(text) if path.suffix == ".json" else _load(text)
+    except Exception as error:  # As in `parse_value`.
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or error
@@ -219,8 +219,8 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _recorded(text: str) -> Any:
-    """Return what a run has recorded: JSON, of which YAML refuses some names and changes others."""
+def _parse_recorded(text: str) -> Any:
+    """Parse a configuration recorded as JSON: YAML refuses some names and changes others."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -230,7 +230,7 @@ def _recorded(text: str) -> Any:
 def _text(path: Path) -> str:
     reason = ""
     try:
-        # A fifo or a device would be waited for.
+        # Reading a FIFO or a device would block.
         if stat.S_ISREG(path.stat().st_mode) or path.is_dir():
             with path.open("rb") as file:
                 data = file.read(_MOST_BYTES + 1)
@@ -245,7 +245,7 @@ def _text(path: Path) -> str:
 
 
 def _load(text: str, path: Sequence[str] = ()) -> Any:
-    """Return the value of a YAML document, of bounded size; raises whatever PyYAML does."""
+    """Return the value of a YAML document of limited size; raises any error of PyYAML."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -260,7 +260,7 @@ def _load(text: str, path: Sequence[str] = ()) -> Any:
 
 
 def _keep_texts(node: Any, path: Sequence[str]) -> None:
-    """Make texts of the scalars below a path of which the configuration takes texts."""
+    """Convert scalars to texts below a path whose keys take texts."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and len(path) < _DEEPEST:
@@ -277,17 +277,17 @@ def _keep_text(node: Any) -> None:
 
 
 def _takes_texts(path: Sequence[str]) -> bool:
-    kind = _kind_of(path) if path and path[0] in _OF_COLUMNS else None
+    kind = _find_type(path) if path and path[0] in _OF_COLUMNS else None
     return kind is str or (get_origin(kind) is tuple and get_args(kind)[0] is str)
 
 
 def is_section(path: Sequence[str]) -> bool:
-    """Return whether the key of this path is a section, or one within a section."""
-    return _is_section(_kind_of(path))
+    """Return whether this path is a section, or is within a section."""
+    return _is_section(_find_type(path))
 
 
-def _kind_of(path: Sequence[str]) -> Any:
-    """Return the type of the key of this path; None where there is no such key."""
+def _find_type(path: Sequence[str]) -> Any:
+    """Return the type of the key at this path; None if there is no such key."""
     kind: Any = Config
     for part in path:
         if not _is_section(kind) or part not in kind.model_fields:
@@ -297,9 +297,9 @@ def _kind_of(path: Sequence[str]) -> Any:
 
 
 def _values(node: Any, seen: dict[int, int]) -> int:
-    """Return how many values a node has with all aliases written out.
+    """Return the number of values in a node with all aliases expanded.
 
-    `seen` has those of each node so far. A node that holds itself is refused as no plain data.
+    `seen` holds the number for each visited node. A node that contains itself is refused.
     """
     if id(node) not in seen:
         seen[id(node)] = 0
@@ -310,7 +310,7 @@ def _values(node: Any, seen: dict[int, int]) -> int:
 
 
 def lay_over(tree: dict[str, Any], assignments: Iterable[str]) -> None:
-    """Apply assignments; of the two keys of the length, one replaces the other one below."""
+    """Apply assignments; of the two keys for the length, one replaces the other in the tree."""
     given = {_assign(tree, assignment) for assignment in assignments}
     training = tree.get("training")
     for key, other in (("epochs", "steps"), ("steps", "epochs")):
@@ -347,7 +347,7 @@ def _one_line(text: str) -> str:
 
 
 def _innermost(invalid: ValidationError) -> list[Any]:
-    """Return the errors without those of a list that is wrong only because of an entry."""
+    """Return the errors without those of a list that is only wrong because of an entry."""
     errors = invalid.errors()
     places = [error["loc"] for error in errors]
     above = {place[:size] for place in places for size in range(len(place))}
@@ -367,7 +367,7 @@ def _explain(error: Any) -> str:
         return str(message)
     value = error["input"]
     if isinstance(value, str) and "://" in value:
-        # A mistyped URI may hold a secret there.
+        # A mistyped URI may contain a secret in its query.
         value = value.partition("?")[0]
     if error["type"] == "string_type" and isinstance(value, bool | int | float):
         message = "write it in quotes, if it is a name"
@@ -382,7 +382,7 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
     of_entry = False
     for part in path[:-1]:
         if of_entry:
-            # Its name or its number; the key belongs to what it holds.
+            # The entry's name or number; the key belongs to the entry's content.
             of_entry = False
             continue
         kind = model.model_fields[str(part)].annotation
@@ -392,13 +392,13 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
     is_near = difflib.get_close_matches(key, keys, n=1, cutoff=0.9)
     if (is_near or key not in known) and (hint := nearest(key, keys)):
         return hint
-    # It may be in its right spelling, and in the wrong section.
+    # The key may be spelled correctly, but in the wrong section.
     alike = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     return f"; did you mean '{known[alike[0]]}'?" if alike else f" (one of {', '.join(keys)})"
 
 
 def _keys(section: type[BaseModel], above: str = "") -> dict[str, str]:
-    """Return the full name of each key of a section and of those below it, by its last part."""
+    """Return the full name of each key of a section and its subsections, by the last part."""
     found: dict[str, str] = {}
     for name, field in section.model_fields.items():
         if _is_section(field.annotation):

@@ -1,7 +1,7 @@
-"""The main metric of a run: validations, trials and models are compared by it.
+"""The main metric of a run, by which validations, trials and models are compared.
 
-Whatever is written down says it by two fields: `main_metric`, and `directions`, which says of each
-metric whether a higher or a lower value is better. Readers take it from there.
+Records state it in two fields: `main_metric`, and `directions`, which says for each metric whether
+a higher or a lower value is better. Readers use these fields.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from flotilla.trainer.runtime.json_records import is_number
 
 LOSS = "loss"
-#: What the names of the metrics of a validation begin with in a row.
+# : The prefix of a validation metric's name in a row.
 VALIDATION = "validation_"
 VALIDATION_LOSS = f"{VALIDATION}{LOSS}"
 _Value = TypeVar("_Value")
@@ -22,17 +22,17 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True)
 class MainMetric:
-    """A metric, and whether `higher` or `lower` is better; the loss where nothing is said."""
+    """A metric, and whether `higher` or `lower` is better; the loss by default."""
 
     name: str = LOSS
     better: str = "lower"
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> MainMetric:
-        """Return that of what was written down.
+        """Return the main metric of a record.
 
-        An evaluation or a model of before it was said is a classifier's, whose accuracy comes after
-        its loss; of before directions were, the name says which value is better.
+        A record of an earlier version without `main_metric` is a classifier's, with the accuracy
+        after the loss; without `directions`, the name of the metric implies the better direction.
         """
         others = (name for name in said.get("metrics") or {} if name != LOSS)
         name = str(said.get("main_metric") or next(others, LOSS))
@@ -43,7 +43,7 @@ class MainMetric:
 
     @property
     def column(self) -> str:
-        """Its name in the row of a validation."""
+        """Its name in a validation row."""
         return f"{VALIDATION}{self.name}"
 
     def rank(self, value: float) -> float:
@@ -51,21 +51,21 @@ class MainMetric:
         return value if self.better == "lower" else -value
 
     def order(self, validation: Mapping[str, Any]) -> tuple[bool, float, float]:
-        """Return a key that sorts rows of validations, the best first.
+        """Return a key that sorts validation rows, the best first.
 
-        Equal ones go by their loss, and so do those that do not measure it, after all others.
+        The loss breaks ties; rows without this metric come last, also sorted by their loss.
         """
         value, loss = (_number(validation, name) for name in (self.column, VALIDATION_LOSS))
         rank = math.inf if value is None else self.rank(value)
         return value is None, rank, math.inf if loss is None else loss
 
 
-#: Of what was written before the main metric was, and where a validation does not measure it.
+# : The main metric of earlier records, and of a validation that does not measure it.
 BY_LOSS = MainMetric()
 
 
 def main_first(metrics: Mapping[str, _Value], name: str) -> dict[str, _Value]:
-    """Return metrics in the order in which they are shown: the main one, the loss, all others."""
+    """Sort metrics for display: the main one, the loss, then the others."""
     first = {each: metrics[each] for each in (name, LOSS) if each in metrics}
     return {**first, **metrics}
 

@@ -1,12 +1,12 @@
-"""The model: the section `model`, and `training.warm_start`, which weights a fresh run begins with.
+"""The section `model`, and `training.warm_start`, the initial weights of a fresh run.
 
-Arguments of a model are for its function to check, which needs TensorFlow. Those of tables that
-grow are checked here as well: a number that is out of range is known before any data is prepared.
+The function of a model checks its arguments, which needs TensorFlow. The arguments of dynamic
+embedding tables are also checked here, so that an error is found before data are prepared.
 
-A text of `training.warm_start` names where all weights are: the URI of a checkpoint, of a `.keras`
-file or of an exported model, the path of a `.keras` file, or `champion`. A mapping `{from, include,
-exclude}` takes a part of them: `include` and `exclude` are lists of globs over the paths of the
-model's variables.
+A text in `training.warm_start` names the source of all weights: the URI of a checkpoint, of a
+`.keras` file or of an exported model, the path of a `.keras` file, or `champion`. A mapping `{from,
+include, exclude}` selects some of them: `include` and `exclude` are lists of globs for the paths of
+the model's variables.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ MODELS = {
     "tabular": "flotilla.trainer.models.tabular:tabular",
     "text": "flotilla.trainer.models.tabular:text",
 }
-#: Those of which the argument `tables` says for a feature what its table takes.
+# : The models whose argument `tables` configures the table of a feature.
 RECOMMENDERS = ("two_tower", "two_tower_ranker")
 _OF_TABLES = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
-#: Most that a table counts of an id that has no row yet: there is a byte for it.
+# : The largest count of an id without a row, which is stored in a byte.
 MOST_COUNTED = 255
-#: Steps without use before a row may be given to another id, where nothing is said of it.
+# : Default number of unused steps before a row may be reassigned to another id.
 MIN_AGE = 16
-# Beyond these a number is a slip.
+# Larger numbers are mistakes.
 _MOST, _MOST_ROWS = 2**31 - 1, 2**40
-#: The word for the checkpoint of the registry's champion.
+# : The word for the checkpoint of the registry's champion.
 CHAMPION = "champion"
-#: How the file of a Keras model ends.
+# : The extension of a Keras model file.
 KERAS = ".keras"
 _FROM, _INCLUDE, _EXCLUDE = _KEYS = ("from", "include", "exclude")
 
@@ -63,7 +63,7 @@ class ModelConfig(Section):
 
     @field_validator("args")
     @classmethod
-    def _known_tables(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    def _check_tables(cls, args: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         tables = args.get("tables")
         if info.data.get("name") in RECOMMENDERS and isinstance(tables, dict):
             for name, arguments in tables.items():
@@ -72,7 +72,7 @@ class ModelConfig(Section):
 
 
 def require_table(name: str, arguments: Any) -> None:
-    """Raise `ValueError` where what is said of the table of a feature is no table that grows."""
+    """Raise `ValueError` if the configuration of a feature's table is invalid."""
     if not isinstance(arguments, Mapping) or "capacity" not in arguments:
         raise ValueError(f"tables.{name}: {arguments!r} is not allowed; give it a capacity")
     sizes = {each: value for each, value in arguments.items() if each != "initializer"}
@@ -89,7 +89,7 @@ def require_table(name: str, arguments: Any) -> None:
 
 
 def require_sizes(given: Mapping[str, int]) -> None:
-    """Raise `ValueError` where a number of a table that grows is out of range, or does not fit."""
+    """Raise `ValueError` if a number of a dynamic table is out of range or inconsistent."""
     least = {"capacity": given.get("shards", 1), "min_age": 0, "max_age": 0}
     most = {"capacity": _MOST_ROWS, "min_count": MOST_COUNTED}
     for name, value in given.items():
@@ -110,7 +110,7 @@ def require_sizes(given: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialWeights:
-    """Where the weights are, and which of them are wanted: all where there are no globs."""
+    """The source of the weights, and globs that select some; without globs, all are loaded."""
 
     source: str
     include: tuple[str, ...] = ()
@@ -118,20 +118,20 @@ class InitialWeights:
 
     @property
     def is_partial(self) -> bool:
-        """Whether some variables may be left as they are."""
+        """Whether some variables may keep their initial values."""
         return bool(self.include or self.exclude)
 
     def value(self) -> str | dict[str, Any]:
-        """Return the value of the key: a text where all weights are wanted."""
+        """Return the value of the key: a text if all weights are loaded."""
         globs = {_INCLUDE: list(self.include), _EXCLUDE: list(self.exclude)}
         named = {name: each for name, each in globs.items() if each}
         return {_FROM: self.source, **named} if named else self.source
 
 
 def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
-    """Return what a value of `training.warm_start` says; raises `ValueError`."""
+    """Parse a value of `training.warm_start`; raises `ValueError`."""
     if isinstance(value, str):
-        return InitialWeights(source=_checked(value))
+        return InitialWeights(source=_check_source(value))
     for name in value:
         if name not in _KEYS:
             hint = nearest(str(name), _KEYS) or f" (one of {', '.join(_KEYS)})"
@@ -140,7 +140,7 @@ def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
     if not isinstance(source, str) or not source:
         raise ValueError(f"say where the weights are: {{{_FROM}: URI}}")
     include, exclude = (_globs(value, name) for name in (_INCLUDE, _EXCLUDE))
-    return InitialWeights(source=_checked(source), include=include, exclude=exclude)
+    return InitialWeights(source=_check_source(source), include=include, exclude=exclude)
 
 
 def _globs(value: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ def _globs(value: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(globs)
 
 
-def _checked(source: str) -> str:
+def _check_source(source: str) -> str:
     if not source or source == CHAMPION:
         return source
     if source.endswith(KERAS) and "://" not in source:

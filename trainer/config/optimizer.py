@@ -1,4 +1,4 @@
-"""The sections of the optimizer, and of the schedule of its learning rate by the global step."""
+"""The sections of the optimizer and of its learning rate schedule by global step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIMIZERS = (
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
 
-# The word for the optimizer that the model is compiled with, in `training.optimizer.name`.
+# The value of `training.optimizer.name` for the optimizer that the model is compiled with.
 OF_MODEL = "model"
 
 
@@ -38,7 +38,7 @@ class OptimizerConfig(Section):
 
     @field_validator("name")
     @classmethod
-    def _known_optimizer(cls, value: str) -> str:
+    def _check_optimizer(cls, value: str) -> str:
         known = (*OPTIMIZERS, OF_MODEL)
         if value not in known:
             hint = nearest(value, known) or f" (one of {', '.join(known)})"
@@ -46,8 +46,8 @@ class OptimizerConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _as_it_is(self) -> OptimizerConfig:
-        """`training.optimizer` of the name `model` has no other key: the model says them."""
+    def _refuse_other_keys(self) -> OptimizerConfig:
+        """`training.optimizer` has no other key with the name `model`, whose optimizer has them."""
         first = OptimizerConfig.model_fields["learning_rate"].default
         for name, unset in {"learning_rate": first, "args": {}}.items():
             if self.name == OF_MODEL and getattr(self, name) != unset:
@@ -101,7 +101,7 @@ ARGS: dict[str, type[Section]] = {
 
 
 class ScheduleConfig(Section):
-    """A schedule by name, after a linear warm-up; `args` are its own arguments."""
+    """A schedule by name, after a linear warm-up; `args` are its arguments."""
 
     name: Literal["constant", "cosine", "exponential", "piecewise"] = key(
         "constant", "learning rate schedule"
@@ -112,12 +112,12 @@ class ScheduleConfig(Section):
     args: Free = key({}, "further arguments of the schedule")
 
     @model_validator(mode="after")
-    def _known_args(self) -> ScheduleConfig:
-        self.parsed()
+    def _check_args(self) -> ScheduleConfig:
+        self.parse()
         return self
 
-    def parsed(self) -> Section:
-        """Return the checked arguments, as the model of the schedule's name."""
+    def parse(self) -> Section:
+        """Return the validated arguments, as the model class of the schedule."""
         model = ARGS[self.name]
         try:
             return model.model_validate_json(json.dumps(self.args))

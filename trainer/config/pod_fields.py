@@ -1,7 +1,7 @@
-"""What a person writes for pods, as Kubernetes reads it: amounts, images, selectors, tolerations.
+"""Validates user settings of pods as Kubernetes does: amounts, images, selectors, tolerations.
 
-Each function returns its value, or raises a `ValueError` that says what it has to be. Without it
-the value is found wrong by what makes the pod, minutes later, and in a place that few look at.
+Each function returns its value, or raises a `ValueError` that states the allowed values. Otherwise
+the pod's controller would reject the value minutes later, in an event that few users see.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from flotilla.trainer.runtime.errors import nearest
 
-# apimachinery, `resource.ParseQuantity`; without a sign, as pods take no negative amounts.
+# apimachinery, `resource.ParseQuantity`; without a sign, since pods accept no negative amounts.
 _QUANTITY = re.compile(
     r"(?P<number>[0-9]{1,18}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
     r"(?P<unit>[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?"
@@ -21,8 +21,8 @@ _QUANTITY = re.compile(
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {unit: 1 << (10 * power) for power, unit in enumerate("KMGTPE", start=1)}
 _LEAST_MEMORY = 2**20
-# github.com/distribution/reference. A first part is a host where it has a dot, a port or brackets
-# (IPv6); only then may it have capitals.
+# github.com/distribution/reference. The first part is a host if it has a dot, a port or brackets
+# (IPv6); only a host may have capitals.
 _HOST = r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:\d+)?|[A-Za-z0-9-]+:\d+|\[[0-9A-Fa-f:]+\](:\d+)?)"
 _PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
@@ -38,34 +38,34 @@ _TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
 
 
 def quantity(text: str) -> str:
-    """Check an amount, such as of CPUs."""
+    """Validate an amount, for example of CPUs."""
     amount(text)
     return text
 
 
 def memory(text: str) -> str:
-    """Check an amount of memory for a container, which without a unit is one of bytes."""
+    """Validate an amount of memory for a container; without a unit it is in bytes."""
     if amount(text) < _LEAST_MEMORY:
         raise ValueError(f"{text!r} is less than 1Mi: write it with its unit, such as 4Gi")
     return text
 
 
 def count(text: str) -> str:
-    """Check a whole number."""
+    """Validate a whole number."""
     if not re.fullmatch(r"[0-9]{1,4}", text):
         raise ValueError(f"{text!r} is not a number of GPUs: write 0 or more")
     return text
 
 
 def image(name: str) -> str:
-    """Check the name of an image, with or without host, tag and digest."""
+    """Validate the name of an image, with or without host, tag and digest."""
     if not _IMAGE.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of an image: write it as host/name:tag")
     return name
 
 
 def name(text: str) -> str:
-    """Check the name of an object such as a secret."""
+    """Validate the name of an object such as a secret."""
     if not _NAME.fullmatch(text):
         raise ValueError(
             f"{text!r} is not a name of Kubernetes: use small letters, digits, - and ."
@@ -74,7 +74,7 @@ def name(text: str) -> str:
 
 
 def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check labels that are required of a node."""
+    """Validate the labels of a node selector."""
     for key, value in tree.items():
         if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not the key of a label, such as pool or example.com/pool")
@@ -89,7 +89,7 @@ def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def toleration(tree: Any) -> Any:
-    """Check one toleration."""
+    """Validate one toleration."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"{tree!r} is not a toleration: write it as {{key: K, operator: Exists}}")
     for key, value in tree.items():
@@ -115,7 +115,7 @@ def toleration(tree: Any) -> Any:
 
 
 def tolerations(trees: list[Any]) -> list[Any]:
-    """Check a list of tolerations."""
+    """Validate a list of tolerations."""
     return [toleration(each) for each in trees]
 
 

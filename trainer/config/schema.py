@@ -1,8 +1,8 @@
 """The run configuration: the keys of `configs/*.yaml`, with defaults and limits.
 
-The model is frozen and strict: an unknown key, a wrong type or a value out of range is refused by
-name. `flotilla.trainer.config.load` reads files and `--set` assignments into it. Relations between
-sections are validators of `Config`.
+The model is frozen and strict: it refuses an unknown key, a wrong type or a value out of range, and
+names the key. `flotilla.trainer.config.load` reads files and `--set` assignments into it. Relations
+between sections are validators of `Config`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flotilla.trainer.config.topology import TOPOLOGIES, find_topology
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, name_of
 
-#: The class of every learning task that has a name.
+# : The class of every named learning task.
 TASKS = {
     "classification": "flotilla.trainer.tasks.classification:Classification",
     "binary_classification": "flotilla.trainer.tasks.binary_classification:BinaryClassification",
@@ -47,14 +47,14 @@ TASKS = {
     "sequence_labelling": "flotilla.trainer.tasks.sequences:SequenceLabelling",
     "sequence_to_label": "flotilla.trainer.tasks.sequences:SequenceToLabel",
 }
-#: Those of one label that have a positive class.
+# : Single-label tasks that have a positive class.
 OF_TWO_CLASSES = ("binary_classification", "ranking", "recommendation")
 STRATEGIES = tuple(TOPOLOGIES)
-# The word for weights that make all classes weigh the same, in `class_weights`.
+# The value of `class_weights` that gives all classes the same total weight.
 BALANCED = "balanced"
 
 
-def _by_class(value: object) -> object:
+def _parse_weights(value: object) -> object:
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
@@ -77,23 +77,23 @@ def _class_weights(value: str | dict[str, float]) -> str | dict[str, float]:
 
 
 ClassWeights = Annotated[
-    str | dict[str, float], BeforeValidator(_by_class), AfterValidator(_class_weights)
+    str | dict[str, float], BeforeValidator(_parse_weights), AfterValidator(_class_weights)
 ]
 _OF_CLASSES = 'weight of each class in the training loss: balanced, or {"name": weight}'
 
 
-def _as_written(value: object) -> object:
-    """Return the name of a class that YAML has read as a truth or a number."""
+def _restore_name(value: object) -> object:
+    """Return the class name that YAML has parsed as a boolean or a number."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, int | float) else value
 
 
-Label = Annotated[str, BeforeValidator(_as_written)]
+Label = Annotated[str, BeforeValidator(_restore_name)]
 
 
 class OutputConfig(Section):
-    """The learning task of one output of several."""
+    """The learning task of one of several outputs."""
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
     loss: str = key("", "a Keras loss by name, or package.module:name; empty: the loss of the task")
@@ -130,7 +130,7 @@ class TaskConfig(Section):
 
 Steps = Annotated[int, Field(ge=1, le=MOST), OR_AUTO, AS_WRITTEN]
 Batch = Annotated[int, Field(ge=1, lt=2**31), OR_AUTO, AS_WRITTEN]
-# Zero is never.
+# Zero means never.
 Count = Annotated[int, Field(ge=0, le=MOST), OR_AUTO, AS_WRITTEN]
 
 
@@ -201,7 +201,7 @@ class TrainingConfig(Section):
 
     @property
     def step_examples(self) -> int:
-        """The examples of one replica in one step."""
+        """The number of examples of one replica in one step."""
         return self.batch_size * self.accumulate
 
     @field_validator("profile")
@@ -216,7 +216,7 @@ class TrainingConfig(Section):
     @field_validator("mixed_precision", mode="before")
     @classmethod
     def _precision(cls, value: object) -> object:
-        """Take true and false, which it was before there were two, also as texts."""
+        """Accept true and false, the values of earlier versions, also as texts."""
         known = {True: "bfloat16", False: "", "true": "bfloat16", "false": ""}
         return known.get(value, value) if isinstance(value, bool | str) else value
 
@@ -242,8 +242,8 @@ class ExportConfig(Section):
 
     @field_validator("formats")
     @classmethod
-    def _served(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
-        # It is what is served, and what the next model is compared with.
+    def _require_served(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
+        # It is served, and the next model is compared with it.
         if "saved_model" not in formats:
             raise ValueError("saved_model has to be among them")
         return formats
@@ -269,7 +269,7 @@ def _require_bundle(value: str) -> None:
 
 
 class RegistryConfig(Section):
-    """Limits that an exported model has to keep to become the champion."""
+    """Requirements for an exported model to become the champion."""
 
     max_megabytes: float = key(0, "megabytes of all files; 0: no limit", ge=0)
     max_milliseconds: float = key(
@@ -326,8 +326,8 @@ class Config(Section):
         return value
 
     @model_validator(mode="after")
-    def _one_length(self) -> Config:
-        """`training.epochs` is in place of a number of `training.steps`, and not beside it."""
+    def _check_length(self) -> Config:
+        """`training.epochs` replaces a number of `training.steps`; set only one of them."""
         training = self.training
         if training.epochs and training.steps != AUTOMATIC:
             raise ValueError(
@@ -337,10 +337,11 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _validation_where_it_is_needed(self) -> Config:
+    def _check_validation(self) -> Config:
         """`cluster.evaluator` needs `data.validation`.
 
-        So does `training.patience`, and either `training.validate_every` or the evaluator.
+        `training.patience` needs it too, and also either `training.validate_every` or the
+        evaluator.
         """
         if self.cluster.evaluator and not self.data.validation:
             raise ValueError("cluster.evaluator: it needs examples; set data.validation")
@@ -355,7 +356,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _profiled_within_the_run(self) -> Config:
+    def _check_profile(self) -> Config:
         """`training.profile` ends within `training.steps`."""
         profile, steps = self.training.profile, self.training.steps
         if profile and profile[-1] > steps != AUTOMATIC:
@@ -365,7 +366,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _servers_to_be_joined(self) -> Config:
+    def _check_existing_servers(self) -> Config:
         """`cluster.existing_servers` is for strategies with servers, without `in_process`."""
         if not self.cluster.existing_servers:
             return self
@@ -380,8 +381,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _roles_of_a_recommender(self) -> Config:
-        """A recommender of files has named inputs, and `recommendation` a named user."""
+    def _check_recommender(self) -> Config:
+        """A recommender of files needs named inputs, and `recommendation` needs a named user."""
         towers = self.model.name in RECOMMENDERS and self.data.source and not self.data.map
         if towers and not self.data.inputs:
             raise ValueError(
@@ -396,15 +397,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _servers_of_placement(self) -> Config:
-        """`cluster.placement` names servers that are among `cluster.parameter_servers`."""
-        # Servers that run already are counted where they are joined.
+    def _check_placement(self) -> Config:
+        """`cluster.placement` may only name servers of `cluster.parameter_servers`."""
+        # The number of existing servers is known when the run connects to them.
         if find_topology(self.training.strategy).servers and not self.cluster.existing_servers:
             self.cluster.refuse_placement()
         return self
 
     @model_validator(mode="after")
-    def _nccl_needs_gpus(self) -> Config:
+    def _check_nccl(self) -> Config:
         """`cluster.communication: nccl` needs `cluster.gpus_per_worker` of 1 or more."""
         if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
             raise ValueError(
@@ -414,7 +415,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_shard_for_each_worker(self) -> Config:
+    def _check_shards(self) -> Config:
         """`cluster.workers` is at most `data.shards`, where `data.partition` is `disjoint`."""
         shared = find_topology(self.training.strategy).workers and self.data.partition == "disjoint"
         if shared and self.cluster.workers > self.data.shards:
@@ -425,8 +426,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _what_is_handed_out(self) -> Config:
-        """`data.partition: dynamic` has a built-in strategy, and no `data.disk`."""
+    def _check_dynamic_partition(self) -> Config:
+        """`data.partition: dynamic` needs a built-in strategy, and no `data.disk`."""
         if self.data.partition != DYNAMIC:
             return self
         strategy = self.training.strategy
@@ -443,8 +444,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_schedule(self) -> Config:
-        """`training.schedule` has no effect on the optimizer of a model, which has its own."""
+    def _check_schedule(self) -> Config:
+        """`training.schedule` cannot be used with a model's optimizer, which has a schedule."""
         training = self.training
         if training.optimizer.name == OF_MODEL and training.schedule != ScheduleConfig():
             raise ValueError(
@@ -453,8 +454,8 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_key_for_the_batches_of_an_update(self) -> Config:
-        """`training.accumulate` and `pull_every` say both how many batches make an update."""
+    def _check_accumulation(self) -> Config:
+        """`training.accumulate` and `pull_every` both set the batches of an update: use one."""
         training = self.training
         if training.accumulate > 1 < training.pull_every:
             raise ValueError(
@@ -464,7 +465,7 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _a_worker_for_each_gradient(self) -> Config:
+    def _check_aggregation(self) -> Config:
         """`training.replicas_to_aggregate` of `sync_parameter_server` is at most the workers."""
         wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
         if find_topology(self.training.strategy).capabilities.aggregates and wanted > workers:

@@ -1,6 +1,6 @@
 """The `gate` section: bounds of metrics, and how much worse than the champion a model may be.
 
-Which metrics there are the task and the model know; here only the form of a rule is checked.
+The task and the model define the available metrics; this module only checks the form of a rule.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pydantic import Field, field_validator, model_validator
 from flotilla.trainer.config.base import Section, key
 from flotilla.trainer.runtime.errors import nearest
 
-#: Metrics whose names end like this are between 0 and 1.
+# : Suffixes of the metrics whose values are between 0 and 1.
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
-#: How people write a metric for short.
+# : Common short names of metrics.
 _SHORT = {
     "rmse": "root_mean_squared_error",
     "mse": "mean_squared_error",
@@ -27,21 +27,21 @@ _SHORT = {
     "acc": "accuracy",
     "roc_auc": "auc",
 }
-#: What a metric was called before, and what it is called now where that is measured.
+# : Old names of metrics, and their present names if those are measured.
 _RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
 
-# Of several outputs it begins with the name of one, which may have any signs.
+# With several outputs, the metric begins with an output name, which may have any characters.
 _METRIC = re.compile(r"(?:.*_)?[^\W\d]\w*", re.DOTALL)
 
 
 def split_rule(
     rule: str, beginnings: Iterable[str] = (), features: Iterable[str] = ()
 ) -> tuple[str, str, str | None]:
-    """Return the metric, the feature and the value of a rule: an empty one and None without.
+    """Split a rule into metric, feature and value; without a slice these are empty and None.
 
-    Names may have the signs of a rule themselves: the longest of `beginnings` of metrics, and of
-    `features`, is taken.
+    Names may contain the separators themselves, so the longest match among `beginnings` of metrics
+    and among `features` is used.
     """
     begun = max((each for each in beginnings if rule.startswith(each)), key=len, default="")
     rest, _, part = rule[len(begun) :].partition("@")
@@ -51,8 +51,8 @@ def split_rule(
     return begun + rest, feature, value
 
 
-def called_now(metric: str, known: Iterable[str]) -> str:
-    """Return, of a metric that is not known, what it is called now, or the nearest one's name."""
+def present_name(metric: str, known: Iterable[str]) -> str:
+    """Return the present name of a metric that is not known, or the closest known name."""
     for old, names in _RENAMED.items():
         begin = metric.removesuffix(old)
         if now := [begin + name for name in names if begin != metric and begin + name in known]:
@@ -97,21 +97,21 @@ class ChampionRule(Section):
             return margin
         raise ValueError("write a number such as 0.02, or a share such as 2%")
 
-    def compared_by(self) -> str:
-        """Return all that an evaluation depends on: a margin that is a number is the gate's."""
+    def comparison_key(self) -> str:
+        """Return the parameters of an evaluation; an absolute margin only concerns the gate."""
         return f"{self.metric} {self.better} {self.confidence!r} {self.share!r} {self.class_margin}"
 
     @property
     def share(self) -> float:
-        """The share of the champion's gain that may be lost; 0 where the margin is a number."""
+        """The share of the champion's gain that may be lost; 0 if the margin is absolute."""
         return _share(self.margin) if isinstance(self.margin, str) else 0.0
 
-    def margin_of(self, gain: float) -> float:
-        """Return the margin in units of the metric, in which the champion gains so much."""
+    def compute_margin(self, gain: float) -> float:
+        """Return the margin in units of the metric, for this gain of the champion."""
         return self.margin if not isinstance(self.margin, str) else self.share * max(gain, 0.0)
 
-    def class_margins_of(self, recalls: Any) -> Any:
-        """Return how much of the champion's recalls of classes may be lost, each of an array."""
+    def compute_class_margins(self, recalls: Any) -> Any:
+        """Return the allowed loss of recall for each class, for the champion's recalls (arrays)."""
         if isinstance(self.class_margin, str):
             return _share(self.class_margin) * recalls
         return self.class_margin + 0 * recalls
@@ -127,7 +127,7 @@ _OLD_KEYS = "write champion: {margin: 0.02, confidence: 0.95}; a margin below 0 
 class GateConfig(Section):
     """The thresholds that a model has to reach before it is exported.
 
-    A bound is for a metric of all examples (`accuracy`), of each part of a slice
+    A bound applies to a metric of all examples (`accuracy`), of each part of a slice
     (`accuracy@label`), or of one part (`accuracy@label=7`).
     """
 
@@ -141,7 +141,7 @@ class GateConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_an_earlier_version(cls, tree: Any) -> Any:
+    def _convert_old(cls, tree: Any) -> Any:
         if isinstance(tree, dict):
             old = [name for name in ("min_gain", "significance") if name in tree]
             if old or isinstance(tree.get("champion"), str):

@@ -1,8 +1,8 @@
-"""The cluster as data: its tasks with their addresses, and which of them a strategy needs.
+"""The cluster as data: its tasks with their addresses, and the tasks that each strategy needs.
 
-`TF_CONFIG` is TensorFlow's own format (https://www.tensorflow.org/guide/distributed_training,
-"Setting up the TF_CONFIG environment variable"). The flags `--ps_hosts` and so on are those of
-TensorFlow's published examples.
+`TF_CONFIG` is TensorFlow's format (https://www.tensorflow.org/guide/distributed_training, "Setting
+up the TF_CONFIG environment variable"). Flags such as `--ps_hosts` are those of TensorFlow's
+published examples.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Task:
     index: int
 
     def __str__(self) -> str:
-        """Return `role-index`: the name of its folder, and the end of its pod's name."""
+        """Return `role-index`: the name of its folder, and the suffix of its pod's name."""
         return f"{self.role}-{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The addresses (`host:port`) of all tasks that train, by role; never the evaluator."""
+    """The addresses (`host:port`) of all tasks that train, by role, without the evaluator."""
 
     addresses: Mapping[str, tuple[str, ...]]
 
     def count(self, role: str) -> int:
-        """Return how many tasks have this role."""
+        """Return the number of tasks of this role."""
         return len(self.addresses.get(role, ()))
 
     def address(self, task: Task) -> str:
@@ -52,14 +52,14 @@ class Cluster:
         return json.dumps({"cluster": self.spec(), "task": this})
 
     def spec(self) -> dict[str, list[str]]:
-        """Return what `tf.train.ClusterSpec` takes."""
+        """Return the argument of `tf.train.ClusterSpec`."""
         return {role: list(hosts) for role, hosts in self.addresses.items()}
 
 
 def from_tf_config(text: str) -> tuple[Cluster, Task]:
-    """Read TF_CONFIG into the cluster and this process's task; raises `ConfigError`.
+    """Parse TF_CONFIG into the cluster and this process's task; raises `ConfigError`.
 
-    The evaluator is left out of the cluster: TensorFlow would wait for it for ever.
+    The evaluator is left out of the cluster, since TensorFlow would wait for it for ever.
     """
     if not text.strip():
         raise ConfigError(
@@ -76,7 +76,7 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
 
 
 def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tuple[Cluster, Task]:
-    """Read the flags of TensorFlow's published examples into the cluster and this task.
+    """Parse the flags of TensorFlow's published examples into the cluster and this task.
 
     `hosts` are `host:port,host:port` by role. Raises `ConfigError`.
     """
@@ -95,7 +95,7 @@ def _read(source: str, tree: Mapping[str, Any]) -> tuple[Cluster, Task]:
 
 
 def check_port(cluster: Cluster, task: Task) -> None:
-    """Raise a `UserError` when another process listens on the port of `task`."""
+    """Raise a `UserError` if another process listens on the port of `task`."""
     address = cluster.address(task)
     port = int(address.rpartition(":")[2])
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -149,17 +149,17 @@ def _hint(role: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a strategy may do; a class of the user's own has those of the class that it is of.
+    """The capabilities of a strategy; a user's class has those of its base class.
 
     Attributes:
         spares_workers: training continues when a worker is lost, without a new attempt of the
             chief.
-        mixes_steps: it is asynchronous: values of several global steps are side by side while
-            training goes on, and a gradient is of an earlier step than that of its update.
-        keeps_values: the next attempt may go on with the variables that are on the servers.
-        aggregates: the first gradients of a step are its update (`replicas_to_aggregate`).
+        mixes_steps: it is asynchronous: variables hold values of different global steps during
+            training, and a gradient may be computed at an earlier step than its update.
+        keeps_values: the next attempt may continue with the variables on the servers.
+        aggregates: a step applies the first gradients that arrive (`replicas_to_aggregate`).
         copies: each worker has a copy of all variables.
-        own_steps: the `train_step` of a model's own can be run.
+        own_steps: a model may define its own `train_step`.
     """
 
     spares_workers: bool = False
@@ -172,15 +172,15 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The roles of a strategy, its class, and what it may do.
+    """The roles of a strategy, its class, and its capabilities.
 
     Attributes:
         implementation: the class as `package.module:Class`.
-        chief: whether one task leads and only leads; otherwise every worker runs the outer loop
+        chief: whether one task only coordinates; otherwise every worker runs the outer loop
             and worker 0 publishes.
         servers: whether variables are on parameter servers.
         workers: whether there are workers; otherwise the chief trains alone.
-        capabilities: see there.
+        capabilities: see `Capabilities`.
     """
 
     implementation: str
@@ -190,7 +190,7 @@ class Topology:
     workers: bool = True
 
     def tasks(self, *, servers: int, workers: int) -> dict[str, int]:
-        """Return how many tasks of each role to start, the chief last."""
+        """Return the number of tasks to start for each role, the chief last."""
         used = {
             "ps": servers * self.servers,
             "worker": workers * self.workers,
@@ -199,11 +199,11 @@ class Topology:
         return {role: count for role, count in used.items() if count}
 
     def leads(self, task: Task) -> bool:
-        """Say whether a task runs the outer loop."""
+        """Return whether a task runs the outer loop."""
         return task.role == "chief" or (not self.chief and task.role == "worker")
 
 
-#: Every strategy that has a name.
+# : Every named strategy.
 TOPOLOGIES = {
     "single": Topology(
         implementation="flotilla.trainer.strategies.mirrored:Single",
@@ -230,15 +230,15 @@ TOPOLOGIES = {
         capabilities=Capabilities(copies=True, own_steps=True),
     ),
 }
-#: A class of the user's own, before it is imported: it may be asynchronous, and spare workers.
+# : A user's class before its import: it may be asynchronous, and continue after losing a worker.
 OWN = Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True)
 
 
 def find_topology(strategy: str) -> Topology:
-    """Return the topology of a strategy; a user's own class gets chief, servers and workers."""
+    """Return the topology of a strategy; for a user's class, with chief, servers and workers."""
     return TOPOLOGIES.get(strategy) or Topology(implementation=strategy, capabilities=OWN)
 
 
 def leader(cluster: Cluster) -> Task:
-    """Return the task that publishes: the chief, or worker 0 where there is none."""
+    """Return the task that publishes: the chief, or worker 0 if there is no chief."""
     return Task(role="chief" if cluster.count("chief") else "worker", index=0)

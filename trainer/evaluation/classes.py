@@ -155,7 +155,7 @@ class Verdicts(NamedTuple):
 
 def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
     """Return whether each class can be judged, and is lost, given the number of judged classes."""
-    margin = rule.class_margins_of(each.champion)
+    margin = rule.compute_class_margins(each.champion)
     bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
     level = (1 - rule.confidence) / classes
     # Probability that the champion finds this many by chance (binomial).

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flotilla.trainer.config.thresholds import ChampionRule, called_now
+from flotilla.trainer.config.thresholds import ChampionRule, present_name
 from flotilla.trainer.evaluation import noninferiority
 from flotilla.trainer.evaluation.estimates import Metric, Values
 from flotilla.trainer.evaluation.noninferiority import Direction, Pairs
@@ -69,7 +69,7 @@ def _drop_undefined(value: Any) -> Any:
 def _direction(objective: Objective, metric: str, rule: ChampionRule) -> Direction:
     known = objective.directions
     if metric not in known:
-        hint = called_now(metric, known)
+        hint = present_name(metric, known)
         raise ConfigError(
             f"{_KEY}.metric: {metric!r} is not measured{hint} (measured: {', '.join(known)})"
         )

@@ -132,7 +132,7 @@ def describe_request(config: Config, champion: str) -> dict[str, str]:
     return {
         "slices": ",".join(config.evaluation.slices),
         "champion": champion,
-        "compared_by": config.gate.champion.compared_by(),
+        "compared_by": config.gate.champion.comparison_key(),
         "baseline": config.evaluation.baseline,
         "main_metric": config.task.main_metric,
     }

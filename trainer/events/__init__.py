@@ -1,14 +1,14 @@
-"""What happens in a run: one line of JSON an event, one class a kind of event.
+"""The events of a run: each event is one line of JSON, each kind of event is a class.
 
-Every process of a run appends to the file that `FLOTILLA_EVENTS` names; without the variable the
-same line goes to the log. A line is `{"event": NAME, "time": seconds since 1970, ...fields}`, and
-NAME is the name of the class in snake case: `StepBegin` is `step_begin`.
+Every process of a run appends to the file in `FLOTILLA_EVENTS`; without this variable the line goes
+to the log. A line is `{"event": NAME, "time": Unix timestamp, ...fields}`, and NAME is the name of
+the class in snake case: `StepBegin` is `step_begin`.
 
-The file is bounded: progress is appended to its first `PROGRESS_BYTES`. From then on the newest of
-each kind of progress alone is kept, in a file next to it (`newest_progress`), which each replaces.
+The file is bounded: progress is appended up to `PROGRESS_BYTES`. Then only the newest progress of
+each kind is kept, in a separate file that is replaced each time (`newest_progress`).
 
-A reader gets checked instances. It passes over what is damaged, half-written or of an unknown name,
-and ignores fields that it does not know, so that it can follow a newer version of this program.
+A reader gets validated instances. It skips lines that are damaged, incomplete or of an unknown
+name, and ignores unknown fields, so that it can follow a newer version of this program.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ VARIABLE = "FLOTILLA_EVENTS"
 #: Names the job that a task belongs to.
 JOB = "FLOTILLA_JOB"
 MARK = '{"event": '
-# Progress is appended up to this size of the file: at one a second, most of an hour.
+# Progress is appended up to this file size: at one line a second, for most of an hour.
 PROGRESS_BYTES = 1 << 20
-# No event is longer; the pieces of a longer line are no events.
+# No event is longer; the pieces of a longer line are not events.
 _LONGEST = 1 << 20
 _NAME = MARK.encode() + b'"'
 log = logging.getLogger(__name__)
@@ -43,37 +43,37 @@ _listeners: list[Callable[[Event], None]] = []
 
 
 def now() -> float:
-    """Return the seconds since 1970, to the millisecond."""
+    """Return the Unix time, to the millisecond."""
     return round(time.time(), 3)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class _Frozen:
-    """Makes each subclass a frozen dataclass with arguments by name."""
+    """A base that makes each subclass a frozen dataclass with keyword arguments."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
 
 
 class Event(_Frozen):
-    """The base of all kinds; the time is no part of whether two are equal."""
+    """The base of all kinds; equality ignores the time."""
 
     time: float = field(default_factory=now, compare=False)
 
 
 class RunBegin(Event):
-    """A run on this machine was started, or resumed: `number` counts from 1."""
+    """A local run was started or resumed: `number` counts from 1."""
 
     run_id: str
     number: int
 
 
 class RunEnd(Event):
-    """The pipeline of a run on this machine has run to its end."""
+    """The pipeline of a local run has ended."""
 
 
 class Interrupted(Event):
-    """A run on this machine was asked to end: it starts no step but the exit step."""
+    """A local run was asked to stop: it starts no more steps, except the exit step."""
 
 
 class StepBegin(Event):
@@ -84,16 +84,16 @@ class StepBegin(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """How a stage of a pipeline step ended.
+    """A stage of a pipeline step ended.
 
     Attributes:
         status: `done`, `failed` or `interrupted`.
-        error: one line, empty where there is none.
+        error: one line, or empty.
         traceback: of an error in the user's code, else empty.
-        seconds, metrics: of this try; key values for the closing table.
-        main_metric, better: by which of these models are compared, and whether a `higher` or a
-            `lower` value is better; empty where there is none.
-        uri, output: of what the step has published, its URI and its kind, or empty.
+        seconds, metrics: of this attempt; values for the closing table.
+        main_metric, better: the metric that compares these models, and whether a `higher` or a
+            `lower` value is better; empty if there is none.
+        uri, output: URI and kind of the published result, or empty.
     """
 
     step: str
@@ -114,26 +114,25 @@ class StepEnd(Event, StepResult):
 
 
 class AttemptBegin(Event):
-    """The chief begins to train at a global step; `resumed`: not for the first time in this run."""
+    """The chief begins to train at a global step; `resumed` if the run trained before."""
 
     global_step: int
     steps: int
     resumed: bool
-    epochs: float = 0.0  # Of `steps`; 0 where it is not known.
-    checkpoint: int = -1  # Global step of the newest, where those on the servers are newer.
+    epochs: float = 0.0  # With respect to `steps`; 0 if unknown.
+    checkpoint: int = -1  # Of the newest checkpoint, if the servers are newer.
 
 
 class Progress(Event):
-    """A stretch of training steps is done.
+    """An interval of training steps is done.
 
     Attributes:
-        global_step: reached.
+        global_step: that training has reached.
         steps: where training ends.
-        loss: mean over the stretch, as is `steps_per_second`.
+        loss: mean over the interval, like `steps_per_second`.
         seconds: of training so far, over all attempts.
-        epoch: passes over the training examples so far, and `epochs` where training ends; 0 where
-            it is not known.
-        metrics: further ones of the strategy.
+        epoch: passes over the training examples so far, and `epochs` at the end; 0 if unknown.
+        metrics: further metrics of the strategy.
     """
 
     global_step: int
@@ -149,17 +148,17 @@ class Progress(Event):
 
 
 class WorkProgress(Event):
-    """A piece of work that takes long has come so far; training has `Progress`.
+    """The progress of a long piece of work; training has `Progress`.
 
     Attributes:
-        what: is done, in words, such as `reading the files`.
-        unit: of what `done` and `total` count, such as `rows` or `bytes`; empty where nothing is.
-        total: 0 where it is not known.
-        share: of the whole that is done, from 0 to 1; -1 where it is not known.
-        rate: units in a second, lately.
+        what: a description, such as `reading the files`.
+        unit: of `done` and `total`, such as `rows` or `bytes`; empty without a count.
+        total: 0 if unknown.
+        share: done, from 0 to 1; -1 if unknown.
+        rate: recent units per second.
         seconds: since the work began.
-        seconds_left: -1 where it is not known.
-        detail: what it does now, or waits for.
+        seconds_left: -1 if unknown.
+        detail: the current activity, or what it waits for.
         is_over: whether it has ended.
     """
 
@@ -176,7 +175,7 @@ class WorkProgress(Event):
 
 
 class Saved(Event):
-    """A checkpoint is written on this machine; training waited for `seconds`."""
+    """A checkpoint was written on this machine; training waited for `seconds`."""
 
     uri: str
     global_step: int
@@ -184,42 +183,42 @@ class Saved(Event):
 
 
 class CheckpointPublished(Event):
-    """A checkpoint is published."""
+    """A checkpoint was published."""
 
     uri: str
     global_step: int
 
 
 class CheckpointPassedOver(Event):
-    """A checkpoint cannot be read; an older one is used."""
+    """A checkpoint is unreadable; an older one is used."""
 
     uri: str
     reason: str
 
 
 class UploadFailed(Event):
-    """A checkpoint could not be uploaded yet."""
+    """A checkpoint upload failed and will be retried."""
 
     reason: str
 
 
 class Restart(Event):
-    """A training task that ended with `code` starts again; `restarts` counts incidents up to it."""
+    """A training task that ended with `code` is restarted; `restarts` counts incidents so far."""
 
     task: str
     cause: str
     restarts: int
-    code: int = 0  # In the log of a pod: 128 and its number for a signal.
+    code: int = 0  # In the log of a pod, a signal is 128 plus its number.
 
 
 class ServersLost(Event):
-    """Parameter servers are gone: what of the model goes back to an earlier global step.
+    """Parameter servers were lost: some variables go back to an earlier global step.
 
     Attributes:
-        recovery: `partial`: their values alone go back; `full`: those of all servers do.
-        global_step: that training had reached, as far as the chief knows.
-        back_to: the global step of the values that go back; -1 where it is not known.
-        reason: why the recovery is full, else empty.
+        recovery: `partial`: only the lost variables go back; `full`: those of all servers do.
+        global_step: that the chief last knew.
+        back_to: the global step of the restored values; -1 if unknown.
+        reason: why the recovery is full, or empty.
     """
 
     servers: tuple[str, ...]
@@ -230,14 +229,14 @@ class ServersLost(Event):
 
 
 class Suspension(Event):
-    """The job waits for room, which others have; `is_over`: it may run, and its tasks start."""
+    """The job waits for capacity; with `is_over` it may run, and its tasks start."""
 
     is_over: bool
     was_running: bool
 
 
 class TaskFailed(Event):
-    """A training task failed for good."""
+    """A training task failed permanently."""
 
     task: str
     cause: str
@@ -259,7 +258,7 @@ class EvaluatorLeft(Event):
 
 
 class Validation(Event):
-    """The model was measured on the validation split; `created` is an evaluator's checkpoint."""
+    """The model was evaluated on the validation split; `created` is an evaluator's checkpoint."""
 
     global_step: int
     metrics: Mapping[str, Any]
@@ -267,19 +266,19 @@ class Validation(Event):
 
 
 class OpenPorts(Event):
-    """The ports of a local cluster are open to more than this machine."""
+    """The ports of a local cluster are reachable from other machines."""
 
     warning: str
 
 
 class MetricsUnserved(Event):
-    """The metrics of the run cannot be served; training goes on without."""
+    """The metrics of the run cannot be served; training continues without them."""
 
     reason: str
 
 
 class LeaseTakenOver(Event):
-    """The lease of a folder of checkpoints was taken over from a holder that is gone."""
+    """The lease of a checkpoint folder was taken over from a dead holder."""
 
     uri: str
     holder: str
@@ -287,7 +286,7 @@ class LeaseTakenOver(Event):
 
 
 class LeaseAwaited(Event):
-    """The holder of a lease may be dead; the lease is waited for."""
+    """The holder of a lease may be dead; this process waits for the lease."""
 
     uri: str
     holder: str
@@ -295,18 +294,18 @@ class LeaseAwaited(Event):
 
 
 class NewestVersion(Event):
-    """No version of the dataset was named; this is its newest."""
+    """The newest version of the dataset, since the configuration names none."""
 
     dataset: str
     version: str
 
 
 class DataNote(Event):
-    """What the preparation or the validation of the data says of them, in one line.
+    """A remark of data preparation or data validation, in one line.
 
     Attributes:
-        text: names the column or the file, and the key that answers it.
-        is_warning: whether a rule of the data gate warns of it.
+        text: names the column or the file, and the key to set.
+        is_warning: whether a rule of the data gate emitted it as a warning.
     """
 
     text: str
@@ -314,16 +313,16 @@ class DataNote(Event):
 
 
 class WarmStart(Event):
-    """Training begins with weights that were there already."""
+    """Training begins with existing weights."""
 
     uri: str
-    taken: int = 0  # How many variables of the model got their values.
-    left: Mapping[str, int] = field(default_factory=dict)  # How many did not, by the reason.
-    what: str = ""  # Both in a line, with the names of some that were left.
+    taken: int = 0  # The number of the model's variables that got values.
+    left: Mapping[str, int] = field(default_factory=dict)  # Other variables, by reason.
+    what: str = ""  # Both in one line, with the names of some of the other variables.
 
 
 class HandedOn(Event):
-    """Training is over, and this checkpoint goes on; `trained` is the last global step."""
+    """Training is over, and this checkpoint is selected; `trained` is the last global step."""
 
     uri: str
     global_step: int
@@ -332,20 +331,20 @@ class HandedOn(Event):
 
 
 class FromScratch(Event):
-    """There is no champion yet to begin with."""
+    """There is no champion to start from yet."""
 
     reason: str
 
 
 class TableEmpty(Event):
-    """Training is over, and no id has a row in a table that grows: all get that of unknown ones."""
+    """Training is over, and a dynamic table has no rows: all ids get the row of unknown ids."""
 
     table: str
     why: str
 
 
 class UserCodeFailed(Event):
-    """The user's own code raised an error in a training task."""
+    """The user's code raised an error in a training task."""
 
     error: str
     traceback: str
@@ -355,10 +354,10 @@ _PROGRESS = (Progress, WorkProgress)
 
 
 def emit(event: Event, *, in_log: str | None = None) -> None:
-    """Append one event, by one `write`, to the file of the run, or write it to the log.
+    """Append one event, in one `write`, to the file of the run, or write it to the log.
 
-    The log gets the line `in_log` in its place, where there is one; none where it is empty. In the
-    log an event names its job: what user code prints there may look like one.
+    The log gets the line `in_log` instead, if given; nothing if it is empty. In the log an event names
+    its job, since the user's code may print a similar line.
     """
     for listener in _listeners:
         listener(event)
@@ -372,14 +371,14 @@ def emit(event: Event, *, in_log: str | None = None) -> None:
     try:
         append(Path(path), event)
     except OSError as error:
-        # A full disk has to be reported by what cannot go on without it.
+        # A full disk is reported by the code that cannot continue without it.
         level = logging.DEBUG if isinstance(event, _PROGRESS) else logging.WARNING
         log.log(level, "cannot write to %s: %s: %s", path, error.strerror, line)
 
 
 @contextmanager
 def listen(listener: Callable[[Event], None]) -> Iterator[None]:
-    """Have a function called with each event that this process emits in the block."""
+    """Call a function with each event that this process emits in the block."""
     _listeners.append(listener)
     try:
         yield
@@ -396,21 +395,21 @@ def append(path: Path, event: Event) -> None:
             file.write(_line(event))
             return
     place = _place_of_progress(path, type(event))
-    # Of an attempt that is being replaced, the last progress may come at the same time.
+    # The last progress of an attempt that is being replaced may be written at the same time.
     staged = place.with_name(f"{place.name}.{os.getpid()}")
     staged.write_bytes(_line(event))
     staged.replace(place)
 
 
 def begin_again(path: Path, run_id: str) -> int:
-    """Append that a run begins; return where the events of earlier starts end."""
+    """Append that a run begins; return the position where the earlier events end."""
     if path.exists() and not path.is_file():
-        # To open a pipe would wait for its reader.
+        # Opening a pipe would block until a reader opens it.
         raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))
     before = sum(isinstance(each, RunBegin) for each in read(path, every=(RunBegin,)))
     with path.open("ab", buffering=0) as file:
         for progress in newest_progress(path):
-            # How far that start has come stays with its events.
+            # The progress of that start stays with its events.
             file.write(_line(progress))
         for kind in _PROGRESS:
             _place_of_progress(path, kind).unlink(missing_ok=True)
@@ -420,10 +419,10 @@ def begin_again(path: Path, run_id: str) -> int:
 
 
 def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
-    """Yield the events of a file in order; none where there is no such file.
+    """Yield the events of a file in order; none if there is no such file.
 
-    Where `every` names kinds, only the newest event of each other kind is yielded for each start of
-    the run, after the events of that start: a week of progress is read in a second. Raises
+    If `every` lists kinds, then for each start of the run only the newest event of every other kind
+    is yielded, after the other events of that start: a week of progress is read in a second. Raises
     `OSError`.
     """
     whole = {event_name(kind).encode() for kind in every}
@@ -437,21 +436,21 @@ def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
             if whole and name not in whole and name != b"run_begin":
                 newest[name] = line
                 continue
-            event = _parsed(line)
+            event = _parse_bytes(line)
             if isinstance(event, RunBegin):
-                yield from filter(None, map(_parsed, newest.values()))
+                yield from filter(None, map(_parse_bytes, newest.values()))
                 newest.clear()
             if event:
                 yield event
-    yield from filter(None, map(_parsed, newest.values()))
+    yield from filter(None, map(_parse_bytes, newest.values()))
     yield from newest_progress(path)
 
 
 class Follower:
-    """Reads the events of a file as they come, from a place in it on."""
+    """A reader of the events of a file as they are appended, from a position on."""
 
     def __init__(self, path: Path, begin: int = 0) -> None:
-        """Open the file, which has to be there; raises `OSError`."""
+        """Open the file, which must exist; raises `OSError`."""
         self._path = path
         self._lines = path.open("rb")
         self._lines.seek(begin)
@@ -473,8 +472,8 @@ class Follower:
             if not line.endswith(b"\n"):
                 self._lines.seek(position)
                 break
-            # A full disk tears lines; the run says what is wrong by its exit code too.
-            if event := _parsed(line):
+            # A full disk tears lines; the exit code of the run also reports the failure.
+            if event := _parse_bytes(line):
                 self._progress_at[type(event)] = event.time
                 yield event
         for event in newest_progress(self._path):
@@ -485,14 +484,14 @@ class Follower:
 
 
 def newest_progress(path: Path) -> list[Progress | WorkProgress]:
-    """Return the newest progress of each kind for which the file of events has no room."""
+    """Return the newest progress of each kind that no longer fits into the file of events."""
     found = []
     for kind in _PROGRESS:
         place = _place_of_progress(path, kind)
         if not place.is_file():
             continue
         with suppress(OSError), place.open("rb") as file:
-            if isinstance(event := _parsed(file.read(_LONGEST)), kind):
+            if isinstance(event := _parse_bytes(file.read(_LONGEST)), kind):
                 found.append(event)
     return found
 
@@ -505,14 +504,14 @@ def _line(event: Event, more: Mapping[str, str] | None = None) -> bytes:
     return f"{mask(json.dumps({**to_tree(event), **(more or {})}, default=str))}\n".encode()
 
 
-def _parsed(line: bytes) -> Event | None:
+def _parse_bytes(line: bytes) -> Event | None:
     return parse(line.decode("utf-8", "replace"))
 
 
 def parse(line: str, *, job: str = "") -> Event | None:
-    """Return the event that a line, also one after a line cut short, ends with, if any.
+    """Return the event at the end of a line, which may follow a torn line; None without one.
 
-    With `job`, of a line of a log: only an event that names this job.
+    With `job`, the line is of a log, and only an event that names this job is returned.
     """
     at = line.rfind(MARK)
     if at < 0:
@@ -533,7 +532,7 @@ def event_name(kind: type[Event]) -> str:
 
 
 def to_tree(record: Any) -> dict[str, Any]:
-    """Return the fields of a record, to be written as a JSON object; of an event the name too."""
+    """Return the fields of a record as a JSON object; for an event with its name."""
     tree = tree_of(record)
     return {"event": event_name(type(record)), **tree} if isinstance(record, Event) else tree
 

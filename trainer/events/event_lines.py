@@ -1,4 +1,4 @@
-"""Events of a run as lines for people, where the log of a step or a terminal shows them."""
+"""Formats events of a run as lines for people, in the log of a step or on a terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.events.progress.wording import format_line as work_line
 from flotilla.trainer.events.progress.work import LOG_SECONDS
 
-# Progress is a line at most so often.
+# Minimum seconds between two progress lines.
 LINE_SECONDS = 5.0
-# The speed of so many seconds counts; a new stretch counts at least for so much of it.
+# Averaging window of the speed in seconds, and the minimum weight of a new interval.
 _SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
 
 
@@ -30,7 +30,7 @@ def _lost(event: events.ServersLost) -> str:
     return f"{gone}: full recovery: all variables go {back} ({event.reason})"
 
 
-def _of_servers(event: events.AttemptBegin) -> str:
+def _describe_servers(event: events.AttemptBegin) -> str:
     if event.checkpoint < 0:
         return ""
     return f", with what is on the servers; the newest checkpoint is of {event.checkpoint}"
@@ -38,7 +38,7 @@ def _of_servers(event: events.AttemptBegin) -> str:
 
 _LINES: dict[type[Event], Callable[[Any], str]] = {
     events.AttemptBegin: lambda event: (
-        f"training resumes from global step {event.global_step}{_of_servers(event)}"
+        f"training resumes from global step {event.global_step}{_describe_servers(event)}"
         if event.resumed
         else ""
     ),
@@ -77,7 +77,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"took over the lease of {event.uri} from {event.holder}, which {event.reason}"
     ),
 }
-# What a terminal with a progress bar does not show.
+# Events that a terminal with a progress bar hides.
 _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
     events.CheckpointPublished: lambda event: (
         f"checkpoint of global step {event.global_step}: {event.uri}"
@@ -91,36 +91,36 @@ _LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
 
 
 def format_event(event: Event) -> str:
-    """Return the line of an event; empty for one that has none, such as progress."""
+    """Return the line of an event; empty if it has none, such as progress."""
     return _LINES.get(type(event), lambda _event: "")(event)
 
 
 def format_metrics(progress: Progress) -> str:
-    """Return loss, speed and, where it is known, the time left."""
+    """Return loss, speed and, if known, the time left."""
     left = f"  {duration(progress.seconds_left)} left" if progress.seconds_left >= 0 else ""
     return f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s{left}"
 
 
-def reached(progress: Progress) -> str:
-    """Return how far training is, in global steps and epochs."""
-    epoch = f" ({epoch_of(progress)})" if progress.epochs else ""
+def format_reached(progress: Progress) -> str:
+    """Return the progress of training in global steps and epochs."""
+    epoch = f" ({format_epoch(progress)})" if progress.epochs else ""
     return f"global step {progress.global_step}/{progress.steps}{epoch}"
 
 
-def epoch_of(progress: Progress) -> str:
-    """Return how far training is in epochs; empty where it is not known."""
-    # The last batch of an epoch reaches into the next one.
+def format_epoch(progress: Progress) -> str:
+    """Return the progress of training in epochs; empty if unknown."""
+    # The last batch of an epoch may extend into the next one.
     epoch = min(progress.epoch, progress.epochs)
     return f"epoch {epoch:.3g} of {progress.epochs:.3g}" if progress.epochs else ""
 
 
 def is_first_stretch(progress: Progress) -> Progress:
-    """Return the first progress of an attempt, which builds the functions: the speed is no base."""
+    """Return whether this is the first progress of an attempt, whose speed includes tracing."""
     return replace(progress, seconds_left=-1.0)
 
 
-def as_work(progress: Progress) -> WorkProgress:
-    """Return the progress of training as that of any other work."""
+def convert_to_work(progress: Progress) -> WorkProgress:
+    """Convert the progress of training to that of generic work."""
     return WorkProgress(
         what="training",
         unit="steps",
@@ -130,17 +130,17 @@ def as_work(progress: Progress) -> WorkProgress:
         rate=progress.steps_per_second,
         seconds=progress.seconds,
         seconds_left=progress.seconds_left,
-        detail="  ".join(filter(None, (f"loss {progress.loss:.4g}", epoch_of(progress)))),
+        detail="  ".join(filter(None, (f"loss {progress.loss:.4g}", format_epoch(progress)))),
     )
 
 
 class LogLines:
-    """The lines of a log; of progress only so many that a reader sees it."""
+    """The lines of a log, with progress lines at a limited rate."""
 
     def __init__(self) -> None:
-        """Begin with a line of the first progress of training."""
+        """Begin with a line for the first progress of training."""
         self._progress_at = -LINE_SECONDS
-        # When there was a line of each piece of work.
+        # Time of the last line of each piece of work.
         self._work_at: dict[str, float] = {}
 
     def take(self, event: Event) -> str:
@@ -158,7 +158,7 @@ class LogLines:
             return ""
         event = is_first_stretch(event) if self._progress_at < 0 else event
         self._progress_at = event.time
-        return f"{reached(event)}  {format_metrics(event)}"
+        return f"{format_reached(event)}  {format_metrics(event)}"
 
     def _work(self, event: WorkProgress) -> str:
         if event.is_over:
@@ -171,7 +171,7 @@ class LogLines:
 
 
 class TimeLeft:
-    """The seconds until training ends, by a speed that does not jump from stretch to stretch."""
+    """An estimate of the seconds until training ends, from a smoothed speed."""
 
     def __init__(self) -> None:
         """Begin without a speed."""
@@ -180,7 +180,7 @@ class TimeLeft:
         self._is_first = True
 
     def take(self, event: Progress) -> None:
-        """Take the next stretch; the first one builds the functions, and does not count."""
+        """Add an interval; the first one is skipped, since it includes tracing."""
         seconds = event.time - self._last.time if self._last else 0.0
         weight = max(1 - math.exp(-max(seconds, 0.0) / _SPEED_SECONDS), _LEAST_WEIGHT)
         goes_on = self._last is not None and self._last.global_step < event.global_step
@@ -192,7 +192,7 @@ class TimeLeft:
         self._last = event
 
     def seconds(self, now: float) -> float | None:
-        """Return what is left at the time `now`, None where there is no speed yet."""
+        """Return the time left at the time `now`; None if there is no speed yet."""
         if self._last is None or self._is_first or not self._speed > 0:
             return None
         left = (self._last.steps - self._last.global_step) / self._speed

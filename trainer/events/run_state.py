@@ -1,4 +1,4 @@
-"""The state of a run: the one projection of its events, from which every reader takes its part."""
+"""The state of a run: one projection of its events for all readers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from flotilla.trainer import events
 from flotilla.trainer.events import Event
 from flotilla.trainer.events.progress.wording import format_line
 
-#: What a record and the report tell of a step beside its end.
+# : Fields of a step that records and the report show next to its end.
 INCIDENTS = (
     events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
     events.EvaluatorLeft, events.CheckpointPassedOver,
 )  # fmt: skip
-# A run of weeks has more; of these the newest are kept.
+# A run of weeks has more; only the newest are kept.
 _newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
 
 
 @dataclass(kw_only=True)
 class StepTry:
-    """One try of a pipeline step, of a `start` of the run; `end` is None until it has ended."""
+    """One attempt of a pipeline step, in a `start` of the run; `end` is None until it has ended."""
 
     step: str
     began: float
@@ -34,17 +34,17 @@ class StepTry:
 
 @dataclass(kw_only=True)
 class RunState:
-    """A run so far; what is "newest" is of its newest start.
+    """The state of a run so far; "newest" refers to the newest start.
 
     Attributes:
-        start: how often it was started before, from 0 on.
-        counts: of the events of each kind, over all starts.
-        global_step: that training is at: where the newest attempt began, or what it reached.
-        handed_on_step: of the checkpoint that went on to the next steps; 0 before that.
-        moved: when `global_step` was reached, in seconds since 1970; 0 before training.
+        start: number of earlier starts.
+        counts: number of events of each kind, over all starts.
+        global_step: where the newest attempt began, or what it has reached.
+        handed_on_step: global step of the selected checkpoint; 0 before the selection.
+        moved: Unix time when `global_step` was reached; 0 before training.
         seen_until: the time of the last event, of each start.
-        tries: every try of every step, in the order in which they began.
-        incidents: of the kinds of `INCIDENTS`, and attempts that resumed.
+        tries: every attempt of every step, in order of start.
+        incidents: events of the kinds in `INCIDENTS`, and resumed attempts.
     """
 
     start: int = 0
@@ -90,7 +90,7 @@ class RunState:
             for each in self.tries
             if (each.step, each.start, each.end) == (event.step, self.start, None)
         )
-        # Of one whose beginning a full disk has lost, the end says when it was.
+        # If a full disk has lost its begin event, the end event gives the time.
         lost = StepTry(step=event.step, began=event.time - event.seconds, start=self.start)
         found = next(open_ones, lost)
         found.end = event
@@ -98,7 +98,7 @@ class RunState:
             self.tries.append(found)
 
     def newest(self, kind: type[_Kind]) -> _Kind | None:
-        """Return the newest event of a kind; None where there is none yet."""
+        """Return the newest event of a kind; None if there is none yet."""
         return cast("_Kind | None", self._newest.get(kind))
 
     @property
@@ -108,14 +108,14 @@ class RunState:
 
     @property
     def traceback(self) -> str:
-        """Of the newest error in the user's code, in a training task; empty where there is none."""
+        """The newest traceback of the user's code in a training task; empty if there is none."""
         failed = self.newest(events.UserCodeFailed)
         return failed.traceback if failed else ""
 
     def progress_since(self, began: float) -> dict[str, Any]:
-        """Return how far the step that began then is: that of training, and of work that goes on.
+        """Return the progress of the step that began then: of training, and of work in progress.
 
-        Work is `progress`, in words, with `share` and `seconds_left` where these are known.
+        Work is `progress`, in words, with `share` and `seconds_left` if known.
         """
         found: dict[str, Any] = {}
         training, work = self.newest(events.Progress), self.newest(events.WorkProgress)
@@ -130,13 +130,13 @@ class RunState:
 
     @property
     def suspension(self) -> events.Suspension | None:
-        """The suspension that the job is in; None where it may run."""
+        """The suspension that the job is in; None if it may run."""
         found = self.newest(events.Suspension)
         return None if found is None or found.is_over else found
 
 
 def reduce_events(happened: Iterable[Event], *, newest_start: bool = False) -> RunState:
-    """Return the state of a run after these events, or after those of its newest start alone."""
+    """Return the state of a run after these events, or after those of its newest start only."""
     state = RunState()
     for event in happened:
         if newest_start and isinstance(event, events.RunBegin):

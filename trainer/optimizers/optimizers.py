@@ -199,7 +199,7 @@ def learning_rate(training: TrainingConfig) -> float | Schedule:
 
 def _after(training: TrainingConfig, rate: float) -> float | Schedule:
     """Return the schedule after the warm-up, counted from its end."""
-    args = training.schedule.parsed()
+    args = training.schedule.parse()
     if isinstance(args, CosineArgs):
         steps = max(1, training.steps - training.schedule.warmup_steps)
         return schedules.CosineDecay(rate, steps, alpha=args.alpha)

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.thresholds import ChampionRule, GateConfig, called_now, split_rule
+from flotilla.trainer.config.thresholds import ChampionRule, GateConfig, present_name, split_rule
 from flotilla.trainer.report import headline
 from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, DIFFERENCE, MARGIN, sentence
 from flotilla.trainer.report.wording import shorten_name
@@ -285,7 +285,7 @@ def _margin(
 ) -> tuple[float, str]:
     """Return the margin in units of the metric, and a remark about it."""
     if not rule.share or value is None:
-        return rule.margin_of(0.0), ""
+        return rule.compute_margin(0.0), ""
     metric = paired["metric"]
     best = (constant.get("metrics") or {}).get(metric)
     if best is None:
@@ -293,7 +293,7 @@ def _margin(
     gain = value - best if paired["better"] == "higher" else best - value
     if gain <= 0:
         return 0.0, f"the champion gains nothing over a constant, so that {rule.margin} of it is 0"
-    return rule.margin_of(gain), ""
+    return rule.compute_margin(gain), ""
 
 
 def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule]:
@@ -348,7 +348,7 @@ def required_examples(paired: Mapping[str, Any], margin: float) -> int:
 
 def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
     if metric not in metrics:
-        hint = called_now(metric, metrics)
+        hint = present_name(metric, metrics)
         known = ", ".join(sorted(metrics)) or "nothing"
         raise ConfigError(f"{key}: {metric!r} was not measured{hint} (measured: {known})")
     value = metrics[metric]

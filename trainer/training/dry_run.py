@@ -28,7 +28,7 @@ from flotilla.trainer.checkpoints import index, warm_start
 from flotilla.trainer.config.optimizer import OF_MODEL
 from flotilla.trainer.config.pod_fields import amount
 from flotilla.trainer.config.schema import Config, OutputConfig, TrainingConfig
-from flotilla.trainer.config.thresholds import called_now, split_rule
+from flotilla.trainer.config.thresholds import present_name, split_rule
 from flotilla.trainer.config.topology import TOPOLOGIES, find_topology
 from flotilla.trainer.data import prepare
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
@@ -199,7 +199,7 @@ def require_metrics(config: Config, objective: Objective) -> None:
     for key, rule in rules:
         metric = rule if rule == main else split_rule(rule, known)[0]
         if metric not in known:
-            hint = called_now(metric, known) or f" (measured: {', '.join(sorted(known))})"
+            hint = present_name(metric, known) or f" (measured: {', '.join(sorted(known))})"
             task = objective.task.name
             raise ConfigError(f"{key}: {task} and the model measure no {metric!r}{hint}")
     compared = compared or objective.main_metric

@@ -17,8 +17,8 @@ from flotilla.trainer.events.event_lines import (
     LINE_SECONDS,
     LogLines,
     format_metrics,
+    format_reached,
     is_first_stretch,
-    reached,
 )
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.wording import round_value
@@ -35,7 +35,7 @@ _EVALUATOR = "evaluator-0"
 # So many of the newest texts are looked at for one that comes again.
 _RECENT = 200
 _PACED: dict[type[Event], Callable[[Any], str]] = {
-    Progress: lambda event: f"{reached(event)}  {format_metrics(event)}",
+    Progress: lambda event: f"{format_reached(event)}  {format_metrics(event)}",
     events.Validation: lambda event: (
         f"validation of global step {event.global_step}: "
         + "  ".join(f"{name} {round_value(value)}" for name, value in event.metrics.items())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.thresholds import ChampionRule, called_now, split_rule
+from flotilla.trainer.config.thresholds import ChampionRule, present_name, split_rule
 from flotilla.trainer.runtime.errors import ConfigError
 
 
@@ -24,22 +24,26 @@ from flotilla.trainer.runtime.errors import ConfigError
     ],
 )
 def test_a_margin_is_in_units_of_the_metric_or_a_share_of_what_is_gained(margin, gain, units):
-    assert ChampionRule(margin=margin).margin_of(gain) == pytest.approx(units)
+    assert ChampionRule(margin=margin).compute_margin(gain) == pytest.approx(units)
 
 
 def test_a_margin_of_classes_is_a_number_or_a_share_of_each_recall():
     recalls = np.array([0.5, 1.0])
-    assert ChampionRule(class_margin="40%").class_margins_of(recalls) == pytest.approx([0.2, 0.4])
-    assert ChampionRule(class_margin=0.1).class_margins_of(recalls) == pytest.approx([0.1, 0.1])
+    assert ChampionRule(class_margin="40%").compute_class_margins(recalls) == pytest.approx(
+        [0.2, 0.4]
+    )
+    assert ChampionRule(class_margin=0.1).compute_class_margins(recalls) == pytest.approx(
+        [0.1, 0.1]
+    )
 
 
 def test_a_margin_in_units_is_the_gates_and_no_evaluation_depends_on_it():
     rule = ChampionRule(metric="auc", margin=0.1)
-    assert rule.compared_by() == ChampionRule(metric="auc", margin=0.2).compared_by()
+    assert rule.comparison_key() == ChampionRule(metric="auc", margin=0.2).comparison_key()
     others = ({"metric": "loss"}, {"confidence": 0.9}, {"better": "lower"}, {"margin": "3%"})
     for each in (*others, {"class_margin": 0.2}):
         changed = ChampionRule(**{"metric": "auc", "margin": 0.1, **each})
-        assert rule.compared_by() != changed.compared_by()
+        assert rule.comparison_key() != changed.comparison_key()
 
 
 @pytest.mark.parametrize(
@@ -114,4 +118,4 @@ def test_a_metric_of_an_output_of_any_name_may_be_bounded():
     ],
 )
 def test_a_metric_that_was_renamed_says_its_name(old, known, hint):
-    assert called_now(old, known) == hint
+    assert present_name(old, known) == hint

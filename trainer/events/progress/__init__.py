@@ -1,1 +1,1 @@
-"""How far work that takes long has come: counted, and put into words."""
+"""The progress of long work: counted, and formatted."""

@@ -1,10 +1,11 @@
-"""The one form in which a person reads how long something took, or takes."""
+"""The one format for durations."""
 
 from __future__ import annotations
 
 import math
 
-# Sixty of the smaller unit; from so many seconds on without tenths; from so many hours on in days.
+# Sixty of the smaller unit; the seconds above which tenths are dropped; the hours above which days
+# are used.
 _SIXTY, _TENTHS, _DAYS = 60, 10, 48
 
 

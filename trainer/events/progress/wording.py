@@ -1,4 +1,4 @@
-"""How far a piece of work has come, in words."""
+"""Formats the progress of work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TENTHS = 10
 
 
 def format_line(event: WorkProgress) -> str:
-    """Return a line of a log; each part of it is there as far as it is known."""
+    """Return a line of a log, with the parts that are known."""
     if event.is_over:
         counts = f"{format_counts(event)} in " if event.done else ""
         return f"{event.what}: done, {counts}{duration(event.seconds)}"
@@ -20,7 +20,7 @@ def format_line(event: WorkProgress) -> str:
 
 
 def format_parts(event: WorkProgress) -> list[str]:
-    """Return in words how far work is: per cent, counts, rate, time left, and what it does now."""
+    """Format the progress of work: per cent, counts, rate, time left, and current activity."""
     found = [f"{math.floor(100 * event.share)} %"] if event.share >= 0 else []
     if event.done or event.total:
         found.append(format_counts(event))
@@ -33,7 +33,7 @@ def format_parts(event: WorkProgress) -> list[str]:
 
 
 def format_counts(event: WorkProgress) -> str:
-    """Return what is done of the total, with its unit."""
+    """Format the count done and the total, with the unit."""
     done, total = float(event.done), float(event.total)
     unit, size = _scale(event.unit, max(done, total))
     of = f"/{_amount(total / size)}" if total else ""
@@ -41,7 +41,7 @@ def format_counts(event: WorkProgress) -> str:
 
 
 def _scale(unit: str, largest: float) -> tuple[str, float]:
-    """Return the unit in which a number is said, and how many of the given one it is."""
+    """Return the display unit of a number, and its size in the given unit."""
     if unit != "bytes":
         return unit, 1.0
     return next(each for each in _BYTES if largest >= _TENTHS * each[1] or each[1] == 1)

@@ -1,8 +1,8 @@
-"""How far a piece of work has come: it is counted in batches, and reported now and then.
+"""The progress of long work: counted in batches, and reported at intervals.
 
-Counting costs an addition. A thread reports what was counted: to the file of the run, which a
-terminal follows, twice a second, else as a plain line of the log every half minute. Work that ends
-sooner is not reported at all.
+Counting costs one addition. A thread reports the counts: twice a second to the file of the run,
+which a terminal follows; otherwise every half minute as a line of the log. Work that ends sooner is
+not reported.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Self, TypeVar
+from collections.abc import Callable
+from typing import Self
 
 from flotilla.trainer import events
 from flotilla.trainer.events import WorkProgress
@@ -21,21 +21,20 @@ from flotilla.trainer.runtime.background import Loop
 
 # Seconds before the first report, and between two of them.
 QUIET_SECONDS, LIVE_SECONDS, LOG_SECONDS = 3.0, 0.5, 30.0
-# The speed of so many seconds counts.
+# Seconds over which the speed is averaged.
 _SPEED_SECONDS = 10.0
-# A share below the whole is never shown as one.
+# A share below 1 is never shown as 1.
 _NEARLY = 0.999
-_Batch = TypeVar("_Batch", bound=Sized)
 
 
 class _Speed:
-    """The speed of the last seconds; what comes before the first gain is the start, and no work."""
+    """The speed of the last seconds; the time before the first progress is left out."""
 
     def __init__(self) -> None:
         self._at = self._reached = self._sum = self._weight = 0.0
 
     def take(self, at: float, reached: float) -> None:
-        """Take what is reached after so many seconds."""
+        """Record the count reached after this many seconds."""
         seconds, gain = at - self._at, reached - self._reached
         if seconds > 0 and (gain > 0 or self._weight):
             kept = math.exp(-seconds / _SPEED_SECONDS)
@@ -45,18 +44,18 @@ class _Speed:
 
     @property
     def value(self) -> float:
-        """What comes in a second; 0 before there is anything."""
+        """The count per second; 0 without data."""
         return self._sum / self._weight if self._weight else 0.0
 
 
 class Work:
-    """A piece of work of this process, to be used as a context manager; any thread may count.
+    """A piece of work of this process, used as a context manager; any thread may count.
 
-    Where the total of what is counted is not known, but that of another measure, such as the bytes
-    of the files, the share of the whole is that of this measure.
+    If the total of the counted units is unknown, but that of another measure such as the bytes of
+    the files is known, the share is that of this measure.
     """
 
-    # When work that was reported ended last: what follows at once is part of what takes long.
+    # When reported work ended last: work that follows at once is part of the same long work.
     _ended_at = -math.inf
 
     def __init__(
@@ -68,7 +67,7 @@ class Work:
         size: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Say in words what is done; `total` counts units, and `size` is of the other measure."""
+        """Describe the work in words; `total` counts units, and `size` is in the other measure."""
         self._what, self._unit, self._total, self._size = what, unit, total, size
         self._clock, self._began = clock, clock()
         self._done, self._sized = 0, 0.0
@@ -85,7 +84,7 @@ class Work:
         return self
 
     def __exit__(self, error: object = None, *_more: object) -> None:
-        """End; what was reported is reported to be over. After an error the threads end as well."""
+        """End, and report the end of reported work. After an error the threads end as well."""
         self._loop.stop()
         with self._lock:
             self._is_over, self._is_given_up = True, error is not None
@@ -94,10 +93,10 @@ class Work:
                 Work._ended_at = self._reported
 
     def add(self, done: int, size: float = 0.0) -> None:
-        """Count what was done, and how much of the other measure that took.
+        """Count what was done, and how much of the other measure it took.
 
         Raises:
-            InterruptedError: the work was given up, and nobody waits for the rest.
+            InterruptedError: the work was cancelled, and no caller waits for the rest.
         """
         with self._lock:
             if self._is_given_up:
@@ -106,7 +105,7 @@ class Work:
             self._sized += size
 
     def reach(self, done: int, detail: str = "") -> None:
-        """Say how much is done by now, which may be less than before, and what is waited for."""
+        """Set the current count, which may be lower than before, and what the work waits for."""
         with self._lock:
             self._done, self._detail = done, detail
 
@@ -116,17 +115,11 @@ class Work:
             self._total += more
 
     def say(self, detail: str) -> None:
-        """Say what is done now, or is waited for."""
+        """Set the current activity, or what the work waits for."""
         self._detail = detail
 
-    def counted(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Yield batches, and count the rows of each when the next one is asked for."""
-        for batch in batches:
-            yield batch
-            self.add(len(batch))
-
     def look(self) -> None:
-        """Report, where it is time."""
+        """Report, if the interval has passed."""
         first, pause = LOG_SECONDS, LOG_SECONDS
         if os.environ.get(events.VARIABLE):
             first, pause = QUIET_SECONDS, LIVE_SECONDS
@@ -158,9 +151,9 @@ class Work:
         events.emit(event, in_log=format_line(event))
 
     def _share(self) -> float:
-        """Return the share that is done; the whole only at the end, and -1 where it is unknown."""
+        """Return the share done; 1 only at the end, and -1 if unknown."""
         done, whole = (self._sized, self._size) if self._size else (self._done, self._total)
         if not whole:
             return -1.0
-        # An estimate may be passed, and what is left out of a total may be missing.
+        # The count may exceed an estimate, and some units may never be counted.
         return min(max(done / whole, 0.0), 1.0 if self._done == self._total else _NEARLY)
