@@ -1,7 +1,7 @@
-"""The contract of a compiled pipeline with the code in its image: the interface of its steps.
+"""The contract between a compiled pipeline and the code in its image: the steps' interface.
 
-The YAML holds the source of each component, and calls the code in the image. A digest of the
-signatures of the steps shows that both mean the same; a release that changes no step keeps it.
+The YAML holds the source of each component, which calls the code in the image. A digest of the
+steps' signatures shows whether both agree; it only changes with a release that changes a step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 from flotilla.components.table import STEPS
 from flotilla.trainer.runtime.errors import ConfigError
 
-#: Of the command of the first step, which KFP's executor passes over. What follows is the mark: the
-#: Flotilla that has compiled it, and the digest of its steps.
+# : An argument of the first step's command, which KFP's executor ignores. The mark follows it: the
+# : Flotilla version that compiled the pipeline, and the digest of its steps.
 OPTION = "--compiled_by"
-# To be raised when what passes between steps changes its meaning, and no signature shows it.
+# Increase this number if values between steps change their meaning without a change of signatures.
 _REVISION = 3
 _LENGTH = 12
 
@@ -33,20 +33,20 @@ def mark() -> str:
 
 
 def mark_component(component: Any) -> Any:
-    """Let a KFP component name the code that has compiled it; not inside a running step."""
+    """Add the compiling code's mark to a KFP component; do nothing inside a running step."""
     if hasattr(component, "component_spec"):
         component.component_spec.implementation.container.args += [OPTION, mark()]
     return component
 
 
 def find_mark(arguments: Sequence[Any]) -> str:
-    """Return the mark among the arguments of a command; empty where there is none."""
+    """Return the mark among the arguments of a command; empty if there is none."""
     given = list(arguments)
     return str(given[given.index(OPTION) + 1]) if OPTION in given[:-1] else ""
 
 
 def is_of_this_code(compiled_by: str) -> bool:
-    """Return whether a mark, or none, is that of a pipeline with the steps of this code."""
+    """Return whether a mark, or a missing one, is that of a pipeline with this code's steps."""
     return compiled_by.rpartition(" ")[2] == _digest()
 
 
@@ -58,7 +58,7 @@ def check() -> None:
 
 
 def refuse(compiled_by: str) -> NoReturn:
-    """Raise a `ConfigError`: a pipeline with this mark has other steps than this code."""
+    """Raise a `ConfigError`: the pipeline of this mark has other steps than this code."""
     theirs, own = describe_mark(compiled_by), describe_mark(mark())
     raise ConfigError(
         f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "
@@ -69,7 +69,7 @@ def refuse(compiled_by: str) -> NoReturn:
 
 
 def describe_mark(compiled_by: str) -> str:
-    """Return a mark in words."""
+    """Format a mark for messages."""
     if not compiled_by:
         return "a Flotilla that left no mark"
     number, _, digest = compiled_by.partition(" ")
@@ -83,16 +83,16 @@ def _digest() -> str:
 
 
 def required_arguments(name: str) -> set[str]:
-    """Return the names of what a component takes that has no default."""
+    """Return the names of a component's arguments without a default."""
     taken = _function(name).args
     return {each.arg for each in taken.args[: len(taken.args) - len(taken.defaults)]}
 
 
 def _signature(name: str) -> str:
-    """Return the signature of a component, from its source: nothing has to be imported."""
+    """Return the signature of a component from its source, without importing it."""
     function = _function(name)
-    taken = [f"{each.arg}: {_written(each.annotation)}" for each in function.args.args]
-    return f"{name}({', '.join(taken)}) -> {_written(function.returns)}"
+    taken = [f"{each.arg}: {_format_annotation(each.annotation)}" for each in function.args.args]
+    return f"{name}({', '.join(taken)}) -> {_format_annotation(function.returns)}"
 
 
 def _function(name: str) -> ast.FunctionDef:
@@ -103,5 +103,5 @@ def _function(name: str) -> ast.FunctionDef:
     raise LookupError(f"components/{name}.py has no function {name}")
 
 
-def _written(annotation: ast.expr | None) -> str:
+def _format_annotation(annotation: ast.expr | None) -> str:
     return ast.unparse(annotation) if annotation else ""

@@ -1,7 +1,7 @@
-"""The KFP artifacts of a step: descriptors of what it has published, and what the UI can draw.
+"""The KFP artifacts of a step: descriptors of published directories, and metrics for the UI.
 
-KFP copies every input artifact into the pod before a step starts. So the artifact is a file of some
-hundred bytes with the URI and a digest of the content, and never the data.
+KFP copies every input artifact into the pod before a step starts. So the artifact is a file of
+about a hundred bytes with the URI and a digest of the content, and never the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.json_records import read_record
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptor:
-    """A published directory; `facts` are for people, and the same as the artifact's metadata."""
+    """A published directory; `facts` are for people, and equal the artifact's metadata."""
 
     kind: str
     uri: str
@@ -32,7 +32,7 @@ class Descriptor:
 
 
 def describe(artifact: Any, uri: str, facts: Mapping[str, Any]) -> None:
-    """Let a KFP artifact describe what is published at `uri`; raises `UserError`."""
+    """Describe the directory published at `uri` in a KFP artifact; raises `UserError`."""
     manifest = storage.read_manifest(uri)
     write(
         artifact,
@@ -42,17 +42,17 @@ def describe(artifact: Any, uri: str, facts: Mapping[str, Any]) -> None:
 
 
 def write(artifact: Any, tree: Mapping[str, Any]) -> None:
-    """Write JSON as the file of a KFP artifact."""
+    """Write JSON to the file of a KFP artifact."""
     path = Path(artifact.path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=2, allow_nan=False), encoding="utf-8")
 
 
 def check(artifact: Any, uri: str) -> None:
-    """Check that the artifact, if there is one, describes what is at `uri`; raises `UserError`."""
+    """Raise `UserError` if there is an artifact that does not describe the directory at `uri`."""
     if artifact is None or not Path(artifact.path).exists():
         return
-    found = _read(artifact)
+    found = _read_descriptor(artifact)
     if found.uri != uri:
         raise UserError(
             f"the artifact describes the {found.kind} {found.uri}, and the URI next to it is "
@@ -65,7 +65,7 @@ def check(artifact: Any, uri: str) -> None:
         )
 
 
-def _read(artifact: Any) -> Descriptor:
+def _read_descriptor(artifact: Any) -> Descriptor:
     with suppress(OSError):
         if found := read_record(Descriptor, Path(artifact.path).read_bytes()):
             return found
@@ -75,26 +75,26 @@ def _read(artifact: Any) -> Descriptor:
     )
 
 
-# The UI cannot draw a larger matrix readably, and KFP stores its cells in a database.
+# The UI cannot draw a larger matrix legibly, and KFP stores its cells in a database.
 MOST_CLASSES = 50
-# Kubernetes sets it in pods next to the service of KFP's API. The pods of an instance without
-# profiles are there; those of a profile are in its namespace.
+# Kubernetes sets this variable in pods next to the service of KFP's API. Without profiles, pods run
+# there; with profiles, in the namespace of the profile.
 _API_HERE = "ML_PIPELINE_SERVICE_HOST"
 
 
 def scalars(found: Mapping[str, float]) -> dict[str, float]:
-    """Return all finite metrics: KFP's database takes no others."""
+    """Return all finite metrics, since KFP's database accepts no others."""
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
 def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> None:
-    """Log the matrix, whose rows are the true classes; `confusion` is ClassificationMetrics."""
+    """Log the matrix, whose rows are the true classes, to a ClassificationMetrics artifact."""
     if not len(matrix):
         confusion.metadata["left_out"] = "the evaluation has no confusion matrix"
     elif len(labels) > MOST_CLASSES:
         confusion.metadata["left_out"] = f"{len(labels)} classes are more than {MOST_CLASSES}"
     else:
-        # The UI finds a row by its name, and two classes may have the same name.
+        # The UI identifies a row by its name, and two classes may have the same name.
         names = [
             f"{each} ({i})" if labels.count(each) > 1 else each for i, each in enumerate(labels)
         ]
@@ -114,11 +114,11 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
 
 
 def write_viewers(artifact: Any, logs: str) -> None:
-    """Write the file by which the UI offers TensorBoard for the folder at `logs`.
+    """Write the file with which the UI offers TensorBoard for the folder at `logs`.
 
-    The viewer needs a profile's namespace; without one the file has the command line alone.
+    The viewer needs the namespace of a profile; without one, the file only has the command line.
     """
-    # The viewer gets its endpoint from KFP.
+    # KFP adds the store's endpoint to the viewer.
     source, _, _ = logs.partition("?")
     words = f"TensorBoard: `{_command(source)}`"
     viewers = [{"type": "markdown", "storage": "inline", "source": words}]
@@ -129,7 +129,7 @@ def write_viewers(artifact: Any, logs: str) -> None:
 
 
 def _command(source: str) -> str:
-    """Return the command that displays the logs at a URI on a person's own machine."""
+    """Return the command that displays the logs at a URI on the user's machine."""
     scheme, _, path = source.partition("://")
     if scheme not in ("s3", "minio"):
         return f"tensorboard --logdir {path if scheme == 'file' else source}"

@@ -1,4 +1,4 @@
-"""Measure a checkpoint, and the champion, on the test split; decide by the gate."""
+"""Evaluates a checkpoint and the champion on the test split, and applies the gate."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.promotion.registry import opponent
 
 
-# The word is the single output: KFP's local runner resolves a condition on no other.
+# The result is the only output: KFP's local runner resolves a condition on no other.
 @component
 def evaluate_model(
     config: str,
@@ -45,13 +45,13 @@ def evaluate_model(
 
 
 def work(step: Step) -> str:
-    """Return `blessed` or `refused`; the file `decision_uri` gets the URI of the reasons."""
+    """Return `blessed` or `refused`; write the URI of the decision to the file `decision_uri`."""
     evaluation = step.stage("evaluate_model", evaluate)
     return step.stage("check_gate", check_gate, evaluation=evaluation)
 
 
 def evaluate(step: Step) -> str:
-    """Measure the checkpoint; what the UI draws goes to three artifacts; return the URI."""
+    """Evaluate the checkpoint; write three artifacts for the UI; return the evaluation's URI."""
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)
@@ -61,7 +61,7 @@ def evaluate(step: Step) -> str:
         inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
         result = evaluated(settings, step.root, step.run_id, inputs, scratch)
         measured = storage.read_json(result.uri, "metrics.json")
-        metrics = {**result.metrics, **_of_baselines(measured)}
+        metrics = {**result.metrics, **_baseline_metrics(measured)}
         step.output.done(result.uri, metrics, MainMetric.of(measured))
         descriptor.describe(step.evaluation_metrics, result.uri, descriptor.scalars(metrics))
         matrix = measured.get("confusion_matrix", ())
@@ -71,7 +71,7 @@ def evaluate(step: Step) -> str:
 
 
 def check_gate(step: Step) -> str:
-    """Hold the evaluation against the rules of the gate; return the word."""
+    """Apply the gate to the evaluation; return `blessed` or `refused`."""
     policy = load_bundle(step.config)
     found = decided(policy, step.root, step.run_id, step.evaluation)
     if not found.blessed:
@@ -88,7 +88,7 @@ def decided(config: Config, root: str, run_id: str, evaluation: str) -> gate.Dec
     return gate.check(config, evaluation, output)
 
 
-def _of_baselines(measured: Mapping[str, Any]) -> dict[str, float]:
+def _baseline_metrics(measured: Mapping[str, Any]) -> dict[str, float]:
     """Return the main metric of each baseline, as `baseline_gradient_boosting_auc`."""
     main = measured["main_metric"]
     values = {each["name"]: each["metrics"].get(main) for each in measured.get("baselines", ())}
@@ -101,7 +101,7 @@ def _of_baselines(measured: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """URIs of a dataset, of the checkpoint to measure and of the champion, empty without one."""
+    """URIs of a dataset, of the checkpoint to evaluate and of the champion (empty without one)."""
 
     dataset: str
     checkpoint: str
@@ -109,7 +109,7 @@ class Inputs:
 
 
 def evaluated(config: Config, root: str, run_id: str, inputs: Inputs, scratch: Path) -> Any:
-    """Measure a checkpoint of a run next to a champion; return the `Evaluation`."""
+    """Evaluate a checkpoint of a run and a champion; return the `Evaluation`."""
     from flotilla.trainer.evaluation import evaluate
 
     checkpoint, champion = inputs.checkpoint, inputs.champion

@@ -1,4 +1,4 @@
-"""Export a blessed model, prove that it is the same, register it and make it the champion."""
+"""Exports a blessed model, proves that the formats agree, registers and promotes it."""
 
 import tempfile
 from functools import partial
@@ -48,7 +48,7 @@ def work(step: Step) -> str:
 
 
 def export(step: Step) -> str:
-    """Export it; raises `UserError` where it is not blessed, or is another model then."""
+    """Export the model; raises `UserError` if it is not blessed, or if the result differs."""
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)
@@ -56,7 +56,8 @@ def export(step: Step) -> str:
         from flotilla.trainer.export import export
 
         settings = load_bundle(step.config)
-        # A decision against another champion is another decision, and leads to another model.
+        # A decision against another champion is a different decision, and leads to a different
+        # model.
         created = storage.read_manifest(step.checkpoint).created
         origin = (step.dataset, created, step.decision, *settings.export.formats)
         output = choose_output(step.root, step.run_id, "model", step.checkpoint, *origin)
@@ -70,7 +71,7 @@ def export(step: Step) -> str:
 
 
 def register(step: Step) -> str:
-    """Judge the exported model, register it, and make it the champion; return the word."""
+    """Check the exported model, register it and promote it; return `promoted` or `refused`."""
     with scratch_folder() as scratch:
         settings = load_bundle(step.config)
         run = (step.root, step.run_id)
@@ -81,7 +82,7 @@ def register(step: Step) -> str:
             output=choose_output(*run, "registration", step.model_uri, settings.registry.digest()),
             lineage=_lineage(settings, *run, step.model_uri, step.image),
             by=f"run {step.run_id}",
-            compare=partial(_compared, settings, *run, step.model_uri, scratch),
+            compare=partial(_compare, settings, *run, step.model_uri, scratch),
         )
         made = registration.register(request, scratch)
         word = registration.PROMOTED if made.promoted else registration.REFUSED
@@ -96,7 +97,7 @@ def register(step: Step) -> str:
         return word
 
 
-def _compared(
+def _compare(
     config: Config, root: str, run_id: str, model: str, scratch: Path, champion: registry.Version
 ) -> gate.Decision:
     made_from = storage.read_manifest(model).fields["made_from"]
@@ -124,7 +125,7 @@ def _lineage(config: Config, root: str, run_id: str, model: str, image: str) -> 
         "config": config.digest(),
         "commit": lineage.commit(),
         "code": config.code,
-        # A local run uses the code of this machine, and no image.
+        # A local run uses the code of this machine, not an image.
         "image": "" if is_local_run() else image,
         "checkpoint": checkpoint,
         "warmed_from": str(storage.read_manifest(checkpoint).fields.get("warmed_from", "")),

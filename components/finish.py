@@ -1,4 +1,4 @@
-"""The exit step: runs after success, refusal and failure alike; ends the job and reports."""
+"""The exit step, which runs after success, refusal and failure: ends the job and reports."""
 
 import logging
 from contextlib import suppress
@@ -44,9 +44,9 @@ def work(step: Step) -> None:
 
 
 def end_and_report(step: Step) -> None:
-    """End what is left of the training cluster and report, whether it could be ended or not."""
+    """End remaining parts of the training cluster, and write the report even if that fails."""
     found = step.root
-    # Without a root the first step has failed, and its own error says so.
+    # Without a root the first step has failed and reported its error.
     with suppress(UserError):
         found = find_root(step.root, step.report.uri, step.kfp_run_id)
     try:
@@ -65,14 +65,14 @@ def _report(step: Step, root: str, folder: Path) -> None:
     for name, content in gather_report.render_artifacts(facts, page, uri).items():
         Path(artifacts[name].path).write_bytes(content)
     step.output.displays = {name: each.uri for name, each in artifacts.items()}
-    # The folder of a run on a cluster is a temporary one, which goes with the step.
+    # On a cluster the folder of a run is temporary, and is deleted with the step.
     stays = page if is_local_run() else step.report.path
-    if root and _published(uri, page.read_bytes(), stays):
+    if root and _publish(uri, page.read_bytes(), stays):
         step.output.done(uri, {})
 
 
-def _published(uri: str, page: bytes, stays: Path | str) -> bool:
-    """Publish the report; a store that is out for too long fails no run that is done."""
+def _publish(uri: str, page: bytes, stays: Path | str) -> bool:
+    """Publish the report; a store that stays unavailable does not fail a finished run."""
     try:
         storage.write_bytes(uri, page)
     except storage.Unavailable as error:

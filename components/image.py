@@ -12,7 +12,7 @@ IMAGE = "flotilla-python:0.1.0"
 
 
 def component(function: Callable[..., Any]) -> Any:
-    """Make a KFP component of a function; inside a running step return the function."""
+    """Make a KFP component from a function; inside a running step return the function."""
     from kfp import dsl
 
     if not hasattr(dsl, "component"):
@@ -20,7 +20,7 @@ def component(function: Callable[..., Any]) -> Any:
     return dsl.component(function, base_image=IMAGE, install_kfp_package=False)
 
 
-#: Keys of the secret; each one that it has becomes the variable of the same name.
+# : Keys of the secret; each existing one becomes an environment variable of the same name.
 SECRET_KEYS = (*KFP_KEYS, *BOTO_KEYS)
 
 
@@ -32,7 +32,7 @@ class PodDefaults:
     store_secret: str = KFP_SECRET
 
     def secret_env(self) -> dict[str, str]:
-        """Return the variables of the secret, as `cluster.kubernetes.pod.secret_env` has them."""
+        """Return the secret's variables, in the form of `cluster.kubernetes.pod.secret_env`."""
         return {key: f"{self.store_secret}/{key}" for key in SECRET_KEYS if self.store_secret}
 
 

@@ -1,7 +1,7 @@
-"""Marks that a dataset or a bundle is in use, so that retention does not remove it under a run.
+"""Marks that a dataset or a bundle is in use, so that retention does not remove it.
 
-A run writes `<root>/in_use/NAME/used.json` and then looks for a removal. A removal writes
-`removing-*.json` there and then looks for a use. So at least one of the two sees the other.
+A run writes `<root>/in_use/NAME/used.json`, then checks for a removal. A removal writes
+`removing-*.json` there, then checks for a use. So at least one of the two sees the other.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flotilla.trainer.storage.waiting import is_recent, wait_until
 
 FOLDER = "in_use"
 _USED, _REMOVING = "used.json", "removing"
-# A removal that takes longer was killed.
+# A removal that takes longer than this was killed.
 _SECONDS = 600.0
 _POLL_SECONDS = 0.5
-# Of a time that was a `datetime` in between.
+# For times that were converted to a `datetime` and back.
 _ROUNDING = 1e-5
 
 
 def use(uri: str) -> bool:
-    """Mark what is at `<root>/<folder>/<name>` as used; return whether it is still published."""
-    root, path = storage.parent_of(storage.parent_of(uri)), _path_of(uri)
+    """Mark `<root>/<folder>/<name>` as used; return whether it is still published."""
+    root, path = storage.parent_of(storage.parent_of(uri)), _relative_path(uri)
     _write(root, path, _USED)
     # A removal that begins from now on sees the use.
     wait_until(
@@ -44,20 +44,20 @@ def use(uri: str) -> bool:
 
 
 def publish_code(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
-    """Publish a folder below `root`, marked as used; return configuration and bundle."""
+    """Publish the user's code below `root`, marked as used; return configuration and bundle."""
     bundle = publish(Path(folder), root)
     while not use(bundle.uri):
-        # Retention has removed it at this very moment.
+        # Retention has removed it at this moment.
         bundle = publish(Path(folder), root)
     return config.model_copy(update={"code": bundle.uri}), bundle
 
 
 def last_use(root: str, path: str) -> float:
-    """Return when `path` below `root` was used last, in seconds since 1970; 0 for never.
+    """Return the Unix time when `path` below `root` was last used; 0 for never.
 
-    A mark that cannot be read, or is ahead of this clock, is as if of this moment.
+    A mark that is unreadable, or ahead of this clock, counts as the present.
     """
-    now, at = time.time(), _at(root, path, _USED)
+    now, at = time.time(), _mark_time(root, path, _USED)
     if isinstance(at, int | float):
         return min(float(at), now)
     return now if _USED in _marks(root, path) else 0.0
@@ -82,14 +82,14 @@ def removing(root: str, path: str, seen: float) -> Iterator[bool]:
 
 def _removals(root: str, path: str) -> dict[str, bool]:
     removals = [mark for mark in _marks(root, path) if mark.startswith(_REMOVING)]
-    return {mark: is_recent(_at(root, path, mark), _SECONDS) for mark in removals}
+    return {mark: is_recent(_mark_time(root, path, mark), _SECONDS) for mark in removals}
 
 
 def _marks(root: str, path: str) -> list[str]:
     return storage.names(storage.parent_of(_place(root, path, _USED)))
 
 
-def _path_of(uri: str) -> str:
+def _relative_path(uri: str) -> str:
     return f"{storage.name_of(storage.parent_of(uri))}/{storage.name_of(uri)}"
 
 
@@ -101,8 +101,8 @@ def _write(root: str, path: str, name: str) -> None:
     storage.write_bytes(_place(root, path, name), json.dumps({"at": time.time()}).encode())
 
 
-def _at(root: str, path: str, name: str) -> Any:
-    """Return the time of a mark; None where it has none."""
+def _mark_time(root: str, path: str, name: str) -> Any:
+    """Return the time of a mark; None if it has none."""
     try:
         return parse_mapping(storage.read_bytes(_place(root, path, name))).get("at")
     except (storage.Missing, storage.Corrupt, ValueError):

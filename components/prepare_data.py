@@ -1,4 +1,4 @@
-"""The first step: resolve the configuration, prepare the dataset, hold it against its rules."""
+"""The first step: resolves the configuration, prepares the dataset and applies the data gate."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.masking import printable
 
 
-# The fields of the form; a test holds them against `flotilla.trainer.config.form`.
+# The fields of the form; a test compares them with `flotilla.trainer.config.form`.
 @contract.mark_component
 @component
 def prepare_data(
@@ -64,9 +64,9 @@ def prepare_data(
 
 
 class Prepared(NamedTuple):
-    """What the first step passes on: the configuration as JSON, and where to store.
+    """The outputs of the first step: the configuration as JSON, and where to store results.
 
-    `Output` is the word: KFP's local runner knows no other name in a condition.
+    `Output` is the result: KFP's local runner accepts no other name in a condition.
     """
 
     config: str
@@ -77,21 +77,21 @@ class Prepared(NamedTuple):
 
 
 def work(step: Step) -> Prepared:
-    """Run the stages until one of them says that the run does not train."""
+    """Run the stages until one of them ends the run without training."""
     resolved = step.stage("resolve_config", resolve)
     run = resolved._asdict()
     if run.pop("is_unchanged"):
         return Prepared(**run, dataset_uri="", Output=UNCHANGED)
     if step.published:
         return Prepared(**run, dataset_uri=step.published, Output=READY)
-    with _tried(step, resolved.config):
+    with _try_model(step, resolved.config):
         uri, run["config"] = step.stage("prepare_data", prepare, **run)
         word = step.stage("validate_data", validate, **run, dataset_uri=uri)
     return Prepared(**run, dataset_uri=uri, Output=READY if word == "accepted" else REFUSED)
 
 
 def resolve(step: Step) -> resolve_config.Resolved:
-    """Make the configuration; of a run without news write all outputs: KFP's UI looks for them."""
+    """Make the configuration; for an unchanged run write all outputs, as KFP's UI expects."""
     resolved = resolve_config.work(step)
     if resolved.is_unchanged:
         for artifact in (step.dataset, step.validation):
@@ -101,10 +101,10 @@ def resolve(step: Step) -> resolve_config.Resolved:
 
 
 @contextmanager
-def _tried(step: Step, config: str) -> Iterator[None]:
-    """Try the model on the first rows beside this block; a mistake ends it, and is raised.
+def _try_model(step: Step, config: str) -> Iterator[None]:
+    """Try the model on the first rows while the block runs; a mistake ends the block and is raised.
 
-    On this machine the runner does so, beside all steps.
+    On this machine the runner does so, in parallel with all steps.
     """
     if run_store.is_local_run():
         yield
@@ -115,7 +115,7 @@ def _tried(step: Step, config: str) -> Iterator[None]:
     def end(mistake: ConfigError) -> None:
         mistakes.append(mistake)
         if not is_over.is_set():
-            # As any request to end does, it leaves no process behind.
+            # Like any stop request, this leaves no process behind.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def refuse(_stage: Step) -> None:
@@ -135,7 +135,7 @@ def _tried(step: Step, config: str) -> Iterator[None]:
 
 
 def prepare(step: Step) -> tuple[str, str]:
-    """Publish the dataset, or find it; return where, and the configuration with its choices."""
+    """Publish the dataset, or reuse it; return its URI, and the configuration with its choices."""
     with run_store.scratch_folder() as scratch:
         from flotilla.trainer.data import prepare
 
@@ -146,7 +146,7 @@ def prepare(step: Step) -> tuple[str, str]:
         exact = section.model_copy(update={"version": chosen})
         prepared = prepare.prepare(exact, step.root, scratch)
         while not in_use.use(prepared.uri):
-            # Retention has removed it at this very moment.
+            # Retention has removed it at this moment.
             prepared = prepare.prepare(exact, step.root, scratch)
         fields = prepared.manifest.fields
         version = fields["version"]
@@ -161,13 +161,13 @@ def prepare(step: Step) -> tuple[str, str]:
         step.output.done(prepared.uri, {**examples, **made})
         origin = {"fingerprint": fields["fingerprint"], "version": version}
         descriptor.describe(step.dataset, prepared.uri, {**origin, **examples})
-        known = resolve_config.with_choices(config, prepared.uri, step.root, step.run_id)
+        known = resolve_config.add_choices(config, prepared.uri, step.root, step.run_id)
         return prepared.uri, printable(known.model_dump_json())
 
 
 def validate(step: Step) -> str:
-    """Return `accepted` or `refused`: by the rules, and beside the champion's dataset."""
-    # It loads SciPy, which takes longer than a run that finds nothing new.
+    """Apply the data gate, with the champion's dataset; return `accepted` or `refused`."""
+    # It imports SciPy, which takes longer than an unchanged run.
     from flotilla.trainer.data_gate import validate
 
     settings = load_bundle(step.config)

@@ -1,4 +1,4 @@
-"""The first stage: make a configuration of the form, and look up what the run depends on."""
+"""The first stage: makes a configuration from the form, and looks up the run's dependencies."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.storage import patterns
 
-# Under which the digest of the listing is pinned, and of what it is one.
+# The keys under which the digest of the listing, and the source it belongs to, are pinned.
 _FILES, _LISTED = "listing of data.source", "what was listed"
 _log = logging.getLogger(__name__)
 
 
 class Resolved(NamedTuple):
-    """What the next stages take; `is_unchanged` where an earlier run has done what they would."""
+    """The arguments of the next stages; `is_unchanged` if an earlier run has done the same work."""
 
     config: str
     root: str
@@ -43,7 +43,7 @@ class Resolved(NamedTuple):
 
 
 def run_step(call: Mapping[str, Any]) -> NoReturn:
-    """Refuse: a pipeline of nine steps calls it, which a schedule of before may still start."""
+    """Refuse: a pipeline of nine steps calls this, and an old schedule may still start one."""
     record.run(_refuse, call)
     raise AssertionError
 
@@ -53,14 +53,14 @@ def _refuse(step: Step) -> None:
 
 
 def work(step: Step) -> Resolved:
-    """Check the form, and record the refusal; return the configuration and where to store."""
+    """Check the form, and record a refusal; return the configuration and where to store results."""
     contract.check()
     artifact, config = step.configuration, from_form(vars(step))
     root = run_store.find_root(config.storage.root, artifact.uri, step.kfp_run_id)
     _check_shared(root)
     _check_source(config.data)
     run_id = run_store.find_run_id(step.kfp_run_id)
-    code = _entered(config.code, root, run_id)
+    code = _enter_bundle(config.code, root, run_id)
     config = add_listing(config, root)
     if config.data.source:
         trained.begin(config, root, run_id)
@@ -69,14 +69,14 @@ def work(step: Step) -> Resolved:
     step_record.publish_config(run_store.find_run(root, run_id), config.model_dump_json(indent=2))
     step.output.metrics = {"name": config.name, "data_version": config.data.version, **code}
     if step.published:
-        config = with_choices(config, step.published, root, run_id)
+        config = add_choices(config, step.published, root, run_id)
     if earlier:
         reason = f"files and configuration are those of {earlier}, which has finished"
         step.output.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
     descriptor.write(artifact, config.model_dump(mode="json"))
     artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
     return Resolved(
-        # KFP writes its parameters into the log as they are.
+        # KFP writes its parameters into the log unmasked.
         config=printable(config.model_dump_json()),
         root=root,
         run_id=run_id,
@@ -85,7 +85,7 @@ def work(step: Step) -> Resolved:
 
 
 def _check_shared(root: str) -> None:
-    """Raise a `ConfigError` where this is a pod, and `root` a folder that no other pod sees."""
+    """Raise a `ConfigError` in a pod whose `root` is a folder that no other pod sees."""
     if os.environ.get("KFP_POD_NAME") and storage.local_path(root):
         raise ConfigError(
             f"storage.root: {root} is a folder of this pod, which no other step sees: set it to "
@@ -94,7 +94,7 @@ def _check_shared(root: str) -> None:
 
 
 def _check_source(data: DataConfig) -> None:
-    """Raise a `ConfigError` where this is a pod and the source a path, which is not there."""
+    """Raise a `ConfigError` in a pod if the source is a local path, which does not exist there."""
     if data.source and os.environ.get("KFP_POD_NAME") and patterns.is_local(data.source):
         raise ConfigError(
             f"data.source: {data.source} is a path, and there are no files of yours in this pod: "
@@ -117,10 +117,10 @@ def add_champion(config: Config, root: str) -> Config:
 
 
 def add_positive(config: Config, root: str) -> Config:
-    """Return the configuration with the champion's positive classes where it names none.
+    """Return the configuration with the champion's positive classes where it sets none.
 
-    Of two classes of about the same size the rarer one changes from run to run, and with it what an
-    answer means.
+    Of two classes of similar size, the rarer one may change from run to run, and with it the
+    meaning of an answer.
     """
     task = config.task
     if task.name not in (AUTO, *OF_TWO_CLASSES, "multi_output"):
@@ -145,22 +145,22 @@ def add_positive(config: Config, root: str) -> Config:
 def add_listing(config: Config, root: str) -> Config:
     """Return the configuration with the digest of the chosen files as its `data.version`.
 
-    The listing is kept below `root`, where preparing finds it: a file that comes meanwhile belongs
-    to the next run. Raises `UserError`.
+    The listing is stored below `root`, where preparation reads it: a file that arrives meanwhile
+    belongs to the next run. Raises `UserError`.
     """
     data = config.data
     if not data.source or data.version:
         return config
     _require_same_source(data)
-    version = run_store.pin_once(_FILES, lambda: _listed(config, root))
+    version = run_store.pin_once(_FILES, lambda: _list_files(config, root))
     return config.model_copy(update={"data": data.model_copy(update={"version": version})})
 
 
 def _require_same_source(data: DataConfig) -> None:
-    """Raise a `ConfigError` where the run has listed other files, on which it stays."""
-    # A file of a relative path is the same one from another folder.
+    """Raise a `ConfigError` if the run has listed the files of another source."""
+    # Another working folder does not change which file a relative path means.
     asked = [data.spans, data.source, os.path.abspath(data.source)]
-    # Listing may not come to its end, and then the run has no files yet.
+    # If the listing fails, the run has no files yet.
     listed = run_store.read_pinned(_LISTED) if run_store.read_pinned(_FILES) else ""
     before = json.loads(listed) if listed else asked
     if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
@@ -171,7 +171,7 @@ def _require_same_source(data: DataConfig) -> None:
     run_store.pin(_LISTED, listed or json.dumps(asked))
 
 
-def _listed(config: Config, root: str) -> str:
+def _list_files(config: Config, root: str) -> str:
     data, before = config.data, trained.TrainedData(spans={})
     if data.spans == SINCE_CHAMPION:
         before = trained.read_champion_data(root, config.name)
@@ -179,7 +179,7 @@ def _listed(config: Config, root: str) -> str:
     taken = listing.select_spans(found, data.spans, before.spans)
     spans = ", ".join(taken.spans)
     if before.version and found.spans and not spans:
-        # What its files were is known, also where some are gone.
+        # The listing is known even if some files were removed.
         _log.info("data.source: the champion was trained on all %d spans", len(found.spans))
         return before.version
     listing.publish(taken, root)
@@ -191,9 +191,9 @@ def _listed(config: Config, root: str) -> str:
     return taken.digest
 
 
-def with_choices(config: Config, dataset: str, root: str, run_id: str) -> Config:
-    """Return the configuration with what is `auto` in it, by a prepared dataset: model, numbers."""
-    known = _with_length(_with_model(config, dataset), dataset)
+def add_choices(config: Config, dataset: str, root: str, run_id: str) -> Config:
+    """Return the configuration with its `auto` values chosen for a prepared dataset."""
+    known = _choose_length(_choose_model(config, dataset), dataset)
     if known != config:
         step_record.publish_config(
             run_store.find_run(root, run_id), known.model_dump_json(indent=2)
@@ -201,7 +201,7 @@ def with_choices(config: Config, dataset: str, root: str, run_id: str) -> Config
     return known
 
 
-def _with_model(config: Config, dataset: str) -> Config:
+def _choose_model(config: Config, dataset: str) -> Config:
     from flotilla.trainer.checkpoints.index import learnt_of_dataset
     from flotilla.trainer.features.dataset_spec import DatasetSpec
     from flotilla.trainer.models import choice
@@ -214,7 +214,7 @@ def _with_model(config: Config, dataset: str) -> Config:
     return choice.with_model(config, spec)
 
 
-def _with_length(config: Config, dataset: str) -> Config:
+def _choose_length(config: Config, dataset: str) -> Config:
     if length.is_resolved(config):
         return config
     splits = length.Splits.of(storage.read_manifest(dataset).fields)
@@ -224,14 +224,14 @@ def _with_length(config: Config, dataset: str) -> Config:
 
 
 def find_finished_run(config: Config, root: str) -> str:
-    """Return the earlier run on files that has finished with the same work; empty for none."""
+    """Return the earlier run that has finished the same work on the same files; empty if none."""
     if not config.data.source or config.training.when_unchanged == "train":
         return ""
     return run_store.pin_once("run that has finished", lambda: trained.find_finished(config, root))
 
 
-def _entered(code: str, root: str, run_id: str) -> dict[str, str]:
-    """Put the bundle of a run on the path, and note that the run needs it; nothing without one."""
+def _enter_bundle(code: str, root: str, run_id: str) -> dict[str, str]:
+    """Put the bundle of a run on the path, and mark it as used; do nothing without one."""
     if not code:
         return {}
     bundle.enter(code)

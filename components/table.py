@@ -1,8 +1,8 @@
-"""What each step of the pipeline is: the one table that compiling, running and reporting read.
+"""The table of all steps of the pipeline, which compiling, running and reporting read.
 
 A step is a KFP component: its file `components/NAME.py`, its row here, and its wiring in
-`pipelines/training.py`. It runs stages one after the other, each of which has a record of its own.
-Both are in the order in which they run.
+`pipelines/training.py`. It runs stages in sequence, each with its own record. Steps and stages are
+listed in execution order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Output = Literal[
     "registration",
     "report",
 ]
-#: What the first step says: whether the run trains. `unchanged` where an earlier run has done what
-#: this one would do.
+# : The results of the first step: whether the run trains. `unchanged` means that an earlier run has
+# : done the same work.
 READY, UNCHANGED, REFUSED = "ready", "unchanged", "refused"
 _HOUR, _DAY = 3600, 24 * 3600
 
@@ -31,12 +31,12 @@ class StageSpec:
     """One stage.
 
     Attributes:
-        output: kind of what the stage publishes, which names its URI among the artifacts of a run;
-            None for nothing.
-        accepts: for a stage that judges the data or the model, the word in its record with which
-            the run goes on; with any other the run ends as refused. Empty for one that judges none.
-        completes: the word in the record of the stage with which the run ends well, without any of
-            the next stages; empty for none.
+        output: kind of the directory that the stage publishes, and its name among the artifacts of
+            a run; None if it publishes nothing.
+        accepts: for a stage that judges the data or the model, the result with which the run
+            continues; any other result ends the run as refused. Empty for other stages.
+        completes: the result of the stage that ends the run successfully without the next stages;
+            empty for none.
     """
 
     name: str
@@ -50,14 +50,14 @@ class StepSpec:
     """One step.
 
     Attributes:
-        name: of the step's file and of its function.
-        deadline_seconds: limit of one pod: waiting for the image, and all tries in it.
-        retries: further tries of each stage in a pod after a failure that may pass, and further
-            pods after one that was lost.
-        is_light: needs little CPU and memory, whatever the other steps get.
+        name: of the step's file and function.
+        deadline_seconds: limit of one pod, including the image pull and all attempts.
+        retries: retries of each stage in a pod after a transient failure, and replacements of a
+            lost pod.
+        is_light: needs little CPU and memory, whatever the settings of other steps.
         may_use_gpus: computes with the model.
-        loads: the module that it computes with, which brings TensorFlow; empty for none.
-        is_exit_step: runs at the end of every whole run, also of one that failed.
+        loads: the module for its computation, which imports TensorFlow; empty for none.
+        is_exit_step: runs at the end of every complete run, even after a failure.
     """
 
     name: str
@@ -70,7 +70,7 @@ class StepSpec:
     is_exit_step: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a limit that is none."""
+        """Refuse an invalid limit."""
         if self.deadline_seconds < 1:
             raise ValueError(f"{self.name}: deadline_seconds {self.deadline_seconds} is below 1")
         if self.retries < 0:
@@ -93,7 +93,7 @@ STEPS = (
         deadline_seconds=_DAY,
         retries=3,
     ),
-    # The training job has a deadline of its own, which is shorter by default.
+    # The training job has its own deadline, which is shorter by default.
     StepSpec(
         name="train_model",
         stages=(StageSpec(name="train_model", output="checkpoint"),),
@@ -128,7 +128,7 @@ STEPS = (
         is_exit_step=True,
     ),
 )
-#: What a sweep has in place of training and of the exit step; see `pipelines/sweeps/pipeline.py`.
+# : The steps of a sweep in place of training and the exit step; see `pipelines/sweeps/pipeline.py`.
 SWEEP_STEPS = tuple(
     StepSpec(name=name, stages=(StageSpec(name=name),), deadline_seconds=seconds, is_light=light)
     for name, seconds, light in (
@@ -138,11 +138,11 @@ SWEEP_STEPS = tuple(
     )
 )
 STAGES = tuple(stage for step in STEPS for stage in step.stages)
-#: The stage that a mistake in the configuration is one of, whenever it is found.
+# : The stage that reports any mistake in the configuration, whenever it is found.
 FIRST_STAGE = STAGES[0].name
-#: The step that runs at the end of every whole run.
+# : The step that runs at the end of every complete run.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
-# All stages but those of the exit step.
+# All stages except those of the exit step.
 WORKING = tuple(stage for step in STEPS if not step.is_exit_step for stage in step.stages)
 PREPARE, TRAIN, EVALUATE, EXPORT = (step.name for step in STEPS if not step.is_exit_step)
 
@@ -164,29 +164,29 @@ def find_step_of_stage(stage: str) -> StepSpec:
 
 
 def list_stages_after(stage: str, step: str) -> list[str]:
-    """Return the names of the stages of a step after one of them; all where that is empty."""
+    """Return the names of a step's stages after the given one; all if that is empty."""
     names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 
 
 def ends_run(name: str, word: object) -> bool:
-    """Say whether only the exit step follows this stage, given its word; raises `LookupError`."""
-    row = _stage_of(name)
+    """Return whether only the exit step follows this stage and result; raises `LookupError`."""
+    row = _find_stage(name)
     return row is WORKING[-1] or ends_well(name, word) or bool(row.accepts and word != row.accepts)
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Say whether the run is done with this stage, given its word; raises `LookupError`."""
-    completes = _stage_of(name).completes
+    """Return whether the run succeeds at this stage with this result; raises `LookupError`."""
+    completes = _find_stage(name).completes
     return bool(completes) and word == completes
 
 
-def _stage_of(name: str) -> StageSpec:
+def _find_stage(name: str) -> StageSpec:
     return next(stage for stage in find_step_of_stage(name).stages if stage.name == name)
 
 
-def published_kind(name: str) -> Output | None:
-    """Return the kind of what a stage publishes; None for nothing, and for one without a row."""
+def output_kind(name: str) -> Output | None:
+    """Return the kind of a stage's output; None for no output, and for an unknown stage."""
     return next((stage.output for stage in STAGES if stage.name == name), None)
 
 

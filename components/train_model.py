@@ -1,4 +1,4 @@
-"""Launch the training cluster, watch it, and return the checkpoint that is handed on."""
+"""Launches the training cluster, watches it, and returns the selected checkpoint."""
 
 from functools import partial
 from typing import Any
@@ -44,7 +44,7 @@ def work(step: Step) -> str:
 
 
 def train(step: Step) -> str:
-    """Train; `mlpipeline_ui_metadata` is a file by which the UI shows TensorBoard."""
+    """Train; `mlpipeline_ui_metadata` is the file with which the UI shows TensorBoard."""
     descriptor.check(step.dataset_descriptor, step.dataset)
     settings = load_bundle(step.config)
     from flotilla.trainer.data.shards.shard_store import plan_streaming
@@ -52,12 +52,13 @@ def train(step: Step) -> str:
 
     manifest = storage.read_manifest(step.dataset)
     spec = DatasetSpec.from_manifest(manifest)
-    # Before a cluster is asked for.
+    # Checked before a cluster is requested.
     plan_streaming(settings, manifest, settings.cluster.workers)
-    # Of all that is looked at only once the model is trained.
+    # Loaded now, since it is otherwise first used after training.
     require_slices(settings, spec.features, spec.targets)
     if settings.cluster.launcher != "local":
-        # Here it comes before the pods of the cluster; on this machine the chief finds it.
+        # In a pod this runs before the pods of the cluster start; on this machine the chief does
+        # it.
         fitting.require(settings, step.dataset)
     step.output.held = gather_report.count_resources(settings.model_dump())
     checkpoints = storage.join(step.root, step.run_id, "checkpoints")
@@ -76,7 +77,7 @@ def train(step: Step) -> str:
 
 
 def _metrics(found: HandedOn) -> dict[str, Any]:
-    """Return what training has reached, and the metrics of the checkpoint that is handed on."""
+    """Return the state that training reached, and the metrics of the selected checkpoint."""
     by = found.best.by if found.best else BY_LOSS
     metrics = {
         "global_step": found.trained,
@@ -84,7 +85,7 @@ def _metrics(found: HandedOn) -> dict[str, Any]:
         **{name: value for name, value in found.validation.items() if name == by.column},
         "handed_on_as": found.why,
         **found.fields["metrics"],
-        # That of an evaluator is not in the manifest.
+        # The manifest lacks an evaluator's metrics.
         **found.validation,
     }
     begun = {name: found.fields.get(name) for name in ("warmed_from", "warm_start")}

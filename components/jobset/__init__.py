@@ -1,1 +1,1 @@
-"""The engine for JobSet."""
+"""The JobSet engine."""

@@ -1,9 +1,8 @@
-"""JobSet (kubernetes-sigs): the JobSet of a configuration, and what it and its child Jobs say.
+"""JobSet (kubernetes-sigs): makes the JobSet of a configuration, and interprets its status.
 
-Each task is a replica with one completion: a lost pod comes back at once when its Job is deleted,
-where the Job controller would wait up to 10 minutes. Exit codes from 1 to 127 are final; those from
-128 on begin a task again. Of JobSet 0.12:
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2
+Each task is a replica with one completion: deleting the Job of a lost pod replaces the pod at once,
+where the Job controller would wait up to 10 minutes. Exit codes from 1 to 127 are final; 128 and
+above restart a task. For JobSet 0.12: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import DONE, RETRYABLE, ConfigError
 
 LAUNCHER: Literal["jobset"] = "jobset"
-# The labels of JobSet, on the child Jobs and on the pods.
+# JobSet's labels on the child Jobs and the pods.
 NAME_LABEL, UID_LABEL = "jobset.sigs.k8s.io/jobset-name", "jobset.sigs.k8s.io/jobset-uid"
 KIND = JobKind(
     resource=Resource("jobsets", "jobset.x-k8s.io", "v1alpha2"),
@@ -55,13 +54,13 @@ KIND = JobKind(
     ),
 )
 PORT_NAME = "grpc"
-# Kubernetes counts the failures of a task here. Flotilla counts those of all tasks itself.
+# Here Kubernetes counts the failures of one task. Flotilla counts those of all tasks.
 BACKOFF_LIMIT = 1000
 _INDEX_VARIABLE = "FLOTILLA_TASK_INDEX"
 
 
 def manifest(job: Job, place: Place) -> Tree:
-    """Return the JobSet that trains `job`, the same for the same arguments."""
+    """Return the JobSet that trains `job`, equal for equal arguments."""
     config = job.config
     settings = config.cluster.kubernetes
     queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
@@ -105,7 +104,7 @@ def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -
     template = pod_template(job, role, place, launcher=LAUNCHER, port_name=PORT_NAME)
     template["spec"]["restartPolicy"] = "OnFailure" if role == "evaluator" else "Never"
     container = template["spec"]["containers"][0]
-    # The variable has to stand before the one that refers to it.
+    # The variable has to precede the one that refers to it.
     container["env"] = [*_task_variables(role, name, counts), *container["env"]]
     return {
         "spec": {
@@ -121,7 +120,7 @@ def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -
 
 
 def _task_variables(role: str, name: str, counts: dict[str, int]) -> list[Tree]:
-    """Return TF_CONFIG, which Kubernetes completes with the index of the task."""
+    """Return TF_CONFIG, in which Kubernetes inserts the index of the task."""
     index = {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX_LABEL}']"}}
     cluster = {
         each: [f"{name}-{each}-{number}-0.{name}:{PORT}" for number in range(count)]
@@ -143,7 +142,7 @@ def _backoff_limit(settings: JobConfig) -> int:
 
 
 def _failure_policy() -> Tree:
-    """Return which ends of a pod are final; that of a lost pod has to stand first."""
+    """Return the policy for the exits of a pod; the rule for a lost pod has to be first."""
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     final = {
         "containerName": names.CONTAINER,
@@ -158,14 +157,14 @@ def _failure_policy() -> Tree:
     }
 
 
-# The Job controller's reason for a Job that was active for longer than it may.
+# The Job controller's reason for a Job that exceeded its active deadline.
 _PAST_DEADLINE = "DeadlineExceeded"
-# Of so many child Jobs without pods the events are read: they say the same.
+# Number of child Jobs without pods whose events are read; the others report the same.
 _REPORTERS = 10
 
 
 class JobSets(Engine):
-    """The jobs of JobSet."""
+    """The operations on JobSets."""
 
     name = LAUNCHER
     kind = KIND
@@ -173,7 +172,7 @@ class JobSets(Engine):
     fails_with_a_pod = False
 
     def check(self, config: Config) -> None:
-        """Raise a `ConfigError` for a setting of TFJobs that JobSets do not have."""
+        """Raise a `ConfigError` for a TFJob setting that JobSets lack."""
         settings = config.cluster.kubernetes
         job = settings.job
         if job.scheduling != type(job.scheduling)():
@@ -205,7 +204,7 @@ class JobSets(Engine):
         return [each["template"]["spec"]["template"] for each in jobs]
 
     def owns(self, uid: str, pod: Tree) -> bool:
-        """Return whether a pod belongs to the JobSet with this uid: its owner is a child Job."""
+        """Return whether a pod belongs to the JobSet with this uid, through an owning child Job."""
         return bool(pod["metadata"].get("labels", {}).get(UID_LABEL) == uid)
 
     def is_taken_up(self, tree: Tree) -> bool:
@@ -213,11 +212,11 @@ class JobSets(Engine):
         return bool(tree.get("status"))
 
     def is_suspended(self, tree: Tree) -> bool:
-        """Return whether a job is suspended; its condition comes before its pods are gone."""
+        """Return whether a job is suspended; the condition appears before its pods are gone."""
         return bool(tree["spec"].get("suspend"))
 
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how a job has ended; None before that."""
+        """Return how a job has ended; None if it has not."""
         if condition(tree, "Completed"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")
@@ -226,12 +225,12 @@ class JobSets(Engine):
         return JobEnd(is_done=False, message=" ".join(str(failed.get("message", "")).split()))
 
     def is_failing(self, api: Api, tree: Tree) -> bool:
-        """Return whether a child Job fails: its condition comes once its pods have ended."""
+        """Return whether a child Job fails; its condition appears once its pods have ended."""
         jobs = self._jobs(api, tree)
         return any(condition(job, kind) for job in jobs for kind in ("FailureTarget", "Failed"))
 
     def failure(self, api: Api, tree: Tree) -> JobEnd:
-        """Return how a job has failed, in the words of the child Job that failed it."""
+        """Return the reason of a failure, from the child Job that failed first."""
         end = self.end(tree) or JobEnd(is_done=False)
         try:
             jobs = self._jobs(api, tree)
@@ -245,13 +244,13 @@ class JobSets(Engine):
         return replace(end, message=f"{end.message}: {message}", is_past_deadline=past)
 
     def is_final(self, _config: Config, end: TaskEnd) -> bool:
-        """Return whether the pod failure policy fails the job for this end of a task."""
+        """Return whether the pod failure policy fails the job for this exit of a task."""
         if end.task.role == "evaluator" or end.pod_deleted or end.code is None:
             return False
         return DONE < end.code < RETRYABLE
 
     def stop(self, tree: Tree) -> Stop:
-        """Return the stop by suspension; by the guard where Kueue would resume the job at once."""
+        """Return the stop by suspension, or by the guard if Kueue would resume the job at once."""
         jobs = {each["name"]: each["template"]["spec"] for each in tree["spec"]["replicatedJobs"]}
         role = "chief" if "chief" in jobs else "worker"
         template = jobs.get(role, {}).get("template", {})
@@ -260,13 +259,13 @@ class JobSets(Engine):
         return kind_of_stop(KIND, tree, Task(role=role, index=0), template)
 
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """Delete the Job of a lost pod: JobSet makes it again at once, without a back-off."""
+        """Delete the Job of a lost pod; JobSet recreates it at once, without a back-off."""
         for owner in pod["metadata"].get("ownerReferences") or []:
             if owner["kind"] == "Job":
                 api.delete(JOBS, owner["name"], owner["uid"])
 
     def reporters(self, api: Api, tree: Tree) -> Sequence[str]:
-        """Return the uids of the job and of child Jobs without a pod, which report the reason."""
+        """Return the uids of the job and its child Jobs without pods, which report the reason."""
         idle = [job for job in self._jobs(api, tree) if not job.get("status", {}).get("active")]
         jobs = [str(job["metadata"]["uid"]) for job in idle[:_REPORTERS]]
         return [str(tree["metadata"]["uid"]), *jobs]

@@ -1,1 +1,1 @@
-"""What a run leaves of itself: the frame and record of each step, and the facts of its report."""
+"""The records of a run: the frame and record of each step, and the facts of its report."""

@@ -1,4 +1,4 @@
-"""The facts of a run for its report: from what is published and from the run's events."""
+"""Gathers the facts of a run for its report, from published directories and events."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flotilla.components.table import (
     Output,
     ends_well,
     find_maker,
-    published_kind,
+    output_kind,
 )
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import merge_validations, read_history, read_validations
@@ -49,7 +49,7 @@ from flotilla.trainer.runtime.json_records import parse, parse_mapping, parse_re
 
 
 def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a training cluster of this configuration holds: `tasks` of each role, `gpus`."""
+    """Return the resources of a training cluster: `tasks` of each role, and `gpus`."""
     cluster = config["cluster"]
     tasks = find_topology(config["training"]["strategy"]).tasks(
         servers=cluster["parameter_servers"], workers=cluster["workers"]
@@ -58,9 +58,9 @@ def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:
-    """Return the tasks and GPUs that training held, by time; nothing where it never trained."""
+    """Return the task and GPU time that training used; empty if it never trained."""
     train = next((step for step in steps if step.step == find_maker("checkpoint").name), None)
-    # One of another version may lack a section, or name another strategy.
+    # The configuration of another version may lack a section, or name another strategy.
     held: Mapping[str, Any] = {}
     with suppress(KeyError, TypeError, ValueError, UserError):
         held = (train and train.held) or (count_resources(config) if config else {})
@@ -76,17 +76,17 @@ def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, 
 
 
 log = logging.getLogger(__name__)
-# Progress and the like is in the history.
+# The history contains progress and similar events.
 _REPORTED = (*OF_STEPS, *INCIDENTS, AttemptBegin, CheckpointPublished, UserCodeFailed)
 _LINEAGE = (
     "run_id", "commit", "image", "code", "config", "dataset", "fingerprint", "checkpoint",
     "evaluation", "decision",
 )  # fmt: skip
-# A KFP instance says `COMPLETE` or `SUCCEEDED`, by its version, and `RUNNING` where it lost count;
-# the local runner says `SUCCESS` too.
+# A KFP instance reports `COMPLETE` or `SUCCEEDED`, depending on its version, and `RUNNING` where it
+# lost count; the local runner also reports `SUCCESS`.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _CANCELED = ("CANCELED", "CANCELLED")
-#: The state of a run of which steps are tried again after its end.
+# : The state of a run whose steps are retried after its end.
 AGAIN = "AGAIN"
 _MOST_WORDS = 500
 PAGE = "report.html"
@@ -95,9 +95,9 @@ PAGE = "report.html"
 def write(
     state: str, root: str, run_id: str, folder: Path, path: Path, words: str = ""
 ) -> dict[str, Any]:
-    """Write `report.html` to `path` from whatever the run has left so far; return the facts.
+    """Write `report.html` to `path` from all existing results of the run; return the facts.
 
-    `state` is KFP's final state, such as `SUCCEEDED`, and `words` what KFP says of a failure.
+    `state` is KFP's final state, such as `SUCCEEDED`, and `words` KFP's message for a failure.
     `folder`, on this machine, may hold the events of the run.
     """
     facts = gather_facts(state, root, run_id, folder, words)
@@ -106,7 +106,7 @@ def write(
 
 
 def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
-    """Write the report of the run at the URI `at` to the artifacts of its exit step again."""
+    """Rewrite the report of the run at the URI `at` in the artifacts of its exit step."""
     with harmless("the report"), tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
         page = Path(folder, PAGE)
         uri = storage.join(at, PAGE)
@@ -118,30 +118,32 @@ def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
 
 
 def render_artifacts(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes]:
-    """Return what the UI shows of a report, by the name of the exit step's artifact."""
+    """Return the UI's content for a report, by the name of the exit step's artifact."""
     return {"report": page.read_bytes(), "summary": report.to_markdown(facts, uri)}
 
 
 def gather_facts(
     state: str, root: str, run_id: str, folder: Path, words: str = ""
 ) -> dict[str, Any]:
-    """Return the facts of a run, as far as they are there; see `flotilla.trainer.report.report`."""
-    known = _known(folder)
+    """Return the known facts of a run; see `flotilla.trainer.report.report`."""
+    known = _read_state(folder)
     shared = [
-        _with_traceback(each, known)
+        _add_traceback(each, known)
         for each in all_step_records(known)
         if each.step != EXIT_STEP.name
     ]
-    steps = shared or _published(state, root, run_id)
-    tries = [each for each in list_tries(known) if each.step != EXIT_STEP.name] or _all_of(steps)
+    steps = shared or _list_published(state, root, run_id)
+    tries = [each for each in list_tries(known) if each.step != EXIT_STEP.name] or _list_attempts(
+        steps
+    )
     made = _Made(steps, root, run_id, every=bool(shared))
     validation = made.read("validation", "validation.json")
     decision = made.read("decision", "decision.json")
     evaluation = made.read("evaluation", "metrics.json")
     registered = made.read("registration", "registration.json")
-    config = _with_numbers(_config(folder, root, run_id), folder)
+    config = _resolve_auto(_config(folder, root, run_id), folder)
     lineage = registered.get("lineage") or {}
-    # The local runner calls a run that was asked to end between two steps a failed one.
+    # The local runner reports a run that was stopped between two steps as failed.
     ended = _CANCELED[0] if known.interrupted else state
     verdict = _verdict(ended, decision or validation, registered, steps)
     return {
@@ -173,7 +175,7 @@ def gather_facts(
 
 
 def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str, str]:
-    found = {published_kind(each.step) or each.step: each.uri for each in steps if each.uri}
+    found = {output_kind(each.step) or each.step: each.uri for each in steps if each.uri}
     if "validation" in found:
         found["data page"] = storage.join(found["validation"], "page.html")
     if root and "checkpoint" in found:
@@ -184,23 +186,23 @@ def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str,
 def _facts(step: StepRecord) -> dict[str, Any]:
     return {
         **to_tree(step),
-        # A record of an earlier version does not say it.
-        "output": published_kind(step.step) or "",
+        # A record of an earlier version lacks it.
+        "output": output_kind(step.step) or "",
         "tries": step.tries,
         "earlier_seconds": step.earlier_seconds,
     }
 
 
-def _all_of(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return every try of these steps, in the order in which they began."""
+def _list_attempts(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return every attempt of these steps, in order of start."""
     earlier = [
         StepRecord(step=step.step, **to_tree(each)) for step in steps for each in step.earlier
     ]
     return sorted([*earlier, *steps], key=lambda each: each.began)
 
 
-def _with_traceback(step: StepRecord, known: RunState) -> StepRecord:
-    """Return the record; of training that failed with what its tasks said of the user's code."""
+def _add_traceback(step: StepRecord, known: RunState) -> StepRecord:
+    """Return the record; for failed training with the tasks' traceback of the user's code."""
     if step.step != find_maker("checkpoint").name or step.status != "failed" or step.traceback:
         return step
     return replace(step, traceback=known.traceback)
@@ -220,35 +222,35 @@ def _verdict(
         return "refused"
     if any(ends_well(each.step, each.metrics.get("decision")) for each in steps):
         return UNCHANGED
-    # Data that was accepted is no model that was blessed.
+    # Accepted data are not a blessed model.
     return str(decision.get("decision", "done")).replace("accepted", "done")
 
 
 def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
-    """Return what is known of a failure that no step reports; empty where one does."""
+    """Return the error of a failure that no step reports; empty if a step reports one."""
     said = f"KFP says: {' '.join(words.split())[:_MOST_WORDS]}" if words.strip() else ""
     reached = [each for each in steps if each.status != "skipped"]
     failed = [each for each in reached if each.status != "done"]
     if failed:
-        # A step that was killed has no error of its own.
+        # A step that was killed has no error message.
         return said if not shared and failed[0].ended is None else ""
     why = "no step recorded a reason; see its log"
     if lost := lost_stage(steps):
         why = f"its process ended before {lost} began"
-    elif steps and (lost := _without_record({each.step for each in reached})):
+    elif steps and (lost := _find_missing({each.step for each in reached})):
         why = f"{lost} left no record: its pod did not start, or could not write"
     return "; ".join(filter(None, [why, said]))
 
 
-def _without_record(names: Collection[str]) -> str:
-    """Return which step comes after the last of these, which left a record; empty for none."""
+def _find_missing(names: Collection[str]) -> str:
+    """Return the step after the last of these that left a record; empty if there is none."""
     last = max((n for n, stage in enumerate(WORKING) if stage.name in names), default=-1)
     after = WORKING[last + 1 :]
     return after[0].name if after else ""
 
 
-def _published(state: str, root: str, run_id: str) -> list[StepRecord]:
-    with _left_out_if_unreadable():
+def _list_published(state: str, root: str, run_id: str) -> list[StepRecord]:
+    with _skip_unreadable():
         if root:
             steps = read(storage.join(root, run_id), well=state in (*_WELL, AGAIN))
             last = max((n for n, each in enumerate(steps) if each.status != "skipped"), default=-1)
@@ -259,7 +261,7 @@ def _published(state: str, root: str, run_id: str) -> list[StepRecord]:
 
 
 class _Made:
-    """What the steps of this run have published; else the newest of its kind has to do."""
+    """The published results of this run's steps; otherwise the newest of each kind is used."""
 
     def __init__(self, steps: list[StepRecord], root: str, run_id: str, *, every: bool) -> None:
         self._steps, self._root, self._run_id, self._every = steps, root, run_id, every
@@ -273,22 +275,22 @@ class _Made:
         return found[0] if found else ""
 
     def read(self, kind: Output, name: str, of: type[Any] = dict) -> Any:
-        """Return the value of a JSON file, of type `of`; an empty one where there is none."""
-        with _left_out_if_unreadable():
+        """Return the value of a JSON file, of type `of`; an empty value if there is none."""
+        with _skip_unreadable():
             uri = self.uri(kind)
             if uri:
-                return _checked(storage.read_file(uri, name), f"{uri}: {name}", of)
+                return _check_value(storage.read_file(uri, name), f"{uri}: {name}", of)
         return of()
 
     def fields(self, kind: Output) -> dict[str, Any]:
-        with _left_out_if_unreadable():
+        with _skip_unreadable():
             if uri := self.uri(kind):
                 return dict(storage.read_manifest(uri).fields)
         return {}
 
     def pictures(self, evaluation: dict[str, Any]) -> dict[str, str]:
         found = {}
-        with _left_out_if_unreadable():
+        with _skip_unreadable():
             uri = self.uri("evaluation")
             for row in evaluation.get("worst", []):
                 if path := str(row.get("picture") or ""):
@@ -297,14 +299,14 @@ class _Made:
         return found
 
 
-def _known(folder: Path) -> RunState:
-    with _left_out_if_unreadable():
+def _read_state(folder: Path) -> RunState:
+    with _skip_unreadable():
         return reduce_events(events.read(folder / "events.jsonl", every=_REPORTED))
     return RunState()
 
 
 def _history(root: str, run_id: str) -> list[dict[str, Any]]:
-    with _left_out_if_unreadable():
+    with _skip_unreadable():
         uri = storage.join(root, run_id, "checkpoints")
         return merge_validations(read_history(uri), read_validations(uri))
     return []
@@ -315,7 +317,7 @@ def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
     if root:
         places.append(storage.join(root, run_id, CONFIG))
     for place in places:
-        with _left_out_if_unreadable(), suppress(storage.Missing):
+        with _skip_unreadable(), suppress(storage.Missing):
             tree = parse_mapping(storage.read_bytes(place))
             if wrong := [
                 each for each in _SECTIONS & tree.keys() if not isinstance(tree[each], dict)
@@ -325,8 +327,8 @@ def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
     return {}
 
 
-def _with_numbers(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a configuration of this machine with what training was given in place of `auto`."""
+def _resolve_auto(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a local configuration with the values that training used for `auto`."""
     if AUTO not in str(config.get("training")):
         return config
     with suppress(UserError):
@@ -343,7 +345,7 @@ _SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """What is read here of what the steps that judge and the evaluation have published."""
+    """The fields of the evaluation and the decisions that the report reads."""
 
     decision: str = ""
     rules: tuple[Mapping[str, Any], ...] = ()
@@ -356,8 +358,8 @@ class _Published:
     lineage: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _checked(data: bytes, where: str, of: type[Any]) -> Any:
-    """Return the JSON value of a file, of type `of`, with rows and texts as they should be."""
+def _check_value(data: bytes, where: str, of: type[Any]) -> Any:
+    """Return the JSON value of a file, of type `of`, after a check of its rows and texts."""
     tree = parse(data)
     if not isinstance(tree, of):
         raise ValueError(f"{where} holds no {of.__name__}")
@@ -369,8 +371,8 @@ def _checked(data: bytes, where: str, of: type[Any]) -> Any:
 
 
 @contextmanager
-def _left_out_if_unreadable() -> Iterator[None]:
-    # A report with a gap says more about a failed run than no report.
+def _skip_unreadable() -> Iterator[None]:
+    # For a failed run, a report with a gap is better than no report.
     try:
         yield
     except (UserError, ValueError, OSError) as error:

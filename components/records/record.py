@@ -1,7 +1,7 @@
-"""The frame around a step and around each of its stages: events, records, tries, exit.
+"""The frame around a step and each of its stages: events, records, retries and exit.
 
-On a KFP instance a stage that fails for a reason that may pass is tried again in its own pod, since
-KFP starts only lost pods again. On this machine the user sees the failure: one try is enough.
+On a KFP instance a stage that fails for a transient reason is retried in its pod, since KFP only
+restarts lost pods. On this machine the user sees the failure, so there is one attempt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flotilla.components.table import (
     ends_run,
     find_step_of_stage,
     list_stages_after,
-    published_kind,
+    output_kind,
 )
 from flotilla.trainer import events
 from flotilla.trainer.config.main_metric import MainMetric
@@ -49,16 +49,16 @@ from flotilla.trainer.runtime.output import stamps, streams
 from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
 
-# Set by a runner that was asked to end: no step but the exit step does its work then.
+# Set by a runner that was asked to stop: then only the exit step does its work.
 STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
-# What fails has tried for its own deadline already, which is minutes for a store.
+# A failing operation has already retried until its own deadline, which is minutes for a store.
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
-# Between two records of a stage that goes on.
+# Seconds between two records of a running stage.
 PROGRESS_SECONDS = 30.0
-# Of a disk.
+# Errors of a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# So many of the newest incidents are part of a record.
+# Number of newest incidents in a record.
 _MOST_INCIDENTS = 200
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -66,7 +66,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(kw_only=True)
 class StepOutput:
-    """What a stage leaves for the closing table and the report; see `StepRecord`."""
+    """The results of a stage for the closing table and the report; see `StepRecord`."""
 
     uri: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
@@ -75,35 +75,35 @@ class StepOutput:
     displays: Mapping[str, str] = field(default_factory=dict)
 
     def done(self, uri: str, metrics: Mapping[str, Any], main: MainMetric | None = None) -> None:
-        """Note what was published, its key metrics, and the main one of a model."""
+        """Record the published result, its key metrics, and the main metric of a model."""
         self.uri, self.metrics, self.main = uri, metrics, main
 
 
 class Step(SimpleNamespace):
-    """What the body of a step gets: its arguments by name, and `at`, the URI of its run.
+    """The arguments of a step's body: by name, and `at`, the URI of its run.
 
-    What a stage gets has `output` as well, a `StepOutput`.
+    The arguments of a stage also include `output`, a `StepOutput`.
     """
 
-    #: The stage that it began last.
+    # : The stage that began last.
     last = ""
 
     def stage(self, name: str, work: Callable[[Step], _Result], **more: Any) -> _Result:
-        """Return what a stage returns for the arguments of the step and for `more`; see `tried`."""
+        """Run a stage with the arguments of the step and `more`; see `tried`."""
         given = {**vars(self), **more}
         self.last = name
         return tried(name, self.at, lambda output: work(Step(**given, output=output)))
 
 
 def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
-    """Return what the body of a step returns for `locals()` of its component.
+    """Run the body of a step with the `locals()` of its component.
 
     Raises:
-        SystemExit: a stage failed, or the step was asked to end; the line was written.
+        SystemExit: a stage failed, or the step was asked to stop; the error line was written.
     """
     given = {name: value for name, value in call.items() if not callable(value)}
     name = work.__module__.rpartition(".")[2]
-    at = _place_of(given)
+    at = _find_run(given)
     step = Step(**given, at=at)
     signals.end_with_parent()
     cores.limit_threads()
@@ -114,7 +114,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
             _note_call(name, given, at)
             return work(step)
     except RunInterruptedError as error:
-        # Between two stages: the next one says so.
+        # Between two stages; the next one reports it.
         for stage in list_stages_after(step.last, name)[:1]:
             with recorded(stage, at):
                 raise
@@ -122,13 +122,13 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
 
 
 def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:
-    """Write what the step was given, so that it can be replayed."""
-    # Without a word: the step itself says what its store cannot do.
+    """Record the arguments of the step, so that it can be replayed."""
+    # No message: the step itself reports an unavailable store.
     with step_record.harmless(""):
-        run_store.write_given(run_store.given_to(name, given), at)
+        run_store.write_given(run_store.record_call(name, given), at)
 
 
-def _place_of(given: Mapping[str, Any]) -> str:
+def _find_run(given: Mapping[str, Any]) -> str:
     """Return the URI of the run that a step belongs to; see `run_store.find_run`."""
     artifact = next((each.uri for each in given.values() if hasattr(each, "uri")), "")
     if "kfp_run_id" in given:
@@ -138,19 +138,20 @@ def _place_of(given: Mapping[str, Any]) -> str:
 
 
 def tried(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
-    """Return what `work` returns, recorded as the course of a stage.
+    """Run `work` as a stage and record its course; return its result.
 
-    On a KFP instance it is called again, as often as the row of the step allows, while it raises a
-    `TransientError`; each try is one in the record of the stage. Never after a request to end.
+    On a KFP instance it is retried, up to the limit of the step, while it raises a
+    `TransientError`; the record of the stage lists each attempt. There is no retry after a stop
+    request.
 
     Args:
         name: the stage.
-        at: URI of the run, below which the record is published; empty for none.
-        work: is given the output of its try.
+        at: URI of the run, below which the record is published; empty for no record.
+        work: takes the output of its attempt.
 
     Raises:
-        SystemExit: `work` raised a `UserError`, or the user's code failed; the line was written to
-            standard error.
+        SystemExit: `work` raised a `UserError`, or the user's code failed; the error line was
+            written to standard error.
     """
     with recorded(name, at) as course:
         return _retrying(course, find_step_of_stage(name).retries)(lambda: work(course.output))
@@ -179,13 +180,13 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 
 @contextmanager
 def recorded(name: str, at: str = "") -> Iterator[_Course]:
-    """Run a stage in this block and record its course; for the arguments see `tried`."""
+    """Run the block as a stage and record its course; see `tried` for the arguments."""
     course = _Course(name, at)
     course.begin()
     try:
         check_variables()
         with _interruptible(course.note_request):
-            # The exit step works even when the run was asked to end.
+            # The exit step works even if the run was asked to stop.
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
@@ -195,7 +196,7 @@ def recorded(name: str, at: str = "") -> Iterator[_Course]:
     except UserError as error:
         course.fail(str(error), error.exit_code, find_traceback(error))
         raise SystemExit(error.exit_code) from None
-    # The latter where the user's code calls `sys.exit`: none of ours does so inside a step.
+    # The user's code may call `sys.exit`; no code of Flotilla does so inside a step.
     except (Exception, SystemExit) as error:
         trace = find_traceback(error)
         if full := _full_disk(error):
@@ -207,24 +208,24 @@ def recorded(name: str, at: str = "") -> Iterator[_Course]:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         course.end("failed", FAILED, f"bug in {course.name}: {words}")
         if isinstance(error, SystemExit):
-            # Its own code may be that of success.
+            # The user's exit code may be that of success.
             raise SystemExit(FAILED) from error
         raise
     course.end("done", DONE)
 
 
 def _full_disk(error: BaseException) -> str:
-    """Return the line of an error that a full disk is the cause of; empty for any other."""
+    """Return the error line of a failure by a full disk; empty for any other error."""
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return ""
     where = error.filename or f"below {tempfile.gettempdir()}"
-    # On this machine the temporary folder is one of the run.
+    # On this machine the temporary folder belongs to the run.
     more = "choose another --workdir" if run_store.is_local_run() else "set TMPDIR"
     return f"cannot write {where}: {error.strerror}; free some space, or {more}"
 
 
 class _Course:
-    """What is known of a stage while it runs, and how its end is reported."""
+    """The state of a running stage, and the reports of its end."""
 
     def __init__(self, name: str, at: str) -> None:
         self.name, self.at, self._began = name, at, time.monotonic()
@@ -233,17 +234,17 @@ class _Course:
         self.state = RunState()
 
     def note_request(self) -> None:
-        """Note that the stage was asked to end."""
+        """Record that the stage was asked to stop."""
         self.is_asked_to_end = True
 
     def begin(self) -> None:
-        """Emit that a try begins."""
+        """Emit the begin of an attempt."""
         self._began = time.monotonic()
         events.emit(StepBegin(step=self.name))
 
     def again(self, error: str) -> None:
-        """Report the end of a try, and begin the next one, which waits first."""
-        failed = self._ended("failed", FAILED, error)
+        """Report the end of an attempt, and begin the next one after a pause."""
+        failed = self._make_end("failed", FAILED, error)
         events.emit(failed)
         self.begin()
         self.output = StepOutput()
@@ -251,7 +252,7 @@ class _Course:
 
     @contextmanager
     def publishing_progress(self) -> Iterator[None]:
-        """Have the record say how far the stage is, now and then, where others read it."""
+        """Publish the progress of the stage in its record at intervals, if others read it there."""
         if not self.at:
             yield
             return
@@ -270,7 +271,7 @@ class _Course:
             yield
         finally:
             loop.stop()
-            # The record of the end comes after all of these.
+            # The record of the end comes after all progress.
             loop.join()
 
     def fail(self, error: str, code: int, trace: str) -> None:
@@ -281,10 +282,10 @@ class _Course:
         self.end(status, code, error, trace, f"flotilla: {self.name}: {error}")
 
     def end(self, status: str, code: int, error: str = "", trace: str = "", line: str = "") -> None:
-        """Emit and publish the end of the step; `line` goes to standard error."""
-        ended = self._ended(status, code, error, trace)
+        """Emit and publish the end of the step; write `line` to standard error."""
+        ended = self._make_end(status, code, error, trace)
         events.emit(ended)
-        # Before the store is asked, which may not answer for longer than a step has to end.
+        # Emitted first, since the store may not respond within the grace period of a step.
         if line:
             streams.say(line)
         self.published.end(
@@ -296,10 +297,10 @@ class _Course:
         self.report(ended)
 
     def report(self, ended: StepEnd | None = None) -> None:
-        """Write the report again where the exit step, which runs once, has written it before."""
+        """Rewrite the report if the exit step, which runs once, has already written it."""
         if not self.published.reported:
             return
-        # The report takes a tenth of a second to load, which no other step needs.
+        # Importing the report takes a tenth of a second, which no other step needs.
         from flotilla.components.records.gather_report import AGAIN, write_again
 
         state = AGAIN
@@ -309,7 +310,7 @@ class _Course:
             state = "SUCCEEDED"
         write_again(self.published.at, state, self.published.reported.displays)
 
-    def _ended(self, status: str, code: int, error: str = "", trace: str = "") -> StepEnd:
+    def _make_end(self, status: str, code: int, error: str = "", trace: str = "") -> StepEnd:
         return StepEnd(
             step=self.name,
             status=status,
@@ -321,7 +322,7 @@ class _Course:
             main_metric=self.output.main.name if self.output.main else "",
             better=self.output.main.better if self.output.main else "",
             uri=self.output.uri,
-            output=published_kind(self.name) or "",
+            output=output_kind(self.name) or "",
         )
 
 
@@ -334,7 +335,7 @@ def _interruptible(note: Callable[[], None]) -> Iterator[None]:
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         note()
-        # Libraries catch every `Exception`, give it other words, or go on.
+        # Libraries catch every `Exception`, and replace its message or continue.
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

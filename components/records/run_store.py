@@ -1,14 +1,15 @@
-"""The one place that knows the files of a run: which there are, where, and how they are read.
+"""The files of a run: their names, locations and formats.
 
-Below the URI of a run, `<root>/<run id>`, and in its folder on this machine, where it has one:
+They are below the URI of a run, `<root>/<run id>`, and in its folder on this machine, if it has
+one:
 
     config.json          the configuration
-    pinned_inputs.json   on this machine: what the run has looked up, for when it is resumed
-    given/STEP.json      what a step was given, written before its body begins
+    pinned_inputs.json   on this machine: values that the run has looked up, for a resumed run
+    given/STEP.json      the arguments of a step, written before its body begins
     steps/STEP.json      the record of a step, see `flotilla.components.records.step_record`
-    trials/...           of a sweep: its trials, and which go on to a rung
+    trials/...           of a sweep: its trials, and the survivors of each rung
 
-What the steps publish is next to them, see `choose_output`.
+The steps publish next to them, see `choose_output`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from flotilla.trainer.runtime.masking import mask
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
-#: The folder below a pipeline root where a run publishes that has no `storage.root`.
+# : The folder below a pipeline root for runs without a `storage.root`.
 FLOTILLA = "flotilla"
 CONFIG, PINNED = "config.json", "pinned_inputs.json"
 GIVEN, STEPS, TRIALS = "given", "steps", "trials"
@@ -45,7 +46,7 @@ _PLAIN = (str, int, float, bool, list, dict, type(None))
 
 
 def find_run_id(kfp_run_id: str) -> str:
-    """Return the run id: that of the command line if it started the run, else KFP's."""
+    """Return the run id: the command line's if it started the run, else KFP's."""
     return os.environ.get(RUN_ID) or kfp_run_id
 
 
@@ -58,7 +59,7 @@ def find_root(configured: str, artifact: str, kfp_run_id: str) -> str:
     """Return `storage.root`, or the folder `flotilla` below the run's KFP pipeline root.
 
     `artifact` is the URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`. Raises
-    `UserError` where both are missing.
+    `UserError` if both are missing.
     """
     if configured:
         return configured
@@ -76,10 +77,10 @@ def find_pipeline_root(artifact: str, kfp_run_id: str) -> str:
 
 
 def choose_output(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
-    """Return the URI at which to publish what is made of `source`.
+    """Return the URI at which to publish the output made from `source`.
 
-    Its name has that of `source` and a digest of all other origins: a run that is resumed with
-    another policy or format publishes next to what it published before.
+    Its name combines that of `source` with a digest of all other inputs, so that a run that is
+    resumed with another policy or format publishes at another URI.
     """
     name = storage.name_of(source)
     digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
@@ -87,7 +88,7 @@ def choose_output(root: str, run_id: str, kind: str, source: str, *origin: str) 
 
 
 def find_run(root: str, run_id: str) -> str:
-    """Return the URI of a run whose steps share no folder; empty where there is none."""
+    """Return the URI of a run whose steps share no folder; empty if they share one."""
     if os.environ.get(RUN_FOLDER) or not (root and run_id):
         return ""
     with suppress(UserError):
@@ -96,7 +97,7 @@ def find_run(root: str, run_id: str) -> str:
 
 
 def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
-    """Return what `find_run` does, for a step that finds the root by `find_root`."""
+    """Return the result of `find_run` for a step that finds the root with `find_root`."""
     with suppress(UserError):
         return find_run(find_root(configured, artifact, kfp_run_id), find_run_id(kfp_run_id))
     return ""
@@ -122,27 +123,27 @@ def record_uri(at: str, folder: str, name: str) -> str:
 
 def read_pinned(key: str) -> str:
     """Return the value that the run has pinned for `key`; empty if there is none."""
-    return _pinned().get(key, "")
+    return _read_all_pinned().get(key, "")
 
 
 def pin(key: str, value: str) -> None:
     """Pin the value of `key` for this run; raises `UserError` if it cannot be written."""
     if folder := os.environ.get(RUN_FOLDER):
-        # An atomic commit: earlier values have to survive a full disk.
+        # An atomic write: earlier values have to survive a full disk.
         uri = storage.join(storage.uri_of(folder), PINNED)
-        storage.write_bytes(uri, json.dumps({**_pinned(), key: value}).encode())
+        storage.write_bytes(uri, json.dumps({**_read_all_pinned(), key: value}).encode())
 
 
 def pin_once(key: str, find: Callable[[], str]) -> str:
-    """Return the value that the run has pinned for `key`; pin what `find` returns if none is."""
-    values = _pinned()
+    """Return the value that the run has pinned for `key`; if none, pin the result of `find`."""
+    values = _read_all_pinned()
     if key not in values:
         pin(key, values.setdefault(key, find()))
     return values[key]
 
 
-def _pinned() -> dict[str, str]:
-    # Nothing is pinned yet, or the file was damaged from outside.
+def _read_all_pinned() -> dict[str, str]:
+    # Nothing is pinned yet, or the file was damaged.
     with suppress(KeyError, OSError, ValueError):
         tree = parse_mapping(Path(os.environ[RUN_FOLDER], PINNED).read_bytes())
         return {str(key): str(value) for key, value in tree.items()}
@@ -151,12 +152,12 @@ def _pinned() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What one step was given, at its last start.
+    """The arguments of a step at its last start.
 
     Attributes:
         arguments: the plain ones, by name.
-        artifacts: the others: `uri`, and of an input `tree`, what its file says.
-        code: digest by name of each module of the user's that the configuration names.
+        artifacts: the others: `uri`, and for an input `tree`, the content of its file.
+        code: digest by name of each of the user's modules in the configuration.
     """
 
     step: str
@@ -168,10 +169,10 @@ class Given:
     code: Mapping[str, str] = field(default_factory=dict)
 
 
-def given_to(step: str, call: Mapping[str, Any]) -> Given:
-    """Return the record of a step that begins now; `call` are its arguments by name."""
+def record_call(step: str, call: Mapping[str, Any]) -> Given:
+    """Return the record of a step that begins now; `call` holds its arguments by name."""
     plain = {name: value for name, value in call.items() if isinstance(value, _PLAIN)}
-    others = {name: _said(value) for name, value in call.items() if name not in plain}
+    others = {name: _describe_argument(value) for name, value in call.items() if name not in plain}
     return Given(
         step=step,
         began=now(),
@@ -183,7 +184,7 @@ def given_to(step: str, call: Mapping[str, Any]) -> Given:
     )
 
 
-def _said(value: Any) -> dict[str, Any]:
+def _describe_argument(value: Any) -> dict[str, Any]:
     try:
         tree = parse(Path(value.path).read_bytes())
     except (OSError, ValueError, AttributeError):
@@ -192,7 +193,7 @@ def _said(value: Any) -> dict[str, Any]:
 
 
 def find_config(arguments: Mapping[str, Any]) -> Config | None:
-    """Return the configuration that a step was given; None without one, and for a wrong one."""
+    """Return the configuration among a step's arguments; None if it is missing or invalid."""
     try:
         # The first step takes the form.
         if "storage_root" in arguments:
@@ -203,7 +204,7 @@ def find_config(arguments: Mapping[str, Any]) -> Config | None:
 
 
 def digests(config: Config | None) -> dict[str, str]:
-    """Return the digest of each module that a configuration names; none of one with a bundle."""
+    """Return the digest of each module in a configuration; empty if it has a bundle."""
     if config is None or config.code:
         return {}
     names = [name for _, name in trained.own_code(config)]
@@ -217,12 +218,12 @@ def _digest(module: str) -> str:
     try:
         return user_code.digest("code", module)
     except ConfigError:
-        # The step itself says so.
+        # The step itself reports it.
         return ""
 
 
 def write_given(given: Given, at: str) -> None:
-    """Write the record below the URI of the run, else in its folder; raises `UserError`."""
+    """Write the record below the URI of the run, or else in its folder; raises `UserError`."""
     text = mask(json.dumps(to_tree(given), indent=2, default=str))
     folder = os.environ.get(RUN_FOLDER)
     if at or folder:
@@ -231,7 +232,7 @@ def write_given(given: Given, at: str) -> None:
 
 
 def read_given(at: str, step: str) -> Given:
-    """Return what a step of the run at a URI was given; raises `UserError`."""
+    """Return the recorded arguments of a step of the run at a URI; raises `UserError`."""
     uri = record_uri(at, GIVEN, step)
     try:
         found = read_record(Given, storage.read_bytes(uri))

@@ -1,8 +1,8 @@
-"""The record of each step of a run: its last try, and the tries before it.
+"""The record of each step of a run: its last attempt, and the earlier ones.
 
-Where the steps share a folder, records are made from their events. On a KFP instance a step
-publishes its record when it begins and when it ends, at `<root>/<run id>/steps/NAME.json`. One
-without an end is that of a step that was killed.
+If the steps share a folder, records are made from their events. On a KFP instance a step publishes
+its record at its begin and end, at `<root>/<run id>/steps/NAME.json`. A record without an end
+belongs to a step that was killed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from flotilla.trainer.runtime.output.streams import say
 from flotilla.trainer.storage.retry import run_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
-# All that the records and the outcome of a run are made from.
+# The events from which the records and the outcome of a run are made.
 OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
-# For so long a store may fail before a step continues without its record. A step that is asked to
-# end has about a second.
+# Seconds that a store may fail before a step continues without its record. A step that is asked to
+# stop has about a second.
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
@@ -51,7 +51,7 @@ _KILLED_POD = (
 
 @dataclass(frozen=True, kw_only=True)
 class Try:
-    """A try of a step that another one followed; it `began` so many seconds after 1970."""
+    """A failed attempt that was retried. `began` is a Unix timestamp."""
 
     began: float
     seconds: float
@@ -61,13 +61,13 @@ class Try:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(StepResult):
-    """One step of a run; the fields of `StepResult` are those of its last try.
+    """One step of a run; the fields of `StepResult` are those of its last attempt.
 
     Attributes:
-        began: seconds since 1970, as is `ended`.
-        earlier: the tries before the last.
-        held: what it holds of the cluster, see `flotilla.components.records.gather_report`.
-        displays: of the exit step, URIs of the artifacts by which the UI shows the report.
+        began: Unix timestamp, as is `ended`.
+        earlier: the attempts before the last.
+        held: the cluster resources that it holds, see `gather_report`.
+        displays: for the exit step, URIs of the artifacts with which the UI shows the report.
     """
 
     began: float
@@ -79,58 +79,58 @@ class StepRecord(StepResult):
 
     @property
     def main(self) -> MainMetric | None:
-        """The metric by which models are compared, where the step says one."""
+        """The metric by which models are compared, if the step reports one."""
         if not self.main_metric:
             return None
         return MainMetric(name=self.main_metric, better=self.better)
 
     @property
     def tries(self) -> int:
-        """How many there were, the last one included."""
+        """The number of attempts, including the last."""
         return len(self.earlier) + 1
 
     @property
     def earlier_seconds(self) -> float:
-        """The seconds of all tries before the last."""
+        """The seconds of all attempts before the last."""
         return round(sum(each.seconds for each in self.earlier), 2)
 
     @property
     def spent(self) -> float:
-        """The seconds of all tries."""
+        """The seconds of all attempts."""
         return self.seconds + self.earlier_seconds
 
 
 def make_record(result: StepResult, **more: Any) -> StepRecord:
-    """Return the record of a result, with the fields that a result does not have."""
+    """Return the record of a result, with additional fields."""
     names = StepResult.__dataclass_fields__
     return StepRecord(**{name: getattr(result, name) for name in names}, **more)
 
 
 def list_tries(state: RunState) -> tuple[StepRecord, ...]:
-    """Return every try of every step, in the order in which they began."""
-    return tuple(_record_of(each, state) for each in state.tries)
+    """Return every attempt of every step, in order of start."""
+    return tuple(_make_attempt(each, state) for each in state.tries)
 
 
 def step_records(state: RunState) -> tuple[StepRecord, ...]:
-    """Return the steps of the newest start, with their tries in earlier starts."""
-    return _summed(*_by_start(state))
+    """Return the steps of the newest start, with their attempts in earlier starts."""
+    return _sum_attempts(*_split_by_start(state))
 
 
 def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
-    """Return what `step_records` does, and as skipped what only earlier starts have reached."""
-    earlier, last = _by_start(state)
+    """Return `step_records`, and as skipped the steps that only earlier starts have reached."""
+    earlier, last = _split_by_start(state)
     reached = {each.step for each in last}
     missed = {each.step: each for each in earlier if each.step not in reached}
     skipped = [
         StepRecord(step=step, status="skipped", began=each.began) for step, each in missed.items()
     ]
-    return _summed(earlier, [*last, *skipped])
+    return _sum_attempts(earlier, [*last, *skipped])
 
 
 def lost_stage(steps: Sequence[StepRecord]) -> str:
-    """Return the stage that the process of its step did not come to; empty where it did.
+    """Return the stage that a killed step did not reach; empty if it reached all.
 
-    A process that is killed between two stages leaves no word.
+    A process that is killed between two stages leaves no message.
     """
     reached = [each for each in steps if each.step != EXIT_STEP.name and each.status != "skipped"]
     with suppress(LookupError, IndexError):
@@ -140,21 +140,23 @@ def lost_stage(steps: Sequence[StepRecord]) -> str:
     return ""
 
 
-def _by_start(state: RunState) -> tuple[list[StepRecord], list[StepRecord]]:
+def _split_by_start(state: RunState) -> tuple[list[StepRecord], list[StepRecord]]:
     tries = list(zip(state.tries, list_tries(state), strict=True))
     earlier = [record for each, record in tries if each.start < state.start]
     return earlier, [record for each, record in tries if each.start == state.start]
 
 
-def _record_of(each: StepTry, state: RunState) -> StepRecord:
+def _make_attempt(each: StepTry, state: RunState) -> StepRecord:
     if each.end:
         return make_record(each.end, began=each.began, ended=each.end.time)
     begun = StepRecord(step=each.step, status="running", began=each.began)
-    return _guessed(begun, state.seen_until[each.start], error=_KILLED_HERE)
+    return _guess_record(begun, state.seen_until[each.start], error=_KILLED_HERE)
 
 
-def _summed(earlier: Sequence[StepRecord], last: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
-    """Return the last try of each step in `last`, with what all tries before it have taken."""
+def _sum_attempts(
+    earlier: Sequence[StepRecord], last: Sequence[StepRecord]
+) -> tuple[StepRecord, ...]:
+    """Return the last attempt of each step in `last`, with the time of all earlier attempts."""
     newest = {each.step: each for each in last}
     before: dict[str, list[StepRecord]] = {name: [] for name in newest}
     for each in (*earlier, *last):
@@ -173,31 +175,31 @@ def _try(record: StepRecord, seconds: float) -> Try:
 
 
 class PublishedRecord:
-    """The record of one step; what cannot be written is one line, and never the step's failure."""
+    """The record of one step. A failure to write it is logged in one line and fails no step."""
 
     def __init__(self, step: str, at: str) -> None:
-        """Publish below `at`, the URI of the run; nothing at all where that is empty."""
+        """Publish below `at`, the URI of the run; publish nothing if it is empty."""
         self.at, self._has_failed = at, False
-        # Of the exit step, where it has run before this step began.
+        # Set by the exit step, if it ran before this step began.
         self.reported: StepRecord | None = None
         self._record = StepRecord(step=step, status="running", began=now())
 
     def begin(self) -> None:
-        """Publish that the step has begun, and which tries there were before."""
+        """Publish that the step has begun, with its earlier attempts."""
         if not self.at:
             return
         with self._never_in_the_way():
             if self._record.step != EXIT_STEP.name:
-                self.reported = _read(record_uri(self.at, STEPS, EXIT_STEP.name))
-            if before := _read(record_uri(self.at, STEPS, self._record.step)):
-                last = _try(before, max(self._seconds_of(before), 0.0))
+                self.reported = _read_record(record_uri(self.at, STEPS, EXIT_STEP.name))
+            if before := _read_record(record_uri(self.at, STEPS, self._record.step)):
+                last = _try(before, max(self._attempt_seconds(before), 0.0))
                 if before.ended is None:
                     last = replace(last, status="failed", error=_KILLED_POD)
                 self._record = replace(self._record, earlier=(*before.earlier, last))
             self._write()
 
     def again(self, failed: StepResult) -> None:
-        """Publish that the step has begun once more, after a try that ended like this."""
+        """Publish that the step has begun again after a failed attempt."""
         earlier = self._record.earlier
         last = _try(make_record(failed, began=self._record.began), failed.seconds)
         self._record = replace(self._record, began=now(), earlier=(*earlier, last))
@@ -206,13 +208,13 @@ class PublishedRecord:
                 self._write()
 
     def progress(self, metrics: Mapping[str, Any]) -> None:
-        """Publish how far the step is."""
+        """Publish the progress of the step."""
         self._record = replace(self._record, metrics=metrics)
         with self._never_in_the_way():
             self._write()
 
     def end(self, result: StepResult, **more: Any) -> None:
-        """Publish how the step ended, with more fields of its record."""
+        """Publish the end of the step, with more fields of its record."""
         if not self.at:
             return
         began = self._record.began
@@ -228,14 +230,14 @@ class PublishedRecord:
 
     @contextmanager
     def _never_in_the_way(self) -> Iterator[None]:
-        # One line is enough: the end is tried all the same.
+        # One line is enough: the end is attempted all the same.
         what = "" if self._has_failed else f"the record of {self._record.step}"
         with harmless(what) as failures:
             yield
         self._has_failed = self._has_failed or bool(failures)
 
-    def _seconds_of(self, before: StepRecord) -> float:
-        """Return the seconds of an earlier try; one that was killed lasted until that was seen."""
+    def _attempt_seconds(self, before: StepRecord) -> float:
+        """Return the duration of an earlier attempt; a killed one lasted until it was last seen."""
         if before.ended is not None:
             return before.ended - before.began
         seen = self.reported.began if self.reported else 0.0
@@ -247,25 +249,27 @@ class PublishedRecord:
 
 
 def publish_config(at: str, text: str) -> None:
-    """Publish the configuration of the run at `at`, for its report; a failure is one line."""
+    """Publish the configuration of the run at `at`, for its report; log a failure in one line."""
     if at:
         with harmless("the configuration"):
             storage.write_bytes(storage.join(at, CONFIG), text.encode())
 
 
 def read_records(at: str) -> list[StepRecord]:
-    """Return the records of the run at `at`, in the order of their begin; raises `UserError`."""
+    """Return the records of the run at `at`, in order of start; raises `UserError`."""
     folder = storage.join(at, STEPS)
-    found = run_parallel(lambda name: _read(storage.join(folder, name)), storage.names(folder))
+    found = run_parallel(
+        lambda name: _read_record(storage.join(folder, name)), storage.names(folder)
+    )
     return sorted((each for each in found if each), key=lambda each: each.began)
 
 
 def read(at: str, *, well: bool) -> list[StepRecord]:
     """Return the records of the run at the URI `at`, in order; raises `UserError`.
 
-    A last one without an end was killed, unless the run ended `well`. A step that was followed by
-    another one was done: the record of its last try could not be written. One that an earlier pod
-    of its step has reached, and the last one has not, is skipped.
+    A last record without an end means that the step was killed, unless the run ended `well`. A step
+    with a successor was done, even if its last record could not be written. A stage that only an
+    earlier pod of its step has reached is skipped.
     """
     records = read_records(at)
     found = [each for each in records if each.step != EXIT_STEP.name]
@@ -280,7 +284,7 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
             ended.append(record)
             continue
         end = next((began for began in ends if began > record.began), time.time())
-        ended.append(_guessed(record, end, error=_KILLED_POD if last and not well else ""))
+        ended.append(_guess_record(record, end, error=_KILLED_POD if last and not well else ""))
     return [
         *ended,
         *(StepRecord(step=each.step, status="skipped", began=each.began) for each in missed),
@@ -288,7 +292,7 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
 
 
 def _is_missed(record: StepRecord, began: Mapping[str, float]) -> bool:
-    """Say whether the step of a stage has begun again, with an earlier stage, since."""
+    """Return whether the step of a stage has started again since, with an earlier stage."""
     with suppress(LookupError):
         names = [each.name for each in find_step_of_stage(record.step).stages]
         earlier = names[: names.index(record.step)]
@@ -296,8 +300,8 @@ def _is_missed(record: StepRecord, began: Mapping[str, float]) -> bool:
     return False
 
 
-def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:
-    """Return the record of a step that did not report its end; `error` where it was killed."""
+def _guess_record(record: StepRecord, end: float, *, error: str) -> StepRecord:
+    """Return the record of a step that did not report its end, with `error` if it was killed."""
     return replace(
         record,
         status="failed" if error else "done",
@@ -310,7 +314,7 @@ def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:
     )
 
 
-def _read(uri: str) -> StepRecord | None:
+def _read_record(uri: str) -> StepRecord | None:
     record = None
     try:
         record = read_record(StepRecord, storage.read_bytes(uri))
@@ -325,9 +329,9 @@ def _read(uri: str) -> StepRecord | None:
 
 @contextmanager
 def harmless(what: str) -> Iterator[list[Exception]]:
-    """Let no failure of the store leave this block; say on standard error what is missing."""
+    """Log store failures in this block to standard error, and raise none of them."""
     failed: list[Exception] = []
-    # A step has its own end to report, whatever fails here.
+    # The step itself has to report its end, whatever fails here.
     try:
         with shorter_retry(_RETRY_SECONDS):
             yield failed

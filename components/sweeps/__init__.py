@@ -1,1 +1,1 @@
-"""The steps of a sweep on a KFP instance, which a run does not have."""
+"""The steps of a sweep on a KFP instance that a run lacks."""

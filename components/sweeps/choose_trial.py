@@ -1,4 +1,4 @@
-"""Choose which trials of a sweep go on: those of the next rung, or the best of all."""
+"""Chooses the trials of a sweep that continue: the survivors of a rung, or the best of all."""
 
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ def work(step: Step) -> Chosen:
 
 
 def choose(step: Step) -> Chosen:
-    """Choose by the metric of validation among the trials that `ended` a rung, as JSON texts."""
+    """Choose by validation metric among the trials that `ended` a rung, as JSON texts."""
     plan = run_trial.parse_sweep(step.sweep)
     ended_here = [each for text in step.ended if (each := read_record(Trial, text))]
     here = {each.number: each for each in ended_here}
@@ -55,7 +55,7 @@ def choose(step: Step) -> Chosen:
         here.get(each.number) or run_trial.read_trial(step.root, step.run_id, each)
         for each in plan.trials
     ]
-    # Where all of a rung failed, what an earlier one has reached still counts.
+    # If all trials of a rung failed, earlier results still count.
     best = find_best(every, plan.objective)
     if best is None:
         error = next((each.error for each in every if each.error), "none has ended")

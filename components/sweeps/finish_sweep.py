@@ -42,22 +42,22 @@ def run_step(call: Mapping[str, Any]) -> None:
     """End the jobs of all trials, and write their table; see `flotilla.components.finish`."""
     step = Step(**call)
     run_id = find_run_id(step.kfp_run_id)
-    # Whatever fails here must not keep the report from being written.
+    # A failure here must not prevent the report.
     with suppress(UserError):
         plan = run_trial.parse_sweep(step.sweep)
         for trial in plan.trials:
             with suppress(UserError):
                 launchers.end(step.settings, run_trial.trial_run_id(run_id, trial.number))
         found = find_root(step.root, step.report.uri, step.kfp_run_id)
-        text = to_markdown(_so_far(plan, found, run_id))
+        text = to_markdown(_read_sweep(plan, found, run_id))
         Path(step.trials.path).parent.mkdir(parents=True, exist_ok=True)
         Path(step.trials.path).write_bytes(text)
         storage.write_bytes(storage.join(found, run_id, TABLE), text)
     run(finish.work, {name: each for name, each in call.items() if name not in ("sweep", "trials")})
 
 
-def _so_far(plan: Sweep, root: str, run_id: str) -> Sweep:
-    """Return the sweep as its steps have published it; the report says how the run ended."""
+def _read_sweep(plan: Sweep, root: str, run_id: str) -> Sweep:
+    """Return the sweep as published by its steps; the report says how the run ended."""
     records = read_records(storage.join(root, run_id))
     best = next((each.metrics.get("best") for each in records if each.step == "choose_trial"), 0)
     return replace(

@@ -1,4 +1,4 @@
-"""Train one trial of a sweep; one that fails is a result, and fails no sweep."""
+"""Trains one trial of a sweep; a failed trial is a result, and does not fail the sweep."""
 
 import json
 import time
@@ -22,9 +22,9 @@ from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.json_records import parse, read_record, tree_of
 from flotilla.trainer.sweeps.sweep import FAILED, Sweep, Trial
 
-#: What the step of a place without a trial returns.
+# : The result of the step of a place without a trial.
 EMPTY = "{}"
-# What training does not take.
+# Fields that training does not accept.
 _OWN = ("sweep", "place", "rung")
 
 
@@ -52,11 +52,11 @@ def run_trial(
 def run_step(call: Mapping[str, Any]) -> str:
     """Train a trial as a run next to that of the sweep, from which a retry resumes.
 
-    `config` is what all trials share, `place` which trial of the `rung` it is, from 0 on.
+    `config` is common to all trials; `place` is the index of the trial in the `rung`, from 0.
     """
     root, run_id, rung = call["root"], call["run_id"], call["rung"]
     plan, began = parse_sweep(call["sweep"]), time.monotonic()
-    planned = _at(plan, root, run_id, int(call["place"]), rung)
+    planned = _find_trial(plan, root, run_id, int(call["place"]), rung)
     if planned is None:
         return EMPTY
     trial = read_trial(root, run_id, planned)
@@ -67,17 +67,17 @@ def run_step(call: Mapping[str, Any]) -> str:
         training = {name: each for name, each in call.items() if name not in _OWN}
         of_trial = {"config": settings.model_dump_json(), "run_id": trial.run_id}
         uri = run(train_model.work, {**training, **of_trial})
-        record = _record_of(root, trial.run_id)
+        record = _find_record(root, trial.run_id)
         trial = replace(trial, metrics=dict(record.metrics) if record else {}, checkpoint=uri)
         main = record.main if record else None
         trial = plan.reached(trial, rung, main)
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:
-        # It has written its own line; the run as a whole was asked to end.
+        # It has reported its error; the run as a whole was asked to stop.
         if ended.code == INTERRUPTED:
             raise
-        record = _record_of(root, trial.run_id)
+        record = _find_record(root, trial.run_id)
         why = record.error if record else ""
         trial = replace(trial, status=FAILED, error=why or "see the log of its step")
     trial = replace(trial, seconds=trial.seconds + time.monotonic() - began)
@@ -87,11 +87,11 @@ def run_step(call: Mapping[str, Any]) -> str:
 
 
 def publish_survivors(root: str, run_id: str, rung: int, numbers: Sequence[int]) -> None:
-    """Publish which trials, by number, go on to a rung; raises `UserError`."""
+    """Publish the numbers of the trials that continue to a rung; raises `UserError`."""
     storage.write_bytes(_rung(root, run_id, rung), json.dumps(list(numbers)).encode())
 
 
-def _at(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> Trial | None:
+def _find_trial(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> Trial | None:
     every = [each.number for each in plan.trials]
     numbers = parse(storage.read_bytes(_rung(root, run_id, rung))) if rung else every
     taken = numbers[place : place + 1]
@@ -111,7 +111,7 @@ def trial_run_id(run_id: str, number: int) -> str:
 
 
 def read_trial(root: str, run_id: str, planned: Trial) -> Trial:
-    """Return a trial as it was published last; as it was planned where it has not ended yet."""
+    """Return a trial as last published, or as planned if it has not ended yet."""
     with suppress(storage.Missing):
         text = storage.read_bytes(_uri(root, run_id, planned.number))
         return read_record(Trial, text) or planned
@@ -126,6 +126,6 @@ def _rung(root: str, run_id: str, rung: int) -> str:
     return record_uri(storage.join(root, run_id), TRIALS, f"rung-{rung}")
 
 
-def _record_of(root: str, run_id: str) -> StepRecord | None:
+def _find_record(root: str, run_id: str) -> StepRecord | None:
     records = read_records(storage.join(root, run_id))
     return next((each for each in records if each.step == find_maker("checkpoint").name), None)

@@ -1,1 +1,1 @@
-"""The launcher of a training cluster as a TFJob of the Kubeflow training operator."""
+"""The TFJob engine, for the Kubeflow training operator."""

@@ -1,8 +1,8 @@
-"""TFJob, of the training operator 1.9: the job of a configuration, and what it says.
+"""TFJob, of the training operator 1.9: makes the job of a configuration, and interprets its status.
 
-The operator fails a job when a pod of it is deleted, evicted or preempted, and deletes the Services
-of a job that is suspended: a last checkpoint that needs a new channel would find nobody. So a job
-is asked to end through its lease, and not by `suspend`.
+The operator fails a job when one of its pods is deleted, evicted or preempted, and deletes the
+Services of a suspended job: a last checkpoint that opens a new connection would fail. So a job is
+asked to stop through its lease, not by `suspend`.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ KIND = JobKind(
         "tfjobs.kubeflow.org, is not installed; flotilla doctor shows how to install it"
     ),
 )
-# The operator's names of the roles, and of the port that it looks for.
+# The operator's names of the roles, and of the port that it expects.
 REPLICAS = {"chief": "Chief", "ps": "PS", "worker": "Worker", "evaluator": "Evaluator"}
 PORT_NAME = "tfjob-port"
 
 
 def manifest(job: Job, place: Place) -> Tree:
-    """Return the TFJob that trains `job`, the same for the same arguments."""
+    """Return the TFJob that trains `job`, equal for equal arguments."""
     config = job.config
     settings = config.cluster.kubernetes
     queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
@@ -95,8 +95,8 @@ def manifest(job: Job, place: Place) -> Tree:
 
 
 def restart_policy(config: Config, role: str) -> str:
-    """Return the restart policy of a role, as the operator names it."""
-    # Training does not depend on the evaluator: with `ExitCode` its failure would fail the job.
+    """Return the operator's restart policy for a role."""
+    # Training does not depend on the evaluator, whose failure would fail the job with `ExitCode`.
     default = "OnFailure" if role == "evaluator" else "ExitCode"
     return config.cluster.kubernetes.of(role).restart_policy or default
 
@@ -123,21 +123,21 @@ def _run_policy(settings: JobConfig, pods: int) -> Tree:
     return drop_empty(policy)
 
 
-# The operator gives every failure the same reason, and says the cause in words.
+# The operator gives every failure the same reason, and states the cause in the message.
 _PAST_DEADLINE = "active longer than specified deadline"
 
 
 class TFJobs(Engine):
-    """The jobs of the training operator."""
+    """The operations on TFJobs."""
 
     name = LAUNCHER
     kind = KIND
-    # The operator's own CRD lacks fields of pods that Kubernetes has.
+    # The operator's CRD lacks some fields of Kubernetes' pods.
     is_strict = False
     fails_with_a_pod = True
 
     def check(self, config: Config) -> None:
-        """Every setting is one of TFJobs."""
+        """Accept all settings: each one applies to TFJobs."""
 
     def manifest(self, job: Job, place: Place) -> Tree:
         """Return the TFJob of a run."""
@@ -160,7 +160,7 @@ class TFJobs(Engine):
         return bool(tree["spec"].get("runPolicy", {}).get("suspend"))
 
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how a job has ended; None before that."""
+        """Return how a job has ended; None if it has not."""
         if condition(tree, "Succeeded"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")
@@ -173,30 +173,30 @@ class TFJobs(Engine):
         return JobEnd(is_done=False, message=message, is_past_deadline=past, roles=frozenset(roles))
 
     def is_failing(self, _api: Api, tree: Tree) -> bool:
-        """Return whether a job has failed: the operator says so before it deletes a pod."""
+        """Return whether a job has failed; the operator reports it before it deletes a pod."""
         return self.end(tree) is not None
 
     def failure(self, _api: Api, tree: Tree) -> JobEnd:
-        """Return how a job has failed: its condition says all."""
+        """Return the reason of a failure, from the job's condition."""
         return self.end(tree) or JobEnd(is_done=False)
 
     def is_final(self, config: Config, end: TaskEnd) -> bool:
-        """Return whether the restart policy of a role leaves a task that ended so alone."""
+        """Return whether the restart policy of a role does not restart a task with this exit."""
         policy = restart_policy(config, end.task.role)
         if policy == "ExitCode":
             return end.code is not None and end.code < RETRYABLE
         return policy == "Never"
 
     def stop(self, tree: Tree) -> Stop:
-        """Return the stop by the guard of the leading task."""
+        """Return the stop by the guard of the coordinating task."""
         roles = tree["spec"]["tfReplicaSpecs"]
         role = "Chief" if "Chief" in roles else "Worker"
         template = roles.get(role, {}).get("template", {})
         return Stop(KIND, tree, Task(role=role.lower(), index=0), template)
 
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """The operator replaces a pod by itself."""
+        """Do nothing: the operator replaces a pod itself."""
 
     def reporters(self, _api: Api, tree: Tree) -> Sequence[str]:
-        """Return the uid of the job, on which the operator reports."""
+        """Return the uid of the job, whose events the operator writes."""
         return [tree["metadata"]["uid"]]

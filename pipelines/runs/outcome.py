@@ -18,7 +18,7 @@ from flotilla.components.table import (
     Output,
     ends_well,
     find_maker,
-    published_kind,
+    output_kind,
 )
 from flotilla.pipelines import notebook
 from flotilla.trainer.config.main_metric import MainMetric
@@ -149,7 +149,7 @@ class RunResult:
     @property
     def artifacts(self) -> dict[str, str]:
         """The URI of what each step has published, by the name of the artifact."""
-        uris = {published_kind(each.step): each.uri for each in self.steps if each.uri}
+        uris = {output_kind(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
 
     @property

@@ -50,7 +50,7 @@ def test_a_mistake_ends_a_preparation_that_goes_on(step, monkeypatch):
 
     with (
         pytest.raises(SystemExit, match=r"2: gate\.min: no such metric"),
-        prepare_data._tried(step, CONFIG),
+        prepare_data._try_model(step, CONFIG),
     ):
         prepare_for_hours()
     assert step.stages == ["resolve_config"]
@@ -63,21 +63,21 @@ def test_a_mistake_after_the_preparation_is_one_too(step, monkeypatch):
 
     monkeypatch.setattr(fitting, "begin", begin)
     monkeypatch.setattr(prepare_data.os, "kill", lambda *_: pytest.fail("nothing is to be ended"))
-    with pytest.raises(SystemExit, match=r"2: gate\.min"), prepare_data._tried(step, CONFIG):
+    with pytest.raises(SystemExit, match=r"2: gate\.min"), prepare_data._try_model(step, CONFIG):
         pass
     assert step.stages == ["resolve_config"]
 
 
 def test_what_fits_is_prepared(step, monkeypatch):
     found(monkeypatch, "")
-    with prepare_data._tried(step, CONFIG):
+    with prepare_data._try_model(step, CONFIG):
         pass
     assert not step.stages
 
 
 def test_an_interrupt_is_one(step, monkeypatch):
     found(monkeypatch, "")
-    with pytest.raises(SystemExit, match="130"), prepare_data._tried(step, CONFIG):
+    with pytest.raises(SystemExit, match="130"), prepare_data._try_model(step, CONFIG):
         raise SystemExit(130)
     assert not step.stages
 
@@ -85,5 +85,5 @@ def test_an_interrupt_is_one(step, monkeypatch):
 def test_on_this_machine_the_runner_tries_it(step, monkeypatch):
     monkeypatch.setenv(run_store.RUN_ID, "local")
     monkeypatch.setattr(fitting, "begin", lambda *_: pytest.fail("it is tried twice"))
-    with prepare_data._tried(step, CONFIG):
+    with prepare_data._try_model(step, CONFIG):
         pass

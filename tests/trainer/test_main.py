@@ -315,7 +315,7 @@ def test_the_chief_of_a_dataset_that_is_not_there(options):
 def test_a_trial_ends_as_its_error_says(options, monkeypatch, capsys):
     words = ["fit", "--config", options["--config"], "--workdir", options["--workdir"]]
     for kind, code in ((errors.ConfigError, 2), (errors.TransientError, 75)):
-        monkeypatch.setattr(module, "_tried", Mock(side_effect=kind("no answer")))
+        monkeypatch.setattr(module, "_try_model", Mock(side_effect=kind("no answer")))
         assert main(words) == code
         assert capsys.readouterr().err == "flotilla: no answer\n"
 
@@ -323,10 +323,10 @@ def test_a_trial_ends_as_its_error_says(options, monkeypatch, capsys):
 def test_what_another_machine_may_have_is_not_known_of_a_run_there(options, monkeypatch, capsys):
     words = ["fit", "--config", options["--config"], "--workdir", options["--workdir"]]
     absent = Mock(side_effect=lambda *_: user_code.import_named("model x", "no_such_package"))
-    monkeypatch.setattr(module, "_tried", absent)
+    monkeypatch.setattr(module, "_try_model", absent)
     assert [main(words), main([*words, "--elsewhere"])] == [2, 1]
     assert capsys.readouterr().err.count("flotilla: model x: cannot import no_such_package: ") == 2
-    monkeypatch.setattr(module, "_tried", Mock(side_effect=errors.ConfigError("model x: no")))
+    monkeypatch.setattr(module, "_try_model", Mock(side_effect=errors.ConfigError("model x: no")))
     assert main([*words, "--elsewhere"]) == 2
 
 
@@ -334,11 +334,11 @@ def test_in_a_trial_what_the_users_code_raises_is_a_mistake(options, tmp_path, m
     (tmp_path / "own_trial.py").write_text("def fails(*_):\n    raise SystemExit(4)\n")
     monkeypatch.syspath_prepend(tmp_path)
     own = user_code.import_module("own_trial")
-    monkeypatch.setattr(module, "_tried", own.fails)
+    monkeypatch.setattr(module, "_try_model", own.fails)
     words = ["fit", "--config", options["--config"], "--workdir", options["--workdir"]]
     assert main(words) == 2
     said = "flotilla: the code that it was given raised SystemExit: 4 (own_trial.py:2)\n"
     assert capsys.readouterr().err.endswith(said)
     # One of ours is a bug.
-    monkeypatch.setattr(module, "_tried", Mock(side_effect=ValueError("no")))
+    monkeypatch.setattr(module, "_try_model", Mock(side_effect=ValueError("no")))
     assert main(words) == 1

@@ -19,7 +19,7 @@ TRIALS = [
 
 
 def going(root, rung):
-    found = (run_trial._at(SWEEP, root, "digits-1", place, rung) for place in range(2))
+    found = (run_trial._find_trial(SWEEP, root, "digits-1", place, rung) for place in range(2))
     return [each.number for each in found if each]
 
 

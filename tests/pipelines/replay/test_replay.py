@@ -12,7 +12,7 @@ from uuid import uuid4
 import pytest
 
 from flotilla.components.records.record import recorded as in_step
-from flotilla.components.records.run_store import Given, digests, given_to
+from flotilla.components.records.run_store import Given, digests, record_call
 from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.replay import replay as replays
 from flotilla.pipelines.replay.replay import RecordedStep, find, replay
@@ -160,8 +160,8 @@ def test_the_first_step_is_given_the_code_that_its_form_names(tmp_path, monkeypa
     (tmp_path / "replayed_code.py").write_text("def model(): ...\n", encoding="utf-8")
     config = parse_config({"model": {"name": "replayed_code:model"}})
     for form in (to_form(config), to_local_form(config)):
-        assert list(given_to("prepare_data", form).code) == ["replayed_code"]
-    assert not given_to("finish", {"settings": {}, "root": ""}).code
+        assert list(record_call("prepare_data", form).code) == ["replayed_code"]
+    assert not record_call("finish", {"settings": {}, "root": ""}).code
 
 
 def test_modules_of_a_bundle_are_not_looked_for_here():
