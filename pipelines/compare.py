@@ -1,4 +1,4 @@
-"""Runs side by side, with the settings in which their configurations differ."""
+"""Compares runs, and the settings in which their configurations differ."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _PROGRESS = ("loss", "validation_loss", "steps_per_second", "seconds")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """Runs side by side: by group and name one value of each run, None where it has none.
+    """A comparison of runs: by group and name one value for each run, None if it has none.
 
-    `best` are the runs of the best value of the main metric; none where their tasks compare models
-    by several metrics. `intervals` are those of the group `test`; what is `next to it` is of the
-    main metric.
+    `best` are the runs with the best main metric; empty if their tasks use different main metrics.
+    `intervals` are those of the group `test`; `next to it` refers to the main metric.
     """
 
     runs: tuple[str, ...]
@@ -38,7 +37,7 @@ class Comparison:
     intervals: Mapping[str, list[Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Return the runs, and which of them is the best."""
+        """Return the runs, and which one is the best."""
         best = f"best {', '.join(self.best)}" if self.best else ""
         return notebook.short("Comparison", ", ".join(self.runs), best)
 
@@ -59,10 +58,12 @@ def compare(runs: Sequence[str | RunResult], workdir: str | Path = "runs") -> Co
         slow, fast = (flotilla.run(training={"steps": steps}) for steps in (2000, 200))
         flotilla.compare([slow, fast]).best
     """
-    return _compared([each if isinstance(each, str) else each.run_id for each in runs], workdir)
+    return _build_comparison(
+        [each if isinstance(each, str) else each.run_id for each in runs], workdir
+    )
 
 
-def _compared(named: Sequence[str], place: str | Path) -> Comparison:
+def _build_comparison(named: Sequence[str], place: str | Path) -> Comparison:
     runs, workdir = tuple(dict.fromkeys(named)), Path(place)
     if len(runs) < _FEWEST:
         raise ConfigError("name two runs or more to compare")

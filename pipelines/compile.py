@@ -1,4 +1,4 @@
-"""Compile the pipeline to one YAML file, and each component to one of its own.
+"""Compiles the pipeline to one YAML file, and each component to a separate file.
 
 The file holds two documents: the pipeline spec, and the platform spec with the settings of its
 pods.
@@ -39,7 +39,7 @@ def compile_all(
     """Write the pipeline, for `image`, and its components; raises `ConfigError` or `UserError`."""
     check_image(image)
     if components is not None:
-        # Before the first file: what cannot be written whole is not begun.
+        # Checked before the first file, so that no incomplete set is written.
         _make_folder(components, components)
     compile_pipeline(output, image or IMAGE, pods, config)
     if components is None:
@@ -60,15 +60,15 @@ def compile_pipeline(
 
 def write_pipeline(output: Path, pipeline: object) -> None:
     """Write the IR YAML of a pipeline to `output`; raises `UserError` if that fails."""
-    _write(output, _compiled(pipeline))
+    _write(output, _compile(pipeline))
 
 
 def compile_components(folder: Path, image: str = IMAGE) -> None:
-    """Write one YAML a component below `folder`; raises `UserError` if that fails."""
+    """Write one YAML file for each component below `folder`; raises `UserError` if that fails."""
     for component in COMPONENTS:
-        # Quoted: YAML reads some names, such as `12:30`, as a number.
+        # Quoted, since YAML reads some names, such as `12:30`, as a number.
         quoted = f"image: {json.dumps(image)}"
-        text = _compiled(component).replace(f"image: {IMAGE}", quoted)
+        text = _compile(component).replace(f"image: {IMAGE}", quoted)
         _write(folder / f"{component.name}.yaml", text)
 
 
@@ -81,16 +81,16 @@ def image_remark(image: str) -> str:
 
 
 def _text_of_pipeline(image: str, pods: StepPods, config: Config | None) -> str:
-    return _compiled(cluster_pipeline(image, pods, config))
+    return _compile(cluster_pipeline(image, pods, config))
 
 
-def _compiled(source: object) -> str:
+def _compile(source: object) -> str:
     with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
         # The compiler accepts no other suffix.
         path = Path(folder, "compiled.yaml")
         compiler.Compiler().compile(source, str(path))
         text = path.read_text(encoding="utf-8")
-    # A comment of KFP with the sections of a default in an order that no two processes share.
+    # KFP's comment with the sections of a default, in an order that differs between processes.
     return _DEFAULT_MAPPING.sub(r"\1", text)
 
 
@@ -109,13 +109,13 @@ def _write(output: Path, text: str) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
-# Of a digest and of a commit in the name of a version: enough to be unique.
+# Characters of a digest and of a commit in a version name: enough to be unique.
 DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
-# Seven times as fast, where PyYAML has it.
+# PyYAML's C loader, if installed, is seven times as fast.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SUFFIXES = (".yaml", ".yml")
 _DEFAULT_MAPPING = re.compile(rf"^(#\s+{SETTINGS}: dict) \[Default: .*\]$", re.MULTILINE)
-# A key of its own line in the compiled YAML, that no configuration has.
+# A top-level key of the compiled YAML that no configuration has.
 _OF_PIPELINE = re.compile(r"(pipelineInfo|deploymentSpec|schemaVersion):")
 
 
@@ -134,12 +134,12 @@ class Package:
 
     @property
     def image(self) -> str:
-        """The default of the run parameter `image`; empty where there is none."""
+        """The default of the run parameter `image`; empty if there is none."""
         return str(read_defaults(self.spec).get("image", ""))
 
     @contextmanager
-    def written(self) -> Iterator[str]:
-        """Write the YAML to a file, for the KFP client, until the block ends; yield its path."""
+    def write_temporary(self) -> Iterator[str]:
+        """Write the YAML to a temporary file for the KFP client; yield its path."""
         with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
             path = Path(folder, "pipeline.yaml")
             path.write_text(self.text, encoding="utf-8")
@@ -154,13 +154,13 @@ class Package:
 def own_package(
     image: str = "", pods: StepPods = NO_SETTINGS, config: Config | None = None
 ) -> Package:
-    """Return our pipeline, compiled now; raises `ConfigError`."""
+    """Compile and return Flotilla's pipeline; raises `ConfigError`."""
     check_image(image)
     return _package(_text_of_pipeline(image or IMAGE, pods, config), "the pipeline")
 
 
 def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> Package:
-    """Return the pipeline that is compiled in `file`; raises `ConfigError`."""
+    """Return the compiled pipeline in `file`; raises `ConfigError`."""
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(
@@ -177,7 +177,7 @@ def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> P
 
 
 def is_compiled(file: Path) -> bool:
-    """Say whether a file is a compiled pipeline, and no configuration."""
+    """Return whether a file is a compiled pipeline, not a configuration."""
     try:
         with file.open(encoding="utf-8") as lines:
             return any(_OF_PIPELINE.match(line) for line in lines)
@@ -186,7 +186,7 @@ def is_compiled(file: Path) -> bool:
 
 
 def read_mark(spec: Mapping[str, Any] | None) -> str:
-    """Return the mark of the Flotilla that has compiled a pipeline; empty where it has none."""
+    """Return the mark of the Flotilla that compiled a pipeline; empty if it has none."""
     pipeline = (spec or {}).get("pipeline_spec") or spec or {}
     executors = (pipeline.get("deploymentSpec") or {}).get("executors") or {}
     for executor in executors.values():
@@ -196,13 +196,13 @@ def read_mark(spec: Mapping[str, Any] | None) -> str:
 
 
 def list_parameters(spec: Mapping[str, Any] | None) -> set[str] | None:
-    """Return the names of the run parameters; None where the spec has none of a pipeline."""
+    """Return the names of the run parameters; None if the spec is not a pipeline."""
     declared = _inputs(spec)
     return None if declared is None else set(declared)
 
 
 def read_defaults(spec: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the run parameters that have a default, with it."""
+    """Return the run parameters that have a default, with the default."""
     declared = _inputs(spec) or {}
     return {
         name: each["defaultValue"]

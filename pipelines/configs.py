@@ -1,4 +1,4 @@
-"""The example configurations and the example table that come with the package."""
+"""The example configurations and the example table in the package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# A table has no comment that says what it is.
+# A table has no comment that describes it.
 _TABLES = {
     "tumors.csv": "569 tumours by 30 measures of their cells; the column to predict is diagnosis."
 }
@@ -17,14 +17,14 @@ _TABLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A file that comes with the package, and what it is in a sentence."""
+    """A file of the package, and its description in a sentence."""
 
     name: str
     description: str
 
 
 def list_examples() -> tuple[Example, ...]:
-    """Return the files that come with the package, the configurations first."""
+    """Return the example files of the package, configurations first."""
     found = sorted(files("flotilla").joinpath("configs").iterdir(), key=lambda each: each.name)
     configurations = [
         Example(name=each.name, description=_first_sentence(each.read_text(encoding="utf-8")))
@@ -36,10 +36,10 @@ def list_examples() -> tuple[Example, ...]:
 
 
 def copy_example(name: str, folder: str | Path = ".") -> Path:
-    """Copy a file by its name, with or without its ending, into a folder; return its path.
+    """Copy an example by name, with or without extension, into a folder; return its path.
 
     Raises:
-        ConfigError: there is no such file, or another one of this name is in the folder.
+        ConfigError: there is no such example, or the folder has a file of this name.
     """
     every = [each.name for each in list_examples()]
     names = {key: each for each in every for key in (each, Path(each).stem)}
@@ -49,7 +49,7 @@ def copy_example(name: str, folder: str | Path = ".") -> Path:
     path = Path(folder, names[name])
     content = files("flotilla").joinpath("configs", path.name).read_bytes()
     try:
-        # Exclusive, so that a file of the user's is never written over.
+        # Exclusive, so that a user's file is never overwritten.
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         raise ConfigError(f"{path} exists; rename or remove it first") from None

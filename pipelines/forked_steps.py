@@ -1,7 +1,7 @@
-"""The steps of a run on this machine as processes that are forked, in place of new ones.
+"""Runs the steps of a local run as forked processes instead of new ones.
 
-KFP's runner starts a Python for each step, which imports KFP and TensorFlow again. Here a fork
-server does so once for a run; where none can be forked the runner works as it always does.
+KFP's runner starts a Python process for each step, which imports KFP and TensorFlow again. Here a
+fork server imports them once for a run; if it cannot fork, the runner starts processes as usual.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.tensorflow_import import has_gpus
 
-# What KFP's runner puts between the command and the source of a step.
+# Arguments that KFP's runner puts between the command and the source of a step.
 _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
 _EXECUTOR = "kfp.dsl.executor_main"
 _AT_ONCE = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
 _OF_STEPS = {step.name: step.loads for step in STEPS}
-#: KFP looks at it when it is imported: it loads what a running step needs, and no more.
+# : KFP reads this variable on import, and loads only what a running step needs.
 KFP_RUNTIME = "_KFP_RUNTIME"
 # In the order in which a run needs them.
 _LATER = (
@@ -40,14 +40,14 @@ _LATER = (
     *dict.fromkeys(MODULES.values()),
     *dict.fromkeys(filter(None, _OF_STEPS.values())),
 )
-# Pipelines that are sure to need TensorFlow.
+# Pipelines that certainly need TensorFlow.
 TRAINING = ("run", "train", "train_on")
 _SECONDS_TO_END = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Addresses:
-    """Addresses of the two servers of a run; `tensorflow` is empty where none has loaded it."""
+    """Addresses of the two servers of a run; `tensorflow` is empty if no server has imported it."""
 
     steps: str
     tensorflow: str
@@ -55,13 +55,13 @@ class _Addresses:
 
 @contextmanager
 def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
-    """Start a fork server for this block, where that is possible; yield what lets KFP fork."""
+    """Start a fork server for this block, if possible; yield the patch that makes KFP fork."""
     asked = os.environ.pop(forked.VARIABLE, "")
     if asked == forked.NONE or not _is_possible():
         yield lambda: None
         return
     steps = [f"flotilla.components.{step.name}" for step in STEPS]
-    # A copy of a process that has seen a GPU cannot use it.
+    # A copy of a process that has initialized a GPU cannot use it.
     later = pipeline in TRAINING and not has_gpus()
     name = f"flotilla-{secrets.token_hex(8)}"
     addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
@@ -75,25 +75,25 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
 
 
 def _fork_steps(addresses: _Addresses) -> None:
-    # It takes a second to load, in which the server starts.
+    # It takes a second to load, while the server starts.
     from kfp.local import subprocess_task_handler  # noqa: PLC0415
 
     as_ever = subprocess_task_handler.run_local_subprocess
 
     def run(full_command: list[str], env_vars: Mapping[str, str] | None = None) -> int:
-        code = _forked(addresses, full_command, env_vars or {})
+        code = _run_forked(addresses, full_command, env_vars or {})
         return as_ever(full_command, env_vars) if code is None else code
 
     subprocess_task_handler.run_local_subprocess = run
 
 
 def _is_possible() -> bool:
-    # What watches the calls of this process, as a debugger does, would not watch those of a copy.
+    # A debugger or tracer of this process would not follow a forked copy.
     return sys.platform == "linux" and _has_descriptors_of_processes() and sys.gettrace() is None
 
 
 def _has_descriptors_of_processes() -> bool:
-    # Some containers refuse them, whatever the kernel and Python have.
+    # Some containers forbid them, even if the kernel and Python support them.
     try:
         own = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
@@ -146,7 +146,7 @@ def _server(
 
 def _environment() -> dict[str, str]:
     return {
-        # As tasks have them; some are read when TensorFlow is loaded.
+        # Tasks have the same variables; TensorFlow reads some of them on import.
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
         **os.environ,
@@ -156,10 +156,10 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _forked(
+def _run_forked(
     addresses: _Addresses, full_command: Sequence[str], env_vars: Mapping[str, str]
 ) -> int | None:
-    """Run a step in a forked process; return its exit code, None where it could not be forked."""
+    """Run a step in a forked process; return its exit code, None if it could not be forked."""
     if len(full_command) <= _ARGUMENTS or _EXECUTOR not in full_command[_SHELL]:
         return None
     arguments = list(full_command[_ARGUMENTS:])
@@ -187,7 +187,7 @@ def _forked(
     with open(reader, encoding="utf-8", errors="replace") as lines:
         if process is None:
             return None
-        # The runner has patched it: it indents what a step says.
+        # The runner has patched it to indent the output of a step.
         for line in lines:
             builtins.print(line, end="")  # noqa: T201
     builtins.print("\n")  # noqa: T201

@@ -1,4 +1,4 @@
-"""The model registry: which versions exist, which one is champion, and how that changes."""
+"""The model registry: lists versions, shows the champion, promotes and rolls back."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ModelVersion:
-    """One registered version of a model; its verdict is `promoted`, once a champion, or not.
+    """One registered version of a model; its verdict is `promoted` if it ever was champion.
 
-    `problem` is why the champion of the model is not known, or empty.
+    `problem` says why the champion of the model is unknown, or is empty.
     """
 
     name: str
@@ -60,7 +60,7 @@ class ModelDetails:
     fields: Mapping[str, Any]
 
     def __repr__(self) -> str:
-        """Return the version and where it is."""
+        """Return the version and its URI."""
         return notebook.short(
             "ModelDetails", f"{self.version.name}@{self.version.version}", self.uri
         )
@@ -72,7 +72,7 @@ class ModelDetails:
 
 
 def choose_root(root: str, workdir: str | Path) -> str:
-    """Return the storage root that was named, else that of the runs here; raises `ConfigError`."""
+    """Return the given storage root, else that of the local runs; raises `ConfigError`."""
     if root:
         require_uri("--root", root)
     return root or storage.uri_of(workdir)
@@ -83,7 +83,7 @@ def list_models(
 ) -> tuple[ModelVersion, ...]:
     """Return every version of one model, or of all; raises `UserError`.
 
-    Of all, one whose champion is not known hides no other.
+    An unknown champion of one model does not hide the other models.
 
     Example:
         for each in flotilla.models.list("digits"):
@@ -96,10 +96,10 @@ def _versions(root: str, name: str) -> tuple[ModelVersion, ...]:
     if name:
         made = registry.promotions(root, require_known(root, name))
         return tuple(_version(name, each, made) for each in registry.versions(root, name))
-    return tuple(each for other in registry.names(root) for each in _of_all(root, other))
+    return tuple(each for other in registry.names(root) for each in _list_versions(root, other))
 
 
-def _of_all(root: str, name: str) -> tuple[ModelVersion, ...]:
+def _list_versions(root: str, name: str) -> tuple[ModelVersion, ...]:
     try:
         return _versions(root, name)
     except UserError as error:
@@ -112,7 +112,7 @@ def _of_all(root: str, name: str) -> tuple[ModelVersion, ...]:
 def show(
     name: str, version: int = 0, *, workdir: str | Path = "runs", root: str = ""
 ) -> ModelDetails:
-    """Return one version, the champion where the number is 0; raises `ConfigError`.
+    """Return one version, or the champion for number 0; raises `ConfigError`.
 
     Example:
         flotilla.models.show("digits").uri
@@ -133,7 +133,7 @@ def show(
 
 
 def promote(name: str, version: int, *, workdir: str | Path = "runs", root: str = "") -> Promotion:
-    """Make a version the champion, and tell the trackers; raises `UserError`.
+    """Make a version the champion, and notify the trackers; raises `UserError`.
 
     Example:
         flotilla.models.promote("digits", 3)
@@ -142,32 +142,33 @@ def promote(name: str, version: int, *, workdir: str | Path = "runs", root: str 
     require_known(place, name)
     after = registry.newest(place, name)
     made = registry.promote(place, name, version, after=after, by=_user())
-    return _announced(place, name, made)
+    return _announce(place, name, made)
 
 
 def rollback(name: str, *, workdir: str | Path = "runs", root: str = "") -> Promotion:
-    """Make the version before the champion the champion again; raises `UserError`.
+    """Make the previous champion the champion again; raises `UserError`.
 
     Example:
         flotilla.models.rollback("digits").version
     """
     place = choose_root(root, workdir)
     require_known(place, name)
-    return _announced(place, name, registry.rollback(place, name, by=_user()))
+    return _announce(place, name, registry.rollback(place, name, by=_user()))
 
 
-def _announced(root: str, name: str, made: Promotion) -> Promotion:
-    # `registry.hub` is in the version, too: an address in a bucket is none to send a token to.
+def _announce(root: str, name: str, made: Promotion) -> Promotion:
+    # The version's `registry.hub` is not used: a token must not be sent to an address from a
+    # bucket.
     try:
         registration.announce(root, name, made.version, hub="")
     except UserError as error:
-        # The promotion is made.
+        # The promotion itself has succeeded.
         log.warning("no tracker knows of it: %s", error)
     return made
 
 
 def require_known(root: str, name: str) -> str:
-    """Return the name of a registered model; raises `ConfigError` where there is none."""
+    """Return the name of a registered model; raises `ConfigError` if there is none."""
     found = registry.names(root)
     if name not in found:
         hint = nearest(name, found) or (f" (there is {', '.join(found)})" if found else "")
@@ -176,7 +177,7 @@ def require_known(root: str, name: str) -> str:
 
 
 def _version(name: str, version: registry.Version, made: Sequence[Promotion]) -> ModelVersion:
-    # The types of what is there were checked by the registry.
+    # The registry has checked the types of these values.
     fields = version.manifest.fields
     lineage = fields.get("lineage", {})
     metrics = lineage.get("metrics", {})
@@ -189,7 +190,7 @@ def _version(name: str, version: registry.Version, made: Sequence[Promotion]) ->
         main_metric=main.name,
         better=main.better,
         metrics=metrics,
-        # A version of before it was written down has its metrics alone.
+        # A version registered before these fields existed only has its metrics.
         measured=lineage.get("measured")
         or {"metric": main.name, "value": metrics.get(main.name), "better": main.better},
         global_step=fields.get("global_step", 0),
@@ -203,9 +204,9 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError):
-        # A container may run as a number without a name.
+        # A container may run as a numeric user without a name.
         return "a person"
 
 
-# In the public interface this module is `flotilla.models`.
+# The public interface exports this module as `flotilla.models`.
 list = list_models

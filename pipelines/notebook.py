@@ -1,4 +1,4 @@
-"""How a notebook draws a result: a heading and a small table, every text escaped and masked."""
+"""The notebook display of a result: a heading and a small table, escaped and masked."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ _MOST_ROWS = 100
 
 
 def short(name: str, *words: object, **metrics: object) -> str:
-    """Return the one line that a prompt shows: `RunResult(digits-1 blessed, accuracy=0.97)`."""
+    """Return the one-line text for a prompt: `RunResult(digits-1 blessed, accuracy=0.97)`."""
     said = " ".join(str(each) for each in words if each not in ("", None))
     values = [f"{key}={round_value(value)}" for key, value in metrics.items() if value is not None]
     return unbroken(f"{name}({', '.join(filter(None, [said, *values]))})")
 
 
 def card(heading: str, facts: Mapping[str, object]) -> str:
-    """Return a heading above the facts that are known, a line each."""
+    """Return a heading and the known facts, one per line."""
     rows = [(name, value) for name, value in facts.items() if value not in ("", None, (), {}, [])]
     return table(heading, ("", ""), rows)
 
 
 def table(heading: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a heading above a table; of a long one the first rows, and how many follow."""
+    """Return a heading and a table; of a long table, the first rows and the number of others."""
     found = [[_cell(value) for value in row] for row in rows]
     left = len(found) - _MOST_ROWS
-    lines = [f"<p><b>{_escaped(heading)}</b></p><table>"]
+    lines = [f"<p><b>{_escape(heading)}</b></p><table>"]
     if any(heads):
-        lines.append(f"<tr>{''.join(f'<th>{_escaped(head)}</th>' for head in heads)}</tr>")
+        lines.append(f"<tr>{''.join(f'<th>{_escape(head)}</th>' for head in heads)}</tr>")
     lines += [
-        f"<tr>{''.join(f'<td>{_escaped(cell)}</td>' for cell in row)}</tr>"
+        f"<tr>{''.join(f'<td>{_escape(cell)}</td>' for cell in row)}</tr>"
         for row in found[:_MOST_ROWS]
     ]
     return "".join([*lines, "</table>", f"<p>and {left} more rows</p>" if left > 0 else ""])
@@ -43,5 +43,5 @@ def _cell(value: object) -> str:
     return round_value(value) if isinstance(value, float) else format_value(value)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return html.escape(unbroken(text))

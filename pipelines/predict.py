@@ -1,4 +1,4 @@
-"""Predictions of an exported model: which model is meant, and the process that asks it."""
+"""Predictions of an exported model: finds the model, and runs the prediction process."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
-    """What a model answered.
+    """The result of a prediction.
 
     Attributes:
         model: URI of the model.
-        output: the file that was written, `-` for standard output, empty for none.
-        rows: how many were answered.
-        skipped: rows that could not be read.
-        unsound: rows with an answer that is not finite.
-        seconds: from the first row read to the last one written.
-        closed: whether the reader of standard output went away before the end.
-        predictions: the answers in the order of the input, where no output was named.
+        output: the written file, `-` for standard output, empty for none.
+        rows: number of answered rows.
+        skipped: number of unreadable rows.
+        unsound: number of rows with a non-finite answer.
+        seconds: from the first row read to the last row written.
+        closed: whether the reader closed standard output before the end.
+        predictions: the answers in the order of the input, if no output was given.
     """
 
     model: str
@@ -64,7 +64,7 @@ class Prediction:
 
     @property
     def rows_per_second(self) -> float:
-        """Rows written in a second, without the time to load the model."""
+        """Rows written per second, without the time to load the model."""
         return self.rows / self.seconds if self.seconds else 0.0
 
     def __repr__(self) -> str:
@@ -93,23 +93,23 @@ def predict(
     root: str = "",
     on_event: Callable[[Event], None] | None = None,
 ) -> Prediction:
-    """Ask a model about data of any size: classes, probabilities, numbers; raises `UserError`.
+    """Predict classes, probabilities or numbers for data of any size; raises `UserError`.
 
     Args:
         model: a run, `NAME` (its champion), `NAME@VERSION`, or the URI of a model.
         inputs: files, folders, patterns or URIs: CSV, JSONL, Parquet, images; or rows: a list of
             mappings, or a data frame.
-        output: the file to write: .csv, .jsonl or .parquet; `-` for standard output. Without one
-            the answers are in the result.
-        to: the form of the output, where its name does not say it.
-        format: the form of the inputs, where their names do not say it.
-        split: of a dataset; that of the model where there are no inputs.
-        columns: of the input, to copy to the rows; a text has commas between them; `*` for all.
-        batch_size: examples in a batch; as in the evaluation when 0.
-        skip_bad: whether rows that cannot be read are left out.
-        workdir: the folder of the runs on this machine.
+        output: the file to write: .csv, .jsonl or .parquet; `-` for standard output. Without it the
+            answers are in the result.
+        to: the format of the output, if its name does not imply it.
+        format: the format of the inputs, if their names do not imply it.
+        split: of the model's dataset, if there are no inputs.
+        columns: input columns to copy to the rows, as a list or comma-separated; `*` for all.
+        batch_size: examples per batch; 0 means that of the evaluation.
+        skip_bad: whether to leave out unreadable rows.
+        workdir: the folder of local runs.
         root: the storage root of the registry; `workdir` when empty.
-        on_event: called with what the process says of its work and of the data.
+        on_event: called with each event of the process, about its work or the data.
 
     Example:
         answers = flotilla.predict("churn", [{"age": 41, "plan": "basic"}]).predictions
@@ -118,7 +118,7 @@ def predict(
     named = columns.split(",") if isinstance(columns, str) else columns
     request: dict[str, Any] = {"format": format, "split": split, "columns": [*filter(None, named)]}
     request |= {"batch_size": batch_size, "skip_bad": skip_bad}
-    with _as_files(inputs) as given, _place(str(output)) as place:
+    with _write_inputs(inputs) as given, _place(str(output)) as place:
         _check_inputs(given, split)
         request |= {
             "inputs": given,
@@ -128,14 +128,14 @@ def predict(
         if place != STANDARD_OUTPUT:
             check_output(place, given)
             request["output"] = os.path.abspath(place)
-        request["model"] = _uri_of(model, workdir, root)
-        found = answered(request, on_event or (lambda _event: None))
-        return found if output else replace(found, output="", predictions=_rows_in(place))
+        request["model"] = _find_model(model, workdir, root)
+        found = answer(request, on_event or (lambda _event: None))
+        return found if output else replace(found, output="", predictions=_read_rows(place))
 
 
 @contextmanager
 def _place(output: str) -> Iterator[str]:
-    """Yield the output that was named, or else a file that is there for as long."""
+    """Yield the given output, or else a temporary file."""
     if output:
         yield output
         return
@@ -143,12 +143,12 @@ def _place(output: str) -> Iterator[str]:
         yield str(Path(name) / "rows.jsonl")
 
 
-def _rows_in(file: str) -> tuple[dict[str, Any], ...]:
+def _read_rows(file: str) -> tuple[dict[str, Any], ...]:
     with open(file, encoding="utf-8") as lines:
         return tuple(json.loads(line) for line in lines)
 
 
-def _uri_of(model: str | RunResult, workdir: str | Path, root: str) -> str:
+def _find_model(model: str | RunResult, workdir: str | Path, root: str) -> str:
     if not isinstance(model, RunResult):
         return model_uri(model, models.choose_root(root, Path(workdir)))
     if uri := model.artifacts.get("model"):
@@ -157,8 +157,8 @@ def _uri_of(model: str | RunResult, workdir: str | Path, root: str) -> str:
 
 
 @contextmanager
-def _as_files(inputs: Any) -> Iterator[tuple[str, ...]]:
-    """Yield the paths and URIs of the inputs; rows are in a file for as long."""
+def _write_inputs(inputs: Any) -> Iterator[tuple[str, ...]]:
+    """Yield the paths and URIs of the inputs; write rows to a temporary file."""
     # A data frame.
     rows = inputs.to_dict("records") if hasattr(inputs, "to_dict") else inputs
     if isinstance(rows, str | os.PathLike):
@@ -173,7 +173,7 @@ def _as_files(inputs: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    """Return a row as JSON; what a data frame lacks is NaN."""
+    """Return a row as JSON; missing values of a data frame are NaN."""
     known = {
         str(name): None if isinstance(value, float) and math.isnan(value) else value
         for name, value in row.items()
@@ -191,7 +191,7 @@ def _check_inputs(given: tuple[str, ...], split: str) -> None:
 
 
 def model_uri(model: str, root: str) -> str:
-    """Return the URI of a model: a URI, a folder or `NAME[@VERSION]`; raises `ConfigError`."""
+    """Return the URI of a model: from a URI, a folder or `NAME[@VERSION]`; raises `ConfigError`."""
     if "://" in model:
         require_uri("MODEL", model)
         return model.rstrip("/") if "?" not in model else model
@@ -211,7 +211,7 @@ def model_uri(model: str, root: str) -> str:
 
 
 def choose_format(output: str, said: str) -> str:
-    """Return the form of the output, by word or by the ending of its name; raises `ConfigError`."""
+    """Return the output format, as given or by the file extension; raises `ConfigError`."""
     if output == STANDARD_OUTPUT:
         if said == "parquet":
             raise ConfigError("--to: parquet needs a file; name it by -o")
@@ -226,7 +226,7 @@ def choose_format(output: str, said: str) -> str:
 
 
 def check_output(output: str, inputs: tuple[str, ...]) -> None:
-    """Refuse an output that is a folder, or one of the inputs; raises `ConfigError`."""
+    """Refuse an output that is a folder or one of the inputs; raises `ConfigError`."""
     if "://" in output:
         raise ConfigError(f"-o: {output!r} is no path of this machine: write a file and copy it")
     path = Path(output)
@@ -238,11 +238,11 @@ def check_output(output: str, inputs: tuple[str, ...]) -> None:
                 raise ConfigError(f"-o: {output} is an input as well; name another file")
 
 
-def answered(request: dict[str, Any], on_event: Callable[[Event], None]) -> Prediction:
-    """Answer a `Request` as JSON in a process of its own, which writes rows to standard output.
+def answer(request: dict[str, Any], on_event: Callable[[Event], None]) -> Prediction:
+    """Answer a JSON `Request` in a separate process, which writes rows to standard output.
 
-    `on_event` is called with what that process says of its work and of the data. Raises
-    `UserError`, and `RunInterruptedError` at a signal: no part of the output is left.
+    `on_event` is called with each event of that process, about its work or the data. Raises
+    `UserError`, and `RunInterruptedError` at a signal; no partial output remains.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-predict-") as name:
         folder = Path(name)
@@ -253,7 +253,7 @@ def answered(request: dict[str, Any], on_event: Callable[[Event], None]) -> Pred
             events.Follower(folder / EVENTS) as follower,
             signals.handle_interrupts(lambda: interrupts.append(1)),
         ):
-            child = _started(folder)
+            child = _start(folder)
             try:
                 while child.poll() is None and not interrupts:
                     with suppress(subprocess.TimeoutExpired):
@@ -273,7 +273,7 @@ def answered(request: dict[str, Any], on_event: Callable[[Event], None]) -> Pred
         return Prediction(model=request["model"], output=request["output"], **summary)
 
 
-def _started(folder: Path) -> subprocess.Popen[bytes]:
+def _start(folder: Path) -> subprocess.Popen[bytes]:
     words = ["predict", "--request", str(folder / "request.json"), "--workdir", str(folder)]
     variables = {
         events.VARIABLE: str(folder / EVENTS),
@@ -281,14 +281,15 @@ def _started(folder: Path) -> subprocess.Popen[bytes]:
         "TMPDIR": str(folder),
     }
     with (folder / "stderr.log").open("wb") as log:
-        # A session of its own: an interrupt reaches it once, from here, not from the terminal.
+        # A separate session: an interrupt reaches the process once, from here, not from the
+        # terminal.
         return child_process.start(
             "flotilla.trainer", *words, variables=variables, stderr=log, start_new_session=True
         )
 
 
 def _remove_part(child: subprocess.Popen[bytes], output: str) -> None:
-    """Remove what a process that was ended has left of the output."""
+    """Remove the partial output of a process that was ended."""
     if output != STANDARD_OUTPUT:
         path = Path(output)
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""What each step gets on a cluster: its image, resources, secret, deadline, retries and pods.
+"""The settings of each step on a cluster: image, resources, secret, deadline, retries and pods.
 
-The image is a run parameter; all else is compiled into the pods, see
+The image is a run parameter; the other settings are compiled into the pods, see
 `docs/decisions/0009-pipeline.md`.
 """
 
@@ -24,7 +24,7 @@ from flotilla.trainer.storage.uri import find_scheme
 
 
 def check_image(name: str) -> None:
-    """Raise a `ConfigError` unless `name` is the name of an image, or empty for the default."""
+    """Raise a `ConfigError` unless `name` is a valid image name, or empty for the default."""
     try:
         if name:
             pod_fields.image(name)
@@ -33,7 +33,7 @@ def check_image(name: str) -> None:
 
 
 def check_target(pipeline_root: str, service_account: str) -> None:
-    """Raise a `ConfigError` for what no driver of KFP takes; empty for the instance's default."""
+    """Raise a `ConfigError` for a root that KFP's driver refuses; empty is the default root."""
     try:
         if pipeline_root and find_scheme(pipeline_root) == "file":
             raise ConfigError(
@@ -51,13 +51,13 @@ def check_target(pipeline_root: str, service_account: str) -> None:
 
 
 _DAY = 24 * 3600
-#: Deadline of the whole run; longer than the deadlines of all its steps together.
+# : Deadline of the whole run, longer than the deadlines of all its steps together.
 RUN_SECONDS = 35 * _DAY
-#: How long the pods of an ended run, and with them their logs, are retained.
+# : How long the pods of an ended run, and with them their logs, are retained.
 RETENTION_SECONDS = 7 * _DAY
 _GPU = "nvidia.com/gpu"
-# KFP writes the id of a run in the place of this text, wherever a compiled pipeline has it, before
-# its pods are made. Its own placeholders are none in labels, which it takes at this time alone.
+# KFP replaces this text by the run id everywhere in a compiled pipeline, before it creates pods.
+# KFP's own placeholders do not work in labels, which are read at that time only.
 _RUN_ID = "{{workflow.uid}}"
 
 
@@ -68,18 +68,18 @@ def configuration() -> dsl.PipelineConfig:
     )
 
 
-# KFP names the volume like its claim: no dots.
+# KFP names the volume like its claim, which excludes dots.
 _CLAIM = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _PATH = re.compile(r"(/[^/:\s{}]+)+")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Folders of KFP's own in the pod of a step, and those without which Python does not start.
+# KFP's folders in the pod of a step, and folders without which Python does not start.
 _TAKEN = (
     "/kfp-launcher", "/gcs", "/s3", "/minio", "/.local", "/.cache", "/.config",
     "/bin", "/dev", "/etc", "/lib", "/proc", "/sys", "/usr",
 )  # fmt: skip
 _OWN_VARIABLES = ("KFP_", "FLOTILLA_RUN", "TF_CONFIG")
 _OWN_LABELS = (names.APP, "pipelines.kubeflow.org/", "pipeline/", "workflows.argoproj.io/")
-#: Where a step keeps what it does not publish.
+# : The folder for a step's temporary files.
 SCRATCH, SCRATCH_FOLDER = "scratch", "/tmp"
 
 
@@ -119,15 +119,15 @@ class StepPods:
     """Settings of the pods of the steps.
 
     Attributes:
-        cpu, memory: of each working step, quantities; with `cluster.launcher: local` the whole
+        cpu, memory: quantities for each step that works; with `cluster.launcher: local` the whole
             training cluster shares those of its step.
-        gpus: of the steps that compute with the model.
-        node_selector, tolerations: of the working steps, as Kubernetes writes them.
-        store_secret: secret with the keys of the object store; an absent one is left out.
-        pull_secrets: names of secrets of the registry of the image.
-        mounts: folder by claim of a volume, for the step that prepares data.
-        scratch: most bytes of the folder for temporary files, a quantity; empty: no limit.
-        variables: of the environment; never a secret, as the pipeline shows them.
+        gpus: for the steps that compute with the model.
+        node_selector, tolerations: for the steps that work, in Kubernetes' format.
+        store_secret: secret with the keys of the object store; optional in the cluster.
+        pull_secrets: names of the image pull secrets.
+        mounts: mount path by persistent volume claim, for the step that prepares data.
+        scratch: size limit of the folder for temporary files, a quantity; empty: no limit.
+        variables: environment variables; no secrets, since the pipeline shows them.
     """
 
     cpu: str = "1"
@@ -143,7 +143,7 @@ class StepPods:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse what the pod of a step cannot have; raises `ConfigError`."""
+        """Refuse settings that the pod of a step cannot have; raises `ConfigError`."""
         checked: tuple[tuple[str, Callable[[Any], object], Iterable[Any]], ...] = (
             ("--cpu", pod_fields.quantity, [self.cpu]),
             ("--memory", pod_fields.memory, [self.memory]),
@@ -168,19 +168,19 @@ class StepPods:
             raise ConfigError(f"--mount {max(folders, key=folders.count)} is given twice")
 
     def apply(self, task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
-        """Set up a task of the pipeline by its row of the table; `given` are run parameters."""
+        """Configure a task of the pipeline by its row of the table; `given` are run parameters."""
         task.set_container_image(given["image"])
         self._set_resources(task, step)
         self._set_pod(task, step)
         kubernetes.set_timeout(task, step.deadline_seconds)
-        # All else that the Pod Security Standard `restricted` requires KFP sets by itself.
+        # KFP itself sets the other requirements of the Pod Security Standard `restricted`.
         kubernetes.set_security_context(task, run_as_non_root=True)
         if step.retries:
             task.set_retry(
                 step.retries,
                 backoff_duration="60s",
                 backoff_factor=2.0,
-                # KFP counts from the start of the first attempt to the end of each later one: its
+                # KFP's limit spans the start of the first attempt to the end of the last: its
                 # default of one hour would allow no second attempt of a longer step.
                 backoff_max_duration=f"{RUN_SECONDS}s",
             )
@@ -190,7 +190,8 @@ class StepPods:
             task.set_cpu_request("100m").set_cpu_limit("1")
             task.set_memory_request("512Mi").set_memory_limit("2Gi")
             return
-        # Request and limit are the same: what is not reserved may be missing when it is needed.
+        # Request and limit are equal, since unreserved resources may be missing when they are
+        # needed.
         task.set_cpu_request(self.cpu).set_cpu_limit(self.cpu)
         task.set_memory_request(self.memory).set_memory_limit(self.memory)
         if step.may_use_gpus and self.gpus != "0":
@@ -206,7 +207,8 @@ class StepPods:
             kubernetes.add_pod_label(task, key, value)
         for name, value in self.variables.items():
             task.set_env_variable(name, value)
-        # A light step runs where the pods of KFP run: the last one reports, whatever the rest is.
+        # A light step runs where KFP's pods run: the last one reports, even if other nodes are
+        # full.
         if not step.is_light:
             self._place(task)
         if step.name == PREPARE:
@@ -219,7 +221,8 @@ class StepPods:
         if self.tolerations:
             kubernetes.add_toleration_json(task, list(map(dict, self.tolerations)))
         if self.scratch:
-            # Its root belongs to everyone, while KFP cannot give a new volume to the image's user.
+            # The root directory is world-writable, since KFP cannot give a new volume to the
+            # image's user.
             kubernetes.empty_dir_mount(task, SCRATCH, SCRATCH_FOLDER, size_limit=self.scratch)
 
 
@@ -238,7 +241,7 @@ def step_pods(
 ) -> StepPods:
     """Return the settings from `CLAIM:FOLDER`, `KEY=VALUE`, `NAME=VALUE`; raises `ConfigError`.
 
-    A toleration is YAML or JSON; `texts` are further fields as they are.
+    A toleration is YAML or JSON; `texts` are further fields, passed unchanged.
     """
     return StepPods(
         node_selector=_pairs("--node-selector", node_selector, "=", "KEY=VALUE"),

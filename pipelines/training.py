@@ -1,4 +1,4 @@
-"""The pipeline: wiring only; `flotilla.components.table` has the properties of each step.
+"""The wiring of the pipeline; `flotilla.components.table` has the properties of each step.
 
 The run parameters are the fields of the form, see `flotilla.trainer.config.form`, and the image.
 """
@@ -23,18 +23,18 @@ from flotilla.trainer.config.form import FIELDS, SETTINGS, Field, to_form
 from flotilla.trainer.config.schema import Config
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
-#: The field of the form that is no key of the configuration.
+# : The field of the form that is not a configuration key.
 IMAGE_FIELD = Field(name="image", key=(), type=str, description="image of all steps and tasks")
-# It stands before where a run publishes.
+# Prefix of the URI where a run publishes.
 _BEFORE = "storage_root"
 
 
-def component_of(step: StepSpec) -> Any:
+def load_component(step: StepSpec) -> Any:
     """Return the KFP component of a row of the table."""
     return getattr(import_module(f"flotilla.components.{step.name}"), step.name)
 
 
-COMPONENTS = tuple(map(component_of, STEPS))
+COMPONENTS = tuple(map(load_component, STEPS))
 
 
 def _fields() -> Iterator[Field]:
@@ -44,7 +44,7 @@ def _fields() -> Iterator[Field]:
         yield field
 
 
-def signature_of(
+def make_signature(
     image: str = IMAGE, defaults: Mapping[str, Any] | None = None
 ) -> inspect.Signature:
     """Return the run parameters; `defaults` are values of fields, as `to_form` returns them."""
@@ -62,30 +62,30 @@ def signature_of(
     )
 
 
-SIGNATURE = signature_of()
+SIGNATURE = make_signature()
 
 
 class Wiring:
-    """The steps of one pipeline, each set up for the place where it runs."""
+    """The steps of one pipeline, configured for the place where it runs."""
 
     def __init__(self, place: Place, values: tuple[Any, ...], secret: str = "") -> None:
-        """Take the values of the run parameters; `place` sets up a task by them.
+        """Store the values of the run parameters; `place` configures a task with them.
 
-        `secret` is the name of that with the keys of the object store, for the training job.
+        `secret` is the name of the secret with the keys of the object store, for the training job.
         """
         self.given = SIGNATURE.bind(*values).arguments
         self._place, self._secret = place, secret
 
     def step(self, component: Any, **inputs: Any) -> Any:
-        """Add a step as its row of the table says; raises `LookupError` where it has none."""
+        """Add the step of a row of the table; raises `LookupError` if there is none."""
         row = find_step(component.name)
         task = component(**inputs)
         self._place(task, row, self.given)
-        # A dataset is found again by its key, and all else depends on more than its inputs.
+        # A dataset is identified by its key; the other steps depend on more than their inputs.
         task.set_caching_options(False)
         return task
 
-    def prepared(self, **more: Any) -> Any:
+    def prepare(self, **more: Any) -> Any:
         """Prepare the dataset; return the outputs of that step."""
         given = {each.name: self.given[each.name] for each in FIELDS}
         run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
@@ -93,24 +93,24 @@ class Wiring:
 
     @contextmanager
     def ready(self, **more: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Prepare the dataset; yield, where the run trains, what the next steps take.
+        """Prepare the dataset; if the run trains, yield the inputs of the next steps.
 
-        That is what every step takes, and the dataset.
+        These are the common inputs of all steps, and the dataset.
         """
-        prepared = self.prepared(**more)
+        prepared = self.prepare(**more)
         with dsl.If(prepared.outputs["Output"] == READY, name=READY):
-            yield run_of(prepared), flows(prepared, "dataset", uri="dataset_uri")
+            yield common_inputs(prepared), flows(prepared, "dataset", uri="dataset_uri")
 
-    def trained(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> dict[str, Any]:
+    def train(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> dict[str, Any]:
         """Train; return the final checkpoint as the inputs of the next steps."""
-        return flows(self.step(train_model, **run, **dataset, **self.of_pods()), "checkpoint")
+        return flows(self.step(train_model, **run, **dataset, **self.pod_settings()), "checkpoint")
 
-    def of_pods(self) -> dict[str, Any]:
-        """Return what the pods of a training job get of the run."""
+    def pod_settings(self) -> dict[str, Any]:
+        """Return the run's settings for the pods of a training job."""
         return {"image": self.given["image"], "store_secret": self._secret}
 
-    def at_exit(self, component: Any, **more: Any) -> Any:
-        """Add the step that runs at the end whatever happened, with what ends the jobs."""
+    def add_exit_step(self, component: Any, **more: Any) -> Any:
+        """Add the exit step, which always runs last, with the parameters to end the jobs."""
         return self.step(
             component,
             root=self.given["storage_root"],
@@ -120,24 +120,27 @@ class Wiring:
         )
 
 
-def run_of(prepared: Any) -> dict[str, Any]:
-    """Return what every step after the first one takes."""
+def common_inputs(prepared: Any) -> dict[str, Any]:
+    """Return the common inputs of all steps after the first one."""
     return {key: prepared.outputs[key] for key in ("config", "root", "run_id")}
 
 
 def flows(task: Any, output: Output, *, uri: str = "Output") -> dict[str, Any]:
-    """Return what a step publishes as inputs of others: its URI, and its descriptor next to it."""
+    """Return the outputs of a step as inputs of others: its URI and its descriptor."""
     made = {output: uri, f"{output}_descriptor": output}
     return {name: task.outputs[key] for name, key in made.items()}
 
 
 def training(wiring: Wiring) -> None:
     """Train a model that passes its gate: from a dataset by name to a promoted, exported model."""
-    with dsl.ExitHandler(wiring.at_exit(finish), name="run"), wiring.ready() as (run, dataset):
-        promoted(wiring, run, {**dataset, **wiring.trained(run, dataset)})
+    with (
+        dsl.ExitHandler(wiring.add_exit_step(finish), name="run"),
+        wiring.ready() as (run, dataset),
+    ):
+        promote(wiring, run, {**dataset, **wiring.train(run, dataset)})
 
 
-def promoted(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> None:
+def promote(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> None:
     """Evaluate a checkpoint; export and register it where the gate lets it pass."""
     gate = wiring.step(evaluate_model, **run, **made)
     blessed = find_maker("decision").accepts
@@ -148,29 +151,29 @@ def promoted(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> No
 
 def preparing(wiring: Wiring) -> None:
     """Prepare data and check it."""
-    wiring.prepared(is_whole_run=False)
+    wiring.prepare(is_whole_run=False)
 
 
 def training_only(wiring: Wiring) -> None:
     """Prepare data, check it and train."""
     with wiring.ready(is_whole_run=False) as (run, dataset):
-        wiring.trained(run, dataset)
+        wiring.train(run, dataset)
 
 
 def training_on(wiring: Wiring, dataset: Any) -> None:
     """Train on a published dataset."""
-    prepared = wiring.prepared(published=dataset, is_whole_run=False)
-    wiring.trained(run_of(prepared), {"dataset": prepared.outputs["dataset_uri"]})
+    prepared = wiring.prepare(published=dataset, is_whole_run=False)
+    wiring.train(common_inputs(prepared), {"dataset": prepared.outputs["dataset_uri"]})
 
 
-def _on_this_machine(_task: Any, _row: StepSpec, _given: Mapping[str, Any]) -> None:
-    """Leave a task as it is: a step on this machine is a process."""
+def _leave_unchanged(_task: Any, _row: StepSpec, _given: Mapping[str, Any]) -> None:
+    """Leave a task unchanged: a local step is a process."""
 
 
 def local_pipeline(wire: Any, name: str, *more: inspect.Parameter) -> Any:
     """Return a pipeline for KFP's local runner; `more` are its further parameters."""
     signature = SIGNATURE.replace(parameters=[*SIGNATURE.parameters.values(), *more])
-    return dsl.pipeline(_called(wire, _on_this_machine, signature), name=name)
+    return dsl.pipeline(_call_wiring(wire, _leave_unchanged, signature), name=name)
 
 
 def cluster_pipeline(
@@ -180,16 +183,16 @@ def cluster_pipeline(
 
     `image` and the values of `config` are the defaults of its form.
     """
-    signature = signature_of(image, to_form(config) if config else {})
+    signature = make_signature(image, to_form(config) if config else {})
     return pipeline_on_cluster(training, "flotilla-training", signature, pods)
 
 
 def pipeline_on_cluster(
     wire: Any, name: str, signature: inspect.Signature, pods: StepPods = NO_SETTINGS
 ) -> Any:
-    """Return a pipeline for a KFP instance, whose run parameters are those of `signature`."""
+    """Return a pipeline for a KFP instance with the run parameters of `signature`."""
     pipeline = dsl.pipeline(
-        _called(wire, pods.apply, signature, pods.store_secret),
+        _call_wiring(wire, pods.apply, signature, pods.store_secret),
         name=name,
         description=inspect.getdoc(wire),
         pipeline_config=configuration(),
@@ -200,7 +203,7 @@ def pipeline_on_cluster(
 
 
 def _offer_choices(spec: Any) -> None:
-    """Add the values that a run parameter may have: the KFP form draws a drop-down of them."""
+    """Add the allowed values of a run parameter, so that the KFP form shows a drop-down."""
     declared = spec.root.input_definitions.parameters
     for field in FIELDS:
         for choice in field.choices:
@@ -208,7 +211,7 @@ def _offer_choices(spec: Any) -> None:
 
 
 def _name_artifacts(spec: Any) -> None:
-    """Give what enters a group of steps the name of the output that it is, for the graph."""
+    """Name the inputs of a group of steps after the outputs they come from, for the graph."""
     _name_below(spec, spec.root.dag)
 
 
@@ -220,7 +223,7 @@ def _name_below(spec: Any, dag: Any) -> None:
         taken = task.inputs.artifacts
         for channel in list(taken):
             given = taken[channel]
-            # Into a group within a group it comes under the name that it has above.
+            # In a nested group it has the name from the outer group.
             name = given.task_output_artifact.output_artifact_key or given.component_input_artifact
             for artifacts in (taken, group.input_definitions.artifacts):
                 artifacts[name].CopyFrom(artifacts.pop(channel))
@@ -231,7 +234,7 @@ def _name_below(spec: Any, dag: Any) -> None:
         _name_below(spec, group.dag)
 
 
-def _called(wire: Any, place: Place, signature: inspect.Signature, secret: str = "") -> Any:
+def _call_wiring(wire: Any, place: Place, signature: inspect.Signature, secret: str = "") -> Any:
     def pipeline(*values: Any) -> None:
         count = len(SIGNATURE.parameters)
         wire(Wiring(place, values[:count], secret), *values[count:])

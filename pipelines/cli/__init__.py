@@ -1,1 +1,1 @@
-"""The command line: the only code that prints and knows exit codes."""
+"""The command line: only this code prints and sets exit codes."""

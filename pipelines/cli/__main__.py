@@ -1,7 +1,7 @@
-"""The console script `flotilla`: an interrupt is one line from its first moment on.
+"""The console script `flotilla`: reports an interrupt in one line, even during imports.
 
-A terminal that is closed (SIGHUP) is a SIGTERM to every command. What a command, or a process that
-it starts, leaves in the temporary folder goes with it, however it ends.
+The closing of a terminal (SIGHUP) acts as SIGTERM on every command. Temporary files of a command
+and of its processes are removed however it ends.
 """
 
 import atexit
@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-# As `flotilla.pipelines.cli.exit` has them: nothing can be imported in the middle of an import.
+# As in `flotilla.pipelines.cli.exit`, which cannot be imported during another import.
 INTERRUPTED = 130
 _OWN: list[tuple[int, str]] = []
 ANSWER = (
@@ -24,8 +24,8 @@ ANSWER = (
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    # Raised in the middle of an import, an exception could surface as another one. A run that has
-    # started has handlers of its own.
+    # An exception raised during an import could surface as another one. A run that has started has
+    # its own handlers.
     try:
         os.write(2, b"flotilla: interrupted\n")
         if "--json" in sys.argv:
@@ -38,7 +38,7 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
 def _catch() -> None:
     handlers = {signal.SIGINT: _end, signal.SIGTERM: _end, signal.SIGHUP: _hang_up}
     for number, handler in handlers.items():
-        # Whoever ignores them (`nohup`, a shell's background) has asked for that.
+        # A process that ignores them (`nohup`, background job of a shell) keeps ignoring them.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -48,8 +48,8 @@ def _hang_up(_number: int, _frame: FrameType | None) -> None:
 
 
 def _own_temporary() -> None:
-    """Give this process, and those that it starts, a temporary folder of their own."""
-    # Without one there is nothing to leave; who needs it says so.
+    """Give this process and its children a separate temporary folder."""
+    # Without a folder there is nothing to remove; code that needs one reports the error.
     with suppress(OSError):
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="flotilla-")
         _OWN.append((os.getpid(), tempfile.tempdir))
@@ -57,26 +57,26 @@ def _own_temporary() -> None:
 
 
 def _remove_temporary() -> None:
-    # A fork inherits what is called at the end.
+    # A forked child inherits exit handlers.
     for process, folder in _OWN:
         if process == os.getpid():
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def main() -> NoReturn:
-    """Handle interrupts, then load what takes time and run the command line."""
+    """Handle interrupts, then load the slow modules and run the command line."""
     _require_utf8()
     _catch()
     _open_closed_streams()
     _own_temporary()
     sys.excepthook = _show_bug
-    from flotilla.pipelines.cli.app import called
+    from flotilla.pipelines.cli.app import call
 
-    sys.exit(called(sys.argv[1:]))
+    sys.exit(call(sys.argv[1:]))
 
 
 def _open_closed_streams() -> None:
-    """Discard what is written to a closed stream (`>&-`), whose number a file would get."""
+    """Discard output to a closed stream (`>&-`), whose descriptor a file would otherwise get."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -87,7 +87,7 @@ def _open_closed_streams() -> None:
 
 
 def _require_utf8() -> None:
-    """Begin again with UTF-8 for the names of files and for texts, where the locale has another.
+    """Restart with UTF-8 for file names and texts if the locale has another encoding.
 
     A working folder, a column or a class may have any name, and all processes have to agree.
     """

@@ -1,7 +1,7 @@
-"""The command line `flotilla`: parse and call.
+"""The command line `flotilla`: parses arguments and calls commands.
 
-A command is a function in the file of its group here, and an option is a parameter of the function.
-Options that several commands take are in `options.py`.
+A command is a function in the file of its group, and an option is a parameter of the function.
+Options that several commands share are in `options.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from flotilla.pipelines.cli.options import (
     FormConfig,
     Label,
     Workdir,
+    add_pod_options,
     local_path,
-    of_pods,
 )
 from flotilla.pipelines.cli.predict import predict
 from flotilla.pipelines.cli.retention import COLLECTED, gc
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="flotilla",
     help="Declarative training pipelines on Kubeflow Pipelines: laptop and cluster alike.",
-    # Typer's own options guess the shell from the process tree; `completion` takes its name.
+    # Typer's options guess the shell from the process tree; `completion` takes its name.
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -61,9 +61,9 @@ ENDED = (
     "ended, `main_metric` and `better` where a model was evaluated."
 )
 COMPLETION_VARIABLE = "_FLOTILLA_COMPLETE"
-# An option that is gone.
+# A removed option.
 PARAMETER = "--parameter"
-# Commands that are gone, and what is used in their place.
+# Removed commands and their replacements.
 REMOVED = {
     "plan": "train for some steps with different numbers of tasks, and see `flotilla compare`"
 }
@@ -116,7 +116,7 @@ app.command(epilog="--json adds `trials`, `best` and `command`.")(sweep)
 
 @app.command("compile")
 @answers
-@of_pods
+@add_pod_options
 def compile_(
     pods: Any,
     config: FormConfig = None,
@@ -208,7 +208,7 @@ def _comparison_table(found: Comparison) -> Table:
             if name.startswith("seconds"):
                 texts = [duration(each) for each in row]
             if group == "test":
-                texts = _compared(row, found.intervals.get(name))
+                texts = _format_row(row, found.intervals.get(name))
             cells = [Text(text) for text in texts]
             if group == "test" and name == found.main_metric:
                 cells = [
@@ -222,8 +222,8 @@ def _comparison_table(found: Comparison) -> Table:
     return Table(rows=lines, right=found.runs, short=numbers)
 
 
-def _compared(row: list[Any], intervals: list[Any] | None) -> list[str]:
-    """Return the values of a metric, each with its difference to the first."""
+def _format_row(row: list[Any], intervals: list[Any] | None) -> list[str]:
+    """Return the values of a metric, each with its difference from the first."""
     from flotilla.trainer.report.headline import difference
     from flotilla.trainer.report.wording import like, round_value
 
@@ -255,7 +255,7 @@ def manifest(config: Config = None, label: Label = None, assignments: Assignment
     tree = render_job(configuration(config, assignments or (), label or ()))
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     if printable(text) != text:
-        # With escapes of YAML it is the same document.
+        # With YAML escapes it is the same document.
         text = yaml.safe_dump(tree, sort_keys=False)
     return Answer(more={"manifest": tree}, text=text)
 
@@ -291,14 +291,14 @@ def completion(
     return Answer(text=f"{script}\n", more={"script": script})
 
 
-def called(arguments: list[str]) -> int:
+def call(arguments: list[str]) -> int:
     """Run the command line; return the exit code."""
     as_json = "--json" in arguments
     mask_libraries()
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
-        # An option of `flotilla` itself, which has no other.
+        # An option of `flotilla` itself, which has no others.
         arguments = ["--version"]
-    if wrong := _argument_with_credentials(arguments) or _removed(arguments):
+    if wrong := _argument_with_credentials(arguments) or _refuse_removed(arguments):
         return fail(wrong, USAGE, as_json=as_json)
     if COMPLETION_VARIABLE in os.environ:
         completion_init()
@@ -313,23 +313,23 @@ def called(arguments: list[str]) -> int:
         words = words.replace(": Value error, ", ": ")
         return fail(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
     except UserError as error:
-        # The version is written while typer parses.
+        # Typer writes the version while it parses.
         return fail(str(error), error.exit_code, as_json=as_json)
     except OSError as error:
-        # Typer prints help by itself.
+        # Typer prints help itself.
         if error.errno != errno.ENOSPC:
             raise
         discard(sys.stdout)
         return fail(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)
     except SystemExit:
-        # Of typer, where the reader of its help has gone.
+        # Typer raises it when the reader of its help has closed the stream.
         discard(sys.stdout)
         return DONE
     return int(code or DONE)
 
 
 def _argument_with_credentials(arguments: list[str]) -> str:
-    """Return a line that refuses an argument with credentials in it, or an empty text."""
+    """Return a line that refuses an argument with credentials, or an empty text."""
     for argument, before in zip(arguments, ["", *arguments], strict=False):
         if why := find_credentials(argument):
             name, equals, _ = argument.partition("=")
@@ -342,8 +342,8 @@ def _argument_with_credentials(arguments: list[str]) -> str:
     return ""
 
 
-def _removed(arguments: list[str]) -> str:
-    """Return a line that refuses a command or an option of before, or an empty text."""
+def _refuse_removed(arguments: list[str]) -> str:
+    """Return a line that refuses a removed command or option, or an empty text."""
     command = next((each for each in arguments if not each.startswith("-")), "")
     if remedy := REMOVED.get(command):
         return f"{command}: removed in 0.2: {remedy}"

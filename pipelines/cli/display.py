@@ -1,4 +1,4 @@
-"""Tables of runs, on this machine and on a KFP instance, and the console that shows them."""
+"""Tables of runs, local and on a KFP instance, and the console that shows them."""
 
 from __future__ import annotations
 
@@ -39,41 +39,41 @@ _COLOURS = {
 
 
 class Terminal(Console):
-    """A console whose reader may go away: the run continues, and ends with its own exit code.
+    """A console whose reader may close it: the run continues, and ends with its own exit code.
 
-    No text is a command for the terminal, has markup, or begins a line of its own.
+    All text is escaped: it cannot control the terminal, be markup, or start a line.
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
-        """Print text unchanged: `package.module:x:` is a name and no emoji."""
+        """Print text unchanged: `package.module:x:` is a name and not an emoji."""
         super().__init__(stderr=stderr, highlight=False, emoji=False, markup=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print lines whole, however long: what is in them can be copied."""
+        """Print lines unwrapped, however long, so that their content can be copied."""
         super().print(*objects, **{"soft_wrap": True, **options})
 
     @property
     def can_redraw(self) -> bool:
-        """Whether lines can be drawn again in place: not in a file, and not where TERM is dumb."""
+        """Whether lines can be redrawn in place: not in a file, and not with TERM=dumb."""
         return self.is_terminal and not self.is_dumb_terminal
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Draw all text as `escape_controls`: whatever is printed or live comes through here."""
+        """Draw all text through `escape_controls`; printed and live output both pass here."""
         if isinstance(renderable, str | Text):
             renderable = escape_controls(renderable)
         return super().render(renderable, options)
 
     def on_broken_pipe(self) -> None:
-        """Discard what follows; rich itself would end the process, and the run with it."""
+        """Discard further output; rich itself would end the process, and the run with it."""
         discard(self.file)
 
     def _check_buffer(self) -> None:
         try:
             super()._check_buffer()
         except OSError:
-            # What is displayed of a run never ends it; an answer that is lost is reported.
+            # A failure of the display never ends a run; a lost answer is reported.
             if self.file is not sys.stderr:
                 raise
             discard(self.file)
@@ -81,15 +81,15 @@ class Terminal(Console):
 
 def mark(status: str) -> Text:
     """Return the status of a step or a run with its colour."""
-    # That of a newer version may be none of these.
+    # A newer version may have other statuses.
     return Text(status, _COLOURS.get(status, ""))
 
 
 def closing_table(result: RunResult) -> Table:
-    """Return the table of the stages by their steps: status, duration and key metrics."""
+    """Return the table of the stages by step: status, duration and key metrics."""
     rows: list[Row] = [
         {
-            "step": _step_of(each.step),
+            "step": _find_step(each.step),
             "stage": each.step,
             "status": mark(each.status),
             "duration": duration(each.seconds),
@@ -100,28 +100,28 @@ def closing_table(result: RunResult) -> Table:
     return Table(rows=rows, right=("duration",), words=("metrics",), once=("step",))
 
 
-def _step_of(stage: str) -> str:
+def _find_step(stage: str) -> str:
     try:
         return find_step_of_stage(stage).name
     except LookupError:
-        # Of another version, or of another pipeline.
+        # Written by another version, or by another pipeline.
         return stage
 
 
 def show_result(console: Console, result: RunResult) -> None:
-    """Print the table of all stages, and below it on a line each what they have published."""
+    """Print the table of all stages, then the published URIs, one per line."""
     console.print(closing_table(result))
     where = [
         (step.step, text)
         for step in result.steps
-        # The report is the last line of all.
+        # The report is the last line.
         if step.step != EXIT_STEP.name and (text := display_path(step.uri))
     ]
     if where:
         console.print()
     width = max((len(name) for name, _ in where), default=0)
     for name, text in where:
-        # To be copied whole: never cut, and never folded.
+        # To be copied: never truncated and never folded.
         console.print(f"{name:<{width}}  {text}")
 
 
@@ -129,9 +129,9 @@ _GOOD, _BAD = ("blessed", "done"), ("refused", "failed")
 
 
 def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) -> None:
-    """Print how a run ended in sentences, which go on between words on a terminal, and the report.
+    """Print how a run ended in sentences, wrapped between words on a terminal, and the report.
 
-    Where its failure `is_said` before, the headline would say it again.
+    If its failure `is_said` before, the headline is left out.
     """
     room = console.width if console.file.isatty() else sys.maxsize
     for line in verdict_lines(result)[1 if is_said else 0 :]:
@@ -142,7 +142,7 @@ def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) 
 
 
 def verdict_lines(result: RunResult) -> list[Text]:
-    """Return how a run ended, with colour: its headline, its notes, and why it was refused."""
+    """Return how a run ended, with colour: its headline, its notes, and reasons of a refusal."""
     notes = result.notes
     colour = "red" if result.status in _BAD else "yellow"
     if result.status in _GOOD and not notes:
@@ -156,7 +156,7 @@ def verdict_lines(result: RunResult) -> list[Text]:
 
 
 def display_path(uri: str) -> str:
-    """Return a path where there is one, below the current folder a relative one."""
+    """Return a path if there is one, relative to the current folder if it is below it."""
     path = storage.local_path(uri) if uri else None
     if path is None:
         return uri
@@ -170,7 +170,7 @@ def _metrics(metrics: Mapping[str, Any]) -> Text:
     return found
 
 
-# Where the instance's word for a state is not ours.
+# States for which our word differs from KFP's.
 _STATUS = {
     "PENDING": "waiting",
     "RUNTIME_STATE_UNSPECIFIED": "waiting",
@@ -198,7 +198,7 @@ def steps_table(run: RemoteRun) -> Table:
 
 
 def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
-    """Return the table of runs of an instance."""
+    """Return the table of the runs of an instance."""
     rows: list[Row] = []
     for run in runs:
         ended = run.finished if run.created else None
@@ -216,7 +216,7 @@ def remote_runs_table(runs: Iterable[RemoteRun]) -> Table:
 
 
 def runs_table(runs: Iterable[RunResult]) -> Table:
-    """Return the table of runs of this machine."""
+    """Return the table of the runs of this machine."""
     rows: list[Row] = []
     for run in runs:
         moment, seconds = measure_duration(run)
@@ -231,14 +231,14 @@ def runs_table(runs: Iterable[RunResult]) -> Table:
                 "constant": describe_constant(run.measured),
             }
         )
-    # Where there is no room for all of them: a run's name has the model and the date in it, and
-    # the metric is what one looks for.
+    # Columns to drop in a narrow terminal: a run's name has the model and the date, and the metric
+    # matters most.
     spare = ("constant", "model", "began UTC", "duration")
     return Table(rows=rows, spare=spare, right=("duration", "constant"), words=("metric",))
 
 
 def _far(run: RunResult) -> str:
-    """Return the main metric of a run, or how far its training has come."""
+    """Return the main metric of a run, or the progress of its training."""
     if value := main_value(run.measured):
         return value
     reached = [each.metrics for each in run.steps if each.status == "running"]
@@ -252,17 +252,17 @@ def _far(run: RunResult) -> str:
 
 
 def word(state: str) -> Text:
-    """Return our word for a state of KFP, with its colour."""
+    """Return our word for a KFP state, with its colour."""
     return mark(_STATUS.get(state, state.lower()))
 
 
 def stamp(moment: datetime | None) -> str:
-    """Return a moment for a table."""
+    """Format a time for a table."""
     return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
 
 
 def step_line(step: Step, at: StepRecord | None) -> Text:
-    """Return the line of a step of a KFP instance, and of the stage that it is at."""
+    """Return the line of a step on a KFP instance, with its current stage."""
     if step.state == "RUNNING":
         stage = f": {at.step}" if at and at.step != step.name else ""
         return Text(f"{step.name}{stage} ...")

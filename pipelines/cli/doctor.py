@@ -1,4 +1,4 @@
-"""`flotilla check` and `doctor`: what is wrong before anything is paid."""
+"""`flotilla check` and `doctor`: find mistakes before they cost anything."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flotilla.pipelines.cli.options import (
     Image,
     Label,
     Workdir,
-    of_instance,
-    of_pods,
+    add_instance_options,
+    add_pod_options,
 )
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.pipelines.runs.kfp_access import Instance
@@ -81,8 +81,8 @@ def check(
 
 
 @answers
-@partial(of_instance, namespace=_Namespace)
-@lambda command: of_pods(command, "pull_secrets", "mounts")
+@partial(add_instance_options, namespace=_Namespace)
+@lambda command: add_pod_options(command, "pull_secrets", "mounts")
 def doctor(
     instance: Instance,
     pods: Any,

@@ -1,7 +1,7 @@
-"""How a command ends: its answer as JSON where that was asked for, its exit code, its one error.
+"""The end of a command: its answer as JSON if requested, its exit code, its one error.
 
-The line of a run that failed for good is made by `pipelines/runs/outcome.py`, of the events of the
-step that failed.
+`pipelines/runs/outcome.py` makes the line of a run that failed permanently, from the events of the
+failed step.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of a command: the keys that scripts rely on, and `more` that it adds.
+    """The answer of a command: the keys that scripts rely on, and the command's `more`.
 
     Attributes:
         status: see `docs/reference/command-line.md`.
-        metrics: of the test split, where a model was evaluated.
-        message: why it failed or was refused, in one line, or empty.
-        text: the document on standard output where the object was not asked for.
+        metrics: of the test split, if a model was evaluated.
+        message: the reason of a failure or refusal, in one line, or empty.
+        text: the document on standard output if JSON was not requested.
     """
 
     status: str = "done"
@@ -60,16 +60,16 @@ class Answer:
 
 
 def failure(message: str, code: int, run_id: str = "") -> Answer:
-    """Return the answer of a command that failed, or was interrupted."""
+    """Return the answer of a command that failed or was interrupted."""
     status = "interrupted" if code == INTERRUPTED else "failed"
     return Answer(status=status, code=code, run_id=run_id, message=message)
 
 
 class DetachedError(RunInterruptedError):
-    """The person stopped watching a run that continues; `run_id` is empty where not known yet."""
+    """The user stopped watching a run that continues; `run_id` is empty if not known yet."""
 
     def __init__(self, message: str, run_id: str) -> None:
-        """Keep the line and the run."""
+        """Store the line and the run."""
         super().__init__(message)
         self.run_id = run_id
 
@@ -80,7 +80,7 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
     def called(**named: Any) -> None:
         as_json = named.pop("as_json")
         try:
-            # Text for people goes to standard error where a program reads the answer.
+            # Text for people goes to standard error if a program reads the answer.
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 answer = command(**named)
             finish(answer, as_json=as_json)
@@ -103,16 +103,16 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
     option = inspect.Parameter(
         "as_json", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation=AsJson
     )
-    return with_options(called, command, [option])
+    return copy_signature(called, command, [option])
 
 
-def with_options(
+def copy_signature(
     called: Callable[..., None],
     command: Callable[..., Any],
     more: list[inspect.Parameter],
     without: str = "",
 ) -> Callable[..., None]:
-    """Give `called` the name, help and parameters of `command`, and further ones for typer."""
+    """Give `called` the name, help and parameters of `command`, and more parameters for typer."""
     hints = get_type_hints(command, include_extras=True)
     own = inspect.signature(command).parameters
     parameters = [each.replace(annotation=hints[name]) for name, each in own.items()]
@@ -124,7 +124,7 @@ def with_options(
 
 
 def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
-    """Print an error in one line, and as JSON where that was asked for; return `code`."""
+    """Print an error in one line, and as JSON if requested; return `code`."""
     say(f"flotilla: {message}")
     if as_json:
         with suppress(UserError):
@@ -133,7 +133,7 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
 
 
 def finish(answer: Answer, *, as_json: bool) -> None:
-    """Write the last of a command to standard output: its JSON object, or its document."""
+    """Write the last output of a command to standard output: its JSON object or its document."""
     if as_json:
         print_json(answer)
     else:
@@ -146,16 +146,16 @@ def print_json(answer: Answer) -> None:
 
 
 def write(text: str) -> None:
-    """Write text to standard output; raises a `UserError` where that fails."""
+    """Write text to standard output; raises a `UserError` if that fails."""
     if text:
-        # Python would write an empty one too, which a full disk refuses.
+        # Python would write an empty text too, which a full disk refuses.
         with output():
             sys.stdout.write(printable(text))
 
 
 @contextmanager
 def output() -> Iterator[None]:
-    """Write to standard output in this block; raises a `UserError` where that fails."""
+    """Write to standard output in this block; raises a `UserError` if that fails."""
     try:
         yield
         sys.stdout.flush()
@@ -170,7 +170,7 @@ def output() -> Iterator[None]:
 
 @contextmanager
 def detaching(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """End this block at once at SIGINT or SIGTERM by a `DetachedError`; the run continues."""
+    """Raise a `DetachedError` at once at SIGINT or SIGTERM in this block; the run continues."""
     try:
         with handle_interrupts(_interrupt):
             yield

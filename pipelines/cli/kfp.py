@@ -21,11 +21,11 @@ from flotilla.pipelines.cli.options import (
     Label,
     Latest,
     Timezone,
-    of_instance,
-    of_pods,
-    of_submission,
+    add_instance_options,
+    add_pod_options,
+    add_submission_options,
 )
-from flotilla.pipelines.cli.run import answer_of, bundle_lines
+from flotilla.pipelines.cli.run import bundle_lines, make_answer
 from flotilla.pipelines.cli.runs import continues
 from flotilla.pipelines.runs.kfp_access import UI, Access, Instance
 from flotilla.trainer.runtime.errors import ConfigError
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 @answers
-@of_instance
-@of_pods
+@add_instance_options
+@add_pod_options
 def upload(
     instance: Instance,
     pods: Any,
@@ -80,14 +80,14 @@ def upload(
         say(f"flotilla: {newest.remark}")
     if remark := image_remark(package.image):
         say(f"flotilla: {remark}")
-    found = {**_named(version), "created": made.created, "newest": is_newest}
+    found = {**_version_fields(version), "created": made.created, "newest": is_newest}
     return Answer(artifacts=_pages(pipeline=made.page), more={"version": found})
 
 
 def _package_to_upload(
     file: str | None, settings: list[str], image: str, pods: Any, label: list[str]
 ) -> Package:
-    """Return the pipeline in a compiled `file`, or ours with a configuration."""
+    """Return the pipeline in a compiled `file`, or our pipeline with a configuration."""
     from flotilla.pipelines.compile import is_compiled, load_package, own_package
     from flotilla.pipelines.runs.local import form_configuration
 
@@ -99,7 +99,7 @@ def _package_to_upload(
     return load_package(Path(file), image, pods)
 
 
-def _named(version: Version) -> dict[str, Any]:
+def _version_fields(version: Version) -> dict[str, Any]:
     return {
         "id": version.version_id,
         "name": version.name,
@@ -109,25 +109,25 @@ def _named(version: Version) -> dict[str, Any]:
 
 
 def _say(version: Version) -> None:
-    """Say which version a run or a schedule takes."""
+    """Print the pipeline version that a run or a schedule uses."""
     say(f"version {version.name} ({version.version_id}) of {version.pipeline}")
     if version.remark:
         say(f"flotilla: {version.remark}")
 
 
 def _pages(**pages: str) -> dict[str, str]:
-    """Return those pages whose address is known."""
+    """Return the pages with a known address."""
     return {name: page for name, page in pages.items() if page}
 
 
 def _no_page(access: Access) -> str:
-    """Return the line in place of a link, which would lead nowhere."""
+    """Return the line shown in place of a link that would not work."""
     return f"no link: {access.endpoint} serves no user interface; name it by --ui or {UI[0]}"
 
 
 @answers
-@of_instance
-@of_submission
+@add_instance_options
+@add_submission_options
 def submit(
     instance: Instance,
     target: dict[str, Any],
@@ -155,11 +155,11 @@ def submit(
     )
     if remark := plain_http_remark(submission.config.storage.root):
         say(f"flotilla: {remark}")
-    return _submit(access, _with_code(submission, code), wait=wait)
+    return _submit(access, _publish_code(submission, code), wait=wait)
 
 
-def _with_code(submission: Submission, folder: Path | None) -> Submission:
-    """Publish the user's modules where the run finds them, and say so."""
+def _publish_code(submission: Submission, folder: Path | None) -> Submission:
+    """Publish the user's modules for the run, and report it."""
     from flotilla.pipelines.runs.submission import with_code
 
     if folder is None:
@@ -181,19 +181,19 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
     client = connect(access)
     run_id = ""
 
-    def detached() -> tuple[str, str]:
+    def describe_detached() -> tuple[str, str]:
         if run_id:
             return continues(run_id, command(access, "cancel", run_id))
         return "interrupted; whether the run was started is not known: see `flotilla runs`", ""
 
-    with detaching(detached):
+    with detaching(describe_detached):
         started = start(client, submission)
         run_id = started.run_id
         say(f"run {run_id}")
         say(started.page or _no_page(access))
         if started.version:
             _say(started.version)
-        used = {"version": _named(started.version)} if started.version else {}
+        used = {"version": _version_fields(started.version)} if started.version else {}
         if not wait:
             if not started.page:
                 say(f"see the run with: {command(access, 'status', run_id)}")
@@ -206,13 +206,13 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
         show_result(Terminal(), result)
     if result.message:
         say(f"flotilla: {result.status}: {result.message}")
-    answer = answer_of(result)
+    answer = make_answer(result)
     return replace(answer, more={**answer.more, **used})
 
 
 @answers
-@of_instance
-@of_submission
+@add_instance_options
+@add_submission_options
 def schedule(
     instance: Instance,
     target: dict[str, Any],
@@ -244,10 +244,12 @@ def schedule(
     )
     access, loaded = instance.access(), configuration(config, assignments or (), label or ())
     submission = Submission(config=loaded, name=name or loaded.name, **target)
-    return _scheduled(scheduling.put_schedule(access, _with_code(submission, code), timing))
+    return _answer_schedule(
+        scheduling.put_schedule(access, _publish_code(submission, code), timing)
+    )
 
 
-def _scheduled(made: Scheduled) -> Answer:
+def _answer_schedule(made: Scheduled) -> Answer:
     say(f"schedule {made.name} {made.action}: {made.timing}")
     _say(made.version)
     for remark in made.remarks:
@@ -260,13 +262,13 @@ def _scheduled(made: Scheduled) -> Answer:
         "next": made.next,
         "removed": made.removed,
         "done": made.action,
-        "version": _named(made.version),
+        "version": _version_fields(made.version),
     }
     return Answer(more={"schedule": found})
 
 
 @answers
-@of_instance
+@add_instance_options
 def reschedule(
     instance: Instance,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the schedule.")],
@@ -280,11 +282,11 @@ def reschedule(
     """Make a schedule again, with its time and configuration, for the newest version of ours."""
     from flotilla.pipelines.runs import schedule as scheduling
 
-    return _scheduled(scheduling.reschedule(instance.access(), name, pipeline, image))
+    return _answer_schedule(scheduling.reschedule(instance.access(), name, pipeline, image))
 
 
 @answers
-@of_instance
+@add_instance_options
 def unschedule(
     instance: Instance,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the schedule.")],

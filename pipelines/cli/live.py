@@ -1,4 +1,4 @@
-"""The live view of a run on this machine: what is drawn on a terminal, or a line now and then."""
+"""The live view of a local run: redrawn on a terminal, otherwise lines at intervals."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ if TYPE_CHECKING:
     from flotilla.trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
-# How the line of an error begins that a user can mend; the run ends with it.
+# Prefix of an error line that the user can fix; the run ends with it.
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
 _LITTLE = 0.02
-# Of the parts of a piece of work: per cent and time left.
+# Parts of the progress of work: per cent and time left.
 _FEWEST = 2
 
 
 class LiveView:
-    """What standard error shows while something lasts; to be used as a context manager.
+    """The progress on standard error while something runs; use it as a context manager.
 
-    On a terminal that is a view which is drawn again and again, else there are lines now and then.
+    On a terminal the view is redrawn in place, otherwise lines are written at intervals.
     """
 
     def __init__(self) -> None:
-        """Draw nothing yet."""
+        """Set up without drawing."""
         self._console = Terminal(stderr=True)
         self._spinner = Spinner("dots")
         self._live: Live | None = None
@@ -75,7 +75,7 @@ class LiveView:
                 get_renderable=self._view,
                 refresh_per_second=_REFRESHES_PER_SECOND,
                 transient=True,
-                # The run's own output never passes through this process.
+                # The run's own output does not pass through this process.
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
@@ -83,12 +83,12 @@ class LiveView:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._live:
             self._live.stop()
 
     def say(self, text: str | Text) -> None:
-        """Show a line that stays; on a terminal in lines that end with a word."""
+        """Show a permanent line; on a terminal it is wrapped between words."""
         room = self._console.width if self._console.can_redraw else sys.maxsize
         self._console.print(Group(*wrap_text(escape_controls(text), room)))
 
@@ -100,13 +100,13 @@ class Steps(LiveView):
     """Shows the steps of one run of a KFP instance while it is running."""
 
     def __init__(self) -> None:
-        """Wait for the first look at the run."""
+        """Set up before the first query of the run."""
         super().__init__()
         self._run: RemoteRun | None = None
         self._seen: dict[str, Text] = {}
 
     def show(self, run: RemoteRun) -> None:
-        """Show what has changed."""
+        """Show the changes."""
         self._run = run
         if self._live:
             self._live.refresh()
@@ -125,14 +125,14 @@ class Display(LiveView):
     """Follows the events of one run."""
 
     def __init__(self, command: str = "") -> None:
-        """Begin with `command`, where what is followed has no steps."""
+        """Begin with `command` if the followed process has no steps."""
         super().__init__()
         self._step: StepBegin | None = StepBegin(step=command) if command else None
         # The stages that have ended, in this order.
         self._ended: list[str] = []
         self._progress_seen: Progress | None = None
         self._validation: Validation | None = None
-        # The pieces of work that go on, by what is done.
+        # The active pieces of work, by description.
         self._works: dict[str, WorkProgress] = {}
         self._is_stopping = False
         self._left = TimeLeft()
@@ -162,7 +162,7 @@ class Display(LiveView):
                 self.say(line)
 
     def _say_in_log(self, text: str) -> None:
-        """Say what a view shows by itself."""
+        """Write the lines that a view shows by itself."""
         if not self._console.can_redraw:
             self.say(text)
 
@@ -172,7 +172,7 @@ class Display(LiveView):
         self._left = TimeLeft()
         what = event.step
         if what == FIRST_STAGE and what in self._ended:
-            # It goes on beside the stages after it, and a mistake is one of the first stage.
+            # It runs in parallel with the next stages, and its mistakes count as the first stage's.
             what = "the check of the configuration"
         self._ended.append(event.step)
         status = mark(event.status)
@@ -200,17 +200,20 @@ class Display(LiveView):
         return "stopping, saving the last checkpoint" if training else "stopping"
 
     def _view(self) -> RenderableType:
-        """Return what is drawn now: the step with a spinner, and how far its work is."""
+        """Return the current view: the step with a spinner, and the progress of its work."""
         return Group(
             self._first_line(),
-            *(Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in self._measured()),
+            *(
+                Text(f"  {line}", no_wrap=True, overflow="ellipsis")
+                for line in self._metric_lines()
+            ),
             *(work_line(event, self._console.width) for event in self._works.values()),
         )
 
     def _first_line(self) -> RenderableType:
         step, progress = self._step, self._progress_seen
         if step is None and progress is None:
-            return _one_line(self._spinner, Text(self._between_steps()))
+            return _one_line(self._spinner, Text(self._describe_pause()))
         name = step.step if step else "training"
         passed = f"  {duration(max(time.time() - step.time, 0.0))}" if step else ""
         if self._is_stopping:
@@ -225,8 +228,8 @@ class Display(LiveView):
             Text(self._time_left()),
         )
 
-    def _between_steps(self) -> str:
-        """Return what happens while no step runs: KFP takes seconds to start one."""
+    def _describe_pause(self) -> str:
+        """Describe the current state while no step runs: KFP takes seconds to start one."""
         if EXIT_STEP.name in self._ended[-1:]:
             return "ending"
         if self._is_stopping:
@@ -234,15 +237,15 @@ class Display(LiveView):
         return "starting the next step" if self._ended else "starting"
 
     def _bar_width(self, name: str) -> int:
-        # Room for the spinner, the counts and the time left next to it.
+        # Room for the spinner, the counts and the time left.
         return max(min(self._console.width - len(name) - 36, _LONGEST_BAR), 4)
 
     def _time_left(self) -> str:
         left = self._left.seconds(time.time())
-        # At the end of training, and in a long validation, it would be a zero that lasts.
+        # At the end of training, and in a long validation, it would stay zero.
         return f"{duration(left)} left" if left else ""
 
-    def _measured(self) -> list[str]:
+    def _metric_lines(self) -> list[str]:
         lines = []
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
@@ -255,24 +258,26 @@ class Display(LiveView):
         if found := self._validation:
             values = [f"{name} {round_value(value)}" for name, value in found.metrics.items()]
             end = f"at {found.global_step}"
-            # Of many metrics those that have room: the main one is the first.
-            while len(values) > 1 and _width_of("  validation", *values, end) > self._console.width:
+            # The metrics that fit; the main one is the first.
+            while (
+                len(values) > 1 and _line_width("  validation", *values, end) > self._console.width
+            ):
                 values.pop()
             lines.append("  ".join(("validation", *values, end)))
         return lines
 
 
-def _width_of(*parts: str) -> int:
+def _line_width(*parts: str) -> int:
     return len("  ".join(parts))
 
 
 def work_line(event: WorkProgress, width: int) -> RenderableType:
-    """Return how far a piece of work is on one line; of its parts what has room."""
+    """Return the progress of a piece of work on one line, with the parts that fit."""
     parts = format_parts(event)
     what = Text(f"  {event.what}", no_wrap=True, overflow="ellipsis")
     if event.share < 0:
         return _one_line(what, Text("  ".join(parts), no_wrap=True, overflow="ellipsis"))
-    # The rate is the first to go; what is left of the time, and per cent, are the last.
+    # The rate is dropped first; the time left and per cent are dropped last.
     spare = [each for each in parts[1:] if "/s" in each or each == event.detail]
     room = width - len(what) - _SHORTEST_BAR - 3
     while len("  ".join(parts)) > room and spare:
@@ -284,7 +289,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
 
 
 def _lines_of_failure(event: TaskFailed) -> Sequence[str]:
-    """Return how a task has ended, with its last lines where the end of the run has others."""
+    """Return how a task ended, with its last lines if the end of the run shows others."""
     said = f"{event.task} ended with {event.cause}"
     if not event.last_lines or event.last_lines[-1].startswith(_ERROR):
         return [said]
@@ -300,13 +305,13 @@ def _one_line(*cells: RenderableType) -> Table:
 
 
 class SweepDisplay(LiveView):
-    """Follows a sweep as a whole, and the trials that run."""
+    """Follows a sweep as a whole, and its active trials."""
 
     def __init__(self, sweep: Sweep) -> None:
-        """Take the sweep as it begins, or goes on."""
+        """Store the sweep, new or resumed."""
         super().__init__()
         self._sweep = sweep
-        # Of each trial that runs: what its run does, and the share of its rung.
+        # For each active trial: the state of its run, and the share of its rung.
         self._running: dict[int, tuple[str, float]] = {}
         self._began, self._before = time.time(), sweep.share({})
         self._said_at, self._what = self._began, "sweep"
@@ -320,7 +325,7 @@ class SweepDisplay(LiveView):
         self.say(line)
 
     def __call__(self, trial: Trial, event: Event) -> None:
-        """Take an event of the run of a trial, in any thread."""
+        """Handle an event of a trial's run, in any thread."""
         words, share = self._running.get(trial.number, ("", 0.0))
         match event:
             case Interrupted():
@@ -340,7 +345,7 @@ class SweepDisplay(LiveView):
             self.say(line_of_work(self._work()))
 
     def _work(self) -> WorkProgress:
-        """Return how far the sweep is, as any other work."""
+        """Return the progress of the sweep, as for any other work."""
         from flotilla.trainer.sweeps.sweep import find_best
 
         trials = self._sweep.trials
@@ -361,7 +366,7 @@ class SweepDisplay(LiveView):
             total=len(trials),
             share=min(share, 0.999),
             seconds=seconds,
-            # The first seconds, in which nothing trains yet, say nothing.
+            # The first seconds, before anything trains, tell nothing.
             seconds_left=(1 - share) * seconds / gain if gain > _LITTLE and share < 1 else -1.0,
             detail="  ".join(parts),
         )

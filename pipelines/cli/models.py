@@ -1,4 +1,4 @@
-"""`flotilla models` and `flotilla checkpoint`: what training made, and what is registered of it."""
+"""`flotilla models` and `flotilla checkpoint`: trained and registered models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ models = typer.Typer(help="The registry: the models, their versions and champion
 checkpoint = typer.Typer(help="What is in a checkpoint.")
 
 PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
-# Where there is no room for all columns these go first; the metric is what one looks for.
+# Columns dropped first in a narrow terminal; the metric matters most.
 _SPARE = ("constant", "global step", "run", "verdict", "registered")
 _TO_THE_MINUTE = len("2026-11-24T02:05")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
@@ -119,7 +119,7 @@ def show_model(
         for each in found.promotions:
             line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
             terminal.print(line)
-        # A text of several lines would be made one.
+        # A text of several lines would be joined to one.
         for program in [*python.values()][:1]:
             for line in ("", "In Python:", "", *program.split("\n")):
                 terminal.print(line)
@@ -138,7 +138,7 @@ def promote_model(
     """Make a version the champion."""
     from flotilla.pipelines import models as registered
 
-    return _promoted(name, registered.promote(name, version, workdir=workdir, root=root))
+    return _answer_promotion(name, registered.promote(name, version, workdir=workdir, root=root))
 
 
 @models.command("rollback", epilog=PROMOTED)
@@ -147,10 +147,10 @@ def roll_back(name: Name, workdir: Workdir = RUNS, root: Root = "") -> Answer:
     """Make the previous champion the champion again."""
     from flotilla.pipelines import models as registered
 
-    return _promoted(name, registered.rollback(name, workdir=workdir, root=root))
+    return _answer_promotion(name, registered.rollback(name, workdir=workdir, root=root))
 
 
-def _promoted(name: str, made: Promotion) -> Answer:
+def _answer_promotion(name: str, made: Promotion) -> Answer:
     from flotilla.pipelines.cli.display import Terminal
 
     with output():

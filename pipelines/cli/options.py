@@ -1,4 +1,4 @@
-"""Arguments and options that more than one command takes."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from flotilla.pipelines.cli.exit import with_options
+from flotilla.pipelines.cli.exit import copy_signature
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer.runtime.output.streams import say
 
@@ -48,9 +48,9 @@ Assignments = Annotated[
 
 
 def local_path(given: str | Path) -> Path:
-    """Return the path of an option; an empty text and a URI are wrong usage."""
+    """Return the path of an option; an empty text or a URI is a usage error."""
     text = str(given)
-    # As of a variable of the shell that is not set: it would be the current folder.
+    # An unset shell variable is empty, and would mean the current folder.
     if not text.strip():
         raise typer.BadParameter("it is empty: name a path, or leave the option out")
     if "://" in text:
@@ -164,8 +164,8 @@ _PODS = {
 _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 
 
-def of_instance(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
-    """Replace the parameter `instance` by the options that name one; `own` are other forms."""
+def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
+    """Replace the parameter `instance` by options for an instance; `own` overrides some of them."""
     options = {name: own.get(name, option) for name, option in _INSTANCE.items()}
 
     def made(**named: str) -> Instance:
@@ -174,16 +174,16 @@ def of_instance(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
             say(f"flotilla: {remark}")
         return instance
 
-    return _grouped(command, "instance", options, made)
+    return _group_options(command, "instance", options, made)
 
 
-def of_submission(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `target` by options; it gets them as fields of a `Submission`."""
-    return _grouped(command, "target", _TARGET, dict)
+def add_submission_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `target` by options, passed as the fields of a `Submission`."""
+    return _group_options(command, "target", _TARGET, dict)
 
 
-def of_pods(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
-    """Replace the parameter `pods` by options of the steps' pods, or `only` some of them."""
+def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
+    """Replace the parameter `pods` by options for the steps' pods, or by `only` some of them."""
     options = {name: option for name, option in _PODS.items() if name in (only or _PODS)}
 
     def made(**named: Any) -> Any:
@@ -191,28 +191,28 @@ def of_pods(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
 
         return step_pods(**{name: value for name, value in named.items() if value})
 
-    grouped = _grouped(command, "pods", options, made)
+    grouped = _group_options(command, "pods", options, made)
     if "label" not in inspect.signature(command).parameters or "labels" not in options:
         return grouped
 
     def called(**named: Any) -> Any:
         given = named["label"] or ()
-        # Before there were columns to name, `--label KEY=VALUE` was a label of the pods.
-        of_pods = [each for each in given if "=" in each]
-        named["labels"] = [*(named["labels"] or ()), *of_pods]
+        # Before labels were columns, `--label KEY=VALUE` was a label of the pods.
+        add_pod_options = [each for each in given if "=" in each]
+        named["labels"] = [*(named["labels"] or ()), *add_pod_options]
         named["label"] = [each for each in given if "=" not in each]
         return grouped(**named)
 
-    return with_options(called, grouped, [])
+    return copy_signature(called, grouped, [])
 
 
-def _grouped(
+def _group_options(
     command: Callable[..., Any],
     parameter: str,
     options: Mapping[str, Any],
     made: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Replace a parameter of a command by options, from which `made` makes its value."""
+    """Replace a parameter of a command by options, and make its value from them."""
 
     def called(**named: Any) -> Any:
         value = made(**{name: named.pop(name) for name in options})
@@ -223,7 +223,7 @@ def _grouped(
         inspect.Parameter(name, place, default=_default(name, option), annotation=option)
         for name, option in options.items()
     ]
-    return with_options(called, command, more, without=parameter)
+    return copy_signature(called, command, more, without=parameter)
 
 
 def _default(name: str, option: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""`flotilla predict`: an exported model on files, or on a split of a dataset."""
+"""`flotilla predict`: applies an exported model to files, or to a split of a dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`flotilla gc`: left-overs of dead writers, and by request what is old and nothing refers to."""
+"""`flotilla gc`: removes orphans of dead writers and, on request, old unreferenced data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def gc(
     if dry_run and not is_asked:
         raise ConfigError("--dry-run lists what --keep-runs and --keep-versions remove: give one")
     root = find_root(configuration(config, assignments or ()), workdir)
-    answer = _retained(root, workdir, wanted, dry_run=dry_run, yes=yes) if is_asked else Answer()
+    answer = (
+        _apply_retention(root, workdir, wanted, dry_run=dry_run, yes=yes) if is_asked else Answer()
+    )
     if answer.code or dry_run:
         return answer
     removed = collect(root)
@@ -66,7 +68,9 @@ def gc(
     return Answer(more={**answer.more, "removed": gone})
 
 
-def _retained(root: str, workdir: Path, wanted: Policy, *, dry_run: bool, yes: bool) -> Answer:
+def _apply_retention(
+    root: str, workdir: Path, wanted: Policy, *, dry_run: bool, yes: bool
+) -> Answer:
     from datetime import UTC, datetime
 
     from flotilla.pipelines.retention.inventory import read
@@ -146,7 +150,7 @@ def _row(item: Item, uri: str) -> dict[str, Any]:
 
 
 def format_bytes(count: int) -> str:
-    """Return a number of bytes as a person reads it."""
+    """Format a number of bytes for a person."""
     size, unit = float(count), 0
     while size >= _STEP and unit < len(_UNITS) - 1:
         size, unit = size / _STEP, unit + 1

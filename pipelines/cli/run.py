@@ -21,8 +21,8 @@ from flotilla.pipelines.cli.options import (
     Resume,
     Run,
     Workdir,
+    add_instance_options,
     local_path,
-    of_instance,
 )
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer.runtime.errors import FAILED, INTERRUPTED, USAGE, ConfigError, UserError
@@ -76,7 +76,7 @@ def train(
     return _run("train", config, label, assignments, workdir, resume, dataset, code=code)
 
 
-def answer_of(result: RunResult) -> Answer:
+def make_answer(result: RunResult) -> Answer:
     """Return the answer of a command that ends with a run."""
     steps = {"global_step": result.global_step, "handed_on_step": result.handed_on_step}
     main = result.main_metric
@@ -138,11 +138,11 @@ def _run(
         errors.print(f"flotilla: {line}")
     is_said = bool(result.message) and result.status != "refused"
     display.show_verdict(errors, result, is_said=is_said)
-    return answer_of(result)
+    return make_answer(result)
 
 
 def bundle_lines(bundle: Bundle) -> list[str]:
-    """Return what is said of a bundle of the user's modules."""
+    """Return the lines about a bundle of the user's modules."""
     files = f"{bundle.files} file{'s' if bundle.files > 1 else ''}"
     return [
         f"code: {files}, {bundle.bytes / 1000:.1f} kB, kept at {bundle.uri}",
@@ -156,27 +156,27 @@ _LOG_OF_TASK = re.compile(r" \((\S+), log .*\)$")
 def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     lines = []
     if result.message and result.status != "refused":
-        # The message of training begins with "interrupted at global step ..." by itself.
+        # The message of training itself begins with "interrupted at global step ...".
         is_said = result.message.startswith(result.status)
-        # Of a task that has failed the log has a line of its own.
+        # The log has a separate line for a failed task.
         message = _LOG_OF_TASK.sub(r" (\1)", result.message)
         lines.append(message if is_said else f"{result.status}: {message}")
     if result.status == "failed":
         lines += _where_it_failed(options, run, result)
-    if remedy := remedy_of(options, run, result):
+    if remedy := find_remedy(options, run, result):
         lines.append(remedy)
     return lines
 
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
-    """Return the line of the user's code, the log that has its traceback, and how to debug it."""
+    """Return the line of the user's code, the log with its traceback, and how to debug it."""
     from flotilla.pipelines.runs.run_log.local import find_failure
 
     failure = find_failure(run.folder)
     if failure is None:
         return [f"all output is in {run.folder / 'pipeline.log'}"]
     if result.exit_code == USAGE and not failure.frame:
-        # A mistake is said in one line.
+        # A mistake is reported in one line.
         return []
     place = [] if options.workdir == RUNS else ["--workdir", str(options.workdir)]
     replayed = ["flotilla", "replay", run.run_id, failure.step, "--pdb", *place]
@@ -187,21 +187,21 @@ def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> l
     ]
 
 
-def remedy_of(options: RunOptions, run: LocalRun, result: RunResult) -> str:
-    """Return how to resume a run that has not finished, where that is possible."""
+def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
+    """Return how to resume a run that has not finished, if possible."""
     resume = ["flotilla", options.pipeline, "--workdir", str(options.workdir)]
     resume += ["--resume", run.run_id]
     if options.resume is not None:
-        # The run has what it was resumed with only once its training has begun.
+        # The run only has its resume settings once its training has begun.
         resume += [each for text in options.settings for each in ("--set", text)]
         resume += [str(options.config)] if isinstance(options.config, str | Path) else []
         resume += [each for column in options.label for each in ("--label", column)]
     if options.dataset:
         resume += ["--dataset", options.dataset]
     if options.code:
-        # As they are then: without it the run has the modules that it began with.
+        # The present modules; without this option the run keeps the modules of its first start.
         resume += ["--code", str(options.code)]
-    # An interrupted preparation published nothing that could be resumed.
+    # An interrupted preparation published nothing to resume from.
     if result.exit_code == INTERRUPTED and options.pipeline != "prepare":
         return f"resume with: {shlex.join(resume)}"
     if result.status == "failed" and result.exit_code != USAGE and _has_checkpoint(run):
@@ -224,7 +224,7 @@ _KILLED = "the process of the step was killed"
 
 
 @answers
-@of_instance
+@add_instance_options
 def replay(
     instance: Instance,
     run: Run,
@@ -249,8 +249,8 @@ def replay(
         {each.step: each for each in found} for found in (recorded.stages, result.stages)
     )
     for name in {**before, **here}:
-        say(f"flotilla: {name} on record: {_in_words(before.get(name))}")
-        say(f"flotilla: {name} here: {_in_words(here.get(name))}")
+        say(f"flotilla: {name} on record: {_describe_result(before.get(name))}")
+        say(f"flotilla: {name} here: {_describe_result(here.get(name))}")
     say(f"flotilla: what it wrote is in {folder}; remove it when you are done")
     return Answer(
         status=now.status if now else "failed",
@@ -261,7 +261,10 @@ def replay(
         more={
             "step": recorded.step,
             "stages": {
-                name: {"recorded": _reported(before.get(name)), "here": _reported(here.get(name))}
+                name: {
+                    "recorded": _report_fields(before.get(name)),
+                    "here": _report_fields(here.get(name)),
+                }
                 for name in {**before, **here}
             },
             "folder": folder,
@@ -270,12 +273,12 @@ def replay(
     )
 
 
-def _reported(result: StepResult | None) -> dict[str, Any]:
+def _report_fields(result: StepResult | None) -> dict[str, Any]:
     fields = ("status", "error", "metrics") if result else ()
     return {each: getattr(result, each) for each in fields}
 
 
-def _in_words(result: StepResult | None) -> str:
+def _describe_result(result: StepResult | None) -> str:
     if result is None:
         return "no end"
     found = [result.error] if result.error else result.metrics.get("reasons")
@@ -308,9 +311,9 @@ def init(
     """Write the configuration for files, as `run` would propose it; nothing is run."""
     from flotilla.trainer.preflight.proposal import propose
 
-    labels = label or _asked_label(source, assignments or [])
+    labels = label or _ask_label(source, assignments or [])
     proposal = propose(source, labels, assignments or ())
-    # A mistake of --set is one of now.
+    # A mistake in --set is reported now.
     config = proposal.config
     path = output or Path(proposal.file_name)
     text = proposal.text(path.parent)
@@ -326,8 +329,8 @@ def init(
     return Answer(artifacts={"config": str(path)}, more={"config": config.model_dump(mode="json")})
 
 
-def _asked_label(source: str, settings: list[str]) -> list[str]:
-    """Return the label that a person at the terminal names; nothing where none is there."""
+def _ask_label(source: str, settings: list[str]) -> list[str]:
+    """Return the label that a person at the terminal enters; empty without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()) or "--json" in sys.argv:
         return []
     from flotilla.trainer.preflight.proposal import list_columns

@@ -9,8 +9,8 @@ import typer
 
 from flotilla.components.table import STAGES
 from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, write
-from flotilla.pipelines.cli.options import Run, RunsDir, of_instance
-from flotilla.pipelines.cli.run import RUNS, answer_of
+from flotilla.pipelines.cli.options import Run, RunsDir, add_instance_options
+from flotilla.pipelines.cli.run import RUNS, make_answer
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
 from flotilla.trainer.runtime.masking import unbroken
 from flotilla.trainer.runtime.output.streams import say
@@ -27,7 +27,7 @@ _LABEL = max(len(stage.name) for stage in STAGES)
 
 
 @answers
-@of_instance
+@add_instance_options
 def list_runs(
     instance: Instance,
     experiment: Annotated[str, typer.Option(metavar="NAME", help="Of this group alone.")] = "",
@@ -84,7 +84,7 @@ def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
 
 
 @answers
-@of_instance
+@add_instance_options
 def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Show the status of a run, on a KFP instance or on this machine."""
     from rich.text import Text
@@ -108,12 +108,12 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
             artifacts={"run": found.page} if found.page else {},
             more={"steps": found.states},
         )
-    # The command itself went well.
-    return replace(answer_of(found), code=0)
+    # The command itself succeeded.
+    return replace(make_answer(found), code=0)
 
 
 @answers
-@of_instance
+@add_instance_options
 def logs(
     instance: Instance,
     run: Run,
@@ -171,12 +171,12 @@ def _continues(run: str, workdir: Path, instance: Instance) -> tuple[str, str]:
 
 
 def continues(run_id: str, cancel: str) -> tuple[str, str]:
-    """Return the line for a person who stops watching a run, and the run."""
+    """Return the line for a user who stops watching a run, and the run."""
     return f"interrupted; the run {run_id} continues; cancel it with: {cancel}", run_id
 
 
 @answers
-@of_instance
+@add_instance_options
 def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Cancel a run, on a KFP instance or on this machine; it ends with a last checkpoint."""
     from flotilla.pipelines.runs import control

@@ -1,4 +1,4 @@
-"""`flotilla sweep`: trials of a configuration, of which the best is promoted."""
+"""`flotilla sweep`: trains trials of a configuration, and promotes the best."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flotilla.pipelines.cli.exit import Answer, answers, output
-from flotilla.pipelines.cli.options import Config, Image, Label, Workdir, local_path, of_pods
+from flotilla.pipelines.cli.options import (
+    Config,
+    Image,
+    Label,
+    Workdir,
+    add_pod_options,
+    local_path,
+)
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.output.streams import say
@@ -79,7 +86,7 @@ Output = Annotated[
 
 
 @answers
-@of_pods
+@add_pod_options
 def sweep(
     pods: Any,
     config: Config = None,
@@ -121,14 +128,14 @@ def sweep(
     if resume is not None and to_compile:
         raise ConfigError("--resume goes on with a sweep of this machine: leave --compile out")
     if to_compile:
-        return _compiled(options, output_file or Path("build/sweep.yaml"), image, pods)
+        return _compile(options, output_file or Path("build/sweep.yaml"), image, pods)
     if output_file or image or pods != NO_SETTINGS:
         option = "-o" if output_file else "--image" if image else "a setting of the pods"
         raise ConfigError(f"{option} is for --compile, and a sweep on this machine takes none")
     return _run(options, workdir, resume)
 
 
-def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answer:
+def _compile(options: SweepOptions, file: Path, image: str, pods: Any) -> Answer:
     from flotilla.components.image import IMAGE
     from flotilla.pipelines.compile import image_remark
     from flotilla.pipelines.sweeps.pipeline import compile_sweep
@@ -152,7 +159,7 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
     begun = local.begin(options, workdir, resume)
     errors = Terminal(stderr=True)
 
-    errors.print(f"sweep {begun.sweep.sweep_id} of {_planned(begun.sweep)} in {begun.folder}")
+    errors.print(f"sweep {begun.sweep.sweep_id} of {_describe_plan(begun.sweep)} in {begun.folder}")
     try:
         with SweepDisplay(begun.sweep) as show:
             result = local.execute(
@@ -169,10 +176,10 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
         errors.print(f"flotilla: {line}")
     if result.measured:
         show_verdict(errors, result)
-    return _answer(local.result_of(begun.sweep, result))
+    return _answer(local.make_result(begun.sweep, result))
 
 
-def _planned(sweep: Sweep) -> str:
+def _describe_plan(sweep: Sweep) -> str:
     minutes = f" by time ({sweep.minutes:g} min)" if sweep.minutes else ""
     return f"{'at most ' if minutes else ''}{len(sweep.trials)} trials{minutes}"
 

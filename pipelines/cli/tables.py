@@ -1,6 +1,7 @@
-"""The one form of tables: what fits a terminal, and all of it in a file or a pipe.
+"""The one table format: fitted to a terminal, complete in a file or a pipe.
 
-No cell is cut, and none is wrapped within a word: an id or a URI can be copied from every table.
+No cell is truncated or wrapped within a word, so that an id or a URI can be copied from every
+table.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _Columns = Mapping[str, Sequence[Text]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of cells, of which a text is shown as it is, by the heads of their columns.
+    """Rows of cells below column heads; texts are shown unchanged.
 
     Attributes:
-        spare: columns that are left out where there is no room, in this order.
+        spare: columns that are dropped for lack of room, in this order.
         right: columns of numbers.
-        words: columns whose cells are sentences, which go on in a further line.
-        once: columns whose value is drawn again only where it changes.
-        short: shorter heads for a narrow terminal, which are explained above the table.
+        words: columns whose cells are sentences, which may wrap.
+        once: columns whose value is only shown where it changes.
+        short: shorter heads for a narrow terminal, explained above the table.
         has_heads: whether the first line has the heads.
     """
 
@@ -43,36 +44,36 @@ class Table:
     has_heads: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Draw what fits, or all that there is where nobody looks."""
+        """Draw what fits on a terminal, or everything elsewhere."""
         yield from self.lines(options.max_width if console.file.isatty() else None)
 
     def lines(self, width: int | None) -> list[Text]:
-        """Return the lines of the table for a terminal of this width; all of it for None."""
+        """Return the lines of the table for a terminal of this width; None means unlimited."""
         if not self.rows:
             return []
         columns = {title: self._column(title, width) for title in self.rows[0]}
         rooms = {title: _room(each) for title, each in columns.items()}
         if width is None:
             return self._block(columns, rooms)
-        if self.short and _taken(rooms.values()) > width:
-            return self._shortened(width)
+        if self.short and _total_width(rooms.values()) > width:
+            return self._shorten_heads(width)
         for title in self.spare:
-            if _taken(rooms.values()) > width:
+            if _total_width(rooms.values()) > width:
                 del columns[title], rooms[title]
-        narrow = self._narrowed(columns, rooms, width)
-        blocks = [list(rooms)] if _taken(narrow.values()) <= width else _split(rooms, width)
+        narrow = self._narrow(columns, rooms, width)
+        blocks = [list(rooms)] if _total_width(narrow.values()) <= width else _split(rooms, width)
         lines: list[Text] = []
         for number, titles in enumerate(blocks):
             lines += [Text()] if lines else []
-            # Below the first block a row is there for what it adds.
+            # Below the first block, a row is only shown if it adds something.
             adding = [row for row in self.rows if not number or any(row[t] for t in titles[1:])]
             table = replace(self, rows=adding)
             part = {title: table._column(title, width) for title in titles}
-            lines += self._block(part, self._narrowed(part, rooms, width))
+            lines += self._block(part, self._narrow(part, rooms, width))
         return lines
 
-    def _shortened(self, width: int) -> list[Text]:
-        """Return the lines of the table with its short heads, below what these are short for."""
+    def _shorten_heads(self, width: int) -> list[Text]:
+        """Return the lines of the table with short heads, below their explanations."""
         rows = [{self.short.get(title, title): row[title] for title in row} for row in self.rows]
         right = [self.short.get(title, title) for title in self.right]
         table = replace(self, rows=rows, right=right, short={}).lines(width)
@@ -90,20 +91,20 @@ class Table:
                 for each, last in zip(cells, before, strict=False)
             ]
         head = Text(title, style="bold")
-        # Sides of a text, which rich keeps next to it.
+        # Characters at the sides of a text, which rich keeps next to it.
         for each in (head, *cells):
             each.justify = "right" if title in self.right else "left"
         return [head, *cells]
 
-    def _narrowed(self, columns: _Columns, rooms: Mapping[str, int], width: int) -> dict[str, int]:
-        """Return the room of columns; of words less, as far as the longest one leaves some."""
+    def _narrow(self, columns: _Columns, rooms: Mapping[str, int], width: int) -> dict[str, int]:
+        """Return the column widths; columns of words shrink to their longest word if needed."""
         found = {title: rooms[title] for title in columns}
         least = {
             title: max(word.cell_len for each in columns[title] for word in each.split(" "))
             for title in columns
             if title in self.words
         }
-        while _taken(found.values()) > width:
+        while _total_width(found.values()) > width:
             able = [title for title, most in least.items() if found[title] > most]
             if not able:
                 break
@@ -117,7 +118,7 @@ class Table:
             lines_of = (wrap_text(cell, room) for cell, room in placed)
             for parts in zip_longest(*lines_of, fillvalue=Text()):
                 line = Text(" " * _GAP).join(
-                    _padded(part, *place) for part, place in zip(parts, placed, strict=True)
+                    _pad(part, *place) for part, place in zip(parts, placed, strict=True)
                 )
                 line.rstrip()
                 line.no_wrap, line.overflow = True, "ignore"
@@ -126,7 +127,7 @@ class Table:
 
 
 def escape_controls(text: str | Text) -> Text:
-    """Return a text as a terminal shows it: on one line, and no command for the terminal."""
+    """Escape a text for a terminal: on one line, without control characters."""
     given = text if isinstance(text, Text) else Text(text)
     line = unbroken(given.plain)
     if line == given.plain:
@@ -142,16 +143,16 @@ def _room(cells: Sequence[Text]) -> int:
     return max(each.cell_len for each in cells)
 
 
-def _taken(rooms: Iterable[int]) -> int:
+def _total_width(rooms: Iterable[int]) -> int:
     return sum(room + _GAP for room in rooms) - _GAP
 
 
 def _split(rooms: Mapping[str, int], width: int) -> Iterator[list[str]]:
-    """Yield the columns of each block that fits the width; the first column begins all of them."""
+    """Yield the columns of each block that fits the width; each begins with the first column."""
     first, *others = rooms
     block = [first]
     for title in others:
-        if len(block) > 1 and _taken(rooms[each] for each in [*block, title]) > width:
+        if len(block) > 1 and _total_width(rooms[each] for each in [*block, title]) > width:
             yield block
             block = [first]
         block.append(title)
@@ -159,7 +160,7 @@ def _split(rooms: Mapping[str, int], width: int) -> Iterator[list[str]]:
 
 
 def wrap_text(cell: Text, room: int) -> list[Text]:
-    """Return a text in lines that are as long as there is room, and never end within a word."""
+    """Wrap a text into lines between words."""
     lines: list[Text] = []
     for word in cell.split(" "):
         if lines and lines[-1].cell_len + 1 + word.cell_len <= room:
@@ -169,6 +170,6 @@ def wrap_text(cell: Text, room: int) -> list[Text]:
     return lines if cell.cell_len > room else [cell]
 
 
-def _padded(part: Text, cell: Text, room: int) -> Text:
+def _pad(part: Text, cell: Text, room: int) -> Text:
     space = Text(" " * max(room - part.cell_len, 0))
     return space + part if cell.justify == "right" else part + space

@@ -1,1 +1,1 @@
-"""A step of a run again on this machine: what it was given is found, fetched, run and compared."""
+"""Replays a step of a run on this machine with the recorded arguments, and compares results."""

@@ -1,8 +1,8 @@
-"""Replay a step: all its stages, with the arguments on record, in a process of its own.
+"""Replays a step: all its stages, with the recorded arguments, in a separate process.
 
-What it takes is read where it is; what it publishes goes to a root below `<workdir>/replays/`. No
-store of the run, no registry and no tracker is written to. `python -m
-flotilla.pipelines.replay.replay FOLDER` is that process.
+Inputs are read in place; outputs go to a root below `<workdir>/replays/`. The stores of the run,
+the registry and the trackers are not written to. The process is `python -m
+flotilla.pipelines.replay.replay FOLDER`.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ from flotilla.trainer.storage.uri import locate
 from flotilla.trainer.tracking.addresses import HUB
 
 REPLAYS, CALL, STORAGE, LOG = "replays", "replay.json", "storage", "replay.log"
-# So long a step that was asked to end may take.
+# Seconds that a step may take to stop when asked.
 _END_SECONDS = 20
 _MOST_SERVERS, _MOST_NAMED = 2, 3
 _WITH_CHAMPION = (PREPARE, EVALUATE, EXPORT)
-# By which the stages of the first step say what data they took.
+# Names under which the stages of the first step record their data.
 _VERSIONS = ("data_version", "version")
 OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """How each stage ended here, up to one that was killed; folder, and what was not as it was."""
+    """How each stage ended, up to a killed one; the folder; and the differences found."""
 
     stages: tuple[StepEnd, ...]
     is_killed: bool
@@ -87,7 +87,7 @@ class ReplayResult:
 
     @property
     def replayed(self) -> StepEnd | None:
-        """How the step ended; None where it was killed."""
+        """How the step ended; None if it was killed."""
         return None if self.is_killed else self.stages[-1]
 
 
@@ -99,11 +99,11 @@ def replay(
     quiet: bool = False,
     on_line: OnLine = lambda _line: None,
 ) -> ReplayResult:
-    """Run a step of a run again on this machine; nothing of the run is changed.
+    """Run a step of a run again on this machine, without changing the run.
 
-    `on_line` is called with each remark before the step begins; with `debug` pdb stops where it
-    fails. With `quiet` the output of the step is in a file of the folder. Raises `UserError`, and
-    `RunInterruptedError` at a signal.
+    `on_line` is called with each remark before the step begins; with `debug`, pdb opens at an
+    error. With `quiet`, the output of the step goes to a file in the folder. Raises `UserError`,
+    and `RunInterruptedError` at a signal.
     """
     local.require_current_folder()
     require_arguments(recorded.given)
@@ -116,7 +116,7 @@ def replay(
     root = storage.uri_of(folder / STORAGE)
     arguments, remarks = adapt_arguments(recorded, root, debug=debug)
     remarks = [*filter(None, [code_remark(recorded.given)]), *remarks]
-    remarks += _looked_up(recorded, arguments, folder / STORAGE)
+    remarks += _copy_lookups(recorded, arguments, folder / STORAGE)
     if recorded.stage:
         on_line(f"{recorded.stage} is a stage of {recorded.step}, which is replayed as a whole")
     on_line(f"replaying {recorded.step} of {recorded.run_id} in {folder}")
@@ -141,18 +141,18 @@ def evaluate(
     instance: Instance | None = None,
     **sections: Unpack[Sections],
 ) -> RunResult:
-    """Evaluate the model of a run again, and judge it by the gate; nothing of the run is changed.
+    """Evaluate the model of a run again, and apply the gate, without changing the run.
 
     Args:
         run: a run, its id, or its name on an instance.
-        settings: laid over the configuration of the run, such as other slices, or another gate.
-        workdir: the folder of the runs on this machine, below which the evaluation is written.
-        root: the storage root of the run, where it is not that of the workdir.
+        settings: override the configuration of the run, for example slices or the gate.
+        workdir: the folder of local runs, below which the evaluation is written.
+        root: the storage root of the run, if it is not that of the workdir.
         instance: the KFP instance of the run.
-        sections: of the configuration, laid over `settings`.
+        sections: of the configuration; they override `settings`.
 
     Raises:
-        UserError: the run has no model, or what it had is gone.
+        UserError: the run has no model, or its model or data were removed.
 
     Example:
         flotilla.evaluate(result, gate={"min": {"accuracy": 0.99}}).reasons
@@ -172,7 +172,7 @@ def evaluate(
 
 
 def require_arguments(given: Given) -> None:
-    """Raise a `UserError` where the step of this version takes what it was not given then."""
+    """Raise a `UserError` if this version's step takes an argument that the record lacks."""
     needed = contract.required_arguments(given.step)
     if missing := sorted(needed - {*given.arguments, *given.artifacts}):
         made_by = given.version
@@ -190,24 +190,24 @@ def adapt_arguments(
     recorded: RecordedStep, root: str, *, debug: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of the step for this machine, and a remark on each difference."""
-    arguments = _as_read_here(recorded)
+    arguments = _adapt_record(recorded)
     remarks = list[str]()
     if recorded.step == PREPARE:
-        settings = _settings_at(arguments[SETTINGS], root, recorded.data_version)
+        settings = _adapt_settings(arguments[SETTINGS], root, recorded.data_version)
         arguments |= {"storage_root": root, SETTINGS: settings}
     else:
         arguments["root"] = root
     if "config" in arguments:
         tree = json.loads(arguments["config"])
         if recorded.step == TRAIN:
-            remarks = _on_this_machine(tree, debug=debug)
+            remarks = _reduce_cluster(tree, debug=debug)
         tree.get("registry", {})["hub"] = ""
         arguments["config"] = json.dumps(tree)
     return arguments, remarks
 
 
-def _settings_at(settings: Mapping[str, Any], root: str, data_version: str) -> dict[str, Any]:
-    """Return the settings of a form with the data of the run, and no hub that learns of this."""
+def _adapt_settings(settings: Mapping[str, Any], root: str, data_version: str) -> dict[str, Any]:
+    """Return the settings of a form with the data of the run, and without its model hub."""
     tree = parse_settings(settings)
     tree["registry"] = {**tree.get("registry", {}), "hub": ""}
     if data_version:
@@ -218,8 +218,8 @@ def _settings_at(settings: Mapping[str, Any], root: str, data_version: str) -> d
     return {WHOLE: json.dumps(tree)}
 
 
-def _as_read_here(recorded: RecordedStep) -> dict[str, Any]:
-    """Return the arguments on record, with each URI below the root as this machine reads it."""
+def _adapt_record(recorded: RecordedStep) -> dict[str, Any]:
+    """Return the recorded arguments, with URIs below the root as this machine reads them."""
     text = json.dumps(dict(recorded.given.arguments))
     (there, _, options), (here, _, own) = (
         uri.partition("?") for uri in (recorded.root, recorded.source)
@@ -231,8 +231,8 @@ def _as_read_here(recorded: RecordedStep) -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:
-    """Change the configuration of training to fewer machines; return what was changed."""
+def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
+    """Reduce the training cluster to fit this machine; return the changes."""
     cluster, training, remarks = tree["cluster"], tree["training"], list[str]()
     if cluster["launcher"] != "local":
         cluster["launcher"] = "local"
@@ -246,7 +246,7 @@ def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:
         )
         training["strategy"] = "single"
         cluster["evaluator"] = False
-        # The first as many of as many: one gradient is one update.
+        # Synchronous aggregation of all gradients becomes a single gradient.
         training["replicas_to_aggregate"] = 0
     if cluster["gpus_per_worker"] and not has_gpus():
         remarks.append(f"no GPU is here, of {cluster['gpus_per_worker']} for each worker")
@@ -264,7 +264,7 @@ def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:
 
 
 def code_remark(given: Given) -> str:
-    """Return in which way the code here is not that of the step, or an empty text."""
+    """Return how the code here differs from that of the step, or an empty text."""
     pairs = {
         "version": (version("kfp-flotilla"), given.version),
         "commit": (lineage.commit()[:12], given.commit[:12]),
@@ -283,11 +283,11 @@ def code_remark(given: Given) -> str:
     return f"the code differs: {'; '.join(differs)}" if differs else ""
 
 
-def _looked_up(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
-    """Copy what the step looks up below its root; return what is not as it was."""
+def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
+    """Copy the values that the step looks up below its root; return the differences."""
     config = find_config(arguments)
     if config is None:
-        # The step itself says so.
+        # The step itself reports the error.
         return []
     if config.data.source and config.data.version:
         with suppress(storage.NotPublished):
@@ -313,14 +313,14 @@ def _looked_up(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Pat
 
 
 def _copy(root: str, folder: Path, *names: str) -> None:
-    """Copy a published directory of a root into a folder, which is another one."""
+    """Copy a published directory to another root."""
     place = folder.joinpath(*names)
     manifest = storage.fetch(storage.join(root, *names), place)
     (place / MANIFEST).write_bytes(manifest.to_json())
 
 
 def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[str, str]:
-    # Trackers are told of a run once, and not of its replays.
+    # Trackers are notified of a run once, not of its replays.
     left = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     for name in (STOPPING, HUB, "KFP_POD_NAME"):
         left.pop(name, None)
@@ -334,7 +334,7 @@ def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[s
         **({DEBUGGER: "1"} if debug else {}),
     }
     if storage.local_path(recorded.source) is None:
-        # For the URIs in manifests, which have none.
+        # For the URIs in manifests, which have no options.
         endpoint = locate(recorded.source).option("endpoint")
         here |= {"AWS_ENDPOINT_URL": endpoint} if endpoint else {}
     return {**left, **here}
@@ -344,7 +344,8 @@ def _run(
     recorded: RecordedStep, folder: Path, log: IO[bytes] | None, *, debug: bool
 ) -> tuple[tuple[StepEnd, ...], bool]:
     """Run the process of a replay; return how its stages ended, and whether the last was killed."""
-    # A debugger needs the terminal, whose Ctrl-C would reach the step as well: it gets none.
+    # A debugger needs the terminal; otherwise the step gets none, since Ctrl-C would reach it as
+    # well.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
     try:
         child = subprocess.Popen(
@@ -385,15 +386,15 @@ def _end(child: subprocess.Popen[Any], *, group: bool) -> None:
         with suppress(subprocess.TimeoutExpired):
             child.wait(timeout=_END_SECONDS)
     with suppress(ProcessLookupError, PermissionError):
-        # Whatever the step has started goes with it.
+        # Processes that the step has started end with it.
         (os.killpg if group else os.kill)(child.pid, signal.SIGKILL)
 
 
 class OutputArtifact:
-    """What KFP gives a step to describe an artifact; the UI that would draw it is not there."""
+    """A stand-in for the KFP artifact of a step, without the UI that would show it."""
 
     def __init__(self, uri: str, path: Path) -> None:
-        """Name the artifact, and the file that stands for it here."""
+        """Set the name of the artifact, and the file that represents it."""
         self.uri, self.path, self.metadata = uri, str(path), dict[str, Any]()
 
     def log_confusion_matrix(self, *_given: Any) -> None:
@@ -407,22 +408,20 @@ def main() -> None:
     """Run the step that the folder `argv[1]` describes; with `debug`, stop where it fails."""
     folder = Path(sys.argv[1])
     tree = json.loads((folder / CALL).read_text(encoding="utf-8"))
-    # The pipeline of the run was accepted by the code that ran it.
+    # The code that ran the pipeline has checked its mark.
     sys.argv = [tree["step"], contract.OPTION, contract.mark()]
     try:
-        _called(tree["step"], tree["arguments"], tree["artifacts"], folder)
-    # A bug of Flotilla itself is raised as it is.
+        _call(tree["step"], tree["arguments"], tree["artifacts"], folder)
+    # A bug of Flotilla is raised unchanged.
     except (Exception, SystemExit) as error:
         cause = error.__context__ if isinstance(error, SystemExit) else error
-        # A person who ends a replay does not ask for the place.
+        # A user who ends a replay does not want its traceback.
         if tree["debug"] and cause and not isinstance(cause, RunInterruptedError):
             post_mortem(cause)
         raise
 
 
-def _called(
-    step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], folder: Path
-) -> None:
+def _call(step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], folder: Path) -> None:
     place = folder / "artifacts"
     place.mkdir(exist_ok=True)
     given = {**arguments}
@@ -430,7 +429,7 @@ def _called(
         given[name] = OutputArtifact(str(said.get("uri", "")), place / name)
         if said.get("tree") is not None:
             (place / name).write_text(json.dumps(said["tree"]), encoding="utf-8")
-    # Of an output path the file is here.
+    # An output path is a file here.
     given |= {name: str(place / name) for name in given if name == "decision_uri"}
     call = getattr(import_module(f"flotilla.components.{step}"), step).python_func
     taken = inspect.signature(call).parameters
@@ -441,7 +440,7 @@ def post_mortem(error: BaseException) -> None:
     """Open pdb at the innermost frame of the user's code in an error, or where it was raised."""
     trace: TracebackType | None = None
     for frame, line in reversed(find_frames(error)):
-        # What the user's code has called is left out: pdb begins at the last one.
+        # Frames below the user's code are left out, since pdb begins at the last frame.
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     if trace is None:
         return
@@ -452,14 +451,14 @@ def post_mortem(error: BaseException) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A step of a run: how its stages ended, and what it was given.
+    """A step of a run: how its stages ended, and its arguments.
 
     Attributes:
         stages: the records, in the order of the table.
-        stage: the name by which it was asked for, where that is the name of one of its stages.
-        root: the storage root, as the run has known it.
+        stage: the requested name, if it is the name of one of the stages.
+        root: the storage root as the run used it.
         source: the storage root, as this machine reads it.
-        pinned: the file with what a run on this machine has pinned; None where it has none.
+        pinned: the file with the pinned values of a local run; None if it has none.
     """
 
     run_id: str
@@ -472,7 +471,7 @@ class RecordedStep:
 
     @property
     def data_version(self) -> str:
-        """The version of a dataset, or the listing of files, that the step has taken."""
+        """The version of the dataset, or the listing of the files, that the step has used."""
         said = [each.metrics.get(name) for each in self.stages for name in _VERSIONS]
         return str(next(filter(None, said), ""))
 
@@ -485,16 +484,16 @@ class RecordedStep:
 def find(
     run: str, step: str, *, settings: Sequence[str], workdir: Path, instance: Instance
 ) -> RecordedStep:
-    """Return a step of a run: of this machine, of `storage.root=URI` in `settings`, or of KFP."""
-    # The exit step reports what is there, and computes nothing.
+    """Find a step of a run: on this machine, at `storage.root=URI` in `settings`, or on KFP."""
+    # The exit step reports results, and computes nothing.
     rows = [row for row in STEPS if not row.is_exit_step]
     name, _ = step_named(step, rows)
-    found = _found(name, run, settings, workdir, instance)
+    found = _find(name, run, settings, workdir, instance)
     stage = step.replace("-", "_")
     return replace(found, stage=stage) if stage != found.step else found
 
 
-def _found(
+def _find(
     name: str, run: str, settings: Sequence[str], workdir: Path, instance: Instance
 ) -> RecordedStep:
     root = local.configuration(None, settings).storage.root if settings else ""
@@ -507,7 +506,7 @@ def _found(
     if root:
         if not storage.names(storage.join(root, run, "steps")):
             raise UserError(f"no run {run!r} below {root}{_nearest_run(root, run)}")
-        return _published(storage.join(root, run), run, name)
+        return _find_published(storage.join(root, run), run, name)
     from flotilla.pipelines.runs.kfp_client import connect
     from flotilla.pipelines.runs.kfp_run import find_run
 
@@ -515,14 +514,14 @@ def _found(
     if not found.at:
         raise UserError(f"where the run {run} publishes is not known: add --set storage.root=URI")
     try:
-        # The address of the store is that of the cluster.
+        # The address of the store is valid in the cluster.
         storage.names(storage.join(found.at, "steps"))
     except UserError as error:
         raise UserError(
             f"{error}; where the store has another address here, add --set storage.root=URI, such "
             "as minio://BUCKET/FOLDER?endpoint=http://localhost:9000"
         ) from None
-    return _published(found.at, found.run_id, name)
+    return _find_published(found.at, found.run_id, name)
 
 
 def _nearest_run(root: str, run: str) -> str:
@@ -536,17 +535,17 @@ def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     log = folder / local.EVENTS
     records = list_tries(reduce_events(events.read(log)))
     newest = {each.step: each for each in records}
-    found = _recorded(storage.uri_of(folder), run, step, list(newest.values()))
+    found = _make_step(storage.uri_of(folder), run, step, list(newest.values()))
     pinned = folder / PINNED
-    # Its root may be elsewhere, and is that of the run.
+    # The root may be elsewhere: it is that of the run.
     return replace(found, source=found.root, pinned=pinned if pinned.is_file() else None)
 
 
-def _published(at: str, run: str, step: str) -> RecordedStep:
-    return _recorded(at, run, step, read_records(at))
+def _find_published(at: str, run: str, step: str) -> RecordedStep:
+    return _make_step(at, run, step, read_records(at))
 
 
-def _recorded(at: str, run: str, step: str, records: Sequence[StepRecord]) -> RecordedStep:
+def _make_step(at: str, run: str, step: str, records: Sequence[StepRecord]) -> RecordedStep:
     by_name = {each.step: each for each in records}
     stages = [by_name[each.name] for each in find_step(step).stages if each.name in by_name]
     if not stages:

@@ -1,1 +1,1 @@
-"""Retention: what below a storage root is too old to be kept, and what refers to it."""
+"""Retention: finds data below a storage root that are too old to keep and not referenced."""

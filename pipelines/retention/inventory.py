@@ -1,7 +1,7 @@
-"""What is below a storage root, and what refers to what, found by one listing and the manifests.
+"""The inventory of a storage root and its references, from one listing and the manifests.
 
-A reference is any text in a record that ends with the path of something below the root, or is the
-digest of a listing or of code: one too many keeps too much, and loses nothing. The trials of a
+A reference is any text in a record that ends with the path of an item below the root, or is the
+digest of a listing or of code: a false reference keeps too much and loses nothing. The trials of a
 sweep are runs next to it, and stay as long as it does.
 """
 
@@ -53,7 +53,7 @@ from flotilla.trainer.sweeps.study import read as read_sweep
 
 _MODEL = "model"
 _REGISTRY, _CHECKPOINTS = "registry", "checkpoints"
-# Of a run: where its steps publish, and the small records that name what it uses.
+# Folders of a run: the outputs of its steps, and the small records with references.
 _PUBLISHED = ("checkpoints", "decision", "evaluation", "model", "registration", "validation")
 _RECORDS = (
     "config.json", "arguments.json", "pinned_inputs.json", "events.jsonl", "report.json",
@@ -64,15 +64,15 @@ _STAGES = {stage.name for step in (*STEPS, *SWEEP_STEPS) for stage in step.stage
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 _OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 _TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
-# A key of a bucket may have any of these characters.
+# A key of a bucket may contain any of these characters.
 _WHOLE = re.compile(r'"(?:gs|s3|minio)://(?:[^"\\]|\\.)*"')
-# A step that was killed leaves no end on record.
+# A step that was killed has no end in its record.
 _UNENDED = timedelta(days=7)
 
 
 @dataclass
 class _Folder:
-    """What a listing shows of one thing; times are in seconds since 1970, 0 for none."""
+    """A folder in a listing; times are Unix timestamps, 0 for none."""
 
     files: dict[str, int] = field(default_factory=dict)
     changed: float = 0.0
@@ -83,15 +83,15 @@ class _Folder:
 
 
 def read(root: str, workdir: Path) -> Inventory:
-    """Return what is below `root`; raises `ConfigError` or `UserError`."""
-    tops = _listed(root)
+    """Return the inventory below `root`; raises `ConfigError` or `UserError`."""
+    tops = _list_files(root)
     if MANIFEST in tops:
         raise ConfigError(f"{root} is a published directory and no storage root: name that above")
     runs = {name: each for name, each in tops.items() if name not in _NOT_RUNS and each.files}
     reader = _Reader(root, workdir)
     found: dict[str, Item] = {}
     for name in SHARED:
-        found |= reader.shared(name, tops.get(name, _Folder()))
+        found |= reader.list_shared(name, tops.get(name, _Folder()))
     for raws in run_parallel(lambda name: reader.run(name, runs[name]), list(runs)):
         found |= raws
     registry = tops.get(_REGISTRY, _Folder())
@@ -101,16 +101,16 @@ def read(root: str, workdir: Path) -> Inventory:
     found |= reader.notes(tops, found)
     names = _Names(found)
     items = {
-        path: replace(each, refs=frozenset(names.named(reader.texts.get(path, ()))) - {path})
+        path: replace(each, refs=frozenset(names.find_named(reader.texts.get(path, ()))) - {path})
         for path, each in found.items()
     }
     swept = [name for name in runs if any(path.startswith("trials/") for path in runs[name].files)]
-    items = _with_sweeps(items, storage.local_path(root), workdir.absolute(), swept)
+    items = _add_sweeps(items, storage.local_path(root), workdir.absolute(), swept)
     return Inventory(items=items, models=tuple(reader.models(registry, found)))
 
 
 def read_model(root: str, name: str) -> Model:
-    """Return a model as it is now, without anything else; raises `UserError`."""
+    """Read one model as it is now; raises `UserError`."""
     above = f"models/{name}"
     home = storage.join(root, _REGISTRY, "models", name)
     with report_errors(f"list {home}"):
@@ -120,21 +120,21 @@ def read_model(root: str, name: str) -> Model:
 
 
 def is_changed(root: str, workdir: Path, run: Item) -> bool:
-    """Say whether a run goes on, or did something since it was listed; raises `UserError`."""
+    """Return whether a run is active, or has changed since the listing; raises `UserError`."""
     folder, uri = _Folder(), storage.join(root, run.path)
     with suppress(ConfigError):
-        for top, each in _listed(uri).items():
+        for top, each in _list_files(uri).items():
             folder.files |= {f"{top}/{path}": size for path, size in each.files.items()} or {top: 0}
             folder.changed = max(folder.changed, each.changed)
     now = _Reader(root, workdir).run(run.path, folder).get(run.path)
     if now is None:
-        # It is gone, or no run any more.
+        # It was removed, or is no longer a run.
         return bool(folder.files)
     return now.busy or (now.last is not None and run.last is not None and now.last > run.last)
 
 
-def _listed(root: str) -> dict[str, _Folder]:
-    """Return what is below a root, by the first name of each path."""
+def _list_files(root: str) -> dict[str, _Folder]:
+    """List the files below a root, by the first name of each path."""
     tops: dict[str, _Folder] = defaultdict(_Folder)
     is_local = storage.local_path(root) is not None
     with report_errors(f"list {root}"):
@@ -152,14 +152,14 @@ def _listed(root: str) -> dict[str, _Folder]:
 
 
 class _Names:
-    """The paths of all items, to be found at the end of a URI."""
+    """The paths of all items, found as suffixes of URIs."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = set(paths)
         self._tops = {path.partition("/")[0] for path in self._paths}
 
-    def named(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield the items that the words of some texts name."""
+    def find_named(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield the items that some texts refer to."""
         for word in texts:
             segments = split_names(word)
             if len(segments) == 1:
@@ -189,21 +189,21 @@ def _time(seconds: float) -> datetime | None:
 
 
 class _Reader:
-    """Reads the manifests and records below one root."""
+    """A reader of the manifests and records below one root."""
 
     def __init__(self, root: str, workdir: Path) -> None:
         self._root, self._workdir = root, workdir
-        # Words by path of an item, which may name others.
+        # Texts by path of an item that may refer to other items.
         self.texts: dict[str, frozenset[str]] = {}
 
-    def _at(self, path: str) -> str:
+    def _uri(self, path: str) -> str:
         return storage.join(self._root, *path.split("/"))
 
-    def _published(self, path: str, kind: str, files: Mapping[str, int]) -> Item | None:
-        """Return the item of a published directory; None where it was removed meanwhile."""
+    def _read_item(self, path: str, kind: str, files: Mapping[str, int]) -> Item | None:
+        """Return the item of a published directory; None if it was removed meanwhile."""
         size = sum(files.values())
         try:
-            manifest = storage.read_manifest(self._at(path))
+            manifest = storage.read_manifest(self._uri(path))
         except storage.NotPublished:
             return None
         except storage.Unavailable:
@@ -211,26 +211,26 @@ class _Reader:
         except UserError as error:
             return Item(path=path, kind=kind, bytes=size, damaged=str(error))
         if manifest.kind != (_MODEL if kind == VERSION else kind):
-            # Somebody else's.
+            # Not written by Flotilla.
             return None
-        # Where a version is copied from: it has a copy.
+        # The source of a version is not needed, since the version is a copy.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}
         self.texts[path] = _words(json.dumps(fields, ensure_ascii=False))
         return Item(path=path, kind=kind, bytes=size, last=manifest.created_at)
 
-    def shared(self, top: str, folder: _Folder) -> dict[str, Item]:
+    def list_shared(self, top: str, folder: _Folder) -> dict[str, Item]:
         """Return the datasets, listings or code below one folder of the root."""
         found = {}
         for name, files in _children(folder.files).items():
             path = f"{top}/{name}"
-            if MANIFEST in files and (item := self._published(path, SHARED[top], files)):
+            if MANIFEST in files and (item := self._read_item(path, SHARED[top], files)):
                 used = _time(in_use.last_use(self._root, path))
                 last = max(filter(None, (item.last, used)), default=None)
                 found[path] = replace(item, last=last)
         return found
 
     def notes(self, tops: Mapping[str, _Folder], found: Mapping[str, Item]) -> dict[str, Item]:
-        """Return what says that schedules, and runs without another record, need a bundle."""
+        """Return the notes that schedules, and runs without other records, need a bundle."""
         above = bundle.OF_SCHEDULES
         paths = [f"{above}/{name}" for name in tops.get(above, _Folder()).files]
         paths += [
@@ -246,9 +246,9 @@ class _Reader:
         try:
             parse_mapping(text)
         except ValueError:
-            # Which it needs is not known.
+            # The bundle that it needs is unknown.
             text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
-            damaged = f"{self._at(path)} is damaged; as long as it is there, all code stays"
+            damaged = f"{self._uri(path)} is damaged; as long as it is there, all code stays"
         self.texts[path] = _words(text)
         return Item(path=path, kind=NOTE, damaged=damaged)
 
@@ -258,18 +258,18 @@ class _Reader:
         for place, files in _deep(registry.files, 4).items():
             if place[0] == "models" and place[2] == "versions" and MANIFEST in files:
                 path = "/".join((_REGISTRY, *place))
-                if item := self._published(path, VERSION, files):
+                if item := self._read_item(path, VERSION, files):
                     found[path] = item
         return found
 
     def run(self, name: str, folder: _Folder) -> dict[str, Item]:
-        """Return a run and what it has published; nothing where the folder is no run."""
+        """Return a run and its published directories; empty if the folder is not a run."""
         found, texts = dict[str, Item](), set[str]()
         last, unended = folder.changed, False
         for place, files in _deep(folder.files, 2).items():
             if place[0] in _PUBLISHED and MANIFEST in files:
                 kind = "checkpoint" if place[0] == _CHECKPOINTS else place[0]
-                if item := self._published("/".join((name, *place)), kind, files):
+                if item := self._read_item("/".join((name, *place)), kind, files):
                     found[item.path] = item
                     texts |= self.texts.get(item.path, frozenset())
                     last = max(last, item.last.timestamp() if item.last else 0.0)
@@ -282,7 +282,7 @@ class _Reader:
             unended |= began is not None and ended is None
             own |= record.get("step") == stage
             if not record and stage in _STAGES:
-                damaged.append(f"{self._at(path)} is damaged")
+                damaged.append(f"{self._uri(path)} is damaged")
             texts |= _words(text)
         for each in _RECORDS:
             if each in folder.files:
@@ -312,16 +312,16 @@ class _Reader:
         return {**found, name: run}
 
     def _lease(self, name: str, folder: _Folder) -> tuple[float, bool]:
-        """Return when the lease of a run was renewed last, and whether it is held."""
+        """Return when the lease of a run was last renewed, and whether it is held."""
         if not any(path.startswith(f"{_CHECKPOINTS}/{LEASES}/") for path in folder.files):
             return 0.0, False
         now = datetime.now(UTC).timestamp()
-        found = [each for each in holders(self._at(f"{name}/{_CHECKPOINTS}")).values() if each]
+        found = [each for each in holders(self._uri(f"{name}/{_CHECKPOINTS}")).values() if each]
         held = (not (each.released or is_gone(each.writer)) and now < each.until for each in found)
         return max((each.renewed for each in found), default=0.0), any(held)
 
     def is_locked(self, name: str) -> bool:
-        """Say whether a process of this machine has a run open."""
+        """Return whether a process of this machine has a run open."""
         above = {storage.local_path(self._root), self._workdir.absolute()}
         return any(_is_locked(folder / name) for folder in filter(None, above))
 
@@ -332,9 +332,9 @@ class _Reader:
         return text, {}
 
     def _text(self, path: str) -> str:
-        # It may be damaged, or gone: whatever is legible counts.
+        # A record may be damaged or removed: every legible one counts.
         try:
-            return storage.read_bytes(self._at(path)).decode(errors="replace")
+            return storage.read_bytes(self._uri(path)).decode(errors="replace")
         except storage.Unavailable:
             raise
         except UserError:
@@ -353,7 +353,7 @@ class _Reader:
         versions = {number: path for path, number in numbers.items() if number}
         made, damaged = [], []
         for number in _numbers(files, "promotions"):
-            uri = self._at(f"{_REGISTRY}/models/{name}/promotions/{number}")
+            uri = self._uri(f"{_REGISTRY}/models/{name}/promotions/{number}")
             try:
                 fields = storage.read_manifest(uri).fields
                 if int(fields["predecessor"]) + 1 != int(number):
@@ -371,7 +371,7 @@ class _Reader:
                 damaged.append(f"{uri} is no promotion: {error}")
         newest = max((each.number for each in made), default=0)
         later = [each for each in _numbers(files, "claims/promotions") if int(each) > newest]
-        claimed = [one for each in later for one in self._claimed(name, each, damaged)]
+        claimed = [one for each in later for one in self._find_claimed(name, each, damaged)]
         return Model(
             name=name,
             versions=versions,
@@ -381,9 +381,9 @@ class _Reader:
             damaged=tuple(damaged),
         )
 
-    def _claimed(self, name: str, number: str, damaged: list[str]) -> Iterator[int]:
-        """Yield the versions of a promotion that may be decided, and is not published."""
-        uri = self._at(f"{_REGISTRY}/models/{name}/claims/promotions/{number}")
+    def _find_claimed(self, name: str, number: str, damaged: list[str]) -> Iterator[int]:
+        """Yield the versions of a promotion that may be decided but is not published."""
+        uri = self._uri(f"{_REGISTRY}/models/{name}/claims/promotions/{number}")
         for note in storage.names(uri):
             if note.endswith("-accepted"):
                 try:
@@ -394,19 +394,19 @@ class _Reader:
     def _references(self, versions: Mapping[int, str], damaged: list[str]) -> dict[int, int]:
         found = {}
         for number, path in versions.items():
-            # One that cannot be read is an item that says so.
+            # An unreadable record becomes an item with that remark.
             with suppress(storage.NotPublished, storage.Corrupt, storage.UnknownSchema):
-                lineage = storage.read_manifest(self._at(path)).fields.get("lineage", {})
+                lineage = storage.read_manifest(self._uri(path)).fields.get("lineage", {})
                 named = lineage.get("reference") if isinstance(lineage, dict) else None
                 if isinstance(named, int):
                     found[number] = named
                 elif named is not None or not isinstance(lineage, dict):
-                    damaged.append(f"{self._at(path)} has no lineage")
+                    damaged.append(f"{self._uri(path)} has no lineage")
         return found
 
 
 def _begins(text: str, name: str) -> bool:
-    """Say whether events of a run on a machine are those of the run of this name."""
+    """Return whether the events in a folder belong to the run of this name."""
     for line in text.splitlines():
         if '"run_begin"' in line:
             with suppress(ValueError):
@@ -415,7 +415,7 @@ def _begins(text: str, name: str) -> bool:
 
 
 def _is_run(name: str, texts: Iterable[str], own: bool) -> bool:
-    """Say whether a folder is a run, and no copy of one: its records name it, or no other one."""
+    """Return whether a folder is a run and not a copy: its records have its name or none."""
     named = {
         run
         for names in map(split_names, texts)
@@ -430,7 +430,7 @@ def _children(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def _deep(files: Mapping[str, int], depth: int) -> dict[tuple[str, ...], dict[str, int]]:
-    """Return the files of each folder that is so deep; what is being written is left out."""
+    """Return the files of each folder at a depth, without files being written."""
     found: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
     for path, size in files.items():
         segments = path.split("/")
@@ -447,12 +447,12 @@ def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
 
 
 def _is_locked(folder: Path) -> bool:
-    """Say whether a process of this machine has the run or the sweep in a folder open."""
+    """Return whether a process of this machine has the run or sweep in a folder open."""
     with suppress(OSError):
         try:
             descriptor = os.open(folder / "lock", os.O_RDONLY)
         except PermissionError:
-            # It is another user's, of whom nothing is known.
+            # It belongs to another user, and its state is unknown.
             return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -463,10 +463,10 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-def _with_sweeps(
+def _add_sweeps(
     items: Mapping[str, Item], root: Path | None, workdir: Path, on_cluster: Iterable[str]
 ) -> dict[str, Item]:
-    """Return items with the sweeps of this machine, and each trial as young as its sweep."""
+    """Add the local sweeps to the items, and keep each trial as long as its sweep."""
     found = dict(items)
     for folder in dict.fromkeys([*filter(None, [root]), workdir]):
         for path in sorted(folder.glob(f"*/{SWEEP_STATE}")):
@@ -474,16 +474,16 @@ def _with_sweeps(
             if folder == root:
                 found[sweep.path] = sweep
             for name in trials:
-                _keep_with(found, name, sweep)
+                _keep_trial(found, name, sweep)
     sweeps = {name: items[name] for name in on_cluster if name in items}
     for name in items:
         match = _OF_CLUSTER.fullmatch(name)
         if match and match["sweep"] in sweeps:
-            _keep_with(found, name, sweeps[match["sweep"]])
+            _keep_trial(found, name, sweeps[match["sweep"]])
     return found
 
 
-def _keep_with(found: dict[str, Item], name: str, sweep: Item) -> None:
+def _keep_trial(found: dict[str, Item], name: str, sweep: Item) -> None:
     run = found.get(name)
     if run is not None and run.kind == RUN:
         last = max(run.last, sweep.last) if run.last and sweep.last else None
@@ -491,7 +491,7 @@ def _keep_with(found: dict[str, Item], name: str, sweep: Item) -> None:
 
 
 def _sweep(folder: Path) -> tuple[Item, list[str]]:
-    """Return a sweep of this machine and the runs of its trials."""
+    """Return a local sweep and the runs of its trials."""
     size, last, trials, damaged = 0, 0.0, list[str](), ""
     for each in folder.iterdir():
         # It may be replaced at this moment.

@@ -1,8 +1,8 @@
-"""What may go: a pure function of what is there, what refers to what, and the time.
+"""Decides what to delete: a pure function of the inventory, its references and the current time.
 
-These stay for their own sake: the newest versions of each model, the champion with what a rollback
-and the gate fall back on, runs that are young or going on, and what was used lately. All else stays
-only where one of these names it.
+The roots are the newest versions of each model, the champion with the versions that a rollback and
+the gate need, young or active runs, and recently used items. Any other item stays only if a root
+references it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from datetime import datetime, timedelta
 from flotilla.trainer.runtime.errors import ConfigError
 
 RUN, VERSION, CHECKPOINT, SWEEP = "run", "version", "checkpoint", "sweep"
-#: A record that is no run's: it keeps what it names, and never goes.
+# : A record outside of runs: it keeps the items it names, and is never deleted.
 NOTE = "note"
-#: What lies in a folder of its own below the root, by that folder.
+# : The kind of the items in each folder below the root.
 SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
-#: The order of removal: what refers to something goes before it.
+# : The order of removal: an item goes before the items that it refers to.
 ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
-# A step may say nothing for hours, and clocks differ.
+# A step may be silent for hours, and clocks differ.
 LEAST = timedelta(days=1)
 _MOST = timedelta(days=36500)
 _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
@@ -31,14 +31,14 @@ _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How long runs, with what they alone use, and how many versions are kept; None: all."""
+    """How long runs and their data, and how many versions, are kept; None means all."""
 
     runs: timedelta | None = None
     versions: int | None = None
 
 
 def policy(keep_runs: str, keep_versions: int | None) -> Policy:
-    """Return what the options of the command line say; raises `ConfigError`."""
+    """Make a policy from the options of the command line; raises `ConfigError`."""
     if keep_versions is not None and keep_versions < 1:
         raise ConfigError(f"--keep-versions {keep_versions}: keep at least 1 version of a model")
     if not keep_runs:
@@ -56,14 +56,14 @@ def policy(keep_runs: str, keep_versions: int | None) -> Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Something below a root that goes as a whole, or stays.
+    """An item below a root that is removed as a whole, or stays.
 
     Attributes:
         path: below the root, such as `datasets/digits-1` or `RUN/checkpoints/step-00000100`.
-        kind: `run`, `version`, `dataset`, ...; of what a run has published the manifest's.
-        last: when it was published, used, or did something last; None where nothing says so.
-        busy: of a run: it goes on, or may.
-        damaged: why its manifest cannot be read; it stays.
+        kind: `run`, `version`, `dataset`, ...; for outputs of a run, that of the manifest.
+        last: when it was last published, used or active; None if unknown.
+        busy: for a run: it is or may be active.
+        damaged: why its manifest is unreadable; such an item stays.
     """
 
     path: str
@@ -77,7 +77,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """One promotion, as `flotilla.trainer.promotion.registry` has it."""
+    """One promotion, as in `flotilla.trainer.promotion.registry`."""
 
     number: int
     version: int
@@ -91,9 +91,9 @@ class Model:
     Attributes:
         versions: path of each version by its number.
         promotions: oldest first.
-        claimed: versions of promotions that are decided, or asked for, and not yet published.
-        references: by version the one since which no gain was proved, where it names one.
-        damaged: records that cannot be read: which versions count is not known then.
+        claimed: versions whose promotion is decided or requested, but not yet published.
+        references: by version the reference version after which no gain was proved.
+        damaged: unreadable records, which make the needed versions unknown.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """What is below a root: items by their path, and the models."""
+    """The items below a root by path, and the models."""
 
     items: Mapping[str, Item]
     models: tuple[Model, ...] = ()
@@ -114,25 +114,25 @@ class Inventory:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What goes, in the order of removal, and remarks on what stays though it may be old."""
+    """The items to remove, in order, and remarks on old items that stay."""
 
     going: tuple[Item, ...] = ()
     remarks: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
-        """Of all that goes."""
+        """The total size of the items."""
         return sum(each.bytes for each in self.going)
 
 
 def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
-    """Return what may go by a policy."""
+    """Return the removals that a policy allows."""
     items, remarks = found.items, []
     kept = {path for model in found.models for path in find_kept_versions(model, wanted.versions)}
-    # Whatever a run that goes on is compared with.
+    # The opponents of active runs.
     kept |= {path for item in items.values() if item.busy for path in item.refs}
     unsure = [each for model in found.models for each in model.damaged]
-    # What a dataset is made from are listings and code; a run may need anything.
+    # A dataset is made from listings and code; a run may need anything.
     apart = (NOTE, *SHARED.values())
     unsure += [item.damaged for item in items.values() if item.damaged and item.kind not in apart]
     remarks += [f"kept: {each.damaged}" for each in items.values() if each.damaged]
@@ -142,13 +142,13 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
         if item.kind == VERSION and item.path not in kept and not item.damaged
     ]  # fmt: skip
     if wanted.runs is None:
-        return Plan(going=_ordered(going), remarks=tuple(remarks))
+        return Plan(going=_order(going), remarks=tuple(remarks))
     if unsure:
         remarks.append(
             f"no run, dataset or checkpoint is removed: {len(unsure)} damaged records do not "
             "show what they need; restore them, or delete their version or run"
         )
-        return Plan(going=_ordered(going), remarks=tuple(remarks))
+        return Plan(going=_order(going), remarks=tuple(remarks))
     leaving = {each.path for each in going}
     is_unclear = any(item.damaged for item in items.values() if item.kind in SHARED.values())
     since = now - wanted.runs
@@ -168,18 +168,18 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
     ]  # fmt: skip
     runs = {find_run(path) for path in needed}
     going += [item for item in items.values() if item.path not in needed and _goes(item, runs)]
-    return Plan(going=_ordered(going), remarks=tuple(remarks))
+    return Plan(going=_order(going), remarks=tuple(remarks))
 
 
-def _ordered(going: list[Item]) -> tuple[Item, ...]:
+def _order(going: list[Item]) -> tuple[Item, ...]:
     return tuple(sorted(going, key=lambda item: (ORDER.index(item.kind), item.path)))
 
 
 def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
-    """Yield the paths of the versions that stay for their own sake; `count` of the newest."""
+    """Yield the paths of the versions that are roots; `count` of the newest are."""
     numbers = sorted(model.versions)
     wanted = numbers if count is None or model.damaged else numbers[-count:]
-    left, seen = [*wanted, *_fallen_back_on(model)], set[int]()
+    left, seen = [*wanted, *_find_fallbacks(model)], set[int]()
     while left:
         number = left.pop()
         if number in seen:
@@ -190,36 +190,36 @@ def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
             yield model.versions[number]
 
 
-def _fallen_back_on(model: Model) -> Iterator[int]:
-    """Yield the champion, and whichever version becomes it, or is compared with, next."""
+def _find_fallbacks(model: Model) -> Iterator[int]:
+    """Yield the champion, and versions that may become champion or its opponent next."""
     yield from model.claimed
     made = {each.number: each for each in model.promotions}
     if not made:
         return
     newest = made[max(made)]
     yield newest.version
-    # Of a rollback.
+    # For a rollback.
     before = [number for number in made if number < (newest.restores or newest.number)]
     if before:
         yield made[max(before)].version
-    # Of a run that made the champion, and is resumed.
+    # For a resumed run that made the champion.
     others = [number for number, each in made.items() if each.version != newest.version]
     if others:
         yield made[max(others)].version
 
 
 def find_run(path: str) -> str:
-    """Return the run in which something is; itself where it is a run."""
+    """Return the run that contains an item; the item itself if it is a run."""
     return path.partition("/")[0]
 
 
 def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
-    """Say whether something other than a version stays for its own sake."""
+    """Return whether an item other than a version is a root."""
     if item.kind == NOTE:
         return True
     if item.kind in (RUN, SWEEP, *SHARED.values()):
         return item.busy or bool(item.damaged) or item.last is None or item.last >= since
-    # What a run has published stays with it.
+    # The outputs of a run stay with it.
     run = items.get(find_run(item.path))
     return bool(item.damaged) or (run is not None and _stays(run, items, since))
 
@@ -227,7 +227,7 @@ def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
 def find_reachable(
     items: Mapping[str, Item], roots: list[Item], known: AbstractSet[str] = frozenset()
 ) -> set[str]:
-    """Return the paths of `roots`, and of all that these need but what is `known` to be needed."""
+    """Return the paths of `roots`, and of all items that these need, without `known` ones."""
     left, seen = list(roots), {each.path for each in roots}
     while left:
         origin = left.pop()
@@ -240,19 +240,19 @@ def find_reachable(
 
 
 def _needs(origin: Item, target: Item) -> bool:
-    """Say whether what stays needs what it names.
+    """Return whether a kept item needs an item that it references.
 
-    The versions that stay were chosen. A checkpoint holds all that it had of the one it began with;
-    else no chain of warm starts would end.
+    The versions to keep were chosen. A checkpoint holds all values of the one it started from;
+    otherwise no chain of warm starts would end.
     """
     return target.kind != VERSION and not origin.kind == target.kind == CHECKPOINT
 
 
 def _goes(item: Item, runs: set[str]) -> bool:
-    """Say whether what nothing needs goes by itself; `runs` are those of which something stays."""
+    """Return whether an unneeded item is removed; `runs` are those with a kept item."""
     if item.kind == RUN:
         return item.path not in runs
     if item.kind == CHECKPOINT:
-        # With its run, or without it. The small records of a run stay as long as anything does.
+        # With or without its run. The small records of a run stay as long as any of its items.
         return find_run(item.path) in runs
     return item.kind in (SWEEP, *SHARED.values())

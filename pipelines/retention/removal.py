@@ -1,8 +1,8 @@
-"""The removal of what a plan lists, one after the other, and of what dead writers left.
+"""Removes the items of a plan one by one, and the orphans of dead writers.
 
-What refers to something goes before it, and of each directory the manifest first: whatever ends the
-removal, nothing that is left reads as whole without its inputs. Each is looked at again just
-before.
+An item goes before the items that it refers to, and the manifest is the first file of a directory
+to go: if the removal stops at any point, no remaining item looks complete without its inputs. Each
+item is checked again just before its removal.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.retry import run_parallel
 
-# Of a run these go last: by them a later removal sees how old the rest is.
+# These files of a run go last, since a later removal needs them to tell the age of the rest.
 _LAST = ("config.json", "events.jsonl", "lock")
 _RECORDS, _PART = "steps", "part"
 _log = logging.getLogger(__name__)
-# A part takes minutes, so that nobody goes on with a preparation that has added none for so long.
+# A part takes minutes, so a preparation without a new part for this long has ended.
 FORSAKEN = timedelta(days=7)
 
 
 def remove(
     root: str, workdir: Path, plan: Plan, wanted: Policy, done: Callable[[Item], None]
 ) -> tuple[Item, ...]:
-    """Remove what is in `plan` and may still go; return what stays after all.
+    """Remove the items of `plan` that may still go; return the items that stay after all.
 
-    `done` is called with each item that is gone. Raises `UserError` where something cannot be
-    removed; all else is whole.
+    `done` is called with each removed item. Raises `UserError` if an item cannot be removed; all
+    others are complete.
     """
-    # Time has passed since the plan was made, perhaps in front of a question.
+    # Time has passed since the plan was made, perhaps at a prompt.
     found = read(root, workdir)
     now = {each.path: each for each in make_plan(found, wanted, datetime.now(UTC)).going}
     stays = {each.path: each for each in plan.going if each.path not in now}
     going = [now[each.path] for each in plan.going if each.path in now]
-    stays |= _retired(root, [each for each in going if each.kind == VERSION], wanted)
-    # Whatever stays after all keeps what it needs.
+    stays |= _retire_versions(root, [each for each in going if each.kind == VERSION], wanted)
+    # An item that stays after all keeps the items it needs.
     needed = find_reachable(
         found.items, [found.items[path] for path in stays if path in found.items]
     )
@@ -68,7 +68,7 @@ def remove(
     failures: list[UserError] = []
     for item in going:
         try:
-            if not (item.path in needed or item.path in runs) and _removed(root, workdir, item):
+            if not (item.path in needed or item.path in runs) and _remove(root, workdir, item):
                 done(item)
                 continue
         except storage.Unavailable:
@@ -84,8 +84,8 @@ def remove(
     return tuple(stays.values())
 
 
-def _removed(root: str, workdir: Path, item: Item) -> bool:
-    """Remove an item if it may still go; return whether it is gone."""
+def _remove(root: str, workdir: Path, item: Item) -> bool:
+    """Remove an item if it may still go; return whether it was removed."""
     with _may_go(root, workdir, item) as free:
         if free:
             uri = _uri(root, item)
@@ -101,7 +101,7 @@ def _uri(root: str, item: Item) -> str:
 
 def _remove_run(uri: str) -> None:
     if storage.local_path(uri) is not None:
-        # It is renamed away as a whole.
+        # The folder is renamed away as a whole.
         return
     names = set(storage.names(uri)) - {_RECORDS}
     for some in (names - set(_LAST), names & set(_LAST)):
@@ -113,7 +113,7 @@ def _may_go(root: str, workdir: Path, item: Item) -> Iterator[bool]:
     if item.kind == RUN and is_changed(root, workdir, item):
         yield False
     elif item.kind in (RUN, SWEEP):
-        with _locked(root, workdir, item) as free:
+        with _lock(root, workdir, item) as free:
             yield free
     elif item.kind in SHARED.values():
         seen = item.last.timestamp() if item.last else 0.0
@@ -123,8 +123,8 @@ def _may_go(root: str, workdir: Path, item: Item) -> Iterator[bool]:
         yield True
 
 
-def _retired(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
-    """Keep the lineages of versions that go; return those that stay, as they are promoted now."""
+def _retire_versions(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
+    """Keep the lineages of removed versions; return versions that are being promoted."""
     stays = {}
     for name in sorted({each.path.split("/")[2] for each in going}):
         ours = [each for each in going if each.path.split("/")[2] == name]
@@ -146,8 +146,8 @@ def _number(item: Item) -> int:
 
 
 @contextmanager
-def _locked(root: str, workdir: Path, item: Item) -> Iterator[bool]:
-    """Keep a run of this machine from being resumed while it is removed."""
+def _lock(root: str, workdir: Path, item: Item) -> Iterator[bool]:
+    """Lock a local run against being resumed during its removal."""
     descriptors = []
     try:
         for folder in {storage.local_path(root), workdir.absolute()} - {None}:
@@ -169,12 +169,12 @@ def _leases_removed(uri: str) -> list[str]:
     except storage.Unavailable:
         raise
     except UserError as error:
-        # Those of the other runs are not left because of it.
+        # A failure here must not skip the parts of other runs.
         _log.warning("passed over: %s", error)
         return []
 
 
-def _parts_removed(root: str) -> list[str]:
+def _remove_parts(root: str) -> list[str]:
     """Delete the finished parts of preparations that have ended without a dataset."""
     above = storage.join(root, "preparing")
     folders = [storage.join(above, name) for name in storage.names(above)]
@@ -184,7 +184,7 @@ def _parts_removed(root: str) -> list[str]:
 
 
 def _is_forsaken(folder: str) -> bool:
-    """Say whether a folder holds nothing but parts, and no part was added for long."""
+    """Return whether a folder only holds parts, none of them recent."""
     since = datetime.now(UTC) - FORSAKEN
     parts = storage.names(folder)
     try:
@@ -201,7 +201,7 @@ def _is_forsaken(folder: str) -> bool:
 
 
 def collect(root: str) -> tuple[str, ...]:
-    """Remove what dead writers left below `root`; return the URIs of what is gone."""
+    """Remove the orphans of dead writers below `root`; return their URIs."""
     folders = [storage.join(root, run, "checkpoints") for run in storage.names(root)]
     leases = chain.from_iterable(run_parallel(_leases_removed, folders))
-    return (*leases, *_parts_removed(root), *storage.collect_garbage(root))
+    return (*leases, *_remove_parts(root), *storage.collect_garbage(root))

@@ -231,7 +231,7 @@ def _started(client: Client, submission: Submission, version: Version | None) ->
             pipeline = {"pipeline_id": version.pipeline_id, "version_id": version.version_id}
         elif package := submission.package:
             what, spec = f"the pipeline {package.name}", dict(package.spec)
-            pipeline = {"pipeline_package_path": stack.enter_context(package.written())}
+            pipeline = {"pipeline_package_path": stack.enter_context(package.write_temporary())}
         named = {
             "params": run_parameters(submission.config, submission.image, spec, what),
             "job_name": submission.name or run_name(submission.config),

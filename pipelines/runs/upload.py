@@ -80,7 +80,7 @@ def find_or_upload(client: Client, package: Package, name: str) -> tuple[Version
         if version.name.startswith(package.digest):
             return version, False
     wanted = package.version()
-    with package.written() as path:
+    with package.write_temporary() as path:
         try:
             made = ask(client.upload_pipeline_version, path, wanted, pipeline_id=pipeline_id)
         except InstanceError as error:

@@ -1,8 +1,8 @@
-"""A sweep on this machine: each trial is a run, of which only the best is promoted.
+"""A sweep on this machine: each trial is a run, and only the best one is promoted.
 
 A sweep is a folder with the journal of a study and a lock. Its trials are runs next to it, which
-train and validate; the best goes on to the registry. All that is known of a sweep is changed in one
-thread.
+train and validate; the best one continues to the registry. A single thread changes the state of the
+sweep.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from flotilla.trainer.sweeps.sweep import (
 
 OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
-# How long a request to stop may wait until it is passed on.
+# Seconds until a stop request is passed on, at most.
 LOOK_SECONDS = 0.2
-#: The configuration of the best trial, in the folder of a sweep.
+# : The configuration of the best trial, in the folder of a sweep.
 BEST = "best.yaml"
 _CODES = {"blessed": DONE, "done": DONE, "unchanged": DONE, "refused": REFUSED}
 
@@ -69,9 +69,9 @@ class SweepResult:
     Attributes:
         status: of the best run: `blessed` or `refused`; `failed` or `interrupted`.
         exit_code: of the command line.
-        message: one line that says why, empty when all went well.
+        message: one line with the reason of a failure, or empty.
         metrics: of the best model on the test split.
-        artifacts: URI by name, of the best run.
+        artifacts: URI by name, for the best run.
     """
 
     sweep: Sweep
@@ -83,7 +83,7 @@ class SweepResult:
 
     @property
     def sweep_id(self) -> str:
-        """The id, by which a sweep is resumed."""
+        """The id with which a sweep is resumed."""
         return self.sweep.sweep_id
 
     @property
@@ -127,21 +127,21 @@ def sweep(
     """Try settings, choose the best by validation, and promote that one.
 
     Args:
-        config: with `settings` and `sections`, what all trials share; see `run`.
-        search: a list of values by key, or a range as a text: `0.001..0.1` or `0.001..0.1:log`.
-        settings: laid over the configuration.
-        random: how many trials to draw; the whole grid when left out.
-        tpe: how many trials TPE chooses, each by those before it.
+        config: with `settings` and `sections`, the common configuration of all trials; see `run`.
+        search: by key, a list of values or a range as a text: `0.001..0.1` or `0.001..0.1:log`.
+        settings: override the configuration.
+        random: number of trials to draw; the whole grid by default.
+        tpe: number of trials that TPE chooses, each from the results of earlier ones.
         seed: of `random` and `tpe`.
-        halving: whether all train a little, and the best third goes on, repeatedly.
-        auto: whether the space is made for the model, and searched by TPE and halving.
-        minutes: after which no trial is begun, and the best so far is promoted.
-        metric: of validation, to choose by; else the main one.
-        better: which value of `metric` is: `higher` or `lower`.
-        parallel: trials at a time.
+        halving: whether to use successive halving: the best third of each rung continues.
+        auto: whether to make the search space for the model, with TPE and halving.
+        minutes: time after which no trial starts, and the best so far is promoted.
+        metric: validation metric for the choice; the main one by default.
+        better: which values of `metric` are better: `higher` or `lower`.
+        parallel: number of concurrent trials.
         workdir: the folder below which everything is written.
-        resume: id of a sweep to go on with.
-        on_trial: called with the sweep and each trial that begins or ends.
+        resume: id of a sweep to resume.
+        on_trial: called with the sweep and each trial, at its begin and end.
 
     Example:
         flotilla.sweep("configs/digits.yaml", {"training.batch_size": [32, 64]}).best.settings
@@ -153,11 +153,11 @@ def sweep(
     )  # fmt: skip
     with closing(begin(options, Path(workdir), resume)) as begun:
         run = execute(begun, parallel, on_trial)
-        return result_of(begun.sweep, run)
+        return make_result(begun.sweep, run)
 
 
-def result_of(sweep: Sweep, run: RunResult) -> SweepResult:
-    """Return how a sweep ended, by the run of its best trial."""
+def make_result(sweep: Sweep, run: RunResult) -> SweepResult:
+    """Return the result of a sweep, from the run of its best trial."""
     return SweepResult(
         sweep=sweep, status=run.status, exit_code=run.exit_code, message=run.message,
         metrics=dict(sweep.test), artifacts=run.artifacts,
@@ -165,7 +165,7 @@ def result_of(sweep: Sweep, run: RunResult) -> SweepResult:
 
 
 def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
-    """Lay out a new sweep, or return the one that is to go on; raises `UserError`."""
+    """Create a new sweep, or return the one to resume; raises `UserError`."""
     if resume is None:
         return start(options, workdir)
     if options != SweepOptions(parallel=options.parallel):
@@ -176,7 +176,7 @@ def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
 
 
 def start(options: SweepOptions, workdir: Path) -> Study:
-    """Lay out a new sweep below `workdir`; raises `UserError`."""
+    """Create a new sweep below `workdir`; raises `UserError`."""
     local.require_current_folder()
     sweep = plan_sweep(options)
     folder = workdir.absolute() / sweep.sweep_id
@@ -190,7 +190,7 @@ def start(options: SweepOptions, workdir: Path) -> Study:
 
 
 def resume_sweep(sweep_id: str, workdir: Path) -> Study:
-    """Return a sweep that is to go on where it was; raises `ConfigError`."""
+    """Return a sweep to resume; raises `ConfigError`."""
     local.require_current_folder()
     known = sorted(
         {path.parent.name for each in (FILE, OLD_FILE) for path in workdir.glob(f"*/{each}")}
@@ -211,14 +211,14 @@ def execute(
 ) -> RunResult:
     """Train all trials, and promote the best one; return how its run ended.
 
-    In the main thread SIGINT and SIGTERM end it: each run that trains publishes a last checkpoint.
-    A second one ends them at once. `on_trial` is called here with each trial, and `on_event` with
-    each event of its run, in any thread. Raises `UserError`.
+    In the main thread SIGINT and SIGTERM stop it: each training run publishes a last checkpoint. A
+    second signal stops the runs at once. `on_trial` is called here with each trial, and `on_event`
+    in any thread with each event of its run. Raises `UserError`.
     """
     sweep, hear = begun.sweep, on_event or (lambda _trial, _event: None)
     if sweep.verdict in _CODES:
-        return _ended(sweep.verdict, _CODES[sweep.verdict], sweep.message)
-    # Once the best is chosen, none of the others is trained any more.
+        return _make_run_result(sweep.verdict, _CODES[sweep.verdict], sweep.message)
+    # Once the best trial is chosen, no other trial continues.
     if not sweep.best:
         was_interrupted = _Workers(
             begun, parallel, on_trial or (lambda _sweep, _trial: None), hear
@@ -226,19 +226,19 @@ def execute(
         sweep = begun.sweep
         write_best(begun)
         if was_interrupted:
-            return _ended("interrupted", INTERRUPTED, "the sweep was interrupted")
+            return _make_run_result("interrupted", INTERRUPTED, "the sweep was interrupted")
     best = sweep.chosen or find_best(sweep.trials, sweep.objective)
     if best is None:
         first = next(each for each in sweep.trials if each.error)
         count = sum(1 for each in sweep.trials if each.error)
         message = f"all {count} trials failed; trial {first.number}: {first.error}"
         begun.end("failed", message, {})
-        return _ended("failed", FAILED, message)
-    return _promoted(begun, best, hear)
+        return _make_run_result("failed", FAILED, message)
+    return _promote(begun, best, hear)
 
 
 def write_best(begun: Study) -> None:
-    """Write the configuration of the best trial so far next to the journal, where there is one."""
+    """Write the configuration of the best trial so far next to the journal, if there is one."""
     if best := begun.sweep.chosen or find_best(begun.sweep.trials, begun.sweep.objective):
         config = make_config(begun.sweep.base, best.settings).model_dump(mode="json")
         text = f"# Trial {best.number} of {begun.sweep.sweep_id}.\n" + yaml.safe_dump(
@@ -247,8 +247,8 @@ def write_best(begun: Study) -> None:
         storage.write_bytes(storage.uri_of(begun.folder / BEST), text.encode())
 
 
-def _promoted(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
-    """Let the run of the best trial go on to its promotion; it is trained to its end before."""
+def _promote(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
+    """Complete the training of the best trial, and continue its run to the promotion."""
     begun.choose(best)
     config = make_config(begun.sweep.base, best.settings)
     folder = local.new_run(config, begun.workdir, best.run_id)
@@ -258,21 +258,21 @@ def _promoted(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
     return run
 
 
-def _ended(status: str, code: int, message: str) -> RunResult:
+def _make_run_result(status: str, code: int, message: str) -> RunResult:
     return RunResult(status=status, exit_code=code, message=message, steps=())
 
 
 class _Workers:
-    """Trains trials, so many at a time, until none is left or a request to stop comes."""
+    """Trains trials in parallel, until none is left or a stop is requested."""
 
     def __init__(self, begun: Study, parallel: int, on_trial: OnTrial, on_event: OnEvent) -> None:
         self._begun, self._parallel = begun, parallel
         self._on_trial, self._on_event = on_trial, on_event
         self._sweep = begun.sweep
         self._running: dict[Future[RunResult], Trial] = {}
-        # Those that have reached a rung, and go on to the next one.
+        # Trials that have reached a rung and continue to the next one.
         self._going_on: list[Trial] = []
-        # Two at once would both download and convert the same dataset.
+        # Two concurrent trials would both download and convert the same dataset.
         self._preparing = threading.Lock()
         self._requests = 0
         minutes = self._sweep.minutes
@@ -289,7 +289,7 @@ class _Workers:
                     self._begin(pool)
             finally:
                 was_interrupted = bool(self._requests)
-                # What ends the loop ends the trials as well.
+                # Any exit from the loop ends the trials too.
                 self._requests = self._requests or 1
                 while self._running:
                     self._wait(keep=False)
@@ -299,7 +299,7 @@ class _Workers:
         self._requests += 1
 
     def _is_over(self) -> bool:
-        """Return whether the time is over, and a trial has ended: then none is begun any more."""
+        """Return whether the time is over and a trial has ended, so that no other trial starts."""
         return time.monotonic() >= self._deadline and any(
             each.last or each.error for each in self._begun.sweep.trials
         )
@@ -314,11 +314,11 @@ class _Workers:
             self._running[pool.submit(self._run, trial)] = trial
 
     def _run(self, trial: Trial) -> RunResult:
-        """Train a trial to the steps of its rung, in a thread of its own."""
+        """Train a trial to the steps of its rung, in its thread."""
         self._preparing.acquire()
         is_held = True
 
-        def prepared() -> None:
+        def release_preparation() -> None:
             nonlocal is_held
             if is_held:
                 is_held = False
@@ -327,18 +327,18 @@ class _Workers:
         def hear(event: Event) -> None:
             self._on_event(trial, event)
             if isinstance(event, StepEnd) and event.step == find_maker("dataset").name:
-                prepared()
+                release_preparation()
 
         try:
             if self._requests:
-                return _ended("interrupted", INTERRUPTED, "")
+                return _make_run_result("interrupted", INTERRUPTED, "")
             config = self._sweep.config_on(trial, trial.rung, self._sweep.base)
             run = local.new_run(config, self._begun.workdir, trial.run_id)
             return local.execute(run, "train", {}, hear)
         except UserError as error:
-            return _ended("failed", error.exit_code, str(error))
+            return _make_run_result("failed", error.exit_code, str(error))
         finally:
-            prepared()
+            release_preparation()
 
     def _wait(self, *, keep: bool = True) -> None:
         ended, _ = wait(self._running, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
@@ -347,7 +347,7 @@ class _Workers:
             if keep:
                 self._end(trial, future.result())
         if self._requests or self._is_over():
-            self._pass_on()
+            self._forward_stop()
 
     def _end(self, trial: Trial, result: RunResult) -> None:
         step = result.step_of("checkpoint")
@@ -360,16 +360,16 @@ class _Workers:
             error=result.message,
         )
         if result.status == "done":
-            self._reached(known, step.main if step else None)
+            self._record_result(known, step.main if step else None)
         elif result.status == "interrupted" and (self._requests or self._is_over()):
             self._keep(replace(known, status=trials.INTERRUPTED, error=""))
         else:
-            # One that someone cancelled would be begun again for ever.
+            # A cancelled trial would otherwise be restarted for ever.
             error = known.error or f"its run ended as {result.status}"
             self._keep(replace(known, status=trials.FAILED, error=error))
 
-    def _reached(self, trial: Trial, main: MainMetric | None) -> None:
-        """Keep what a trial has reached on its rung; let it go on where it may."""
+    def _record_result(self, trial: Trial, main: MainMetric | None) -> None:
+        """Record the result of a trial on its rung, and continue it if allowed."""
         trial = self._sweep.reached(trial, trial.rung, main)
         find_objective([*self._begun.sweep.trials, trial], self._sweep.objective)
         self._keep(trial)
@@ -380,8 +380,8 @@ class _Workers:
         self._begun.keep(trial)
         self._on_trial(self._sweep, trial)
 
-    def _pass_on(self) -> None:
-        """Ask each run that still trains to end: at the second request at once."""
+    def _forward_stop(self) -> None:
+        """Ask each training run to stop; at the second request, at once."""
         number = signal.SIGTERM if self._requests <= 1 else signal.SIGKILL
         for each in self._running.values():
             # A second SIGTERM would end the upload of the last checkpoint.

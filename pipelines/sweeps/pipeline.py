@@ -1,10 +1,10 @@
 """A sweep as one pipeline on a KFP instance.
 
-prepare_data -> run_trial (a loop, so many at a time) -> choose_trial -> evaluate_model ->
+prepare_data -> run_trial (a loop with limited parallelism) -> choose_trial -> evaluate_model ->
 export_model
-A trial that fails is a result of its step, so that the loop goes on. With halving there is a loop
-and a choice a rung, and the trials of the next rung continue from their own checkpoints. A place on
-a rung that no trial takes, since some failed, is a step that ends at once.
+The failure of a trial is a result of its step, so that the loop continues. With halving there is a
+loop and a choice for each rung, and the trials of the next rung continue from their own
+checkpoints. If trials failed, the steps of unused places on the next rung end at once.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from flotilla.components.sweeps.run_trial import run_trial
 from flotilla.pipelines.compile import write_pipeline
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
-from flotilla.pipelines.training import Wiring, pipeline_on_cluster, promoted, signature_of
+from flotilla.pipelines.training import Wiring, make_signature, pipeline_on_cluster, promote
 from flotilla.trainer.config.form import to_form
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import tree_of
 from flotilla.trainer.sweeps.sweep import Sweep, count_on_rung
 
 NAME = "flotilla-sweep"
-#: The run parameter with the trials, as JSON.
+# : The run parameter with the trials, as JSON.
 PARAMETER = "sweep"
 
 
 def compile_sweep(
     options: SweepOptions, output: Path, image: str = "", pods: StepPods = NO_SETTINGS
 ) -> Sweep:
-    """Write the pipeline of a sweep; return it; raises `ConfigError` or `UserError`."""
+    """Write the pipeline of a sweep; return the sweep; raises `ConfigError` or `UserError`."""
     check_image(image)
     if options.tpe is not None:
         raise ConfigError(
@@ -60,7 +60,7 @@ def sweep_pipeline(
         """Train the trials of a sweep; promote the best one where the gate lets it."""
         _sweeping(wiring, sweep, parallel, text)
 
-    signature = signature_of(image, to_form(sweep.base))
+    signature = make_signature(image, to_form(sweep.base))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     text = inspect.Parameter(PARAMETER, kind, default=_text(sweep), annotation=str)
     signature = signature.replace(parameters=[*signature.parameters.values(), text])
@@ -68,7 +68,7 @@ def sweep_pipeline(
 
 
 def _text(sweep: Sweep) -> str:
-    """Return the sweep without what the other run parameters say, and without its time."""
+    """Return the sweep as JSON without its time limit and the fields of other run parameters."""
     plain = replace(
         sweep,
         sweep_id=f"{sweep.base.name}-sweep",
@@ -80,16 +80,16 @@ def _text(sweep: Sweep) -> str:
 
 
 def _sweeping(wiring: Wiring, sweep: Sweep, parallel: int, text: Any) -> None:
-    at_exit = wiring.at_exit(finish_sweep, sweep=text)
-    # The trials are new, whatever a run on the same files has done.
+    at_exit = wiring.add_exit_step(finish_sweep, sweep=text)
+    # The trials are new, even if a run has finished on the same files.
     ready = wiring.ready(is_whole_run=False)
     with dsl.ExitHandler(at_exit, name="sweep"), ready as (run, dataset):
-        chosen = _trained(wiring, sweep, parallel, {**run, "sweep": text}, dataset)
+        chosen = _train_rungs(wiring, sweep, parallel, {**run, "sweep": text}, dataset)
         best = {**run, "config": chosen.outputs["config"]}
-        promoted(wiring, best, {**dataset, "checkpoint": chosen.outputs["checkpoint"]})
+        promote(wiring, best, {**dataset, "checkpoint": chosen.outputs["checkpoint"]})
 
 
-def _trained(
+def _train_rungs(
     wiring: Wiring,
     sweep: Sweep,
     parallel: int,
@@ -98,14 +98,14 @@ def _trained(
 ) -> Any:
     """Train all rungs; return the step that chose the best trial.
 
-    A loop is over places, and what is chosen comes by the store: KFP's local runner gives a loop in
-    place of every output of the steps before it the item of the loop.
+    A loop iterates over places, and the survivors are read from the store: in a loop, KFP's local
+    runner replaces every output of earlier steps by the loop item.
     """
     chosen: Any = None
     for rung in range(len(sweep.rungs)):
         places = [str(place) for place in range(count_on_rung(rung, len(sweep.trials)))]
         with dsl.ParallelFor(items=places, name=f"rung-{rung}", parallelism=parallel) as place:
-            inputs = {**run, **dataset, **wiring.of_pods()}
+            inputs = {**run, **dataset, **wiring.pod_settings()}
             trial = wiring.step(run_trial, **inputs, place=place, rung=rung)
             if chosen is not None:
                 trial.after(chosen)

@@ -1,4 +1,4 @@
-"""What a sweep is asked to do: checked as a whole before the first trial begins."""
+"""The plan of a sweep, checked as a whole before the first trial begins."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from flotilla.trainer.sweeps.sweep import (
 )
 
 MOST_PARALLEL = 64
-# A generator of NumPy takes 32 bits; a sweep that is resumed adds its trials to the seed.
+# A NumPy generator takes 32 bits; a resumed sweep adds its number of trials to the seed.
 MOST_SEED = 1 << 31
-# Trials of `--auto`: their number, and the most of them where time ends the sweep.
+# Trials of `--auto`: their number, and their maximum if a time limit ends the sweep.
 TRIALS, TRIALS_BY_TIME = 20, 200
 MOST_MINUTES = 60 * 24 * 365
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """A search.
+    """The options of a search.
 
     Attributes:
-        label: columns to be predicted, where `config` is files to learn from.
-        settings: `section.key=value` texts; with several values or a range it is searched.
-        random: how many random draws; None for the whole grid, or for `tpe`.
-        tpe: how many trials that TPE samples, each by what those before have reached.
-        halving: whether a third of the trials goes on from each rung.
-        auto: whether the space is made for the model, and TPE and halving search it.
-        minutes: after which no trial is begun; None for no end.
-        metric: of validation; empty for the loss.
-        better: `higher` or `lower`; empty where the name of the metric says it.
+        label: columns to predict, if `config` is files to learn from.
+        settings: `section.key=value` texts; several values or a range are searched.
+        random: number of random draws; None for the whole grid, or for `tpe`.
+        tpe: number of trials that TPE samples, each from the results of earlier ones.
+        halving: whether a third of the trials continues from each rung.
+        auto: whether the search space is made for the model, with TPE and halving.
+        minutes: time after which no trial starts; None for no limit.
+        metric: validation metric; empty for the loss.
+        better: `higher` or `lower`; empty if the name of the metric implies it.
     """
 
     config: GivenConfig = None
@@ -71,7 +71,7 @@ class SweepOptions:
     parallel: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done; raises `ConfigError`."""
+        """Refuse impossible combinations; raises `ConfigError`."""
         if not 1 <= self.parallel <= MOST_PARALLEL:
             raise ConfigError(f"--parallel {self.parallel}: from 1 to {MOST_PARALLEL}")
         if self.random is not None and self.tpe is not None:
@@ -94,7 +94,7 @@ class SweepOptions:
 
 
 def plan_sweep(options: SweepOptions) -> Sweep:
-    """Return a sweep with all of its trials; raises `ConfigError` before anything is started."""
+    """Return a sweep with all of its trials; raises `ConfigError` before a trial starts."""
     config = configuration(options.config, (), options.label)
     if options.auto:
         options = _automatic(options, config)
@@ -107,13 +107,13 @@ def plan_sweep(options: SweepOptions) -> Sweep:
         )
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     name = space.base.name
-    # As a run that is resumed after its decision would be: the best trial is one.
+    # The run of the best trial is resumed later, so the same checks apply.
     training = space.base.training.model_copy(update={"when_unchanged": "train"})
     base = space.base.model_copy(update={"training": training})
     return Sweep(
         sweep_id=f"{name}-sweep-{stamp}",
         config=base.model_dump(mode="json"),
-        source=_named(options.config),
+        source=_config_name(options.config),
         fixed=tuple(each for each in options.settings if each.partition("=")[0] not in space.keys),
         keys=tuple(space.keys),
         objective=make_objective(base, space.keys, options.metric, options.better),
@@ -130,7 +130,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
 
 
 def _automatic(options: SweepOptions, config: Config) -> SweepOptions:
-    """Return the options of a search by TPE in a space for the model, with halving where it can."""
+    """Return the options for a TPE search in a space for the model, with halving if possible."""
     given = override(config, (each for each in options.settings if not is_searched(each)))
     count = TRIALS if options.minutes is None else TRIALS_BY_TIME
     training = given.training
@@ -154,7 +154,7 @@ def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[Settings, .
     return "grid", grid(space)
 
 
-def _named(config: GivenConfig) -> str:
+def _config_name(config: GivenConfig) -> str:
     if isinstance(config, Config | Mapping):
         return ""
     if config is None:

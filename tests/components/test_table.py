@@ -25,7 +25,7 @@ from flotilla.components.table import (
     find_step_of_stage,
 )
 from flotilla.pipelines.step_settings import NO_SETTINGS
-from flotilla.pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
+from flotilla.pipelines.training import COMPONENTS, Wiring, load_component, local_pipeline
 from flotilla.trainer.config.form import FIELDS
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_a_row_without_a_file_names_the_file():
     with pytest.raises(
         ModuleNotFoundError, match=r"No module named .flotilla\.components\.count_labels"
     ):
-        component_of(NEW)
+        load_component(NEW)
 
 
 def test_with_its_row_a_new_step_is_set_up_as_the_row_says(monkeypatch, tmp_path):

@@ -68,7 +68,7 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
 
     def call(*words: object) -> CommandResult:
         capsys.readouterr()
-        code = app.called([str(word) for word in words])
+        code = app.call([str(word) for word in words])
         out, err = capsys.readouterr()
         return CommandResult(code=code, out=out, err=err)
 

@@ -35,7 +35,7 @@ def workdir(tmp_path):
 @pytest.fixture
 def compare(workdir, capsys):
     def call(*words):
-        code = app.called(["compare", *words, "--workdir", str(workdir)])
+        code = app.call(["compare", *words, "--workdir", str(workdir)])
         out, err = capsys.readouterr()
         return code, out, err
 

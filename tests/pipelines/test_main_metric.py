@@ -10,7 +10,7 @@ import pytest
 
 from flotilla.components import descriptor
 from flotilla.pipelines.cli import app, display, live
-from flotilla.pipelines.cli.run import answer_of
+from flotilla.pipelines.cli.run import make_answer
 from flotilla.pipelines.runs.outcome import judge_outcome
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.decisions import select_checkpoint
@@ -71,7 +71,7 @@ def made(request, tmp_path, capsys):
     )
 
     def answer(*words):
-        assert app.called([*words, "--workdir", str(workdir), "--json"]) == 0
+        assert app.call([*words, "--workdir", str(workdir), "--json"]) == 0
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     events = [*read(workdir / RUN / "events.jsonl")]
@@ -86,7 +86,7 @@ def made(request, tmp_path, capsys):
 def in_live_view(made):
     on_terminal = live.Display()
     on_terminal._validation = Validation(global_step=9, metrics=made.metrics)
-    return on_terminal._measured()[-1].split()[1]
+    return on_terminal._metric_lines()[-1].split()[1]
 
 
 def in_closing_table(made):
@@ -129,7 +129,7 @@ PLACES = {
     "live view": in_live_view,
     "log": lambda made: LogLines().take(Validation(global_step=9, metrics=made.metrics)).split()[5],
     "headline": lambda made: spell_metric(made.name) in made.result.headline and made.name,
-    "answer of a run": lambda made: answer_of(made.result).more["main_metric"],
+    "answer of a run": lambda made: make_answer(made.result).more["main_metric"],
     "closing table": in_closing_table,
     "runs": lambda made: made.answer("runs")["runs"][0]["main_metric"],
     "status": lambda made: made.answer("status", RUN)["main_metric"],

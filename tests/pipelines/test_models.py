@@ -40,7 +40,7 @@ def flotilla(workdir, capsys):
     """Call the command line; return exit code, standard output, standard error."""
 
     def call(*words):
-        code = app.called(["models", *words, "--workdir", str(workdir)])
+        code = app.call(["models", *words, "--workdir", str(workdir)])
         out, err = capsys.readouterr()
         return code, out, err
 

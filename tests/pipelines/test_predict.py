@@ -108,7 +108,7 @@ def test_rows_are_asked_about_as_a_file_is(root, tmp_path, monkeypatch, columns)
         def to_dict(self, _form):
             return [{"age": np.int64(4), "city": "Rome"}, {"age": float("nan"), "city": "Köln"}]
 
-    monkeypatch.setattr(predict, "answered", answered)
+    monkeypatch.setattr(predict, "answer", answered)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "runs"))
     before = os.listdir(tmp_path / "runs")
     for inputs in (Frame(), Frame().to_dict("records")):
@@ -120,7 +120,7 @@ def test_rows_are_asked_about_as_a_file_is(root, tmp_path, monkeypatch, columns)
 
 
 def flotilla(*arguments, capsys):
-    code = app.called(["predict", *map(str, arguments)])
+    code = app.call(["predict", *map(str, arguments)])
     written = capsys.readouterr()
     assert len(written.err.splitlines()) == 1
     return code, written.err
@@ -226,7 +226,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_whole(work, tmp_path
     killer.start()
     try:
         with pytest.raises(UserError, match=r"SIGKILL.*lower --batch-size"):
-            predict.answered(request, lambda _event: None)
+            predict.answer(request, lambda _event: None)
     finally:
         over.set()
         killer.join()

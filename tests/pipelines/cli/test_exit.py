@@ -49,7 +49,7 @@ def workdir(tmp_path):
 
 def answer(capsys, *words, code=0):
     """Return the object of a command, which is alone on standard output."""
-    assert app.called([*words, "--json"]) == code
+    assert app.call([*words, "--json"]) == code
     [line] = capsys.readouterr().out.splitlines()
     return json.loads(line, parse_constant=pytest.fail)
 

@@ -231,7 +231,7 @@ def called(tmp_path, monkeypatch, capsys):
         registry.promote(root, "digits", number, after=number - 1, by="run a")
 
     def call(name, words):
-        code = app.called([*name.split(), *words.split()])
+        code = app.call([*name.split(), *words.split()])
         out, err = capsys.readouterr()
         return code, out, err
 

@@ -261,7 +261,7 @@ def test_where_nobody_hears_the_exit_code_still_arrives(tmp_path):
 
 def test_help_loads_nothing_heavy(tmp_path):
     program = (
-        "import sys; from flotilla.pipelines.cli.app import called; called(['--help']); "
+        "import sys; from flotilla.pipelines.cli.app import call; call(['--help']); "
         "heavy = {'kfp', 'kubernetes', 'numpy', 'pyarrow', 'pydantic', 'tensorflow', 'yaml'}; "
         "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )

@@ -35,7 +35,7 @@ def checkpoints(tmp_path):
 
 
 def show(capsys, *words):
-    code = app.called(["checkpoint", "show", *words])
+    code = app.call(["checkpoint", "show", *words])
     out, err = capsys.readouterr()
     return code, out, err
 
@@ -126,7 +126,7 @@ def test_the_page_of_a_model_has_a_program_that_can_be_copied(capsys, monkeypatc
         version=version, uri="file:///m", lineage={}, promotions=(), fields=OF_MODEL
     )
     monkeypatch.setattr(models, "show", lambda *_args, **_named: details)
-    assert app.called(["models", "show", "m"]) == 0
+    assert app.call(["models", "show", "m"]) == 0
     program = programs("/m", OF_MODEL)["Keras"]
     assert f"\nIn Python:\n\n{program}\n" in capsys.readouterr().out
     assert '{"mood": keras.ops.softmax(outputs["mood"]), "age": outputs["age"] * 9.0' in program

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.pipelines.cli import app
-from flotilla.pipelines.cli.run import remedy_of
+from flotilla.pipelines.cli.run import find_remedy
 from flotilla.pipelines.runs import local
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer import storage
@@ -33,7 +33,7 @@ def checkpoint(run, tmp_path):
 def remedy(run, pipeline="train", status="failed", exit_code=1, **given):
     options = local.RunOptions(pipeline=pipeline, workdir=run.folder.parent, **given)
     result = RunResult(status=status, exit_code=exit_code, message="x", steps=())
-    return remedy_of(options, run, result)
+    return find_remedy(options, run, result)
 
 
 @pytest.mark.usefixtures("checkpoint")
@@ -81,7 +81,7 @@ def flotilla(capsys):
     """Call the command line; return the exit code, and standard error."""
 
     def call(*words):
-        code = app.called([*words])
+        code = app.call([*words])
         return code, capsys.readouterr().err
 
     return call

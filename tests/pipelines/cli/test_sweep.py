@@ -2,14 +2,14 @@
 
 import json
 
-from flotilla.pipelines.cli.app import called
+from flotilla.pipelines.cli.app import call
 
 BATCHES = ["--set", "training.batch_size=16,32"]
 
 
 def test_compiling_says_how_it_is_started(tmp_path, capsys):
     file = tmp_path / "sweep.yaml"
-    assert called(["sweep", "--compile", "-o", str(file), "--json", *BATCHES]) == 0
+    assert call(["sweep", "--compile", "-o", str(file), "--json", *BATCHES]) == 0
     out, err = capsys.readouterr()
     assert f"--file {file}" in err
     answer = json.loads(out.splitlines()[-1])

@@ -75,7 +75,7 @@ def doctor(tmp_path, monkeypatch, capsys) -> Doctor:
 
     def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
         sets = [word for each in settings for word in ("--set", each)]
-        code = app.called(["doctor", "--json", *options, *sets])
+        code = app.call(["doctor", "--json", *options, *sets])
         out, err = capsys.readouterr()
         return Report(code=code, answer=json.loads(out), err=err)
 

@@ -52,7 +52,7 @@ def test_every_check_is_one_line_that_says_what_the_json_says(doctor):
 
 def test_without_json_there_are_lines_alone(doctor, capsys):
     assert doctor().code == 0
-    assert app.called(["doctor"]) == 0
+    assert app.call(["doctor"]) == 0
     out, err = capsys.readouterr()
     assert {line[:7].strip() for line in out.splitlines()} == {"ok", "skipped"}
     assert err == ""

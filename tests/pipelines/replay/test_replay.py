@@ -177,7 +177,7 @@ class TestLookedUp:
     def looked_up(self, root, folder, **data):
         text = parse_config({"name": "model", "data": data}).model_dump_json()
         found = step_of({"config": text}, "evaluate_model", root)
-        return replays._looked_up(found, found.given.arguments, folder)
+        return replays._copy_lookups(found, found.given.arguments, folder)
 
     def test_the_champion_of_now_is_copied(self, root, tmp_path):
         assert self.looked_up(root, tmp_path / "own") == []

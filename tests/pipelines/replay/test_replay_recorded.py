@@ -111,7 +111,7 @@ def test_the_command_in_a_report_is_accepted_with_its_words_in_any_order(turn, c
     facts = {"run_id": RUN, "verdict": "failed", "workdir": "/no such", "steps": [failed]}
     command, replay, *words = shlex.split(heading.commands(facts)[0]["command"])
     assert (command, replay) == ("flotilla", "replay")
-    assert app.called([replay, *words[turn:], *words[:turn]]) == USAGE
+    assert app.call([replay, *words[turn:], *words[:turn]]) == USAGE
     assert capsys.readouterr().err == f"flotilla: no run '{RUN}' below /no such\n"
 
 

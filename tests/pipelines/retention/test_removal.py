@@ -55,7 +55,7 @@ def root(tmp_path):
 
 
 def gc(capsys, root, *words):
-    code = app.called(["gc", "--workdir", str(root), *words, "--json"])
+    code = app.call(["gc", "--workdir", str(root), *words, "--json"])
     out, err = capsys.readouterr()
     return code, json.loads(out.splitlines()[-1]), out, err
 
@@ -261,13 +261,13 @@ def test_a_run_that_went_on_and_ended_since_the_second_look_stays(root, monkeypa
     data = manifest(root / "datasets" / "d", "dataset", 90)
     for number in (1, 2):
         run_of(root, number, 90, data)
-    locked = removal._locked
+    locked = removal._lock
 
     def resumed(above, workdir, item):
         (root / "digits-0002" / "events.jsonl").write_text("{}\n")
         return locked(above, workdir, item)
 
-    monkeypatch.setattr(removal, "_locked", resumed)
+    monkeypatch.setattr(removal, "_lock", resumed)
     assert swept(root) == ["digits-0001"]
     assert whole(data)
 
@@ -464,7 +464,7 @@ def test_the_records_of_a_run_on_a_cluster_stay(empty_root, capsys):
     with recorded("train_model", at):
         locked(empty_root, "0b7c", ago=LEASE_SECONDS + ABANDONED_SECONDS)
         step_record.publish_config(at, "{}")
-    assert app.called(["gc", "--json", "--set", f"storage.root={empty_root}"]) == 0
+    assert app.call(["gc", "--json", "--set", f"storage.root={empty_root}"]) == 0
     removed = json.loads(capsys.readouterr().out.splitlines()[-1])["removed"]
     assert removed
     assert all("/checkpoints/.lock" in uri for uri in removed)
@@ -479,7 +479,7 @@ def test_expired_locks_are_removed_and_named(empty_root, capsys, tmp_path):
     )
     storage.write_bytes(storage.join(empty_root, "digits-1", "report.html"), b"kept")
     words = ["gc", "--workdir", str(tmp_path / "runs"), "--json"]
-    assert app.called([*words, "--set", f"storage.root={empty_root}"]) == 0
+    assert app.call([*words, "--set", f"storage.root={empty_root}"]) == 0
     place = lease_uri(expired, 1)
     out, err = capsys.readouterr()
     assert json.loads(out.splitlines()[-1])["removed"] == [place]

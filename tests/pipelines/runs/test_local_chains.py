@@ -409,7 +409,7 @@ def test_a_signed_model_is_used_and_a_changed_one_is_not(tmp_path, monkeypatch, 
 
     def predict():
         words = ["predict", "digits", "--split", "test", "-o", str(tmp_path / "answers.csv")]
-        code = app.called([*words, "--workdir", str(workdir)])
+        code = app.call([*words, "--workdir", str(workdir)])
         return code, capsys.readouterr().err
 
     assert predict()[0] == 0
