@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from flotilla.pipelines import compile
-from flotilla.pipelines.cli.app import app, called
+from flotilla.pipelines.cli.app import app, call
 from flotilla.pipelines.doctor import configuration
 from flotilla.pipelines.doctor.examination import Finding
 from flotilla.pipelines.runs import kfp_access
@@ -111,7 +111,7 @@ def commands(capfd, monkeypatch, tmp_path, instance):
             # As in the process of a command, where nobody has set up a log.
             patch.setattr(logging.getLogger(), "handlers", [])
             try:
-                code = called(list(arguments))
+                code = call(list(arguments))
             except Exception as error:
                 return [f"{arguments}: {type(error).__name__}: {error}"]
         out, err = capfd.readouterr()

@@ -73,7 +73,7 @@ def test_every_function_has_an_example():
             ("tensorflow",),
         ),
         (
-            "from flotilla.pipelines.cli.app import called; called(['--help'])",
+            "from flotilla.pipelines.cli.app import call; call(['--help'])",
             ("tensorflow", "kfp"),
         ),
     ],

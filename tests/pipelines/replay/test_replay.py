@@ -255,7 +255,7 @@ class TestDebugger:
 
         tree = {"step": "check_gate", "arguments": {}, "artifacts": {}, "debug": True}
         (tmp_path / replays.CALL).write_text(json.dumps(tree), encoding="utf-8")
-        monkeypatch.setattr(replays, "_called", called)
+        monkeypatch.setattr(replays, "_call", called)
         monkeypatch.setattr(sys, "argv", ["replay", str(tmp_path)])
         with pytest.raises(SystemExit) as ended:
             replays.main()

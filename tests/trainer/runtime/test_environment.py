@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.components.kubernetes.pods import guard
-from flotilla.pipelines.cli.app import called
+from flotilla.pipelines.cli.app import call
 from flotilla.trainer.runtime.environment import VARIABLES, check_variables, read_variable
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
@@ -64,7 +64,7 @@ def test_the_command_line_and_the_guard_refuse_it(
 ) -> None:
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "nan")
     said = "FLOTILLA_STORAGE_DEADLINE: 'nan' is not a number of seconds; unset it, or correct it\n"
-    assert called(["manifest"]) == USAGE
+    assert call(["manifest"]) == USAGE
     assert capsys.readouterr().err.endswith(said)
     assert guard.main(["--", "true"]) == USAGE
     assert capsys.readouterr().err == f"guard: {said}"
