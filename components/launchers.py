@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from flotilla.components.kubernetes.engine import Engine
     from flotilla.components.kubernetes.names import Tree
 
-# Set for a step in a debugger: it trains in its own process.
+# Set for a step in a debugger, which trains in the step's process.
 DEBUGGER = "FLOTILLA_DEBUGGER"
-# The engines on Kubernetes; `auto` takes the first one that the cluster has.
+# The Kubernetes engines; `auto` uses the first one that the cluster serves.
 ENGINES: tuple[Launcher, ...] = ("jobset", "tfjob")
 
 
 def engine(name: str) -> Engine:
     """Return the engine with this name."""
-    # Importing the client of Kubernetes takes half a second, which a local run does not need.
+    # Importing the Kubernetes client takes half a second, which a local run does not need.
     if name == "jobset":
         from flotilla.components.jobset.engine import JobSets
 
@@ -49,7 +49,7 @@ def render_job(config: Config) -> Tree:
 
 
 def choose(job: Job) -> Launcher:
-    """Return the launcher of a job, for `auto` what there is; raises `UserError`."""
+    """Return the launcher of a job, resolving `auto`; raises `UserError`."""
     launcher = job.config.cluster.launcher
     if launcher != "auto":
         return launcher
@@ -60,7 +60,7 @@ def choose(job: Job) -> Launcher:
 
 
 def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
-    """Train `job` with the launcher that its configuration names."""
+    """Train `job` with the configured launcher."""
     launcher = choose(job)
     if launcher == "local":
         _launch_here(job)
@@ -69,7 +69,7 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     from flotilla.components.kubernetes.pods.template import leading
 
     kubernetes.launch(engine(launcher), job, defaults)
-    # Whatever the job and its pods say.
+    # Texts of the job and its pods may contain anything.
     completion.require(job, str(leading(job.config)))
 
 
@@ -80,7 +80,7 @@ def _launch_here(job: Job) -> None:
         task.train_here(job)
         return
     if os.environ.get(events.VARIABLE):
-        # Who started the run follows the events of its tasks.
+        # The starter of the run follows the events of its tasks.
         local.launch(job)
         return
     with local.relay_logs(job.workdir, relay):
@@ -88,13 +88,13 @@ def _launch_here(job: Job) -> None:
 
 
 def end(settings: Mapping[str, Any], run_id: str) -> None:
-    """Delete what a run of these settings has left on a cluster; raises `UserError`."""
+    """Delete remaining jobs of a run with these settings on a cluster; raises `UserError`."""
     try:
         cluster = parse_settings(settings).get("cluster") or {}
         named = {key: cluster[key] for key in ("launcher", "kubernetes") if key in cluster}
         config = parse_config({"cluster": named})
     except (ConfigError, TypeError):
-        # The first step refused it, so that nothing was launched.
+        # The first step refused the setting, so nothing was launched.
         return
     launcher = config.cluster.launcher
     if launcher == "local":
@@ -111,7 +111,7 @@ def end(settings: Mapping[str, Any], run_id: str) -> None:
         try:
             delete_jobs(engine(name), config.cluster.kubernetes, run_id)
         except UserError as error:
-            # The jobs of the other engine end all the same.
+            # The jobs of the other engine are ended all the same.
             failed.append(error)
     if failed:
         raise failed[0]

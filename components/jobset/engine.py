@@ -272,7 +272,7 @@ class JobSets(Engine):
 
     def _jobs(self, api: Api, tree: Tree) -> list[Tree]:
         metadata = tree["metadata"]
-        jobs = api.labelled(JOBS, f"{NAME_LABEL}={metadata['name']}")
+        jobs = api.list_labelled(JOBS, f"{NAME_LABEL}={metadata['name']}")
         own = metadata["uid"]
         return [
             job

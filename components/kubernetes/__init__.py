@@ -1,1 +1,1 @@
-"""What the engines on Kubernetes share."""
+"""The shared parts of the Kubernetes engines."""

@@ -36,7 +36,7 @@ class Adoption:
         deadlines: DeadlinesConfig,
         wait: Callable[[float], None],
     ) -> None:
-        """Take the API, how long it and the controller may be silent, and what sleeps."""
+        """Take the API, how long it and the controller may be silent, and the sleep function."""
         self._engine, self._kind = engine, engine.kind
         self._api = api
         self._deadlines = deadlines
@@ -65,7 +65,7 @@ class Adoption:
                 continue
             self._require_own(found)
             if self._may_adopt(found, metadata):
-                adopted = self._owned(found, own)
+                adopted = self._take_over(found, own)
                 if adopted is None:
                     continue
                 log.info("adopted the job %s of an earlier attempt", name)
@@ -74,10 +74,10 @@ class Adoption:
             self._delete(found, delete_seconds)
 
     def wait_until_deleted(self, name: str, seconds: float) -> None:
-        """Wait until no pod of a job is left; raises `UserError` after so many seconds."""
+        """Wait until no pod of a job is left; raises `UserError` after `seconds`."""
         label = self._kind.selector(name)
         left = seconds
-        while self._get(name) or self._ask(lambda: self._api.labelled(PODS, label)):
+        while self._get(name) or self._ask(lambda: self._api.list_labelled(PODS, label)):
             if left == seconds:
                 log.info("waiting until the earlier job %s and its pods are gone", name)
             if left <= 0:
@@ -97,15 +97,15 @@ class Adoption:
             )
 
     def _may_adopt(self, found: Tree, metadata: Tree) -> bool:
-        """Return whether a job is unfinished, and as it should be."""
+        """Return whether a job is unfinished and has the expected manifest."""
         annotations = found["metadata"].get("annotations") or {}
         same = annotations.get(names.MANIFEST) == metadata["annotations"][names.MANIFEST]
         if not same or found["metadata"].get("deletionTimestamp") or self._engine.end(found):
             return False
         return not self._ask(partial(stop.is_requested, self._api, found))
 
-    def _owned(self, found: Tree, own: Tree) -> Tree | None:
-        """Return a job with the metadata of this attempt; None where it is gone."""
+    def _take_over(self, found: Tree, own: Tree) -> Tree | None:
+        """Return a job with the metadata of this attempt; None if it was deleted."""
         if not own:
             return found
         name = found["metadata"]["name"]
@@ -114,7 +114,8 @@ class Adoption:
             try:
                 return self._api.patch(self._kind.resource, name, {"metadata": own})
             except SilentControllerError as error:
-                # Nobody renews the lease while this is retried, so that the guard would end it.
+                # The lease is not renewed during these retries, so that the guard would end the
+                # job.
                 log.warning("the job %s keeps the owner of an earlier attempt: %s", name, error)
                 return found
 
@@ -124,7 +125,7 @@ class Adoption:
     def _delete(self, found: Tree, seconds: float) -> None:
         metadata = found["metadata"]
         if not self._engine.end(found) and self._ask(partial(stop.is_requested, self._api, found)):
-            # Its chief still saves.
+            # The job's chief still saves a checkpoint.
             self._engine.stop(found).wait(self._api, self._wait)
         if not metadata.get("deletionTimestamp"):
             resource = self._kind.resource
@@ -137,7 +138,7 @@ class Adoption:
         return found
 
     def _ask(self, call: Callable[[], Any], unless: HTTPStatus | None = None) -> Any:
-        """Return the result of a call; None where the API refuses it with the status `unless`."""
+        """Return the result of a call; None if the API refuses it with the status `unless`."""
         try:
             limits = self._deadlines
             return call_with_retry(

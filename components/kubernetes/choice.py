@@ -1,4 +1,4 @@
-"""Which launcher `cluster.launcher: auto` is: what the cluster has, or this machine."""
+"""Resolves `cluster.launcher: auto`: to an engine that the cluster serves, or to this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flotilla.trainer.config.cluster import Launcher
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# How long an API that does not answer is asked again.
+# Seconds for which an unreachable API is retried.
 RETRY_SECONDS = 60.0
 
 
@@ -27,7 +27,7 @@ def is_on_a_cluster() -> bool:
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the engine that has a job of the run, else the first served; else `local`."""
+    """Return the engine that has a job of the run, else the first one served, else `local`."""
     if not is_on_a_cluster():
         log.info("cluster.launcher auto: local, since neither a pod nor KUBECONFIG names a cluster")
         return "local"
@@ -52,14 +52,14 @@ def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher
 
 
 def _jobs(api: Api, engine: Engine, run_id: str) -> list[Tree] | None:
-    """Return the jobs of a run; None where the cluster does not serve them."""
+    """Return the jobs of a run; None if the cluster does not serve the kind."""
     label = f"{names.RUN}={names.label_value(run_id)}"
     try:
-        return api.labelled(engine.kind.resource, label)
+        return api.list_labelled(engine.kind.resource, label)
     except RefusedError as error:
         if error.is_unserved:
             return None
         if error.is_forbidden:
-            # Where it is served, the launcher names what is missing.
+            # If the kind is served, the launcher reports the missing permissions.
             return [] if api.serves(engine.kind.resource) else None
         raise UserError(describe_refusal(error, engine.kind)) from None

@@ -1,4 +1,4 @@
-"""The deadlines of a job: to be taken up, to be scheduled, to start, to make progress, to end."""
+"""The deadlines of a job: until it is accepted, scheduled, started, makes progress, and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flotilla.trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
 _ADMISSION = "it is suspended; Kueue admits it once its queue has room: kubectl get workloads"
-# Tasks that a line names.
+# Maximum number of tasks in a message.
 _NAMED = 5
 _REMEDIES = {
     "image": (
@@ -30,8 +30,8 @@ _REMEDIES = {
 class Deadlines:
     """The stage of a job as a whole, and how long it may last.
 
-    A job that has run once stays in the stage `running`, whatever its tasks do; only one that is
-    suspended queues again. `is_taken_up`: the engine's controller has reacted to the job.
+    A job that has run stays in the stage `running`, whatever its tasks do; only suspension returns
+    it to the queue. `is_taken_up`: the engine's controller has reacted to the job.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Deadlines:
         self._uid = ""
         self._made_at = clock()
         self.is_taken_up = self._is_suspended = self._is_put_back = False
-        # When each pod that cannot start was first seen so.
+        # When each pod that cannot start was first seen in that state.
         self._failing_since: dict[str, float] = {}
         # Seconds for which earlier jobs of this run have run.
         self._ran = 0.0
 
     def begin_again(self) -> None:
-        """Return to the stage `queueing`: the job is made again, and its training goes on."""
+        """Return to the stage `queueing`: the job is recreated, and its training continues."""
         if self._stage == pod_state.RUNNING:
             self._ran += self._clock() - self._entered_at
         self._stage = pod_state.QUEUEING
@@ -66,16 +66,16 @@ class Deadlines:
 
     @property
     def is_training(self) -> bool:
-        """Whether the global step has changed since all tasks run."""
+        """Whether the global step has changed since all tasks began to run."""
         return self.has_run and self._progressed_at > self._entered_at
 
     @property
     def has_run(self) -> bool:
-        """Whether all tasks have run."""
+        """Whether all tasks have run at the same time."""
         return self._stage == pod_state.RUNNING
 
     def observe_job(self, job: Tree) -> None:
-        """Note whether the controller has taken up the job, and whether it is suspended."""
+        """Record whether the controller has accepted the job, and whether it is suspended."""
         uid = job["metadata"]["uid"]
         if uid != self._uid:
             self._uid, self._made_at, self.is_taken_up = uid, self._clock(), False
@@ -100,12 +100,12 @@ class Deadlines:
         self._is_suspended = suspended
 
     def take_up(self) -> None:
-        """Note that the controller has reacted to the job."""
+        """Record that the controller has reacted to the job."""
         self.is_taken_up = True
 
     def observe(self, every: Collection[Tree]) -> None:
         """Update the stage from the current pods."""
-        pods = self._of_tasks(every)
+        pods = self._newest_pods(every)
         if pods:
             self.take_up()
         now = self._clock()
@@ -120,20 +120,20 @@ class Deadlines:
             self._enter(pod_state.STARTING if pod_state.STARTING in stages else pod_state.RUNNING)
 
     def lacks_pods(self, pods: Collection[Tree]) -> bool:
-        """Return whether the controller should have made more pods."""
-        return len(self._of_tasks(pods)) < self.expected_pods and not self._is_suspended
+        """Return whether the controller should have created more pods."""
+        return len(self._newest_pods(pods)) < self.expected_pods and not self._is_suspended
 
-    def progressed(self) -> None:
-        """Restart the deadline for progress: the global step has changed."""
+    def restart_progress(self) -> None:
+        """Restart the deadline for progress, since the global step has changed."""
         self._progressed_at = self._clock()
 
     def seconds_left(self) -> float:
-        """Return the seconds to the next deadline; infinite where there is none."""
+        """Return the seconds to the next deadline; infinity if there is none."""
         return min(self._ends().values(), default=math.inf) - self._clock()
 
-    def exceeded(self, every: Collection[Tree]) -> str:
-        """Return one line about what cannot start, or about the deadline that was exceeded."""
-        pods = self._of_tasks(every)
+    def find_exceeded(self, every: Collection[Tree]) -> str:
+        """Return one line about a pod that cannot start, or about an exceeded deadline."""
+        pods = self._newest_pods(every)
         malformed = [pod for pod in pods if pod_state.start_failure(pod) == pod_state.MALFORMED]
         if malformed and not self.has_run:
             return _not_starting(malformed, "")
@@ -157,8 +157,8 @@ class Deadlines:
         return self._waiting(pods, key, limit)
 
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
-        """Return how many tasks of a job that does not train yet run, and for what it waits."""
-        pods = self._of_tasks(every)
+        """Return the number of running tasks of a job that does not train yet, and its obstacle."""
+        pods = self._newest_pods(every)
         by_stage = {
             each: [pod for pod in pods if pod_state.stage(pod) == each]
             for each in (pod_state.QUEUEING, pod_state.STARTING, pod_state.RUNNING)
@@ -190,7 +190,7 @@ class Deadlines:
         what = "has no node" if stage == pod_state.QUEUEING else "has not started"
         return _sentence(waiting, f"{what} after {limit}")
 
-    def _of_tasks(self, pods: Collection[Tree]) -> list[Tree]:
+    def _newest_pods(self, pods: Collection[Tree]) -> list[Tree]:
         return list(pod_state.newest(pods).values())
 
     def _enter(self, stage: str) -> None:
@@ -199,7 +199,7 @@ class Deadlines:
             self._entered_at = self._progressed_at = self._clock()
 
     def _ends(self) -> dict[str, float]:
-        # Who has taken the place of a job that ran decides how long that lasts.
+        # The job that has taken the capacity decides how long this lasts.
         since = {} if self._is_put_back else {self._stage: self._entered_at}
         if not self.is_taken_up:
             since["operator"] = self._made_at

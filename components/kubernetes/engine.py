@@ -1,4 +1,4 @@
-"""The interface of an engine: what a kind of jobs on Kubernetes is made of, and what it says."""
+"""The interface of an engine: makes a kind of jobs on Kubernetes, and interprets their status."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flotilla.trainer.config.cluster import Launcher
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.tracking import addresses
 
-# Placeholders of a document without a run.
+# Placeholders for a document without a run.
 _RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job has ended; `roles`: of which its controller counts a task as failed."""
+    """How a job has ended; `roles` are those of which the controller counts a task as failed."""
 
     is_done: bool
     message: str = ""
@@ -42,10 +42,10 @@ class Engine(ABC):
 
     Attributes:
         name: the value of `cluster.launcher`.
-        kind: of the jobs.
-        is_strict: whether the API is to refuse a field of a job that it does not know.
-        fails_with_a_pod: whether the controller fails the whole job when a pod is taken away. Else
-            the pod comes back, as soon as `bring_back` asks for it.
+        kind: the kind of the jobs.
+        is_strict: whether the API shall refuse an unknown field of a job.
+        fails_with_a_pod: whether the loss of a pod fails the whole job. Otherwise the pod is
+            replaced, at once after `bring_back`.
     """
 
     name: ClassVar[Launcher]
@@ -55,11 +55,11 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, config: Config) -> None:
-        """Raise a `ConfigError` for a setting that this kind of jobs does not have."""
+        """Raise a `ConfigError` for a setting that this kind of jobs lacks."""
 
     @abstractmethod
     def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the job that trains `job`, the same for the same arguments."""
+        """Return the job that trains `job`, equal for equal arguments."""
 
     @abstractmethod
     def templates(self, tree: Tree) -> Sequence[Tree]:
@@ -67,7 +67,7 @@ class Engine(ABC):
 
     @abstractmethod
     def owns(self, uid: str, pod: Tree) -> bool:
-        """Return whether a pod belongs to the job with this uid, and not to an earlier one."""
+        """Return whether a pod belongs to the job with this uid, not to an earlier one."""
 
     @abstractmethod
     def is_taken_up(self, tree: Tree) -> bool:
@@ -75,39 +75,39 @@ class Engine(ABC):
 
     @abstractmethod
     def is_suspended(self, tree: Tree) -> bool:
-        """Return whether a job waits until someone, such as Kueue, lets it run."""
+        """Return whether a job is suspended until, for example, Kueue admits it."""
 
     @abstractmethod
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how a job has ended; None before that."""
+        """Return how a job has ended; None if it has not."""
 
     @abstractmethod
     def is_failing(self, api: Api, tree: Tree, /) -> bool:
-        """Return whether a job that has not ended is about to fail: its pods are deleted for it."""
+        """Return whether an unfinished job is about to fail, so that its pods are being deleted."""
 
     @abstractmethod
     def failure(self, api: Api, tree: Tree, /) -> JobEnd:
-        """Return how a job has failed, with all that the API says of it."""
+        """Return the reason of a failure, with all details from the API."""
 
     @abstractmethod
     def is_final(self, config: Config, end: TaskEnd, /) -> bool:
-        """Return whether a task that ended so is not started again, so that the job fails."""
+        """Return whether a task with this exit is not restarted, so that the job fails."""
 
     @abstractmethod
     def stop(self, tree: Tree) -> Stop:
-        """Return what ends a job with a last checkpoint."""
+        """Return the operation that stops a job with a last checkpoint."""
 
     @abstractmethod
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """Have the controller make a pod that is lost again, at once."""
+        """Make the controller replace a lost pod at once."""
 
     @abstractmethod
     def reporters(self, api: Api, tree: Tree, /) -> Sequence[str]:
-        """Return the uids of the objects whose events say why pods of a job are missing."""
+        """Return the uids of the objects whose events explain missing pods."""
 
 
 def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
-    """Return the job of `config`, with placeholders for what only a run knows."""
+    """Return the job of `config`, with placeholders for values that only a run has."""
     root = config.storage.root or _ROOT
     job = Job(
         config=config,
@@ -119,23 +119,23 @@ def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -
 
 
 def add_digest(tree: Tree) -> Tree:
-    """Return a job with the digest of it: a retry adopts the job that has the same.
+    """Add the digest of a job to it; a retry adopts the job with the same digest.
 
-    The label of isolated pods and the variables of the tracker are no part of it: they may differ
-    between two attempts of one step.
+    The label of isolated pods and the tracker's variables are left out of the digest, since they
+    may differ between two attempts of one step.
     """
-    digest = hashlib.sha256(json.dumps(_without_tracker(tree), sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(_drop_tracker(tree), sort_keys=True).encode()).hexdigest()
     metadata = tree["metadata"]
     annotations = {**metadata["annotations"], names.MANIFEST: digest}
     return {**tree, "metadata": {**metadata, "annotations": annotations}}
 
 
-def _without_tracker(value: Any) -> Any:
-    """Return a part of a job without the variables of the tracker."""
+def _drop_tracker(value: Any) -> Any:
+    """Return a part of a job without the tracker's variables."""
     if isinstance(value, list):
-        return [_without_tracker(each) for each in value if not _is_of_tracker(each)]
+        return [_drop_tracker(each) for each in value if not _is_of_tracker(each)]
     if isinstance(value, dict):
-        return {name: _without_tracker(each) for name, each in value.items()}
+        return {name: _drop_tracker(each) for name, each in value.items()}
     return value
 
 

@@ -1,7 +1,7 @@
-"""The heartbeat of a launcher: a lease of the job's name, which the job owns.
+"""The heartbeat of a launcher: a lease named after the job and owned by it.
 
-It is no annotation of the job: while its controller is away a job can be read and not written, and
-the guard of a healthy run would take its launcher for gone.
+An annotation of the job would not do: while its controller is away a job can be read but not
+written, and the guard of a healthy run would consider its launcher dead.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# Several heartbeats may be lost before the guard takes the job for an orphan.
+# Several heartbeats may be lost before the guard considers the job an orphan.
 HEARTBEATS = 10
 MAX_HEARTBEAT_SECONDS = 20.0
-# How often a lease is taken that vanishes, or changes, with the earlier job that owns it.
+# Retries for a lease that vanishes or changes with the earlier job that owns it.
 _ATTEMPTS = 5
 _CHANGED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 
 class TakenOverError(UserError):
-    """Another launcher holds the lease of the job, which is its own from then on."""
+    """Another launcher has taken over the lease, and with it the job."""
 
 
 class Heartbeat:
@@ -48,9 +48,9 @@ class Heartbeat:
         limit: float,
         on_refused: Callable[[RefusedError | TakenOverError], None],
     ) -> None:
-        """Renew `HEARTBEATS` times in `limit` seconds, after which the guard ends the job.
+        """Renew the lease `HEARTBEATS` times in `limit` seconds; then the guard ends the job.
 
-        `on_refused` is called when half of them in a row were refused, or another launcher has the
+        `on_refused` is called after that many refusals in a row, or if another launcher holds the
         lease.
         """
         self._api = api
@@ -58,17 +58,17 @@ class Heartbeat:
         self._limit = limit
         interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
         self._loop = Loop(self._beat, interval, name="heartbeat", failing="no heartbeat is sent")
-        # So many refusals in a row are no passing ones.
+        # This many refusals in a row are not transient.
         self._most_refusals = limit / 2 / interval
         self._refusals = 0
         self._on_refused = on_refused
-        # Two launchers never hold the same.
+        # Unique for each launcher.
         self._holder = f"flotilla-launcher-{secrets.token_hex(4)}"
         self._job: Tree = {}
         self.is_taken_over = False
 
     def hold(self, job: Tree, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
-        """Take the lease of a job, and renew it; raises `UserError` where that is not possible."""
+        """Take the lease of a job, and renew it; raises `UserError` if that fails."""
         self._job = job
         seconds = min(limits.unreachable or self._limit, self._limit)
         try:
@@ -95,7 +95,7 @@ class Heartbeat:
         self._loop.stop()
 
     def _beat(self) -> bool:
-        """Send a heartbeat; say whether to go on."""
+        """Send a heartbeat; return whether to continue."""
         try:
             self._renew(self._own_version())
             self._refusals = 0
@@ -108,13 +108,13 @@ class Heartbeat:
         except RefusedError as error:
             if error.is_missing:
                 return False
-            # Else perhaps another launcher has taken it since it was read: the next one sees.
+            # Otherwise another launcher may have taken it since; the next heartbeat will show.
             if error.code != HTTPStatus.CONFLICT:
                 return self._was_refused(error)
         return True
 
     def _was_refused(self, error: RefusedError) -> bool:
-        # It may be temporary; without heartbeats the guard ends the job.
+        # The error may be temporary; without heartbeats the guard ends the job.
         self._refusals += 1
         if self._refusals >= self._most_refusals:
             self._on_refused(error)
@@ -141,7 +141,7 @@ class Heartbeat:
         return str(lease["metadata"].get("resourceVersion", ""))
 
     def _take(self) -> None:
-        """Create the lease, or take over the one of an earlier launcher."""
+        """Create the lease, or take over that of an earlier launcher."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 self._take_once()
@@ -180,7 +180,7 @@ class Heartbeat:
                 "another name"
             )
         spec["leaseTransitions"] = int((found.get("spec") or {}).get("leaseTransitions") or 0) + 1
-        # A stop that was asked of an earlier job of this name is none of this one.
+        # A stop request for an earlier job of this name does not apply to this one.
         stop = {names.STOP: None} if found["metadata"].get("annotations") else {}
         if (found["metadata"].get("annotations") or {}).get(names.STOP) == job["uid"]:
             stop = {}
@@ -188,7 +188,7 @@ class Heartbeat:
         self._api.patch(LEASES, job["name"], {"metadata": metadata, "spec": spec})
 
     def _renew(self, version: str = "") -> Tree:
-        """Renew the lease; where a version is given, only if it is still that one."""
+        """Renew the lease; if a version is given, only at that version."""
         name = self._job["metadata"]["name"]
         patch = {"spec": {"holderIdentity": self._holder, "renewTime": _now()}}
         known = {"metadata": {"resourceVersion": version}} if version else {}
@@ -197,20 +197,20 @@ class Heartbeat:
         except RefusedError as error:
             if not error.is_missing:
                 raise
-        # Somebody has deleted it; or it is gone with the job, which this refuses then.
+        # The lease was deleted, alone or with the job; in the latter case this fails.
         self._api.get(self._kind.resource, name)
         self._take()
         return self._api.patch(LEASES, name, patch)
 
 
 def read_heartbeat(lease: Tree) -> str:
-    """Return what changes with every renewal of a lease."""
+    """Return a value that changes with every renewal of a lease."""
     spec = lease.get("spec", {})
     return f"{spec.get('holderIdentity')} {spec.get('renewTime')}"
 
 
 def is_renewed(lease: Tree) -> bool:
-    """Return whether a launcher has renewed a lease since it took it."""
+    """Return whether a launcher has renewed a lease since taking it."""
     spec = lease.get("spec", {})
     return bool(spec.get("renewTime") != spec.get("acquireTime"))
 

@@ -1,7 +1,7 @@
-"""What Kubernetes writes about the job and its pods: its events, by the uid of their object.
+"""The Kubernetes events of the job and its pods, by the uid of the involved object.
 
-They say why a pod cannot be made, which no condition of the job says. Without the permission to
-list them a job goes on.
+They say why a pod cannot be created, unlike the conditions of the job. Without the permission to
+list them a job continues.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from flotilla.components.kubernetes.deadlines import Deadlines
 from flotilla.components.kubernetes.names import EVENTS, JobKind, Tree
 
 log = logging.getLogger(__name__)
-# So many events are part of a report.
+# Number of events in a report.
 REPORTED = 3
-# How often the events of a job are read while pods are missing.
+# Seconds between two reads of a job's events while pods are missing.
 LOOK_SECONDS = 5.0
-# Of the training operator, and of the Job controller.
+# Reasons of the training operator and of the Job controller.
 _REFUSALS = ("FailedCreatePod", "FailedCreate")
-# Admission that refuses the manifest itself: the controller tries for ever, with the same answer.
+# Admission refuses the manifest itself: the controller retries for ever with the same result.
 _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
-# Room that others may free, and a pod of the same name that has not ended yet.
+# Transient reasons: capacity in use by others, or a pod of the same name that has not ended yet.
 _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
 
 
 def last_events(api: Api, uid: str) -> str:
-    """Return the last events of an object; empty for none, or if the API does not answer."""
+    """Return the last events of an object; empty without any, or if the API does not answer."""
     try:
         found = _events(api, uid)
     except UnreachableError:
@@ -45,17 +45,17 @@ def last_events(api: Api, uid: str) -> str:
 
 
 def _events(api: Api, uid: str) -> list[Tree]:
-    found, _ = api.list_of(EVENTS, {"fieldSelector": f"involvedObject.uid={uid}"})
+    found, _ = api.list_objects(EVENTS, {"fieldSelector": f"involvedObject.uid={uid}"})
     return sorted(found, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime")))
 
 
 def is_final(refusal: str) -> bool:
-    """Return whether the message of a refused pod says that waiting does not help."""
+    """Return whether the message of a refused pod is permanent."""
     return bool(_FINAL.search(refusal)) and not _TEMPORARY.search(refusal)
 
 
 class PodRefusals:
-    """Looks for the reason why pods of a job are missing."""
+    """Finds the reason why pods of a job are missing."""
 
     def __init__(
         self,
@@ -65,18 +65,18 @@ class PodRefusals:
         deadlines: Deadlines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the deadlines of the job, and what returns the uids of the reporting objects."""
+        """Take the deadlines of the job, and a function that returns the uids of reporters."""
         self._api, self._kind = api, kind
         self._reporters = reporters
         self._deadlines = deadlines
         self._clock = clock
         self._look_at = clock() + LOOK_SECONDS
         self._logged: set[str] = set()
-        # Why pods were not made, the last time that it was looked up.
+        # The most recent reason for missing pods.
         self.newest = ""
 
     def final(self) -> str:
-        """Return why pods of a job that never ran will never be made, or an empty string."""
+        """Return why the pods of a job that never ran cannot be created, or an empty string."""
         if self._clock() < self._look_at:
             return ""
         self._look_at = self._clock() + LOOK_SECONDS
@@ -94,7 +94,7 @@ class PodRefusals:
         newest = self.newest = " ".join(messages[-1].split())
         if is_final(newest) and not self._deadlines.has_run:
             return newest
-        # Names and numbers change from one attempt to the next.
+        # Names and numbers differ between attempts.
         key = re.sub(r'"[^"]*"|\d+', "", newest)
         if key not in self._logged:
             self._logged.add(key)

@@ -1,16 +1,16 @@
-"""The launcher of an engine: creates or adopts the job of a run, watches it, leaves no orphan.
+"""The launcher of an engine: creates or adopts the job of a run, watches it, and deletes it.
 
-A job must not outlive its launcher, however that one ends. Each of these ends it, and the first
-that works is enough: the signal handler asks for a stop before anything else (`stop.Stop`), or
-deletes the job where nobody would answer; `launch` deletes it on every return; the exit step ends
-what has the run's label; the guard of the leading task ends the job when it is asked to, and when
-the lease is not renewed; the job has an owner reference to the step's pod; and an active deadline.
+A job must not outlive its launcher, however the launcher ends. Any of these ends the job: the
+signal handler first requests a stop (`stop.Stop`), or deletes the job if no guard would respond;
+`launch` deletes it on every return; the exit step ends all jobs with the run's label; the guard of
+the leading task ends the job on request, and when the lease expires; the job has an owner reference
+to the step's pod; and an active deadline.
 
-The lease is renewed for the first time before training can begin: a launcher that may not is
+The lease is first renewed before training can begin, so that a launcher without the permission is
 refused.
 
-An engine may fail the whole job when a pod of it is deleted, evicted or preempted. The launcher
-then deletes the job, waits until its pods are gone, and makes it again from the same manifest:
+An engine may fail the whole job when one of its pods is deleted, evicted or preempted. The launcher
+then deletes the job, waits until its pods are gone, and recreates it from the same manifest:
 training resumes from the newest checkpoint, which the chief has published in its grace period.
 """
 
@@ -67,7 +67,7 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.tracking import addresses
 
 log = logging.getLogger(__name__)
-# Variables of the step that address the object store; its credentials come from secrets.
+# The step's variables for the object store; its credentials come from secrets.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
     "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "FLOTILLA_STORAGE_DEADLINE",
@@ -82,12 +82,11 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     """Train `job` as a job of an engine; see `flotilla.trainer.cluster.launcher.Launcher`.
 
     After SIGINT or SIGTERM the chief publishes a last checkpoint within its grace period, and the
-    job is deleted; a second signal deletes it without that. `defaults` hold where the
-    configuration does not.
+    job is deleted; a second signal deletes it without that. `defaults` apply to unset settings.
 
     Raises:
-        ConfigError: the configuration asks for what the engine does not have, such as servers that
-            are not pods of the job.
+        ConfigError: the engine lacks a configured feature, such as servers that are not pods of the
+            job.
     """
     for key in ("in_process", "existing_servers"):
         if getattr(job.config.cluster, key):
@@ -101,9 +100,9 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 
 
 def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list[str]:
-    """End the jobs of a run that are left, and return their names; raises `UserError`.
+    """End the remaining jobs of a run, and return their names; raises `UserError`.
 
-    A job whose leading task runs is asked to end with a last checkpoint before it is deleted: this
+    A job whose leading task runs is asked to stop with a last checkpoint before it is deleted: this
     process may have only ten seconds.
     """
     connection = connect()
@@ -112,10 +111,10 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
     resource = engine.kind.resource
     try:
         orphans = call_with_retry(
-            partial(api.labelled, resource, label), DELETE_SECONDS, time.sleep
+            partial(api.list_labelled, resource, label), DELETE_SECONDS, time.sleep
         )
     except RefusedError as error:
-        # Where the kind is not served there is no job.
+        # If the kind is not served there are no jobs.
         if error.is_unserved or (error.is_forbidden and not api.serves(resource)):
             return []
         raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
@@ -140,7 +139,7 @@ def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
 
 
 def _stop(engine: Engine, api: Api, job: Tree) -> None:
-    """Have the leading task of a job end with a last checkpoint, where it runs, and wait for it."""
+    """Ask the leading task of a job, if it runs, to end with a last checkpoint, and wait for it."""
     ending = engine.stop(job)
     with suppress(RefusedError, UnreachableError):
         if stop.is_requested(api, job):
@@ -151,7 +150,7 @@ def _stop(engine: Engine, api: Api, job: Tree) -> None:
 
 
 class _Launch:
-    """The job of a run from its creation to its deletion, made again whenever it loses a pod."""
+    """The job of a run from creation to deletion, recreated after the loss of a pod."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class _Launch:
         self._stop: stop.Stop | None = None
         self._is_adopted = False
         self._leader_runs: Callable[[], bool] = lambda: False
-        # What the leading task said last, to whom an interrupt comes while there is no job.
+        # The last message of the leading task, for an interrupt while there is no job.
         self._message = ""
         self._job_events: JobEvents = queue.SimpleQueue()
         self._heartbeat = self._new_heartbeat()
@@ -187,7 +186,7 @@ class _Launch:
         self._restarts = Restarts(job.config, engine)
 
     def run(self) -> None:
-        with handle_interrupts(self._on_interrupt):
+        with handle_interrupts(self._handle_interrupt):
             try:
                 rbac.require(self._api, self._namespace, self._kind)
                 self._isolate()
@@ -212,8 +211,8 @@ class _Launch:
         own: Tree = {"ownerReferences": [owner]} if owner else {}
         limits = self._settings.deadlines
         adoption = Adoption(self._engine, self._api, limits, self._wait)
-        # A pod on a node that is gone stays until Kubernetes notices: as long as one without a node
-        # may wait.
+        # A pod on a lost node stays until Kubernetes notices: as long as one without a node may
+        # wait.
         patience = max(self._deletion_seconds, limits.queueing or math.inf)
         created = adoption.adopt_or_create(self._manifest, own, patience)
         self._uid, self._is_adopted = created["metadata"]["uid"], adoption.is_adopted
@@ -223,7 +222,7 @@ class _Launch:
         return created
 
     def _isolate(self) -> None:
-        """Leave the pods to a network policy of the job, where it may be made."""
+        """Restrict access to the pods by a network policy of the job, if permitted."""
         if rbac.may_isolate(self._api, self._namespace):
             self._manifest = copy.deepcopy(self._manifest)
             owned_objects.isolate(self._engine.templates(self._manifest))
@@ -234,7 +233,7 @@ class _Launch:
         )  # fmt: skip
 
     def _make_policy(self, job: Tree) -> None:
-        """Make the network policy of a job; an isolated one is not left open."""
+        """Create the network policy of a job; an isolated job is not left open."""
         templates = self._engine.templates(job)
         policy = owned_objects.network_policy(self._kind, job, templates)
         if policy is None:
@@ -243,7 +242,7 @@ class _Launch:
             limit = self._settings.deadlines.unreachable
             call_with_retry(partial(self._api.create, NETWORK_POLICIES, policy), limit, self._wait)
         except RefusedError as error:
-            # It is there, perhaps since the answer of a call was lost.
+            # It exists, perhaps because the response to the creation was lost.
             if error.code == HTTPStatus.CONFLICT:
                 return
             raise UserError(
@@ -252,8 +251,8 @@ class _Launch:
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
-        """Watch a job until it is gone; return the loss for which it has to be made again."""
-        relay = EventRelay(self._deadlines.progressed, self._restarts.progressed)
+        """Watch a job until it is deleted; return the loss for which it has to be recreated."""
+        relay = EventRelay(self._deadlines.restart_progress, self._restarts.record_progress)
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
         watches = [
@@ -284,13 +283,14 @@ class _Launch:
             logs.drain(DRAIN_SECONDS)
             self._message = supervisor.termination_message() or self._message
             if lost:
-                # Not before: the last checkpoint, published in the grace period, is progress.
+                # Reset only now, since the last checkpoint, published in the grace period, is
+                # progress.
                 self._restarts.count_loss(lost)
             return lost
         except UserError as error:
             # A job that is being deleted also fails, which is not an error of the run.
             if self._is_interrupted:
-                raise self._interrupted(supervisor, logs) from None
+                raise self._finish_interrupted(supervisor, logs) from None
             error.traceback = relay.traceback
             self._end(supervisor)
             raise
@@ -300,7 +300,7 @@ class _Launch:
                 watch.stopped.set()
 
     def _write(self, relay: EventRelay, task: Task, text: str) -> None:
-        """Write a line of a task to the log of the step, and take the event that it may be."""
+        """Write a line of a task to the log of the step, and relay it if it is an event."""
         streams.relay(str(task), text)
         event = events.parse(text, job=label_job(self._kind, self._name, self._namespace))
         if isinstance(event, events.Restart):
@@ -309,7 +309,7 @@ class _Launch:
             relay.take(event)
 
     def _end(self, supervisor: Supervisor) -> None:
-        """Delete the job and wait for its pods: with the step nothing of it is left."""
+        """Delete the job and wait for its pods, so that nothing outlives the step."""
         if self._delete() and not supervisor.wait_until_deleted(self._deletion_seconds):
             log.warning("pods of the job %s are still on their nodes", self._name)
 
@@ -319,7 +319,7 @@ class _Launch:
             lost.task, lost.pod, lost.how, self._kind.controller, self._name,
         )  # fmt: skip
 
-    def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
+    def _finish_interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
         """Wait for the last checkpoint, and return the error that names it."""
         self._await_stop()
         self._delete()
@@ -337,7 +337,7 @@ class _Launch:
         return self._interruption()
 
     def _await_stop(self) -> None:
-        """Wait for the end of a job that was asked to end, once."""
+        """Wait once for the end of a job that was asked to stop."""
         if self._is_stopping and self._stop:
             log.info("stopping, saving the last checkpoint")
             self._stop.wait(self._api, self._is_interrupted_again.wait)
@@ -346,8 +346,8 @@ class _Launch:
     def _interruption(self) -> RunInterruptedError:
         return RunInterruptedError(self._message or "interrupted before training began")
 
-    def _on_interrupt(self) -> None:
-        """End the job before anything else: this process may have one second left."""
+    def _handle_interrupt(self) -> None:
+        """End the job first, since this process may have one second left."""
         again, self._is_interrupted = self._is_interrupted, True
         if again:
             self._is_interrupted_again.set()
@@ -360,7 +360,7 @@ class _Launch:
         self._job_events.put(None)
 
     def _is_stop_requested(self) -> bool:
-        """Ask the guard of the leading task to end the job, and say whether it may answer."""
+        """Ask the guard of the leading task to end the job; return whether it may respond."""
         try:
             if self._stop is None:
                 self._find_earlier()
@@ -377,14 +377,14 @@ class _Launch:
         return True
 
     def _find_earlier(self) -> None:
-        """Find the job that is made or adopted, or an earlier one whose chief still saves."""
+        """Find the created or adopted job, or an earlier one whose chief still saves."""
         found = self._handler_api.get(self._kind.resource, self._name)
         if names.MANAGED in (found["metadata"].get("labels") or {}):
             self._uid, self._is_adopted = found["metadata"]["uid"], True
             self._stop = self._engine.stop(found)
 
     def _delete(self) -> bool:
-        """Delete the job, unless it is gone or another job has its name by now; say whether."""
+        """Delete the job, unless it is gone or was replaced; return whether it was deleted."""
         if self._heartbeat.is_taken_over:
             return False
         call = partial(self._api.delete, self._kind.resource, self._name)
@@ -398,7 +398,7 @@ class _Launch:
         return True
 
     def _uid_of_own(self) -> str:
-        """Return the uid of the job that was created last, where the answer to that was lost."""
+        """Return the uid of the last created job if the response to its creation was lost."""
         try:
             found = self._api.get(self._kind.resource, self._name)["metadata"]
         except RefusedError as error:
@@ -419,7 +419,7 @@ class _Launch:
         self, kind: str, resource: Resource, query: Mapping[str, str], *known: Tree
     ) -> Watch:
         def put(item: Tree, deleted: bool) -> None:
-            # The items of a list do not have a kind.
+            # The items of a list lack their kind.
             self._job_events.put(({**item, "kind": kind}, deleted))
 
         return Watch(self._api, resource, query, put, self._job_events.put, known)

@@ -1,7 +1,7 @@
-"""Follow the logs of all tasks: each line once, across broken connections, and progress in them.
+"""Follows the logs of all tasks: each line once, across broken connections, and their events.
 
-The API can repeat a log only from a whole second on: lines that were read before are recognized by
-their time, and lines of the same time by their number.
+The API can only repeat a log from a whole second on: lines that were read before are recognized by
+their timestamp, and lines with equal timestamps by their count.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events.event_lines import LogLines, convert_to_work
 
 log = logging.getLogger(__name__)
-# So many lines of a failed task are part of its report.
+# Number of lines of a failed task in its report.
 TAIL = 5
 _RETRY_SECONDS = 1.0
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
-# The events of training; any other event in the log of the leading task is just a line.
+# Events of training; any other event in the log of the leading task is an ordinary line.
 _TRAINING_EVENTS = (
     events.AttemptBegin,
     events.Progress,
@@ -44,23 +44,23 @@ _Timestamp = tuple[str, str]
 
 
 class LogPosition:
-    """How far a log has been read; `take` returns only lines that are new."""
+    """The position in a log; `take` returns only new lines."""
 
     def __init__(self) -> None:
-        """Begin with the first line."""
+        """Begin at the first line."""
         self._last: _Timestamp = ("", "")
         self._zone = ""
-        # Lines with the last time: read in all, and repeated by the current request.
+        # Number of lines with the last timestamp: read in all, and repeated by the current request.
         self._read = self._repeated = 0
         self._catching_up = False
 
-    def since(self) -> str:
+    def begin_request(self) -> str:
         """Begin a new request, and return its `sinceTime`; empty for the whole log."""
         self._repeated, self._catching_up = 0, True
         return f"{self._last[0]}{self._zone}" if self._last[0] else ""
 
     def take(self, line: str) -> str | None:
-        """Return the text of a line that is new, None for one that was read before."""
+        """Return the text of a new line, None for one that was read before."""
         time, _, text = line.partition(" ")
         match = _TIME.fullmatch(time)
         if not match:
@@ -103,7 +103,7 @@ class LogFollower(threading.Thread):
                     break
                 restarted = pod_state.restart_count(pod) > self._restart_count
                 ended = restarted or pod_state.has_ended(pod)
-                self._read(follow=not ended, previous=restarted)
+                self._read_log(follow=not ended, previous=restarted)
                 if ended:
                     break
             except RefusedError as error:
@@ -115,8 +115,8 @@ class LogFollower(threading.Thread):
         if self._partial:
             self._sink(self.task, self._partial)
 
-    def _read(self, *, follow: bool, previous: bool) -> None:
-        since = self._position.since()
+    def _read_log(self, *, follow: bool, previous: bool) -> None:
+        since = self._position.begin_request()
         for line in self._api.log(self._pod, since=since, follow=follow, previous=previous):
             if not line.endswith("\n"):
                 self._cut_off(line)
@@ -129,12 +129,12 @@ class LogFollower(threading.Thread):
                 return
 
     def _cut_off(self, line: str) -> None:
-        """Keep a line that the next request repeats, unless the task died while writing it."""
+        """Store a truncated line, which the next request repeats unless the task has died."""
         timestamp, _, partial = line.partition(" ")
         is_of_the_task = bool(_TIME.fullmatch(timestamp))
         self._partial = partial if is_of_the_task else ""
         if not is_of_the_task:
-            # The answer of a kubelet that no longer has the log.
+            # The response of a kubelet that no longer has the log.
             log.warning("the log of %s (pod %s) is lost: %s", self.task, self._pod, line)
 
 
@@ -142,7 +142,7 @@ class Logs:
     """The log followers of all tasks, and the last lines of each task."""
 
     def __init__(self, api: Api, sink: LogSink) -> None:
-        """Take the API, and what receives every line."""
+        """Take the API and the function that receives every line."""
         self._api = api
         self._sink = sink
         self._followers: dict[tuple[str, int], LogFollower] = {}
@@ -169,7 +169,7 @@ class Logs:
                 follower.join(max(0.0, end - time.monotonic()))
 
     def stop(self) -> None:
-        """Read no further."""
+        """Stop reading."""
         for follower in self._followers.values():
             follower.stopped.set()
 
@@ -180,12 +180,12 @@ class Logs:
 
 
 class EventRelay:
-    """Emits the events in the leading task's log again; `traceback` is of the user's code."""
+    """Relays the events in the leading task's log; `traceback` is that of the user's code."""
 
     def __init__(
         self, on_progress: Callable[[], None], on_published: Callable[[int], None]
     ) -> None:
-        """Take what is called whenever the global step has changed, and at each checkpoint."""
+        """Take the functions to call when the global step has changed, and at each checkpoint."""
         self._on_progress, self._on_published = on_progress, on_published
         self.traceback = ""
         self._step = -1
@@ -204,11 +204,11 @@ class EventRelay:
         if isinstance(event, events.CheckpointPublished):
             self._on_published(event.global_step)
         if os.environ.get(events.VARIABLE):
-            # With the clock of this machine, as all events of the file.
+            # With the clock of this machine, like all events in the file.
             events.emit(replace(event, time=events.now()))
         elif line := self._lines.take(event):
             if isinstance(event, events.Progress):
-                # The step has no other progress than that of its leading task.
+                # The progress of the step is that of its leading task.
                 events.emit(convert_to_work(event), in_log=line)
             else:
                 log.info("%s", line)

@@ -13,35 +13,35 @@ Tree = dict[str, Any]
 
 # The controllers find the container by this name.
 CONTAINER = "tensorflow"
-# By this name a network policy and a PodMonitor find the port of the metrics.
+# A network policy and a PodMonitor refer to the metrics port by this name.
 METRICS_PORT = "metrics"
-# Labels that the controllers set on every pod: of its role, and of its index among those of a role.
+# Labels that the controllers set on every pod: its role, and its index in the role.
 ROLE_LABELS = ("training.kubeflow.org/replica-type", "jobset.sigs.k8s.io/replicatedjob-name")
 INDEX_LABELS = ("training.kubeflow.org/replica-index", "jobset.sigs.k8s.io/job-index")
-# Labels of Flotilla, on the job and on its pods.
+# Flotilla's labels on the job and its pods.
 RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
-# Label of pods that have a network policy of their job: no other one of Flotilla selects them.
+# The label of pods with their job's network policy: no other policy of Flotilla selects them.
 NETWORK = "flotilla/network"
-# Label of a job that waits for its admission in a queue of Kueue.
+# The label of a job that waits for admission by a Kueue queue.
 KUEUE = "kueue.x-k8s.io/queue-name"
 # The prefix of the labels that Kubernetes recommends.
 APP = "app.kubernetes.io/"
-# Annotations of Flotilla: the digest of a job, and the request to end it, on its lease or on it.
+# Flotilla's annotations: the digest of a job, and the stop request, on the lease or on the job.
 MANIFEST = "flotilla/manifest"
 STOP = "flotilla/stop"
-# What the guard of the leading task writes to its log when it has seen `STOP`.
+# The guard of the leading task logs this when it has seen `STOP`.
 STOPPING = "the run is cancelled: training ends with a last checkpoint"
 
-# Names of pods and services, and values of labels, have at most 63 characters.
+# Pod names, service names and label values have at most 63 characters.
 MAX_LENGTH = 63
-# With the index of the only pod of a child Job and its random end, which pods of a JobSet have.
+# The length of the suffix of a JobSet's pod: index of the only pod of a child Job and random end.
 _LONGEST_SUFFIX = max(len("-evaluator-0-0-abcde"), len("-worker-9999-0-abcde"))
 _DIGEST_LENGTH = 12
 
 
 def job_name(model: str, checkpoints: str) -> str:
-    """Return the name of the job that trains to `checkpoints`: the same for every retry."""
+    """Return the name of the job that trains to `checkpoints`, equal for every retry."""
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     # The name of a service has to begin with a letter.
     slug = slug if slug[:1].isalpha() else f"f-{slug}"
@@ -50,7 +50,7 @@ def job_name(model: str, checkpoints: str) -> str:
 
 
 def label_value(text: str) -> str:
-    """Return a text as the value of a label; one that does not fit is digested."""
+    """Return a text as a label value; replace one that is too long by a digest."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
@@ -58,7 +58,7 @@ def label_value(text: str) -> str:
 
 
 def app_labels(component: str, instance: str) -> dict[str, str]:
-    """Return the labels by which tools and policies recognize a part of a run."""
+    """Return the recommended labels for a part of a run."""
     values = {
         "name": "flotilla",
         "part-of": "flotilla",
@@ -76,7 +76,7 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind of objects in a namespace, as the API addresses it; the core has no group."""
+    """A namespaced kind of objects in the API; the group of the core API is empty."""
 
     plural: str
     group: str = ""
@@ -84,7 +84,7 @@ class Resource:
 
     @property
     def api_version(self) -> str:
-        """Return it as the objects name it."""
+        """Return the `apiVersion` of the objects."""
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str) -> str:
@@ -98,14 +98,14 @@ class JobKind:
     """The kind of the jobs of an engine.
 
     Attributes:
-        resource: how the API addresses them.
-        kind: as the objects name it, such as `TFJob`.
-        label: of every pod; its value is the name of the job.
-        controller: what acts on the jobs, in words.
-        show: the command that shows whether it runs.
-        remedy: what to do where the cluster does not serve the kind.
-        has_child_jobs: whether its controller makes a Job of Kubernetes for each task.
-        outdated: what to do where it does not know a field of the job.
+        resource: their API resource.
+        kind: the `kind` of the objects, such as `TFJob`.
+        label: the label of every pod whose value is the name of the job.
+        controller: the controller's name in words.
+        show: the command that shows whether the controller runs.
+        remedy: what to do if the cluster does not serve the kind.
+        has_child_jobs: whether the controller creates a Kubernetes Job for each task.
+        outdated: what to do if the controller lacks a field of the job.
     """
 
     resource: Resource
@@ -122,7 +122,7 @@ class JobKind:
         return f"{self.label}={name}"
 
     def owner(self, job: Tree) -> Tree:
-        """Return the owner reference of an object that is deleted with a job."""
+        """Return the owner reference for an object that is deleted with a job."""
         metadata = job["metadata"]
         return {
             "apiVersion": self.resource.api_version,

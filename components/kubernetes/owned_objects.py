@@ -1,4 +1,4 @@
-"""What is deleted with a job, since the job owns it: its network policy; and what owns the job."""
+"""The object that a job owns, its network policy, and the owner of the job, the step's pod."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flotilla.components.kubernetes.names import NETWORK_POLICIES, JobKind, Tree
 def step_pod() -> Tree | None:
     """Return the owner reference to the pod of this step; None outside of one.
 
-    An owner in another namespace does not exist for Kubernetes, which would collect the job.
+    Kubernetes considers an owner in another namespace missing, and would delete the job.
     """
     name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
     if not name or not uid:
@@ -21,17 +21,17 @@ def step_pod() -> Tree | None:
 
 
 def isolate(templates: Sequence[Tree]) -> None:
-    """Have only a network policy of their own admit to the pods of these templates."""
+    """Label these pod templates, so that only their job's network policy applies to them."""
     for template in templates:
         template["metadata"]["labels"][names.NETWORK] = "job"
 
 
 def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree | None:
-    """Return the network policy of a job as the API holds it; None for one that is not isolated.
+    """Return the network policy of a job in the API; None for a job without isolation.
 
-    Only the pods of the job reach each other, on every port: NCCL takes any. Any pod of the cluster
-    reaches the port of the metrics. It is named for this very job: an earlier one's may still be
-    there.
+    Only the pods of the job reach each other, on every port, since NCCL uses any. Any pod of the
+    cluster reaches the metrics port. The name is unique to this job, since the policy of an earlier
+    job may still exist.
     """
     labels = [each.get("metadata", {}).get("labels") or {} for each in templates]
     if not all(names.NETWORK in each for each in labels):
@@ -55,7 +55,7 @@ def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree 
     }
 
 
-# Prometheus may be in any namespace.
+# Prometheus may run in any namespace.
 _SCRAPED: Tree = {
     "from": [{"namespaceSelector": {}}],
     "ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}],
@@ -69,7 +69,7 @@ def _serves(template: Tree) -> bool:
 
 
 def own_labels(job: Tree) -> dict[str, str]:
-    """Return the labels of Flotilla that a job has, for what it owns."""
+    """Return a job's Flotilla labels, for the objects that it owns."""
     prefixes = (names.APP, names.RUN, names.MANAGED)
     labels = job["metadata"].get("labels") or {}
     return {key: value for key, value in labels.items() if key.startswith(prefixes)}

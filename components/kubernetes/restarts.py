@@ -26,33 +26,33 @@ def describe_failure(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
 
 
 class Restarts:
-    """The restarts of all tasks of a run together; Kubernetes counts those of one pod.
+    """The restarts of all tasks of a run; Kubernetes only counts those of one pod.
 
-    Pods that are taken away are no fault of training: they draw on `cluster.max_restarts` only
-    until training has published a newer checkpoint.
+    Lost pods are not the fault of training: they count towards `cluster.max_restarts` only until
+    training has published a newer checkpoint.
     """
 
     def __init__(self, config: Config, engine: Engine) -> None:
         """Count from 0 up to `cluster.max_restarts`."""
         self.limit = config.cluster.max_restarts
         self._config, self._engine = config, engine
-        # Progress is reported by the thread that reads the leader's log.
+        # The thread that reads the leader's log reports progress.
         self._lock = threading.Lock()
         self._count = self._drawn = 0
         self._newest = -1
-        # Pods that were taken away since the newest checkpoint.
+        # Pods lost since the newest checkpoint.
         self._losses: Counter[Task] = Counter()
-        # The pods whose end is counted: the operator may notice their deletion after it.
+        # The pods whose end is counted; the operator may notice their deletion after it.
         self._counted: set[str] = set()
-        # The count at the time when each task was last started.
+        # The count at the last start of each task.
         self._count_at_start: dict[Task, int] = {}
 
     def is_final(self, end: TaskEnd) -> bool:
         """Return whether the task is not restarted, so that the job fails."""
         return self._engine.is_final(self._config, end)
 
-    def progressed(self, step: int) -> None:
-        """Take note of a published checkpoint: a newer one than all before is progress."""
+    def record_progress(self, step: int) -> None:
+        """Record a published checkpoint; a newer one than all before is progress."""
         with self._lock:
             if step > self._newest:
                 self._newest = step
@@ -60,7 +60,7 @@ class Restarts:
                 self._losses.clear()
 
     def count(self, end: TaskEnd, cause: str = "") -> bool:
-        """Count the restart of a task; False where the limit had been reached before."""
+        """Count the restart of a task; return False if the limit was already reached."""
         if self.is_final(end):
             return True
         lost = end.task if end.pod_deleted or end.code is None else None
@@ -68,14 +68,14 @@ class Restarts:
         return self._count_task(end.task, end.code, cause or end.cause, lost)
 
     def count_in_pod(self, restart: events.Restart) -> bool:
-        """Count a task that its guard has started again in its pod."""
+        """Count the restart of a task by its guard, in its pod."""
         role, _, index = restart.task.rpartition("-")
         return self._count_task(Task(role=role, index=int(index)), restart.code, restart.cause)
 
     def _count_task(
         self, task: Task, code: int | None, cause: str, lost: Task | None = None
     ) -> bool:
-        # A task that begins again because another one was lost belongs to the same incident.
+        # A restart caused by the loss of another task belongs to the same incident.
         same = code == BEGIN_AGAIN and self._count_at_start.get(task, 0) < self._count
         # Training does not depend on the evaluator.
         if not same and task.role != "evaluator" and not self._draw(lost):
@@ -85,7 +85,7 @@ class Restarts:
         return True
 
     def count_loss(self, loss: Loss) -> None:
-        """Count a lost pod with which the job has failed; raises `UserError` past the limit."""
+        """Count a lost pod that failed the job; raises `UserError` past the limit."""
         if loss.uid in self._counted:
             return
         if not self._draw(loss.task):

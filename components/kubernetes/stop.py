@@ -1,7 +1,7 @@
-"""The end of a job before its time, so that the chief can save what the servers hold.
+"""The early stop of a job, in which the chief saves the variables of the servers.
 
-The names of pods vanish as soon as the job is deleted, and a channel that TensorFlow first opens
-then finds nobody. So a job is asked to end, and is deleted when its leading task has ended.
+The DNS names of pods vanish as soon as the job is deleted, and a channel that TensorFlow then opens
+fails. So the job is asked to stop, and is deleted when its leading task has ended.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from flotilla.components.kubernetes.pods import pod_state
 from flotilla.trainer.config.topology import Task
 
 log = logging.getLogger(__name__)
-# How long the guard may take to answer the request of a stop, and how often its end is looked for.
+# How long the guard may take to respond to a stop request, and the interval of the checks.
 ANSWER_SECONDS = 8.0
 POLL_SECONDS = 0.5
-# Of a pod that does not say.
+# For a pod without a grace period.
 _GRACE_SECONDS = 30
 
 
 class Stop:
-    """The stop of a job by the guard of its leading task, which reads the request on the lease."""
+    """The stop of a job by the guard of its leading task, which reads the lease."""
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
-        """Take the job as the API returned it, its leading task, and the template of its pod."""
+        """Take the job as returned by the API, its leading task, and the template of its pod."""
         self.kind = kind
         self.name, self.uid = job["metadata"]["name"], job["metadata"]["uid"]
         self._leader = leader
@@ -37,18 +37,18 @@ class Stop:
         self.grace = float(pod.get("terminationGracePeriodSeconds", _GRACE_SECONDS))
 
     def leader_runs(self, api: Api) -> bool:
-        """Return whether the leading task runs, and so has something to save, or saves it."""
+        """Return whether the leading task runs or saves a checkpoint."""
         leader = self._leader_pod(api)
         return leader is not None and pod_state.is_alive(leader)
 
     def request(self, api: Api) -> None:
         """Ask the guard of the leading task to end training, and then the job."""
-        # A lease of another job of this name has another owner, to whom this does not apply.
+        # The lease of another job of this name has another owner, to which this does not apply.
         patch = {"metadata": {"annotations": {names.STOP: self.uid}}}
         api.patch(LEASES, self.name, patch, quick=True)
 
     def wait(self, api: Api, pause: Callable[[float], object]) -> None:
-        """Return once the leading task has ended, nothing says it will, or `pause` returns true."""
+        """Return when the leading task has ended, will not end, or `pause` returns true."""
         began, limit = time.monotonic(), self.answer_seconds()
         while not pause(POLL_SECONDS):
             try:
@@ -80,7 +80,7 @@ class Stop:
 
     def pods(self, api: Api) -> list[Tree]:
         """Return the pods of the job."""
-        return api.labelled(PODS, self.kind.selector(self.name))
+        return api.list_labelled(PODS, self.kind.selector(self.name))
 
     def _is_gone(self, api: Api) -> bool:
         metadata = api.get(self.kind.resource, self.name)["metadata"]
@@ -88,7 +88,7 @@ class Stop:
 
     def _leader_pod(self, api: Api) -> Tree | None:
         role = f"{names.APP}component={self._leader.role}"
-        pods = api.labelled(PODS, f"{self.kind.selector(self.name)},{role}")
+        pods = api.list_labelled(PODS, f"{self.kind.selector(self.name)},{role}")
         return pod_state.newest(pods).get(self._leader)
 
     def _is_answered(self, api: Api) -> bool:
@@ -101,26 +101,26 @@ class Stop:
 
 
 class SuspendingStop(Stop):
-    """The stop of a job by its suspension: its tasks get their signal, and their names stay.
+    """The stop of a job by suspension: its tasks get SIGTERM, and their DNS names stay.
 
-    The guard is asked as well: it deletes the job where the launcher is killed or the controller
+    The guard is asked as well: it deletes the job if the launcher is killed or the controller is
     away.
     """
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
-        """Take the job as the API returned it, its leading task, and the template of its pod."""
+        """Take the job as returned by the API, its leading task, and the template of its pod."""
         super().__init__(kind, job, leader, template)
         self._is_suspended = bool(job["spec"].get("suspend"))
 
     def request(self, api: Api) -> None:
-        """Suspend the job, and say on it that it was cancelled."""
+        """Suspend the job, and mark it as cancelled."""
         metadata = {"uid": self.uid, "annotations": {names.STOP: self.uid}}
         patch = {"metadata": metadata, "spec": {"suspend": True}}
         try:
             api.patch(self.kind.resource, self.name, patch, quick=True)
             self._is_suspended = True
         except UnreachableError:
-            # Only the leading task gets a signal then.
+            # Then only the leading task gets a signal.
             self._is_suspended = False
             super().request(api)
             return
@@ -128,18 +128,18 @@ class SuspendingStop(Stop):
             super().request(api)
 
     def answer_seconds(self) -> float:
-        """Return the whole grace period of a job that is suspended: its tasks have the signal."""
+        """Return the grace period of a suspended job, whose tasks have received the signal."""
         return ANSWER_SECONDS + self.grace if self._is_suspended else ANSWER_SECONDS
 
     def has_ended(self, api: Api) -> bool:
-        """Return whether no pod is left that runs: a chief saves what servers hold."""
+        """Return whether no pod runs any more: a chief saves the servers' variables."""
         if not self._is_suspended:
             return super().has_ended(api)
         return all(pod_state.has_ended(pod) for pod in self.pods(api))
 
 
 def is_requested(api: Api, job: Tree) -> bool:
-    """Return whether a job was asked to end, on itself or on its lease."""
+    """Return whether a job was asked to stop, by its own annotation or that of its lease."""
     metadata = job["metadata"]
     if names.STOP in (metadata.get("annotations") or {}):
         return True

@@ -1,7 +1,7 @@
-"""Watch one job to its end: handle its events and those of its pods, and report its failure.
+"""Watches one job to its end: handles its events and those of its pods, and reports its failure.
 
-A lost pod is made again by the engine's controller, or the engine fails the job with it: then
-`Supervisor.run` returns that loss, and the launcher makes the job again.
+The engine's controller replaces a lost pod, or fails the job: then `Supervisor.run` returns that
+loss, and the launcher recreates the job.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from flotilla.trainer.runtime.errors import (
 )
 
 log = logging.getLogger(__name__)
-# At least so often the deadlines are checked, whether or not an event comes.
+# Maximum seconds between two checks of the deadlines.
 CHECK_SECONDS = 5.0
-# How long the rest of a log is waited for once its task has ended.
+# Seconds to wait for the rest of a log once its task has ended.
 DRAIN_SECONDS = 10.0
-# How long the events of pods that are gone are waited for once the job has failed.
+# Seconds to wait for the events of deleted pods once the job has failed.
 SETTLE_SECONDS = 10.0
 
-# An object and whether it was deleted, a restart that a guard has written to the log of its pod,
-# what the API refused to watch, that another launcher has the job, or None: interrupted.
+# An object and whether it was deleted, a restart that a guard has logged, a watch that the API
+# refused, the takeover by another launcher, or None: interrupted.
 JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | UserError | None
 JobEvents = queue.SimpleQueue[JobEvent]
 
 
 class Supervisor:
-    """Handles the events of a job and of its pods, one after the other."""
+    """Handles the events of a job and its pods in sequence."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Supervisor:
         restarts: Restarts,
         job_events: JobEvents,
     ) -> None:
-        """Take a job as the API created it, and the deadlines and restarts of the run."""
+        """Take a job as created in the API, and the deadlines and restarts of the run."""
         self._engine, self._kind = engine, engine.kind
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
@@ -87,21 +87,21 @@ class Supervisor:
         self._is_blind = self._is_holding = False
         self._is_job_deleted = False
         self._pods: dict[str, Tree] = {}
-        # The pods, and how each was seen last.
+        # The pods, and the last known state of each.
         self._last_seen: dict[str, Tree] = {}
         self._gone: set[str] = set()
         self._ends: dict[tuple[str, int], TaskEnd] = {}
         self._losses: dict[str, Loss] = {}
-        # The pods of each task, in the order in which they appeared.
+        # The pods of each task, in order of appearance.
         self._seen: dict[Task, list[str]] = {}
         self._logged_reasons: set[tuple[str, str]] = set()
-        # Lost pods that their controller is to make again, and those whose end is no loss.
+        # Lost pods that the controller has to replace, and pods whose end is not a loss.
         self._to_bring_back: dict[str, Tree] = {}
         self._suspended: set[str] = set()
         self._start: Work | None = None
 
     def run(self) -> Loss | None:
-        """Return None when the job has succeeded, or the loss with which the operator failed it.
+        """Return None if the job has succeeded, or the loss with which the operator failed it.
 
         Raises:
             UserError: it failed, was deleted, or exceeded a deadline.
@@ -132,7 +132,7 @@ class Supervisor:
                 return None
 
     def wait_until_deleted(self, seconds: float) -> bool:
-        """Wait until neither the job nor a pod is left; return whether that was seen in time."""
+        """Wait until the job and its pods are deleted; return whether that happened in time."""
         end = time.monotonic() + seconds
         while not self._is_job_deleted or self._pods:
             left = end - time.monotonic()
@@ -150,7 +150,7 @@ class Supervisor:
         return True
 
     def leader_runs(self) -> bool:
-        """Return whether the leading task runs or saves, as far as is known."""
+        """Return whether the leading task is known to run or save."""
         pods = [pod for pod in self._pods.values() if pod_state.find_task(pod) == self._leader]
         return any(map(pod_state.is_alive, pods))
 
@@ -160,7 +160,7 @@ class Supervisor:
         return messages[-1] if messages else ""
 
     def _next(self, seconds: float) -> tuple[Tree, bool] | events.Restart | None:
-        """Return the next event; None where none comes in time, or the launcher is interrupted."""
+        """Return the next event; None on a timeout or an interrupt of the launcher."""
         try:
             job_event = self._job_events.get(timeout=max(seconds, 0.0))
         except queue.Empty:
@@ -184,7 +184,7 @@ class Supervisor:
             if deleted or item["metadata"].get("deletionTimestamp"):
                 raise UserError(describe_foreign_deletion(self._name))
             return over is not None
-        # The controller writes no status while it is away, or may not make a pod of another task.
+        # The controller writes no status while it is away, or may not create a pod of another task.
         if any(end.task == self._leader and end.is_done for end in new_ends):
             return True
         for end in new_ends:
@@ -193,7 +193,7 @@ class Supervisor:
         return False
 
     def _observe(self, item: Tree, deleted: bool) -> list[TaskEnd]:
-        """Record an object; return the ends of tasks that were not known before."""
+        """Record an object; return the newly known ends of tasks."""
         uid = item["metadata"]["uid"]
         if item["kind"] == self._kind.kind:
             self._is_job_deleted = self._is_job_deleted or (deleted and uid == self._uid)
@@ -224,7 +224,7 @@ class Supervisor:
 
     def _observe_loss(self, pod: Tree, deleted: bool) -> None:
         uid, loss = pod["metadata"]["uid"], pod_state.loss(pod)
-        # Deleted without a trace of why: it was seen last before an outage, or deleted by force.
+        # Deleted without a known reason: last seen before an outage, or deleted by force.
         if deleted and not loss and not pod_state.has_ended(pod):
             loss = pod_state.loss_of_absent(pod)
         if loss:
@@ -237,7 +237,7 @@ class Supervisor:
     def _log_waiting(self, pod: Tree) -> None:
         """Log why a pod does not run, once for each reason."""
         reason = pod_state.waiting_reason(pod)
-        # Kubernetes counts seconds in the rest of the message.
+        # The rest of Kubernetes' message contains elapsed seconds.
         key = (pod["metadata"]["uid"], reason.partition(":")[0])
         if reason and key not in self._logged_reasons:
             self._logged_reasons.add(key)
@@ -249,7 +249,7 @@ class Supervisor:
         return end is not None and not end.is_done
 
     def _count_in_pod(self, restart: events.Restart) -> None:
-        """Count a restart that a guard has made; raise `UserError` past the limit."""
+        """Count a restart by a guard; raise `UserError` past the limit."""
         if not self._restarts.count_in_pod(restart):
             raise UserError(
                 f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {restart.task} ended "
@@ -260,7 +260,7 @@ class Supervisor:
         """Count the restart of a task; raise `UserError` past the limit."""
         if end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
-        # A job that has failed ends all of its tasks, with whatever code.
+        # A failed job ends all of its tasks, with any exit code.
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return
         if self._engine.fails_with_a_pod and end.code == DONE:
@@ -273,17 +273,17 @@ class Supervisor:
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
     def _cause(self, end: TaskEnd) -> str:
-        """Return why a pod is gone where that costs no more than the pod; else empty."""
+        """Return why a pod was lost if only the pod is lost; else empty."""
         loss = self._losses.get(end.uid)
         is_taken = loss and not self._engine.fails_with_a_pod and end.pod_deleted
         return loss.cause if loss and is_taken else ""
 
     def _lose(self, end: TaskEnd) -> None:
-        """Note that the pod of a task has to be made again, where it has ended for good."""
+        """Record that the pod of a task has to be replaced, if it has ended permanently."""
         pod = self._last_seen.get(end.uid)
         if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
             return
-        # A list of pods is in the order of their names. Of a Job, those that have failed stay.
+        # A list of pods is in the order of their names. The failed pods of a Job stay.
         every = [self._last_seen[uid] for uid in self._seen[end.task]]
         is_last = not any(pod_state.is_older(pod, each) for each in every)
         if is_last and (end.uid in self._gone or pod_state.has_ended(pod)):
@@ -291,7 +291,7 @@ class Supervisor:
             self._bring_back()
 
     def _bring_back(self) -> None:
-        """Have lost pods made again; one that cannot be asked for now is asked for later."""
+        """Have lost pods replaced; retry later if the request fails."""
         for uid, pod in list(self._to_bring_back.items()):
             task = pod_state.find_task(pod)
             try:
@@ -309,8 +309,8 @@ class Supervisor:
             del self._to_bring_back[uid]
 
     def _is_back(self, lost: Tree) -> bool:
-        """Return whether another pod of the same task is there, as after an outage."""
-        pods = self._api.labelled(PODS, self._kind.selector(self._name))
+        """Return whether another pod of the same task exists, for example after an outage."""
+        pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
         return any(
             pod["metadata"]["uid"] != lost["metadata"]["uid"]
             and pod_state.find_task(pod) == pod_state.find_task(lost)
@@ -321,7 +321,7 @@ class Supervisor:
         )
 
     def _is_ending(self) -> bool:
-        """Return whether the job has no use for its pods: finished, deleted, or suspended again."""
+        """Return whether the job needs no pods: it is finished, deleted, or suspended again."""
         try:
             job = self._api.get(self._kind.resource, self._name)
         except UnreachableError:
@@ -338,7 +338,7 @@ class Supervisor:
         return False
 
     def _lost(self, job: Tree) -> Loss | None:
-        """Return the loss with which a job has failed; None where its leader was done before."""
+        """Return the loss with which a job has failed; None if its leader had succeeded before."""
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
         end_of_job = self._engine.end(job)
@@ -374,9 +374,9 @@ class Supervisor:
         return f"{report}{last_events(self._api, self._uid)}"
 
     def _refresh_pods(self) -> None:
-        """Record the pods as they are now, those that are gone by their last events."""
+        """Record the current pods; handle missing ones by their last events."""
         try:
-            pods = self._api.labelled(PODS, self._kind.selector(self._name))
+            pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
         except (RefusedError, UnreachableError):
             return
         listed = {pod["metadata"]["uid"] for pod in pods}
@@ -389,9 +389,9 @@ class Supervisor:
             self._observe({**pod, "kind": "Pod"}, False)
 
     def _forget_absent(self) -> None:
-        """Forget the pods, and the job, that are gone: a watch after an outage never saw them."""
+        """Drop missing pods, and the job if missing: a watch after an outage never saw them."""
         with suppress(RefusedError, UnreachableError):
-            there = self._api.labelled(PODS, self._kind.selector(self._name))
+            there = self._api.list_labelled(PODS, self._kind.selector(self._name))
             uids = {pod["metadata"]["uid"] for pod in there}
             self._pods = {uid: pod for uid, pod in self._pods.items() if uid in uids}
         try:
@@ -403,7 +403,7 @@ class Supervisor:
             log.debug("whether the job is deleted is not known: %s", error)
 
     def _report_start(self) -> None:
-        """Report for what the job waits, until it trains."""
+        """Report what the job waits for, until it trains."""
         if self._deadlines.is_training:
             self._end_start()
             return
@@ -428,24 +428,24 @@ class Supervisor:
         refusal = self._refusals.final() if self._deadlines.lacks_pods(pods) else ""
         if refusal:
             raise UserError(f"the pods of the job {self._name} are refused: {refusal}")
-        exceeded = self._exceeded()
+        exceeded = self._find_exceeded()
         if exceeded:
-            # An operator that is away comes back, as after its update.
+            # An operator that is away comes back, for example after an update.
             kind = UserError if self._deadlines.is_taken_up else TransientError
             raise kind(f"{exceeded} (job {self._name}){last_events(self._api, self._uid)}")
         limit = self._unreachable
         if limit and time.monotonic() - self._api.answered_at > limit:
             raise TransientError(unreachable(limit, f"the job {self._name} may still run"))
 
-    def _exceeded(self) -> str:
-        """Return which deadline the job exceeds as it is now: an outage delays its watches."""
-        seen = self._deadlines.exceeded(self._pods.values())
+    def _find_exceeded(self) -> str:
+        """Return the deadline that the job exceeds in its current state, as watches may be late."""
+        seen = self._deadlines.find_exceeded(self._pods.values())
         self._is_holding = False
         if not seen:
             return ""
         try:
             self._deadlines.observe_job(self._api.get(self._kind.resource, self._name))
-            pods = self._api.labelled(PODS, self._kind.selector(self._name))
+            pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
         except RefusedError:
             return seen
         except UnreachableError:
@@ -453,4 +453,4 @@ class Supervisor:
             return ""
         pods = [pod for pod in pods if self._engine.owns(self._uid, pod)]
         self._deadlines.observe(pods)
-        return self._deadlines.exceeded(pods)
+        return self._deadlines.find_exceeded(pods)

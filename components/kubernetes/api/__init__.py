@@ -1,1 +1,1 @@
-"""The Kubernetes API of a namespace."""
+"""A client of the Kubernetes API for one namespace."""

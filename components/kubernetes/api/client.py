@@ -32,28 +32,28 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_number
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# One log stream for every task of a large job, and the other requests.
+# One log stream for each task of a large job, and the other requests.
 _CONNECTIONS = 256
 _TIMEOUT = urllib3.Timeout(connect=5, read=30)
 _QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)
-# A silent stream is opened again after so long: a dead peer is silent too.
+# A silent stream is reopened after this time, since a dead peer is silent too.
 STREAM_SECONDS = 60
-# What may pass: an expired token (401) is renewed on its node after a while, 500 is also a webhook
-# that does not answer, 502 to 504 come from proxies and overload. A method or a protocol that the
-# server does not know (501, 505) it will not learn.
+# Transient statuses: an expired token (401) is renewed on its node after a while, 500 may be a
+# webhook without an answer, 502 to 504 come from proxies and overload. A method or protocol that
+# the server lacks (501, 505) is permanent.
 _RETRYABLE = (
     HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
-# An internal error (500) of the API server, when its request to the controller of a kind of jobs
-# has failed: that of the training operator, or of JobSet.
+# The API server's internal error (500) for a failed request to the controller of a kind of jobs:
+# the training operator or JobSet.
 _SILENT_CONTROLLER = re.compile(r"failed calling webhook .*(training-operator|jobset)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """The address of the API and our credentials; the service account is empty outside a pod."""
+    """The address of the API and the credentials; the service account is empty outside a pod."""
 
     configuration: client.Configuration
     namespace: str
@@ -63,7 +63,7 @@ class Connection:
 def connect() -> Connection:
     """Return the connection of this pod, or of the kubeconfig; raises `UserError`."""
     configuration = client.Configuration()
-    # The caller decides what to retry, and for how long.
+    # The caller decides which requests to retry, and for how long.
     configuration.retries = False
     try:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
@@ -78,7 +78,7 @@ def connect() -> Connection:
         path = os.environ.get("KUBECONFIG") or None
         config.load_kube_config(config_file=path, client_configuration=configuration)
         _, active = config.list_kube_config_contexts(config_file=path)
-    # The loader raises many kinds of errors on a file that is no kubeconfig.
+    # The loader raises many kinds of errors for an invalid kubeconfig.
     except Exception as error:
         raise UserError(
             f"no Kubernetes API to launch on: {' '.join(str(error).split())}; "
@@ -99,7 +99,7 @@ def _service_account(token: str) -> str:
 
 
 class RefusedError(Exception):
-    """The API refused a request; `is_unserved`: it does not know the resource at all."""
+    """The API refused a request; `is_unserved`: it does not serve the resource."""
 
     def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
         """Take the HTTP status and the message of the API."""
@@ -114,17 +114,17 @@ class RefusedError(Exception):
 
     @property
     def is_forbidden(self) -> bool:
-        """Whether this user may not."""
+        """Whether this user lacks the permission."""
         return self.code == HTTPStatus.FORBIDDEN
 
     @property
     def is_of_unknown_fields(self) -> bool:
-        """Whether the object has a field that the API, asked to be strict, does not know."""
+        """Whether the object has a field that the API, in strict mode, does not know."""
         return "unknown field" in str(self)
 
 
 class UnreachableError(Exception):
-    """The API did not answer, or is too busy, and asks to wait `retry_after` seconds."""
+    """The API did not answer, or is overloaded and asks to wait `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         """Take the cause and the seconds."""
@@ -133,7 +133,7 @@ class UnreachableError(Exception):
 
 
 class SilentControllerError(UnreachableError):
-    """The controller of a kind of jobs does not answer the API, which has it judge each of them."""
+    """The admission webhook of the controller for a kind of jobs does not answer the API."""
 
 
 class Api:
@@ -142,7 +142,7 @@ class Api:
     def __init__(
         self, connection: Connection, namespace: str, timeout: urllib3.Timeout = _TIMEOUT
     ) -> None:
-        """Open no connection yet; `timeout` is that of requests that name none."""
+        """Do not connect yet; `timeout` is the default for requests."""
         self._configuration = connection.configuration
         pool = RESTClientObject(connection.configuration, maxsize=_CONNECTIONS)
         self._pool = pool.pool_manager
@@ -188,20 +188,20 @@ class Api:
         return self._ask("GET", path)
 
     def post(self, path: str, body: Tree) -> Tree:
-        """Return the answer to an object that is only asked about, such as an access review."""
+        """Return the response to an object that is only evaluated, such as an access review."""
         return self._ask("POST", path, body=body)
 
-    def list_of(self, resource: Resource, query: Mapping[str, str]) -> tuple[list[Tree], str]:
+    def list_objects(self, resource: Resource, query: Mapping[str, str]) -> tuple[list[Tree], str]:
         """Return the objects of a kind that a query selects, and the version of the list."""
         found = self._ask("GET", self._path(resource), query)
         return found["items"], found["metadata"]["resourceVersion"]
 
-    def labelled(self, resource: Resource, label: str) -> list[Tree]:
+    def list_labelled(self, resource: Resource, label: str) -> list[Tree]:
         """Return the objects of a kind that a label selects."""
-        return self.list_of(resource, {"labelSelector": label})[0]
+        return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API has a kind; who may do nothing with it is refused either way."""
+        """Return whether the API serves a kind; a user without permissions is refused anyway."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:
@@ -222,12 +222,12 @@ class Api:
                 yield json.loads(line)
 
     def recent_log(self, pod: str, seconds: int) -> Iterator[str]:
-        """Yield what a pod has written to its log in so many seconds."""
+        """Yield the lines that a pod has logged in the last `seconds`."""
         query = {"container": names.CONTAINER, "sinceSeconds": str(seconds)}
         return self._lines(f"{self._path(PODS, pod)}/log", query)
 
     def log(self, pod: str, *, since: str, follow: bool, previous: bool) -> Iterator[str]:
-        """Yield the lines of a pod's log with their times; a line cut off has no newline."""
+        """Yield the lines of a pod's log with timestamps; a truncated line has no newline."""
         query = {
             "container": names.CONTAINER,
             "timestamps": "true",
@@ -247,9 +247,9 @@ class Api:
         *,
         stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:
-        """Return the answer, whatever its status; raises only `UnreachableError`."""
+        """Return the response, whatever its status; raises only `UnreachableError`."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        # Looked up for each request: a renewed token is read again.
+        # Read for each request, since the token may be renewed.
         token = self._configuration.auth_settings().get("BearerToken", {}).get("value")
         try:
             return self._pool.request(
@@ -277,13 +277,13 @@ class Api:
         timeout: urllib3.Timeout | None = None,
     ) -> Tree:
         answer = self.request(method, path, query, body, timeout)
-        tree: Tree = self._checked(answer, f"{method} {path}").json()
+        tree: Tree = self._check(answer, f"{method} {path}").json()
         return tree
 
     def _lines(self, path: str, query: Mapping[str, str]) -> Iterator[str]:
         timeout = urllib3.Timeout(connect=5, read=STREAM_SECONDS)
         opened = self.request("GET", path, query, timeout=timeout, stream=True)
-        with closing(self._checked(opened, f"GET {path}")) as answer:
+        with closing(self._check(opened, f"GET {path}")) as answer:
             rest = b""
             try:
                 for chunk in answer.stream(2**16, decode_content=True):
@@ -295,11 +295,11 @@ class Api:
             if rest:
                 yield rest.decode(errors="replace")
 
-    def _checked(self, answer: urllib3.BaseHTTPResponse, request: str) -> urllib3.BaseHTTPResponse:
+    def _check(self, answer: urllib3.BaseHTTPResponse, request: str) -> urllib3.BaseHTTPResponse:
         failure = None
         if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
             with closing(answer):
-                failure = _error_of(answer, request)
+                failure = _make_error(answer, request)
         if not isinstance(failure, UnreachableError):
             self.answered_at = time.monotonic()
         if failure:
@@ -307,7 +307,7 @@ class Api:
         return answer
 
 
-def _error_of(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
+def _make_error(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
     try:
         message, is_object = json.loads(answer.data).get("message"), True
     except (ValueError, AttributeError, urllib3.exceptions.HTTPError):
@@ -319,7 +319,7 @@ def _error_of(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
         return UnreachableError(
             text, float(parse_number(answer.headers.get("Retry-After", "")) or 0)
         )
-    # What the API server has no resource for, its HTTP server refuses without an object.
+    # For an unknown resource, the API server's HTTP server responds without a status object.
     is_unserved = answer.status == HTTPStatus.NOT_FOUND and not is_object
     return RefusedError(answer.status, text, is_unserved=is_unserved)
 
@@ -331,9 +331,9 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 class Watch(threading.Thread):
     """A daemon thread that reports every object that is added, modified or deleted.
 
-    `on_event(object, deleted)` is called from this thread. After an outage, or when the version
-    that was seen last has expired (410), the list is read again: objects that vanished meanwhile
-    are reported as deleted, with their last known state.
+    `on_event(object, deleted)` is called from this thread. After an outage, or when the last seen
+    version has expired (410), the objects are listed again, and missing ones are reported as
+    deleted with their last known state.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class Watch(threading.Thread):
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
 
     def _list(self) -> None:
-        items, self._version = self._api.list_of(self._resource, self._query)
+        items, self._version = self._api.list_objects(self._resource, self._query)
         listed = {item["metadata"]["uid"]: item for item in items}
         for uid in self._known.keys() - listed.keys():
             self._report(self._known[uid], deleted=True)

@@ -23,7 +23,7 @@ WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 @dataclass(frozen=True)
 class Permission:
-    """One verb on one kind of object; a run continues without an optional one."""
+    """One verb on one kind of objects; a run continues without an optional one."""
 
     verb: str
     resource: str
@@ -31,58 +31,59 @@ class Permission:
     is_optional: bool = False
 
     def __str__(self) -> str:
-        """Write it as `kubectl auth can-i` takes it."""
+        """Format it for `kubectl auth can-i`."""
         resource, _, part = self.resource.partition("/")
         named = f"{resource}.{self.group}" if self.group else resource
         return f"{self.verb} {named}" + (f"/{part}" if part else "")
 
     def attributes(self, namespace: str) -> Tree:
-        """Return it as the API takes it."""
+        """Return it as the API's resource attributes."""
         resource, _, part = self.resource.partition("/")
         named = {"verb": self.verb, "group": self.group, "resource": resource}
         return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
 
 
 POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
-# Without it the tasks of other jobs of Flotilla in the namespace reach those of this one.
+# Without it, tasks of other Flotilla jobs in the namespace can reach those of this one.
 ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
 _LEASES = "coordination.k8s.io"
-# Of the child Jobs of a job that has them: a lost pod comes back at once when its Job is deleted.
+# For a job with child Jobs: deleting the Job of a lost pod recreates the pod at once.
 _JOBS = tuple(Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "list"))
 
 
 def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
-    """Return what a role needs for the jobs of a kind."""
+    """Return the rules of a role for the jobs of a kind."""
     resource = kind.resource
 
-    def on_jobs(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
+    def job_permissions(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
         return tuple(
             Permission(verb, resource.plural, resource.group, is_optional) for verb in verbs
         )
 
-    def on_leases(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
+    def lease_permissions(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
         return tuple(Permission(verb, "leases", _LEASES, is_optional) for verb in verbs)
 
     if role == TRAINER:
-        # Without them an abandoned job ends by its deadline alone, and a cancelled one at once.
+        # Without these, an abandoned job ends only by its deadline, and a cancelled one without a
+        # checkpoint.
         return (
-            *on_jobs("delete", is_optional=True),
-            *on_leases("get", "list", "watch", is_optional=True),
+            *job_permissions("delete", is_optional=True),
+            *lease_permissions("get", "list", "watch", is_optional=True),
         )
     return (
-        *on_jobs("create", "delete", "get", "list", "patch", "watch"),
-        *on_leases("create", "get", "patch"),
+        *job_permissions("create", "delete", "get", "list", "patch", "watch"),
+        *lease_permissions("create", "get", "patch"),
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
         *(_JOBS if kind.has_child_jobs else ()),
-        # A report of a failure leaves the events out.
+        # Without it, the report of a failure leaves out the events.
         Permission("list", "events", is_optional=True),
         ISOLATION,
     )
 
 
 def require(api: Api, namespace: str, kind: JobKind) -> None:
-    """Raise a `UserError` that names every missing permission; pass where none are reviewed."""
+    """Raise a `UserError` that lists every missing permission; pass if the API has no reviews."""
     asked = [each for each in required_rules(LAUNCHER, kind) if not each.is_optional]
     try:
         missing = [each for each in asked if not may(api, each, namespace)]
@@ -95,7 +96,7 @@ def require(api: Api, namespace: str, kind: JobKind) -> None:
 
 
 def may_isolate(api: Api, namespace: str) -> bool:
-    """Return whether the launcher may make network policies; not where the API does not say."""
+    """Return whether the launcher may create network policies; false if the API does not say."""
     try:
         return may(api, ISOLATION, namespace)
     except (RefusedError, UnreachableError):
@@ -103,7 +104,7 @@ def may_isolate(api: Api, namespace: str) -> bool:
 
 
 def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
-    """Return the line about permissions that a user lacks, with the remedy."""
+    """Return the line about missing permissions, with the remedy."""
     return (
         f"{user} lacks permissions in the namespace {namespace}: "
         f"{', '.join(map(str, missing))}; no job is launched. Grant it: "
@@ -112,7 +113,7 @@ def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
 
 
 def granting(namespace: str, user: str, role: str) -> str:
-    """Return the commands that make a role and bind a user to it."""
+    """Return the commands that create a role and bind a user to it."""
     if user.startswith("system:serviceaccount:"):
         *_, its_namespace, name = user.split(":")
         subject = f"--serviceaccount {its_namespace}:{name}"
@@ -126,7 +127,7 @@ def granting(namespace: str, user: str, role: str) -> str:
 
 
 def find_user(api: Api) -> str:
-    """Return as whom the API knows this process; before Kubernetes 1.28 it does not say."""
+    """Return the user name of this process in the API; unknown before Kubernetes 1.28."""
     try:
         answer = api.post(WHO, _body("authentication", "SelfSubjectReview"))
     except RefusedError:
@@ -137,7 +138,7 @@ def find_user(api: Api) -> str:
 def may(
     api: Api, permission: Permission, namespace: str, subject: Mapping[str, Any] | None = None
 ) -> bool:
-    """Return whether this user, or the `user` and `groups` of another subject, may do it."""
+    """Return whether this user, or the given `user` and `groups`, has a permission."""
     kind = "SubjectAccessReview" if subject else "SelfSubjectAccessReview"
     body = _body("authorization", kind)
     body["spec"] = {"resourceAttributes": permission.attributes(namespace), **(subject or {})}

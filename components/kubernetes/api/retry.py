@@ -1,4 +1,4 @@
-"""Call the API again while it is unreachable, up to a deadline."""
+"""Retries API calls while the API is unreachable, up to a deadline."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def call_with_retry(
 
     Args:
         call: may raise `UnreachableError`; any other exception propagates.
-        seconds: how long to retry; 0: without end.
+        seconds: how long to retry; 0 means for ever.
         sleep: waits between two attempts, and may raise to stop them.
-        kind: of the job that is written, which its controller judges.
-        silent_seconds: how long that may be silent; 0: `seconds`.
+        kind: of the job in the request, which the controller's webhook checks.
+        silent_seconds: how long the controller may be silent; 0 means `seconds`.
 
     Raises:
         TransientError: the API, or the controller, did not answer in time.
@@ -96,7 +96,7 @@ def _remedy(error: RefusedError, kind: JobKind) -> str:
 
 
 def describe_foreign_deletion(job: str) -> str:
-    """Return the message for a job that is gone, and that this launcher has not deleted."""
+    """Return the message for a job that was deleted, but not by this launcher."""
     return (
         f"the job {job} was deleted by someone else, which ends the run; Retry in the KFP UI, or "
         "flotilla run --resume, trains on from its newest checkpoint"
@@ -104,7 +104,7 @@ def describe_foreign_deletion(job: str) -> str:
 
 
 def silent_controller(kind: JobKind | None, seconds: float, detail: str) -> str:
-    """Return the message for a controller that has left a job alone for so many seconds."""
+    """Return the message for a controller that has ignored a job for `seconds`."""
     look = f"; is it running? {kind.show}" if kind else ""
     return (
         f"the {kind.controller if kind else 'controller'} has not reacted for {seconds:g} s "
@@ -113,7 +113,7 @@ def silent_controller(kind: JobKind | None, seconds: float, detail: str) -> str:
 
 
 def unreachable(seconds: float, detail: str) -> str:
-    """Return the message for an API that has not answered for so many seconds."""
+    """Return the message for an API that has been unreachable for `seconds`."""
     return (
         f"the Kubernetes API has not answered for {seconds:g} s "
         f"(cluster.kubernetes.deadlines.unreachable): {detail}"

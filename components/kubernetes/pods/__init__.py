@@ -1,1 +1,1 @@
-"""What the pods of a job are made of, run, and say."""
+"""The pods of a job: their templates, the processes in them, and their status."""

@@ -1,8 +1,8 @@
 """The first process of every pod: writes the configuration, runs the task, forwards its signals.
 
-python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ...
-The task is started again in its pod (`task_process`). Next to the leading task the guard watches
-the launcher (`launcher_watch`); elsewhere it delays SIGTERM until that task has ended (`shutdown`).
+python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ... The guard
+restarts the task in its pod (`task_process`). Next to the leading task the guard watches the
+launcher (`launcher_watch`); elsewhere it delays SIGTERM until that task has ended (`shutdown`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, Us
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
-# A task that has not ended so long before the end of the grace period of its pod is killed, in time
-# for its termination message; of a short grace period it is this share.
+# A task that has not ended this long before the end of its pod's grace period is killed, in time
+# for its termination message; for a short grace period this is a share of it.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Guard:
-    """The end of one task, and with `ends_job` the end of the whole job."""
+    """The end of one task and, with `ends_job`, of the whole job."""
 
     def __init__(self, process: TaskProcess, grace: float) -> None:
         """Take the process, which has `grace` seconds from SIGTERM to SIGKILL."""
@@ -59,22 +59,22 @@ class Guard:
         self._sent: dict[int, object] = {}
 
     def send_signal(self, number: int) -> None:
-        """Forward a signal to the task, which is not started again after it.
+        """Forward a signal to the task, which is not restarted after it.
 
-        A second one of a kind would end the task without a last checkpoint, and is not forwarded: a
-        job that is suspended and asked to end sends two.
+        A second signal of a kind would end the task without a last checkpoint, and is not
+        forwarded: a job that is suspended and asked to stop sends two.
         """
         mine = object()
-        # In one step: a handler and the thread that watches the launcher may both send it.
+        # Atomic: a handler and the thread that watches the launcher may both send it.
         if self._sent.setdefault(number, mine) is mine:
             self._process.send_signal(number)
 
     def begin_no_more(self) -> None:
-        """Leave the task as it is, and do not start it again."""
+        """Do not restart the task after its current attempt."""
         self._process.begin_no_more()
 
     def end_job(self, reason: str) -> None:
-        """End the task with a last checkpoint; a reason is part of its termination message."""
+        """End the task with a last checkpoint; its termination message includes the reason."""
         self.ends_job, self._reason = True, reason
         self.send_signal(signal.SIGTERM)
         killer = threading.Timer(self.term_seconds, self.send_signal, (signal.SIGKILL,))
@@ -117,7 +117,7 @@ def main(arguments: list[str]) -> int:
     )
     guard = Guard(process, _grace_seconds(settings, task))
     leads = cluster is not None and task == leader(cluster)
-    # Before the task: a signal that nothing handles would end the guard alone.
+    # Before the task starts, since an unhandled signal would end only the guard.
     _handle_signals(guard, cluster, task)
     try:
         if config:
@@ -144,20 +144,20 @@ def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:
 
 
 def _parse_config(text: str) -> Config:
-    """Return the configuration; the defaults where it is wrong, which the task reports."""
+    """Return the configuration; the defaults if it is invalid, which the task reports."""
     with suppress(UserError, ValueError):
         return parse_config(json.loads(text))
     return Config()
 
 
 def _grace_seconds(config: Config, task: Task | None) -> float:
-    """Return the grace period of the pod of this task, as the manifest has it."""
+    """Return the grace period of this task's pod, as in the manifest."""
     settings = config.cluster.kubernetes.of(task.role if task else "worker")
     return float(settings.grace_seconds or GRACE_SECONDS)
 
 
 def _restart_limit(config: Config, task: Task | None) -> float:
-    """Return how often this task begins again in its pod."""
+    """Return how often this task may be restarted in its pod."""
     role = task.role if task else "worker"
     if config.cluster.kubernetes.of(role).restart_policy == "Never":
         return 0
@@ -166,7 +166,7 @@ def _restart_limit(config: Config, task: Task | None) -> float:
 
 
 def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
-    """Forward signals to the task; to a server only when its leader has ended."""
+    """Forward signals to the task; to a server's only when the leader has ended."""
     server = None
     if cluster and task == leader(cluster):
         server = ShutdownServer(cluster.count("ps") + cluster.count("worker"))
@@ -177,7 +177,7 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if connection:
-            # What the leader saves is gone with the process that held it.
+            # The leader saved the values of the process that has ended.
             guard.begin_no_more()
             ending = (guard, connection)
             threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()

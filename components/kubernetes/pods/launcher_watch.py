@@ -1,9 +1,9 @@
-"""How the guard of the leading task watches the launcher: the lease of the job.
+"""The guard of the leading task watches the launcher through the lease of the job.
 
-An annotation of the lease asks for the end of the job. A lease that is not renewed is that of a
-dead launcher; only time counts during which it could be read. A lease that was never renewed proves
-nothing: that launcher ends its job within the limit, and the guard waits for twice as long. A job
-without a lease was not made by a launcher.
+An annotation of the lease requests the end of the job. A lease that is not renewed means a dead
+launcher; only time during which the lease was readable counts. A lease that was never renewed
+proves nothing: its launcher ends the job within the limit, and the guard waits twice as long. A job
+without a lease was not created by a launcher.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# How often the lease is read before the job counts as an orphan.
+# Reads of the lease before the job counts as an orphan.
 READS_PER_LIMIT = 10
-# A launcher that has not renewed its lease after one limit has ended the job itself.
+# A launcher that has not renewed its lease within one limit has ended the job itself.
 UNRENEWED_LIMITS = 2
 
 
 class Ending(Protocol):
-    """What can end the job: the guard."""
+    """An object that can end the job: the guard."""
 
     def end_job(self, reason: str) -> None:
-        """End the task, and the job with it; a reason is part of its termination message."""
+        """End the task and the job; the termination message includes the reason."""
 
 
 class HeartbeatAge:
-    """How many seconds the heartbeat has been the same, counted while it could be read."""
+    """Seconds since the heartbeat last changed, counted while it was readable."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Take a monotonic clock."""
@@ -47,7 +47,7 @@ class HeartbeatAge:
         self._seconds = 0.0
 
     def read(self, heartbeat: str) -> float:
-        """Take the heartbeat that was read now, and return its age in seconds."""
+        """Record the current heartbeat, and return its age in seconds."""
         now = self._clock()
         if heartbeat != self._heartbeat:
             self._heartbeat, self._seconds = heartbeat, 0.0
@@ -57,17 +57,17 @@ class HeartbeatAge:
         return self._seconds
 
     def unreadable(self) -> None:
-        """Pause: the time until the heartbeat can be read again does not count."""
+        """Pause: the time until the heartbeat is readable again does not count."""
         self._read_at = None
 
 
 def start(guard: Ending, watched: Mapping[str, Any]) -> None:
-    """Watch the launcher that made this job, in threads; `watched` is what it wrote to the pod."""
+    """Watch the launcher of this job in threads; `watched` is its variable in the pod."""
     threading.Thread(target=_watch, args=(guard, watched), daemon=True).start()
 
 
 def delete_job(watched: Mapping[str, Any]) -> None:
-    """Delete the job if that is permitted; otherwise the failure of its leader ends it."""
+    """Delete the job if permitted; otherwise the failure of its leader ends it."""
     from flotilla.components.kubernetes.api.client import (
         Api,
         RefusedError,
@@ -81,7 +81,7 @@ def delete_job(watched: Mapping[str, Any]) -> None:
 
 
 def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
-    """End the task when the launcher asks for it, or is gone."""
+    """End the task when the launcher requests it or is dead."""
     # Imported here since it is slow, and the task must not wait for it.
     from flotilla.components.kubernetes.api.client import Api, connect
 
@@ -100,7 +100,7 @@ def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
 
 
 def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
-    """Start a thread that ends the task as soon as the lease has the annotation for it."""
+    """Start a thread that ends the task as soon as the lease has the stop annotation."""
     from flotilla.components.kubernetes.api.client import Watch
     from flotilla.components.kubernetes.names import LEASES
 
@@ -118,14 +118,14 @@ def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
 
 
 def is_stop_requested(lease: Tree) -> bool:
-    """Return whether the job that owns a lease was asked to end, and not an earlier one."""
+    """Return whether the job that owns a lease, and not an earlier one, was asked to stop."""
     metadata = lease["metadata"]
     owners = [owner["uid"] for owner in metadata.get("ownerReferences") or []]
     return (metadata.get("annotations") or {}).get(names.STOP) in owners
 
 
 def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) -> bool:
-    """End the task when the launcher's heartbeat is older than the limit; say if to look again."""
+    """End the task if the launcher's heartbeat exceeds the limit; return whether to continue."""
     from flotilla.components.kubernetes.api.client import RefusedError, UnreachableError
     from flotilla.components.kubernetes.heartbeat import is_renewed, read_heartbeat
     from flotilla.components.kubernetes.names import LEASES
@@ -150,7 +150,7 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
     except UnreachableError:
         age.unreadable()
     except Exception:
-        # Such as the page of a proxy: the loop goes on, and the time does not count.
+        # For example the page of a proxy: the loop continues, and the time does not count.
         age.unreadable()
         raise
     return True

@@ -1,4 +1,4 @@
-"""What the status of a pod means: pure functions of the API's objects, whatever its job is."""
+"""Interprets the status of a pod: pure functions of API objects, for any kind of job."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from flotilla.trainer.runtime.json_records import parse_number, parse_time
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
 _SIGNAL_BASE = 128
-# An exit code above 128 means a signal only where it is one that kills: 130 and 138 are Flotilla's.
+# Exit codes above 128 that mean a signal; 130 and 138 are Flotilla's own.
 _SIGNALS = (
     signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
 )  # fmt: skip
-# The kubelet's reasons why a container is not made; it tries again, with growing pauses.
+# The kubelet's reasons for a container that is not created; it retries with growing pauses.
 MALFORMED = "InvalidImageName"
 _START_FAILURES = (
     MALFORMED, "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError",
     "RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError",
     "RunContainerError",
 )  # fmt: skip
-# On the way to its start every container waits for these.
+# Every container waits with these reasons before its start.
 _USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
-# What Kubernetes does to a pod, by the reason of its condition `DisruptionTarget`.
+# Disruptions by Kubernetes, by the reason of the condition `DisruptionTarget`.
 _DISRUPTIONS = {
     "EvictionByEvictionAPI": "evicted",
     "PreemptionByScheduler": "preempted",
@@ -43,10 +43,10 @@ class TaskEnd:
     """How a container of a task ended.
 
     Attributes:
-        restart_count: how often the container had been restarted in this pod before.
-        code: exit code; None where the pod was lost without one.
-        message: last line of the termination message, or what the node reported.
-        pod_deleted: whether the deletion of its pod was requested before.
+        restart_count: number of earlier restarts of the container in this pod.
+        code: exit code; None if the pod was lost without one.
+        message: last line of the termination message, or the node's message.
+        pod_deleted: whether the deletion of the pod was requested before.
     """
 
     task: Task
@@ -76,7 +76,7 @@ class TaskEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """A pod that was deleted, evicted or preempted; `explained` where Kubernetes says why."""
+    """A pod that was deleted, evicted or preempted; `explained` if Kubernetes gives a reason."""
 
     task: Task
     pod: str
@@ -93,7 +93,7 @@ class Loss:
 
 
 def describe_exit(code: int) -> str:
-    """Return the cause of an end with an exit code, in a few words."""
+    """Return the cause of an exit code in a few words."""
     number = code - _SIGNAL_BASE
     if number in _SIGNALS:
         return f"exit code {code} (signal {signal.Signals(number).name})"
@@ -101,7 +101,7 @@ def describe_exit(code: int) -> str:
 
 
 def loss(pod: Tree) -> Loss | None:
-    """Return how a pod was taken away; None where it was not."""
+    """Return how a pod was lost; None if it was not."""
     status = pod.get("status", {})
     true = [each for each in status.get("conditions") or [] if each["status"] == "True"]
     target: Tree = next((each for each in true if each["type"] == "DisruptionTarget"), {})
@@ -123,7 +123,7 @@ def loss(pod: Tree) -> Loss | None:
 
 
 def loss_of_absent(pod: Tree) -> Loss:
-    """Return the loss of a pod that is gone, from the last that was seen of it."""
+    """Return the loss of a deleted pod, from its last known state."""
     return loss(pod) or Loss(
         task=find_task(pod),
         pod=pod["metadata"]["name"],
@@ -136,7 +136,7 @@ def loss_of_absent(pod: Tree) -> Loss:
 
 
 def first_loss(losses: Iterable[Loss]) -> Loss | None:
-    """Return the loss that others followed, by time and then by the versions of the pods."""
+    """Return the loss that caused the others, by time and then by the versions of the pods."""
     latest = datetime.max.replace(tzinfo=UTC)
     return min(
         losses,
@@ -156,7 +156,7 @@ def find_task(pod: Tree) -> Task:
 
 
 def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
-    """Return the pod of each task that counts: the newest that is not being deleted."""
+    """Return the current pod of each task: the newest that is not being deleted."""
     found: dict[Task, Tree] = {}
     for pod in sorted(pods, key=_age):
         found[find_task(pod)] = pod
@@ -164,7 +164,7 @@ def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
 
 
 def is_owned_by(pod: Tree, uid: str) -> bool:
-    """Return whether a pod belongs to the job with this uid, and not to an earlier one."""
+    """Return whether a pod belongs to the job with this uid, not to an earlier one."""
     return uid in [owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []]
 
 
@@ -185,12 +185,12 @@ def has_ended(pod: Tree) -> bool:
 
 
 def is_alive(pod: Tree) -> bool:
-    """Return whether the container runs, be it that its pod is deleted: a chief saves then."""
+    """Return whether the container runs, even if its pod is being deleted: a chief saves then."""
     return has_started(pod) and not has_ended(pod)
 
 
 def ends(pod: Tree) -> list[TaskEnd]:
-    """Return the ends that the status of a pod holds: before the last restart, and after it."""
+    """Return the container exits in a pod's status: before the last restart, and after it."""
     container = _container(pod)
     current, previous = (container.get(key, {}).get("terminated") for key in ("state", "lastState"))
     count = restart_count(pod)
@@ -203,7 +203,7 @@ def ends(pod: Tree) -> list[TaskEnd]:
 
 
 def end_by_deletion(pod: Tree) -> TaskEnd:
-    """Return the end of a pod that was deleted before its status held one."""
+    """Return the end of a pod that was deleted before its status recorded one."""
     return replace(
         _end(pod, {}, restart_count(pod)), reason="Deletion of its pod", pod_deleted=True
     )
@@ -228,18 +228,18 @@ def waiting_reason(pod: Tree) -> str:
 
 
 def waits_as_usual(pod: Tree) -> bool:
-    """Return whether a pod is on the way to its start: its image is pulled, its volumes mounted."""
+    """Return whether a pod is starting normally: its image is pulled, its volumes are mounted."""
     return _waiting(pod).get("reason") in _USUAL
 
 
 def start_failure(pod: Tree) -> str:
-    """Return why the kubelet cannot make the container, such as `ErrImagePull`; else empty."""
+    """Return why the kubelet cannot create the container, such as `ErrImagePull`; else empty."""
     reason = str(_waiting(pod).get("reason", ""))
     return reason if reason in _START_FAILURES else ""
 
 
 def is_older(pod: Tree, other: Tree) -> bool:
-    """Return whether a pod was made before another one, in whole seconds."""
+    """Return whether a pod was created before another one, in whole seconds."""
     made, then = (str(each["metadata"].get("creationTimestamp", "")) for each in (pod, other))
     return made < then
 
@@ -267,13 +267,13 @@ def _container(pod: Tree) -> Tree:
 
 def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     status = pod.get("status", {})
-    # A pod that its node evicted is evicted, whatever exit code its container has.
+    # A pod that its node evicted counts as evicted, whatever its container's exit code.
     evicted = status.get("reason") or ""
     lines = str(terminated.get("message") or "").strip().splitlines()
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
     finished = parse_time(terminated.get("finishedAt"))
-    # Times are whole seconds: a task that failed in the same one has failed by itself.
+    # Times are whole seconds: a task that failed in the same second has failed by itself.
     failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(
@@ -289,7 +289,7 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
 
 
 def _deletion_requested(pod: Tree) -> datetime | None:
-    """Return when the deletion of a pod was requested: its time stamp is the end of the grace."""
+    """Return when the deletion of a pod was requested; its timestamp includes the grace period."""
     metadata = pod["metadata"]
     end = parse_time(metadata.get("deletionTimestamp"))
     return end and end - timedelta(seconds=int(metadata.get("deletionGracePeriodSeconds") or 0))

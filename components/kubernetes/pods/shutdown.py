@@ -1,8 +1,9 @@
-"""The shutdown connection: servers end after the leading task, which saves what they hold.
+"""The shutdown connection: servers end after the leading task, which saves their variables.
 
 Kubernetes sends SIGTERM to all pods of a job at the same time. The guard of the leading task
-accepts a connection from the guard of every server: a byte announces its shutdown, and the end of
-the connection its end. A server serves in between. Without a connection it ends at once.
+accepts a connection from the guard of every server: a byte announces the leader's shutdown, and the
+end of the connection its end. A server serves in between. Without a connection a server ends at
+once.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from collections import Counter
 from contextlib import suppress
 
 _PORT_VARIABLE = "FLOTILLA_GUARD_PORT"
-# The guard itself refuses one that is no number.
+# The guard itself refuses a value that is not a number.
 _named_port = os.environ.get(_PORT_VARIABLE, "")
 PORT = int(_named_port) if _named_port.isdecimal() else 2223
 _SHUTTING_DOWN = b"e"
 # Leader and server receive SIGTERM together; a server that is ended alone waits this long.
 NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
-# Connections past one for each server.
+# Spare connections beyond one for each server.
 SPARE = 8
 
 
 class ShutdownServer:
     """The leader's side: accepts a connection from every server.
 
-    Anybody who reaches the port can open connections: past `SPARE` more than there are servers the
+    Any process that reaches the port can open connections: beyond `SPARE` extra connections, the
     address with the most loses its oldest one.
     """
 
     def __init__(self, servers: int, port: int = PORT) -> None:
         """Listen on `port`; if it is taken, servers end without waiting for the leader."""
         self._limit = servers + SPARE
-        # With the address of the peer, the oldest first.
+        # With the address of the peer, oldest first.
         self._connections: dict[socket.socket, str] = {}
         self._shutting_down = False
         with suppress(OSError):
@@ -55,7 +56,7 @@ class ShutdownServer:
                 connection, (host, *_) = self._server.accept()
                 _expect_end(connection)
             except OSError:
-                # The peer has left already, or this process has no descriptor to spare.
+                # The peer has disconnected, or this process has no spare descriptor.
                 time.sleep(CONNECT_SECONDS / 2)
                 continue
             self._make_room()
@@ -112,16 +113,16 @@ def _announce(connection: socket.socket) -> None:
 
 
 def _expect_end(connection: socket.socket) -> None:
-    """Find out within a minute that the peer is gone, although neither side says anything."""
+    """Detect within a minute that the peer is gone, although neither side sends anything."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Not every system has these.
+    # Not every system has these options.
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
         if option := getattr(socket, name, None):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Say whether the peer has left, or says something, which no server does."""
+    """Return whether the peer has disconnected, or sends data, which no server does."""
     try:
         connection.recv(1, socket.MSG_DONTWAIT)
     except BlockingIOError:

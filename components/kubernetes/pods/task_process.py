@@ -1,21 +1,22 @@
-"""The process of a task, which begins again in its pod when it was killed or lost its cluster.
+"""The process of a task, restarted in its pod after a kill or the loss of its cluster.
 
-A new pod has a new address, which the other tasks resolve up to 30 s later, and Kubernetes delays
-it longer each time. A process that is started again in its pod keeps the address.
+A new pod has a new address, which the other tasks resolve up to 30 s later, and Kubernetes'
+back-off grows each time. A process that is restarted in its pod keeps the address.
 
-What each end of the task means (`RestartRule`):
+The meaning of each exit code of the task (`RestartRule`):
 
-- A code below 128 is final: done, or a failure that would come again.
-- From 128 on (a signal, or `BEGIN_AGAIN`) the task begins again, up to a limit for this pod. Each
-  such restart is an event in the log of the pod. Past the limit the guard ends with the code of
-  the task, and whoever made the pod decides.
-- A task that ends with `BEGIN_AGAIN` soon after its start has lost its cluster before that was
-  whole, as after the restart of a server, whose name the others resolve one after another. That is
-  part of the incident of the server: for two minutes it is neither counted nor an event.
+- A code below 128 is final: success, or a failure that would repeat.
+- From 128 on (a signal, or `BEGIN_AGAIN`) the task is restarted, up to a limit for this pod. Each
+  such restart is an event in the log of the pod. Past the limit the guard exits with the code of
+  the task, and the pod's controller decides.
+- A task that ends with `BEGIN_AGAIN` soon after its start has lost a cluster that was not yet
+  complete, for example after the restart of a server, whose new address the others resolve at
+  different times. This belongs to the incident of the server: for two minutes it is neither counted
+  nor an event.
 
-Each attempt is a session and process group of its own, of which nothing is left when the next one
-begins: a child of the task would hold its port. The guard is the init process of its container, and
-reaps what the task leaves to it.
+Each attempt has its own session and process group, whose processes have all ended before the next
+attempt: a child of the task would hold its port. The guard is the init process of its container,
+and reaps orphans of the task.
 """
 
 from __future__ import annotations
@@ -41,39 +42,39 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, RETRYABLE
 
 log = logging.getLogger(__name__)
-# A cluster that is lost in an attempt shorter than the first was not whole yet. It is waited for up
-# to the second, which is longer than gRPC takes to resolve a name again
+# In a shorter attempt than the first number, the cluster was not yet complete. The restarts go on
+# up to the second, which is longer than gRPC takes to resolve a name again
 # (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
 SHORT_ATTEMPT_SECONDS, SETTLE_SECONDS = 60.0, 120.0
-# Between two attempts; of attempts that are short, the starts are this far apart, and then twice as
-# far each time, up to the second.
+# Seconds between two attempts; the starts of short attempts are this far apart, then twice as far
+# each time, up to the second number.
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 10.0
 _MOST_DOUBLINGS = 10
-# How long killed children of a task may take to vanish.
+# How long killed children of a task may take to exit.
 GROUP_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 _PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 class NextAttempt(NamedTuple):
-    """That a task begins again, after how many seconds, and whether that counts as a restart."""
+    """The decision to restart a task: the pause in seconds, and whether it counts as a restart."""
 
     pause: float
     is_counted: bool
 
 
 class RestartRule:
-    """Decides whether a task that has ended begins again; `restarts` were counted in this pod."""
+    """Decides whether an ended task is restarted; `restarts` is the count in this pod."""
 
     def __init__(self, limit: float) -> None:
-        """Allow `limit` restarts that count."""
+        """Allow `limit` counted restarts."""
         self.restarts = 0
         self._limit = limit
-        # Attempts in a row that were short, and their seconds with the pauses after them.
+        # Consecutive short attempts, and their total seconds including the pauses after them.
         self._short, self._seconds = 0, 0.0
 
     def next_attempt(self, code: int, seconds: float) -> NextAttempt | None:
-        """Decide after an attempt of so many seconds; None where its end is final."""
+        """Decide after an attempt of `seconds`; None if its end is final."""
         if code < RETRYABLE:
             return None
         is_short = seconds < SHORT_ATTEMPT_SECONDS
@@ -93,7 +94,7 @@ class RestartRule:
 
 
 class TaskProcess:
-    """The process of one task; its attempts are started and waited for by the main thread.
+    """The process of one task; the main thread starts its attempts and waits for them.
 
     Signal handlers interrupt the main thread anywhere: the lock is reentrant, and a pipe wakes it.
     """
@@ -101,10 +102,10 @@ class TaskProcess:
     def __init__(
         self, command: list[str], environment: Mapping[str, str], *, name: str, rule: RestartRule
     ) -> None:
-        """Take the command of the task `name`, which `start` runs."""
+        """Take the command of the task `name`, run by `start`."""
         self._name, self._rule = name, rule
         self._command = command
-        # Outside of a container nothing else ends the task where the guard is killed.
+        # Outside of a container nothing else ends the task if the guard is killed.
         self._environment = {**environment, **signals.parent_environment()}
         self._lock = threading.RLock()
         self._is_ending = False
@@ -113,15 +114,15 @@ class TaskProcess:
         self._began = 0.0
 
     def send_signal(self, number: int) -> None:
-        """Forward a signal to the task, which does not begin again after it."""
+        """Forward a signal to the task, which is not restarted after it."""
         self.begin_no_more()
         with self._lock:
-            # The main thread has not reaped it, so that no other process has its number.
+            # The main thread has not reaped it, so no other process has its PID.
             if self._process:
                 os.kill(self._process.pid, number)
 
     def begin_no_more(self) -> None:
-        """Make this attempt the last one; a pause ends at once."""
+        """Make this attempt the last one; end a pause at once."""
         if not self._is_ending:
             self._is_ending = True
             os.write(self._waker, b"\0")
@@ -133,9 +134,9 @@ class TaskProcess:
             following = None if self._is_ending else self._rule.next_attempt(code, seconds)
             if following is None:
                 return code
-            # At once: the launcher counts what ended first as the incident.
+            # Reported at once: the launcher counts the first end as the incident.
             self._report(code, following)
-            # Readable from `begin_no_more` on.
+            # Readable after `begin_no_more`.
             if select.select([self._woken], [], [], following.pause)[0]:
                 return code
             termination.remove(Path.cwd())
@@ -146,7 +147,7 @@ class TaskProcess:
                 return code
 
     def start(self) -> None:
-        """Start an attempt; one that was asked to end before it began ends. Raises `OSError`."""
+        """Start an attempt; end it at once if it was asked to stop before. Raises `OSError`."""
         with self._lock:
             self._began = time.monotonic()
             self._process = subprocess.Popen(
@@ -157,12 +158,12 @@ class TaskProcess:
             self.send_signal(signal.SIGTERM)
 
     def _end(self) -> tuple[int, float]:
-        """Wait for the end of the attempt and of its group; return its code and its seconds."""
+        """Wait for the end of the attempt and its process group; return its code and seconds."""
         process = self._process
         assert process
         _await_end(process.pid)
         seconds = time.monotonic() - self._began
-        # Until the process is reaped, no other group has its number.
+        # Until the process is reaped, no other process group has its number.
         with suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
         with self._lock:
@@ -183,7 +184,7 @@ class TaskProcess:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what the task leaves, where the containers share their processes."""
+    """Become the reaper of the task's orphans if the containers share a PID namespace."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

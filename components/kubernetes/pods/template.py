@@ -1,4 +1,4 @@
-"""The pods of a training job: one template a role, since a server must not request GPUs."""
+"""The pods of a training job: one template for each role, since a server must not request GPUs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from flotilla.trainer.config.topology import Task, find_topology
 from flotilla.trainer.storage.uri import speaks_s3
 
 PORT = 2222
-# The configuration travels in a variable, which the guard writes to a file.
+# The variable with the configuration, which the guard writes to a file.
 CONFIG_VARIABLE, CONFIG_FILE = "FLOTILLA_CONFIG", "config.json"
-# The job whose lease the guard watches, and after how many seconds it is an orphan.
+# The job whose lease the guard watches, and the seconds after which it is an orphan.
 LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
-# The default grace period: a chief publishes a last checkpoint in it.
+# The default grace period, in which a chief publishes a last checkpoint.
 GRACE_SECONDS = 120
 # Python, TensorFlow and KFP write here whatever the working folder is.
 TEMPORARY_FOLDER = "/tmp"
@@ -40,12 +40,12 @@ _NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a job runs, and what holds where its settings name nothing.
+    """Where a job runs, and the defaults of its settings.
 
     Attributes:
-        namespace: empty: that of who creates the job.
-        service_account: empty: the default of the namespace.
-        variables: endpoints of the object store and the like, for every task; never a secret.
+        namespace: empty means that of the creator.
+        service_account: empty means the default of the namespace.
+        variables: for every task, such as endpoints of the object store; no secrets.
         secrets: variables that are references, `SECRET/KEY`.
     """
 
@@ -57,7 +57,7 @@ class Place:
 
 
 def replicas(config: Config) -> dict[str, int]:
-    """Return how many tasks of each role the job has."""
+    """Return the number of tasks for each role of the job."""
     cluster = config.cluster
     tasks = find_topology(config.training.strategy).tasks(
         servers=cluster.parameter_servers, workers=cluster.workers
@@ -68,7 +68,7 @@ def replicas(config: Config) -> dict[str, int]:
 
 
 def leading(config: Config) -> Task:
-    """Return the task whose end is the end of the job."""
+    """Return the task whose end ends the job."""
     return Task(role="chief" if "chief" in replicas(config) else "worker", index=0)
 
 
@@ -78,13 +78,13 @@ def grace_seconds(config: Config, role: str) -> int:
 
 
 def labels(job: Job, component: str, launcher: str) -> dict[str, str]:
-    """Return the labels of Flotilla for the job, or for the pods of a role."""
+    """Return Flotilla's labels for the job, or for the pods of a role."""
     run = names.label_value(job.run_id)
     return {names.RUN: run, names.MANAGED: launcher, **names.app_labels(component, run)}
 
 
 def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str) -> dict[str, str]:
-    """Return the variables by which the guard finds the lease of a job, and the job."""
+    """Return the variables with which the guard finds the job and its lease."""
     resource = kind.resource
     watched = {
         "namespace": namespace,
@@ -94,7 +94,7 @@ def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str)
     }
     return {
         LAUNCHER_VARIABLE: json.dumps(watched),
-        # A chief that is restarted, perhaps in another pod, is another attempt of the same job.
+        # A restarted chief, perhaps in another pod, is another attempt of the same job.
         events.JOB: label_job(kind, name, namespace),
     }
 
@@ -108,7 +108,7 @@ def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name:
     """Return the template of the pods of a role, for the engine with these names."""
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
-    pod = _with_defaults(job.config.cluster.kubernetes.of(role), arguments, place)
+    pod = _add_defaults(job.config.cluster.kubernetes.of(role), arguments, place)
     spec: Tree = {
         "containers": [_container(job.config, role, pod, arguments, place.variables, port_name)],
         "volumes": _volumes(pod),
@@ -129,8 +129,8 @@ def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name:
     return {"metadata": metadata, "spec": drop_empty(spec)}
 
 
-def _with_defaults(pod: PodConfig, arguments: list[str], place: Place) -> PodConfig:
-    """Return the settings with the run's image, and with its secret where its store needs one."""
+def _add_defaults(pod: PodConfig, arguments: list[str], place: Place) -> PodConfig:
+    """Return the settings with the run's image, and its secret if the store needs one."""
     defaults = place.defaults
     update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
     has_secret = pod.env_from_secrets or set(SECRET_KEYS) & {*pod.env, *pod.secret_env}
@@ -175,7 +175,7 @@ def _container(
             "resources": resources,
             "volumeMounts": _mounts(pod, folder),
             "securityContext": _container_security(pod),
-            # The termination message reaches the launcher even where the log is lost.
+            # The termination message reaches the launcher even if the log is lost.
             "terminationMessagePath": f"{folder}/{termination.FILE}",
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
@@ -190,13 +190,13 @@ def _metrics_port(config: Config, role: str) -> list[Tree]:
 
 
 def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str]:
-    """Return the variables of a role's tasks, apart from those of the launcher and the settings."""
+    """Return the variables of a role's tasks, except those of the launcher and the settings."""
     task, settings, tree = (
         Task(role=role, index=0),
         config.cluster.kubernetes,
         config.model_dump(mode="json"),
     )
-    # Without defaults where only the launcher reads it.
+    # Without defaults if only the launcher reads it.
     tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
     gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
     leads = find_topology(config.training.strategy).leads(task) or task == leading(config)
@@ -204,11 +204,11 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         CONFIG_VARIABLE: json.dumps(tree),
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        # A dead peer is an error at once, without gRPC's own retries.
+        # A dead peer is an error at once, without gRPC's retries.
         "GRPC_FAIL_FAST": "use_caller",
-        # In an image for GPUs a pod without one would see all GPUs of its node.
+        # In an image for GPUs, a pod without a GPU request would see all GPUs of its node.
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
-        # Who scrapes is in another pod.
+        # The scraper is in another pod.
         **({METRICS_HOST: EVERY_HOST} if _metrics_port(config, role) else {}),
         # With it TensorFlow does not import Keras 3, which a server never uses.
         **({} if leads or role == "evaluator" else {"TF_USE_LEGACY_KERAS": "1"}),
@@ -224,8 +224,8 @@ def _env(pod: PodConfig, variables: Mapping[str, str]) -> list[Tree]:
     secret = []
     for variable, place in pod.secret_env.items():
         name, _, key = place.partition("/")
-        # Optional: without its secret a pod would not start and write no log. The storage names
-        # the variable that is missing.
+        # Optional: without its secret a pod would not start and write no log. The storage code
+        # reports the missing variable.
         reference = {"secretKeyRef": {"name": name, "key": key, "optional": True}}
         secret.append({"name": variable, "valueFrom": reference})
     return [*plain, *secret]
@@ -239,7 +239,7 @@ def _resources(config: Config, role: str, pod: PodConfig) -> Tree:
 
 
 def _pod_security(pod: PodConfig) -> Tree:
-    """Return what the Pod Security Standard `restricted` requires of a pod, and the settings."""
+    """Return the pod settings of the Pod Security Standard `restricted`, and the user's."""
     required = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     return {**({} if pod.security == "image" else required), **pod.security_context}
 
@@ -284,10 +284,10 @@ def _mounts(pod: PodConfig, folder: str) -> list[Tree]:
 
 
 def _escape(text: str) -> str:
-    """Return a text that Kubernetes passes on unchanged: it would replace `$(NAME)`."""
+    """Escape a text for Kubernetes, which would replace `$(NAME)`."""
     return text.replace("$", "$$")
 
 
 def drop_empty(tree: Mapping[str, Any]) -> Tree:
-    """Return a tree without the values that say nothing; 0 and false stay."""
+    """Return a tree without empty values; 0 and false stay."""
     return {key: value for key, value in tree.items() if value not in ("", {}, [], None)}

@@ -147,9 +147,11 @@ def test_a_registry_that_hiccups_is_waited_for():
     now[0] = 200.0
     failing = waiting("ErrImagePull")
     deadlines.observe([failing])
-    assert (deadlines.seconds_left(), deadlines.exceeded([failing])) == (30, "")
+    assert (deadlines.seconds_left(), deadlines.find_exceeded([failing])) == (30, "")
     now[0] = 230.0
-    assert deadlines.exceeded([failing]).startswith("worker-0 cannot start, for 120 s (cluster.")
+    assert deadlines.find_exceeded([failing]).startswith(
+        "worker-0 cannot start, for 120 s (cluster."
+    )
 
 
 def test_the_usual_way_to_a_start_is_no_warning(kube, caplog):
@@ -197,7 +199,7 @@ def test_a_job_that_is_suspended_again_queues_again():
     # Who has taken its room decides how long it waits.
     assert (deadlines.has_run, deadlines.seconds_left()) == (False, math.inf)
     now[0] = 1000.0
-    assert deadlines.exceeded([]) == ""
+    assert deadlines.find_exceeded([]) == ""
     deadlines.observe_job(job)
     assert deadlines.seconds_left() == 100
 
@@ -207,7 +209,7 @@ def test_a_job_that_is_not_admitted_has_a_deadline():
     deadlines = Deadlines(TFJobs(), DeadlinesConfig(queueing=100), 1, lambda: now[0])
     deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
     now[0] = 106.0
-    assert deadlines.exceeded([]).startswith("the job was not admitted after 100 s")
+    assert deadlines.find_exceeded([]).startswith("the job was not admitted after 100 s")
 
 
 def test_a_job_that_is_made_again_queues_again_and_has_run_before():
@@ -293,7 +295,7 @@ class TestStart:
         deadlines.observe(pods)
         assert deadlines.start(pods) == (2, "all tasks run, and training has made no step yet")
         assert not deadlines.is_training
-        deadlines.progressed()
+        deadlines.restart_progress()
         assert deadlines.is_training
 
 

@@ -28,7 +28,7 @@ def test_a_position_takes_each_line_once(steps, cuts):
         lines.append((at, f"{number}"))
     position, taken = LogPosition(), []
     for cut in [*cuts, len(lines)]:
-        since = position.since()[:19]
+        since = position.begin_request()[:19]
         repeated = [each for each in lines[:cut] if stamp(each[0])[:19] >= since]
         for time, text in repeated:
             new = position.take(f"{stamp(time)} {text}")
@@ -38,16 +38,16 @@ def test_a_position_takes_each_line_once(steps, cuts):
 
 def test_a_clock_that_is_set_back_loses_no_line():
     position = LogPosition()
-    position.since()
+    position.begin_request()
     times = ["2026-01-01T00:00:05.5Z", "2026-01-01T00:00:04.25Z", "2026-01-01T00:00:04.3Z"]
     assert [position.take(f"{time} x") for time in times] == ["x", "x", "x"]
 
 
 def test_times_without_trailing_zeros_are_compared_as_times():
     position = LogPosition()
-    position.since()
+    position.begin_request()
     assert position.take("2026-01-01T00:00:05.1Z one") == "one"
-    position.since()
+    position.begin_request()
     assert position.take("2026-01-01T00:00:05.1Z one") is None
     assert position.take("2026-01-01T00:00:05.12Z two") == "two"
 
