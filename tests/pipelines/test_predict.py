@@ -128,7 +128,7 @@ def flotilla(*arguments, capsys):
 
 @pytest.mark.usefixtures("root")
 def test_wrong_usage_is_one_line_and_starts_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(predict, "answered", None)
+    monkeypatch.setattr(predict, "answer", None)
     monkeypatch.chdir(tmp_path)
     data = tmp_path / "in.csv"
     data.write_text("a\n1\n")

@@ -21,8 +21,8 @@ def keep(config: str, root: str, run_id: str, path: str):
 
 def two_steps(wiring: training.Wiring, path: Any) -> None:
     """Resolve the form; the last value is where to keep what comes of it."""
-    prepared = wiring.prepared(published="file:///nowhere")
-    kept = {**training.run_of(prepared), "path": path}
+    prepared = wiring.prepare(published="file:///nowhere")
+    kept = {**training.common_inputs(prepared), "path": path}
     keep(**kept).set_caching_options(False)
 
 
