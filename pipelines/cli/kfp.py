@@ -160,11 +160,11 @@ def submit(
 
 def _publish_code(submission: Submission, folder: Path | None) -> Submission:
     """Publish the user's modules for the run, and report it."""
-    from flotilla.pipelines.runs.submission import with_code
+    from flotilla.pipelines.runs.submission import add_code
 
     if folder is None:
         return submission
-    submission, bundle = with_code(submission, folder)
+    submission, bundle = add_code(submission, folder)
     for line in bundle_lines(bundle):
         say(line)
     return submission

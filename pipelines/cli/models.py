@@ -181,7 +181,7 @@ def show_checkpoint(
 
 
 def _checkpoint_uri(which: str, workdir: Path) -> str:
-    from flotilla.pipelines.runs.local import find_root, saved_config
+    from flotilla.pipelines.runs.local import config_file, find_root
     from flotilla.trainer import storage
     from flotilla.trainer.config.load import load_config
     from flotilla.trainer.storage.uri import require_uri
@@ -189,7 +189,7 @@ def _checkpoint_uri(which: str, workdir: Path) -> str:
     if "://" in which:
         require_uri("URI|RUN", which)
         return which
-    root = find_root(load_config(saved_config(workdir, which)), workdir)
+    root = find_root(load_config(config_file(workdir, which)), workdir)
     return storage.join(root, which, "checkpoints")
 
 

@@ -1,4 +1,4 @@
-"""Which checks a configuration needs, in the order in which they are reported."""
+"""The checks of a configuration, in the order of the report."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
 # Connecting, failing and removing take seconds each.
 STORAGE_SECONDS = 16.0
-# The champion is fetched.
+# The champion is downloaded.
 SIGNATURE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What the doctor examines.
+    """The options of the doctor.
 
     Attributes:
-        config: the configuration, or what is wrong with it.
-        kubernetes: whether to examine the cluster whatever the launcher is.
+        config: the configuration, or the error in it.
+        kubernetes: whether to examine the cluster with any launcher.
         service_account: `[NAMESPACE:]NAME` of runs that are started from the KFP UI, or empty.
     """
 
@@ -77,11 +77,11 @@ class DoctorOptions:
 
     @property
     def namespace(self) -> str:
-        """The namespace of the steps, where one is named."""
+        """The namespace of the steps, if given."""
         return found_namespace(self.instance.namespace)
 
     def covers_cluster(self, config: Config) -> bool:
-        """Return whether the cluster is examined."""
+        """Return whether to examine the cluster."""
         return clusters.is_on_kubernetes(config) or self.kubernetes
 
 
@@ -93,10 +93,10 @@ def checks(options: DoctorOptions) -> list[Check]:
         seconds=KFP_SECONDS,
         show=show_instance(options.instance),
     )
-    return [*_of_config(options), instance]
+    return [*_config_checks(options), instance]
 
 
-def _of_config(options: DoctorOptions) -> Iterator[Check]:
+def _config_checks(options: DoctorOptions) -> Iterator[Check]:
     config = options.config
     if isinstance(config, UserError):
         message = Finding("fail", str(config), "flotilla doctor --help")
@@ -115,11 +115,11 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
         needs=(CONFIGURATION,),
         seconds=fitting.SECONDS + ENDING_SECONDS,
     )
-    yield from _of_machine(config, options.workdir)
+    yield from _machine_checks(config, options.workdir)
     yield _storage(config, options.workdir)
-    yield from _of_trackers(config)
+    yield from _tracker_checks(config)
     if options.covers_cluster(config):
-        yield from _of_cluster(config, options)
+        yield from _cluster_checks(config, options)
     else:
         if options.image:
             yield Check(name="image", look=lambda: named_objects.judge_images([options.image]))
@@ -131,7 +131,7 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
         yield Check(name=API, look=lambda: message)
 
 
-def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
+def _machine_checks(config: Config, workdir: Path) -> Iterator[Check]:
     yield Check(name="packages", look=lambda: machine.packages(config))
     yield Check(name="disk", look=lambda: machine.disk(workdir))
     yield Check(name="loopback", look=machine.loopback)
@@ -148,8 +148,8 @@ def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
             yield Check(name="shared memory", look=machine.check_shared_memory)
 
 
-def _of_trackers(config: Config) -> Iterator[Check]:
-    """Check that the trackers answer, where there are any: without them a run goes on."""
+def _tracker_checks(config: Config) -> Iterator[Check]:
+    """Check that the configured trackers answer; a run continues without them."""
     found: dict[str, Callable[[], str]] = {}
     if addresses.is_tracked():
         found["MLflow"] = mlflow_run.health
@@ -188,7 +188,7 @@ def _storage(config: Config, workdir: Path) -> Check:
     )
 
 
-def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
+def _cluster_checks(config: Config, options: DoctorOptions) -> Iterator[Check]:
     try:
         cluster = Cluster.connected(config.cluster.kubernetes.namespace or options.namespace)
     except UserError as error:
@@ -198,53 +198,53 @@ def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
     name, choice = config.cluster.launcher, None
     one: Engine | None = engine(name) if name in ENGINES else None
     if one is None:
-        # Which checks there are depends on the engine, so that it is asked for before them.
+        # The list of checks depends on the engine, so the cluster is queried first.
         one, choice = clusters.chosen(cluster, config)
     unnamed = clusters.plan(one or engine(ENGINES[0]), config, PodDefaults(image=options.image))
-    # The steps have that of the option, even where all tasks name another one.
+    # The steps use the option's namespace, even if all tasks use another one.
     images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
     yield Check(name=API, look=lambda: clusters.answers(cluster), show=clusters.SHOW)
     show = f"kubectl get namespace {cluster.namespace}"
-    yield _in_cluster("namespace", lambda: clusters.namespace(cluster), show)
+    yield _cluster_check("namespace", lambda: clusters.namespace(cluster), show)
     if choice:
         found = choice
-        yield _in_cluster(ENGINE, lambda: found)
+        yield _cluster_check(ENGINE, lambda: found)
     if one:
-        yield from _of_engine(config, options, cluster, one)
+        yield from _engine_checks(config, options, cluster, one)
 
 
-def _of_engine(
+def _engine_checks(
     config: Config, options: DoctorOptions, cluster: Cluster, one: Engine
 ) -> Iterator[Check]:
     kind, where = one.kind, cluster.namespace
     job = clusters.plan(one, config, PodDefaults(image=options.image or IMAGE))
     served = f"{kind.kind} CRD"
-    yield _in_cluster(served, lambda: clusters.check_served(cluster, one))
-    yield _in_cluster(
+    yield _cluster_check(served, lambda: clusters.check_served(cluster, one))
+    yield _cluster_check(
         kind.controller, lambda: clusters.controller(cluster, one), kind.show, needs=(served,)
     )
-    yield from _of_permissions(config, options, cluster, kind)
+    yield from _permission_checks(config, options, cluster, kind)
     show = f"kubectl describe resourcequotas --namespace {where}"
-    yield _in_cluster("quota", lambda: resources.room(cluster, job), show)
+    yield _cluster_check("quota", lambda: resources.room(cluster, job), show)
     for resource in resources.devices(job):
         title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
         look = partial(resources.present, cluster, job, resource)
-        yield _in_cluster(title, look, "kubectl get nodes")
-    # The secret of the store may lack any key, or be absent: only what the configuration itself
-    # names has to be there.
+        yield _cluster_check(title, look, "kubectl get nodes")
+    # The secret of the store may lack any key, or be absent: only objects in the configuration are
+    # required.
     objects = named_objects.list_named_objects(
         clusters.plan(one, config, PodDefaults(store_secret=""))
     )
     if named_objects.list_named_objects(job) - objects:
-        yield _in_cluster("secret of the store", partial(storage.opens, cluster, config))
+        yield _cluster_check("secret of the store", partial(storage.opens, cluster, config))
     titles = []
     for each, title in named_objects.KINDS.items():
         if some := frozenset(named for named in objects if named.kind == each):
             titles.append(title)
             yield _present(cluster, each, some, title)
-    yield from _of_steps(options)
-    # What is absent is said by its own check.
+    yield from _step_checks(options)
+    # Another check reports the absence.
     yield Check(
         name="admission",
         look=lambda: permissions.admits(cluster, job),
@@ -254,8 +254,8 @@ def _of_engine(
     )
 
 
-def _of_steps(options: DoctorOptions) -> Iterator[Check]:
-    """Check what the pods of the steps name: their namespace may not be that of the job."""
+def _step_checks(options: DoctorOptions) -> Iterator[Check]:
+    """Check the objects that the steps' pods refer to, in a namespace other than the job's."""
     cluster = Cluster.connected(options.namespace)
     for kind, given in (
         (named_objects.LOGINS, options.pods.pull_secrets),
@@ -269,10 +269,10 @@ def _present(
     cluster: Cluster, kind: str, some: frozenset[named_objects.Named], title: str
 ) -> Check:
     look = partial(named_objects.present, cluster, kind, some)
-    return _in_cluster(title, look, named_objects.show(cluster.namespace, kind))
+    return _cluster_check(title, look, named_objects.show(cluster.namespace, kind))
 
 
-def _in_cluster(
+def _cluster_check(
     name: str,
     look: Callable[[], Finding],
     show: str = clusters.SHOW,
@@ -281,7 +281,7 @@ def _in_cluster(
     return Check(name=name, look=look, needs=(API, *needs), show=show)
 
 
-def _of_permissions(
+def _permission_checks(
     config: Config, options: DoctorOptions, cluster: Cluster, kind: JobKind
 ) -> Iterator[Check]:
     where = cluster.namespace
@@ -289,23 +289,23 @@ def _of_permissions(
     own = config.cluster.kubernetes.of(leading(config).role).service_account
     tasks = Account(where, own) if own else account
     show = f"kubectl get serviceaccounts --namespace {account.namespace}"
-    yield _in_cluster("permissions of this user", lambda: permissions.check_user(cluster, kind))
-    yield _in_cluster(ACCOUNT, lambda: permissions.check_ui_account(cluster, account), show)
+    yield _cluster_check("permissions of this user", lambda: permissions.check_user(cluster, kind))
+    yield _cluster_check(ACCOUNT, lambda: permissions.check_ui_account(cluster, account), show)
     for name, who, role in (
         ("permissions of that account", account, LAUNCHER),
         ("permissions of the tasks", tasks, TRAINER),
     ):
-        yield _in_cluster(name, partial(permissions.check_account, cluster, who, role, kind))
+        yield _cluster_check(name, partial(permissions.check_account, cluster, who, role, kind))
 
 
 def show_instance(instance: Instance) -> str:
-    """Return the command that shows what the instance answers."""
+    """Return the command that shows the instance's response."""
     given = shlex.quote(instance.endpoint.rstrip("/")) if instance.endpoint else f'"${ENDPOINT[0]}"'
     return "" if "@" in given else f"curl --include {given}{_HEALTH}"
 
 
 def instance_answers(instance: Instance) -> Finding:
-    """Check the instance that options or the environment name; raises `UserError`."""
+    """Check the instance given by options or the environment; raises `UserError`."""
     if not is_named(instance.endpoint):
         message = f"no instance is named: give --endpoint, or set {ENDPOINT[0]}"
         return Finding("skipped", message)

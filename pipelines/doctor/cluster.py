@@ -1,6 +1,6 @@
-"""The cluster that the job would run on: its API, its namespace, the engine, and their versions.
+"""The cluster of the job: its API, namespace and engine, and their versions.
 
-`docs/reference/versions.md` shows the versions with which Flotilla was run.
+`docs/reference/versions.md` lists the versions with which Flotilla was tested.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A program that Flotilla runs with: the `oldest` version, if known, and those `seen`."""
+    """A program that Flotilla works with: the `oldest` version, if known, and the `seen` ones."""
 
     name: str
     oldest: str = ""
@@ -44,7 +44,7 @@ class Part:
 KFP = Part(name="Kubeflow Pipelines", oldest="2.17", seen=("2.17.0",))
 ARGO = Part(name="Argo Workflows", seen=("4.0.5",))
 OPERATOR = Part(name="training operator", oldest="1.9", seen=("1.9.3", "1.9.4"))
-# Before 0.9 its pods do not say to which JobSet they belong: they lack the label of its uid.
+# Before 0.9 its pods lack the label with the uid of their JobSet.
 JOBSET = Part(name="JobSet", oldest="0.9", seen=("0.12.0",))
 KUBERNETES = Part(name="Kubernetes", seen=("1.33",))
 KUBECTL = Part(name="kubectl", oldest="1.27", seen=("1.32",))
@@ -54,7 +54,7 @@ PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
 
 
 def judge_version(part: Part, version: str, message: str, show: str = "") -> Finding:
-    """Return the finding for a part of this version; a version that is too old is a warning."""
+    """Return the finding for a part of this version; too old a version is a warning."""
     number = _NUMBER.match(version)
     if not number:
         return Finding("ok", message)
@@ -78,11 +78,11 @@ NODES = "/api/v1/nodes"
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The API, with short timeouts, that the configuration of this machine or pod leads to.
+    """The API of this machine's or pod's configuration, with short timeouts.
 
     Attributes:
-        namespace: where the job is to run.
-        is_named: whether the namespace was named, and not left to the context.
+        namespace: the namespace of the job.
+        is_named: whether the namespace was given, not taken from the context.
     """
 
     api: Api
@@ -92,7 +92,7 @@ class Cluster:
 
     @classmethod
     def connected(cls, namespace: str) -> Cluster:
-        """Return it; nothing is asked yet. Raises `UserError` where no API is named."""
+        """Connect without a request. Raises `UserError` if no API is configured."""
         connection = connect()
         name = namespace or connection.namespace
         return cls(
@@ -105,7 +105,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """The pods of one role: their number, and their template."""
+    """The pods of one role: their number and their template."""
 
     name: str
     count: int
@@ -119,14 +119,14 @@ class Role:
 
     @property
     def resources(self) -> Tree:
-        """Return what its container asks for."""
+        """Return the resources of its container."""
         found: Tree = self.pod["containers"][0].get("resources", {})
         return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedJob:
-    """The job that a run would make; its name stands for that of a run."""
+    """The job that a run would create; its name is a placeholder."""
 
     engine: Engine
     tree: Tree
@@ -147,7 +147,7 @@ def plan(of: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Planne
 
 
 def answers(cluster: Cluster) -> Finding:
-    """Check that the API answers, and knows the caller."""
+    """Check that the API answers and knows the caller."""
     host, who = cluster.host, "kubectl auth whoami"
     try:
         answer = cluster.api.request("GET", "/version")
@@ -166,7 +166,7 @@ def answers(cluster: Cluster) -> Finding:
 
 
 def namespace(cluster: Cluster) -> Finding:
-    """Check that the namespace of the job is there."""
+    """Check that the namespace of the job exists."""
     name = cluster.namespace
     try:
         cluster.api.read(f"/api/v1/namespaces/{name}")
@@ -181,7 +181,7 @@ def namespace(cluster: Cluster) -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Controller:
-    """The program that acts on the jobs of an engine; `marks` are parts of its name or image."""
+    """The controller of an engine's jobs; `marks` are parts of its name or image."""
 
     part: Part
     install: str
@@ -205,14 +205,14 @@ CONTROLLERS: Mapping[Launcher, Controller] = {
             "https://github.com/kubernetes-sigs/jobset/releases/"
             f"download/v{JOBSET.seen[-1]}/manifests.yaml"
         ),
-        # Its releases before 0.11 have the image alone in common with it.
+        # Its releases before 0.11 have only the image in common with it.
         marks=("jobset-controller", "jobset/jobset"),
     ),
 }
 
 
 def check_served(cluster: Cluster, of: Engine) -> Finding:
-    """Check that the version of the jobs that the launcher writes is served."""
+    """Check that the API serves the job version that the launcher writes."""
     named = f"{of.kind.resource.plural}.{of.kind.resource.api_version}"
     if cluster.api.serves(of.kind.resource):
         return Finding("ok", f"{named} is served")
@@ -221,7 +221,7 @@ def check_served(cluster: Cluster, of: Engine) -> Finding:
 
 
 def controller(cluster: Cluster, of: Engine) -> Finding:
-    """Look for the deployment of the controller, which may be gone where its kind is served."""
+    """Find the deployment of the controller, which may be missing even if its kind is served."""
     known = CONTROLLERS[of.name]
     try:
         every = cluster.api.read("/apis/apps/v1/deployments")["items"]
@@ -265,7 +265,7 @@ def _place(deployment: Tree) -> str:
 
 
 def is_on_kubernetes(config: Config) -> bool:
-    """Return whether a run that is started here trains on Kubernetes."""
+    """Return whether a run started here trains on Kubernetes."""
     launcher = config.cluster.launcher
     return launcher in ENGINES or (launcher == "auto" and choice.is_on_a_cluster())
 
@@ -280,16 +280,16 @@ IS_HERE = Finding(
 
 
 def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
-    """Return the engine that `auto` takes on this cluster, or none, and what there is to say."""
+    """Return the engine that `auto` selects on this cluster, or none, and a finding."""
     absent: list[str] = []
     for name in ENGINES:
         one = engine(name)
         try:
             if cluster.api.serves(one.kind.resource):
-                return one, _accepted(config, one, absent)
+                return one, _explain_choice(config, one, absent)
         except RefusedError as error:
             if error.is_forbidden:
-                return one, _accepted(config, one, absent)
+                return one, _explain_choice(config, one, absent)
             return None, Finding("fail", str(error), SHOW)
         except UnreachableError as error:
             return None, Finding("fail", f"{cluster.host} does not answer {error}", SHOW)
@@ -298,8 +298,8 @@ def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
     return None, Finding("fail", message, CONTROLLERS[ENGINES[0]].install)
 
 
-def _accepted(config: Config, one: Engine, absent: Sequence[str]) -> Finding:
-    """Return which engine is taken and why, and what of the configuration is not one of it."""
+def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Finding:
+    """Return the selected engine and the reason, and settings that it lacks."""
     launcher = config.cluster.launcher
     but = f", and no {' and no '.join(absent)}" if absent else ""
     message = f"auto takes {one.name}: the cluster serves {one.kind.kind}s{but}"

@@ -1,4 +1,4 @@
-"""What a configuration can be wrong about although each key is right; no TensorFlow is loaded."""
+"""Finds inconsistent keys of a configuration, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 
 
 def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
-    """Check what the keys say together; `elsewhere`: the steps may run in pods."""
+    """Check the keys against each other; `elsewhere`: the steps may run in pods."""
     for message, remedy in _contradictions(config):
         return Finding("fail", message, remedy)
     folder = config.data.manual_dir
@@ -83,7 +83,7 @@ _OTHERS = "flotilla doctor --set model.name=NAME --set data.dataset=NAME"
 
 
 def fits(config: Config, seconds: float = fitting.SECONDS, *, elsewhere: bool = False) -> Finding:
-    """Check the source and try the model on its first rows; nothing is downloaded, no GPU used."""
+    """Check the source, and try the model on its first rows, without a download or a GPU."""
     if find_spec("tensorflow") is None:
         return Finding("skipped", "TensorFlow is not installed here")
     try:
@@ -96,7 +96,7 @@ def fits(config: Config, seconds: float = fitting.SECONDS, *, elsewhere: bool = 
 
 
 def describe_model(config: Config, found: Mapping[str, Any]) -> str:
-    """Return what the model takes and gives, in words."""
+    """Describe the inputs and outputs of the model."""
     takes = ", ".join(f"{name} ({form})" for name, form in found["inputs"].items())
     gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())
     return (

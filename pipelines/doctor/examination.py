@@ -1,4 +1,4 @@
-"""What a check is and what it finds; all checks run in parallel, each with a deadline."""
+"""A check and its finding; all checks run in parallel, each with a deadline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: `ok`, `warn` (a run may succeed), `fail` or `skipped`, and a remedy."""
+    """A finding (`ok`, `warn`: a run may succeed, `fail` or `skipped`), and a remedy."""
 
     state: State
     message: str
@@ -29,13 +29,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing to be checked.
+    """One check.
 
     Attributes:
-        look: a `UserError`, and an error of the Kubernetes API, is a finding too.
-        needs: names of the checks without which there is nothing to look at.
-        trace: what it writes while it looks, and removes again.
-        show: the command that shows more where it does not come to a finding of its own.
+        look: performs the check; a `UserError` or an error of the Kubernetes API is a finding too.
+        needs: names of the checks that have to succeed first.
+        trace: what the check writes and removes again.
+        show: the command that shows more if the check does not finish.
     """
 
     name: str
@@ -46,22 +46,22 @@ class Check:
     show: str = ""
 
 
-# For what a check has left to be removed, when it was interrupted or did not come to its end.
+# Seconds to remove the traces of checks that were interrupted or did not finish.
 TIDY_SECONDS = 8.0
-# Of these, for the check to remove it by itself.
+# Of these, the seconds for the check to remove them itself.
 ENDING_SECONDS = 2.0
 OnFinding = Callable[[Check, Finding], None]
 
 
 def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ...]:
-    """Run all checks and return what they found, in their order.
+    """Run all checks and return their findings, in order.
 
-    `on_finding` is called with each check in that order, where those that others need come first.
-    Raises `RunInterruptedError` at a signal; what the checks had left is removed.
+    `on_finding` is called with each check in that order, in which prerequisites come first. Raises
+    `RunInterruptedError` at a signal; traces of the checks are removed.
     """
     found: dict[str, Finding] = {}
     reported = 0
-    with handle_interrupts(_interrupted):
+    with handle_interrupts(_make_interruption):
         while reported < len(checks):
             wave = [
                 each
@@ -82,7 +82,7 @@ def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ..
     return tuple(found[each.name] for each in checks)
 
 
-def _interrupted() -> None:
+def _make_interruption() -> None:
     raise RunInterruptedError("interrupted")
 
 
@@ -91,7 +91,7 @@ def _lacking(check: Check, found: dict[str, Finding]) -> list[str]:
 
 
 class _Look:
-    """One check in a thread of its own, which is abandoned when it is late."""
+    """One check in its own thread, which is abandoned when it is late."""
 
     def __init__(self, check: Check) -> None:
         self.check = check
@@ -108,7 +108,7 @@ class _Look:
         except (UserError, UnreachableError) as error:
             self._finding = Finding("fail", str(error), self.check.show)
         except RefusedError as error:
-            self._finding = _refused(error, self.check.show)
+            self._finding = _make_refusal(error, self.check.show)
         except Exception as error:
             words = " ".join(str(error).split())
             message = f"the check itself failed: {type(error).__name__}: {words}"
@@ -120,7 +120,7 @@ class _Look:
         return self._finding or Finding("fail", late, self.check.show)
 
     def tidy(self, until: float) -> str:
-        """Have removed what the check has left; return what could not be."""
+        """Remove the traces of the check; return what could not be removed."""
         trace = self.check.trace
         if trace is None:
             return ""
@@ -129,20 +129,20 @@ class _Look:
             return ""
         self._thread.join(min(ENDING_SECONDS, max(0.0, until - time.monotonic())))
         if trace.is_left:
-            # The check itself hangs in another request; this one may get through.
-            second = threading.Thread(target=_removed, args=(trace,), daemon=True)
+            # The check itself hangs in another request; this one may succeed.
+            second = threading.Thread(target=_remove_trace, args=(trace,), daemon=True)
             second.start()
             second.join(max(0.0, until - time.monotonic()))
         return trace.uri if trace.is_left else ""
 
 
-def _refused(error: RefusedError, show: str) -> Finding:
+def _make_refusal(error: RefusedError, show: str) -> Finding:
     if error.is_forbidden:
         return Finding("warn", f"may not be read: {error}", show)
     return Finding("fail", f"cannot be read: {error}", show)
 
 
-def _removed(trace: Probe) -> None:
+def _remove_trace(trace: Probe) -> None:
     with suppress(OSError, UserError):
         trace.remove()
 
@@ -153,9 +153,9 @@ def _side_by_side(checks: Sequence[Check]) -> dict[str, Finding]:
         for look in looks:
             look.start()
         found = {look.check.name: look.finding() for look in looks}
-        left = _tidied(looks)
+        left = _tidy_all(looks)
     except RunInterruptedError:
-        words = "".join(f"; {uri} may be left, remove it" for uri in _tidied(looks).values())
+        words = "".join(f"; {uri} may be left, remove it" for uri in _tidy_all(looks).values())
         raise RunInterruptedError(f"interrupted{words}") from None
     for name, uri in left.items():
         was = found[name]
@@ -163,7 +163,7 @@ def _side_by_side(checks: Sequence[Check]) -> dict[str, Finding]:
     return found
 
 
-def _tidied(looks: Sequence[_Look]) -> dict[str, str]:
+def _tidy_all(looks: Sequence[_Look]) -> dict[str, str]:
     until = time.monotonic() + TIDY_SECONDS
     left = {look.check.name: look.tidy(until) for look in looks}
     return {name: uri for name, uri in left.items() if uri}

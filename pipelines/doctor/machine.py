@@ -1,4 +1,4 @@
-"""What this machine has to have for runs on it; nothing heavy is imported to find out."""
+"""Requirements of local runs on this machine, checked without heavy imports."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flotilla.trainer.cluster import loopback as ports
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.storage.uri import speaks_s3
 
-# Less than that and a run of the embedded dataset does not end; less than the second is soon full.
+# With less a run of the example dataset does not finish; with less than the second it is soon full.
 LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30
-# NCCL gives up in the 64 MiB that a container has by default.
+# NCCL fails with the 64 MiB that a container has by default.
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = 256 << 20
 _PACKAGES = ("tensorflow", "keras", "tensorflow_datasets", "sklearn", "kfp", "google.cloud.storage")
 
 
 def packages(config: Config, names: tuple[str, ...] = _PACKAGES) -> Finding:
-    """Check that what a run imports is installed."""
+    """Check that the packages of a run are installed."""
     wanted = [*names]
     if speaks_s3(config.storage.root):
         wanted.append("boto3")
@@ -44,7 +44,7 @@ def _is_there(name: str) -> bool:
 
 
 def disk(workdir: Path) -> Finding:
-    """Check that there is room below the workdir, or where it would be made."""
+    """Check the free space below the workdir, or where it would be created."""
     folder = next(
         each for each in (workdir.absolute(), *workdir.absolute().parents) if each.exists()
     )
@@ -57,7 +57,7 @@ def disk(workdir: Path) -> Finding:
 
 
 def loopback(closes: Callable[[], bool] = ports.can_close) -> Finding:
-    """Check that tasks, and nobody elsewhere, can reach a port of 127.0.0.1."""
+    """Check that local tasks, and no other machine, can reach a port of 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname()[:2], timeout=5).close()
@@ -70,7 +70,7 @@ def loopback(closes: Callable[[], bool] = ports.can_close) -> Finding:
 
 
 def gpus(config: Config) -> Finding:
-    """Check that this machine has the GPUs of which local workers are to be given some."""
+    """Check that this machine has the GPUs for the local workers."""
     asked, has = config.cluster.gpus_per_worker, len(glob("/dev/nvidia[0-9]*"))
     if asked > has:
         message = f"cluster.gpus_per_worker is {asked} and there are {has} GPUs"
@@ -79,7 +79,7 @@ def gpus(config: Config) -> Finding:
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
-    """Check the memory by which NCCL joins the GPUs of one machine."""
+    """Check the shared memory with which NCCL connects the GPUs of one machine."""
     if not folder.is_dir():
         return Finding("fail", f"there is no {folder}", f"mount -t tmpfs tmpfs {folder}")
     total = shutil.disk_usage(folder).total

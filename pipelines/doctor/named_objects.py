@@ -1,4 +1,4 @@
-"""Whether what the job names is there: secrets, config maps, claims, classes and images."""
+"""Checks that the objects a job refers to exist: secrets, config maps, claims, classes, images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.pipelines.doctor.examination import Finding
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
 ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"
 QUEUES = "localqueues"
-# What each is called in the report.
+# The name of each kind in the report.
 KINDS = {
     SECRETS: "secrets",
     LOGINS: "image pull secrets",
@@ -32,7 +32,7 @@ KINDS = {
 
 @dataclass(frozen=True, order=True)
 class Named:
-    """An object that a job names, and the key in it that it reads (empty: all)."""
+    """An object that a job refers to, and the key that it reads (empty: all)."""
 
     kind: str
     name: str
@@ -40,17 +40,17 @@ class Named:
 
 
 def list_named_objects(job: PlannedJob) -> frozenset[Named]:
-    """Return all that the pods of a job, and its group of pods, name."""
+    """Return all objects that the pods of a job and its pod group refer to."""
     group = job.tree["spec"].get("runPolicy", {}).get("schedulingPolicy", {})
     found = {Named(CLASSES, group["priorityClass"])} if "priorityClass" in group else set()
     if queue := job.tree["metadata"].get("labels", {}).get(names.KUEUE):
         found.add(Named(QUEUES, queue))
     for role in job.roles:
-        found.update(_of_pod(role.pod))
+        found.update(_pod_objects(role.pod))
     return frozenset(found)
 
 
-def _of_pod(pod: Tree) -> Iterator[Named]:
+def _pod_objects(pod: Tree) -> Iterator[Named]:
     container = pod["containers"][0]
     for each in container.get("envFrom", []):
         if "secretRef" in each:
@@ -68,11 +68,11 @@ def _of_pod(pod: Tree) -> Iterator[Named]:
     if "priorityClassName" in pod:
         yield Named(CLASSES, pod["priorityClassName"])
     for volume in pod.get("volumes", []):
-        yield from _of_volume(volume)
+        yield from _volume_objects(volume)
 
 
-def _of_volume(volume: Tree) -> Iterator[Named]:
-    # What a person wrote there may be of any form.
+def _volume_objects(volume: Tree) -> Iterator[Named]:
+    # A user's value may have any type.
     for kind, source, name in (
         (CLAIMS, "persistentVolumeClaim", "claimName"),
         (SECRETS, "secret", "secretName"),
@@ -84,7 +84,7 @@ def _of_volume(volume: Tree) -> Iterator[Named]:
 
 
 def present(cluster: Cluster, kind: str, objects: frozenset[Named]) -> Finding:
-    """Check that all objects of one kind are there, with the keys that the job reads."""
+    """Check that all objects of one kind exist, with the keys that the job reads."""
     where = cluster.namespace
     by_name: dict[str, set[str]] = {}
     for each in sorted(objects):
@@ -111,7 +111,7 @@ def present(cluster: Cluster, kind: str, objects: frozenset[Named]) -> Finding:
 
 
 def show(where: str, kind: str) -> str:
-    """Return the command that lists what there is of a kind."""
+    """Return the command that lists the objects of a kind."""
     *_, plural = _root(where, kind).split("/")
     return f"kubectl get {plural}" + ("" if kind == CLASSES else f" --namespace {where}")
 
@@ -124,7 +124,7 @@ def _root(where: str, kind: str) -> str:
     return f"/api/v1/namespaces/{where}/{SECRETS if kind == LOGINS else kind}"
 
 
-# The command that makes an object of each kind.
+# The command that creates an object of each kind.
 _REMEDIES = {
     SECRETS: "kubectl create secret generic {name} --namespace {namespace} {literals}",
     LOGINS: (
@@ -139,7 +139,7 @@ _REMEDIES = {
     ),
     ACCOUNTS: "kubectl create serviceaccount {name} --namespace {namespace}",
     CLASSES: "kubectl create priorityclass {name} --value=1000",
-    # That Kueue is not installed looks the same.
+    # A missing Kueue installation looks the same.
     QUEUES: "kubectl get localqueues --namespace {namespace}",
 }
 
@@ -156,12 +156,12 @@ _GIVE = "flotilla doctor --image HOST/NAME:TAG"
 
 
 def image_names(job: PlannedJob) -> set[str]:
-    """Return the images of all roles of a job; an empty one where a role names none."""
+    """Return the images of all roles of a job; an empty one for a role without an image."""
     return {each.pod["containers"][0].get("image", "") for each in job.roles}
 
 
 def judge_images(images: Iterable[str]) -> Finding:
-    """Say which of the images every node can pull; an empty one is not named."""
+    """Check that every node can pull the images; an empty one is not configured."""
     names = sorted(images)
     if "" in names:
         message = (

@@ -1,4 +1,4 @@
-"""Whether the API grants what launcher and guard ask, and admits the job and its pods (tried)."""
+"""Checks the permissions of launcher and guard, and the admission of the job and its pods."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Account:
 
     @property
     def user(self) -> str:
-        """Return the name as which it is known to the API."""
+        """Return its user name in the API."""
         return f"system:serviceaccount:{self.namespace}:{self.name}"
 
 
@@ -46,11 +46,11 @@ def check_user(cluster: Cluster, kind: JobKind) -> Finding:
     except RefusedError as error:
         message = f"the API does not say what {user} may do: {error}"
         return Finding("fail", message, f"kubectl auth can-i --list --namespace {where}")
-    return _judged(where, user, LAUNCHER, found)
+    return _judge_permissions(where, user, LAUNCHER, found)
 
 
 def check_account(cluster: Cluster, account: Account, role: str, kind: JobKind) -> Finding:
-    """Check that a service account has what a role of deploy/base/rbac.yaml grants."""
+    """Check that a service account has the permissions of a role in deploy/base/rbac.yaml."""
     where, wanted = cluster.namespace, required_rules(role, kind)
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
@@ -60,10 +60,12 @@ def check_account(cluster: Cluster, account: Account, role: str, kind: JobKind) 
         message = f"may not check what {account.user} may do ({error}); check each one"
         show = f"kubectl auth can-i {wanted[0]} --namespace {where} --as {account.user}"
         return Finding("warn", message, show)
-    return _judged(where, account.user, role, found)
+    return _judge_permissions(where, account.user, role, found)
 
 
-def _judged(where: str, user: str, role: str, found: Mapping[Permission, bool]) -> Finding:
+def _judge_permissions(
+    where: str, user: str, role: str, found: Mapping[Permission, bool]
+) -> Finding:
     missing = [permission for permission, allowed in found.items() if not allowed]
     if not missing:
         return Finding("ok", f"{user} may do in {where} all that {role} of {FILE} grants")
@@ -72,25 +74,25 @@ def _judged(where: str, user: str, role: str, found: Mapping[Permission, bool]) 
     return Finding("fail" if fatal else "warn", message, granting(where, user, role))
 
 
-# The account of a KFP instance for one team; that of a profile is `default-editor`.
+# The account of a single-team KFP instance; that of a profile is `default-editor`.
 USUAL = "pipeline-runner"
 
 
 def parse_account(text: str, namespace: str) -> Account:
-    """Return the account that `[NAMESPACE:]NAME` names, the usual one where it is empty."""
+    """Return the account of `[NAMESPACE:]NAME`, or the default one if it is empty."""
     place, _, name = text.rpartition(":")
     return Account(place or namespace, name or USUAL)
 
 
 def check_name(text: str) -> None:
-    """Raise a `ConfigError` for what is no `[NAMESPACE:]NAME`."""
+    """Raise a `ConfigError` unless the text is a `[NAMESPACE:]NAME`."""
     parts = text.split(":")
     if text and (len(parts) > 2 or not all(part and part == quote(part, "") for part in parts)):  # noqa: PLR2004
         raise ConfigError(f"--service-account {text!r}: write it as NAME or NAMESPACE:NAME")
 
 
 def check_ui_account(cluster: Cluster, account: Account) -> Finding:
-    """Check that the account of runs that are started from the KFP UI is there, and name it."""
+    """Check that the account of runs started from the KFP UI exists, and name it."""
     message = f"runs started from the KFP UI use {account.user}"
     place = f"/api/v1/namespaces/{account.namespace}/serviceaccounts/{account.name}"
     try:
@@ -104,7 +106,7 @@ def check_ui_account(cluster: Cluster, account: Account) -> Finding:
     return Finding("ok", message)
 
 
-# Of what admission says, in this order; the last one shows the rest.
+# Parts of an admission message, in this order; the last one shows the rest.
 _REMEDIES = (
     ("PodSecurity", "flotilla doctor --set cluster.kubernetes.pod.security=restricted"),
     ("service account", "kubectl get serviceaccounts --namespace {namespace}"),
@@ -116,19 +118,19 @@ _REMEDIES = (
 
 
 def admits(cluster: Cluster, job: PlannedJob) -> Finding:
-    """Try the job, then a pod of each role."""
+    """Dry-run the job, then a pod of each role."""
     kind, strict = job.engine.kind, job.engine.is_strict
     create = partial(cluster.api.create, is_tried=True)
     try:
         made = partial(create, kind.resource, job.tree, strict=strict)
-        if finding := _refused(cluster, job, "the job", made):
+        if finding := _try_create(cluster, job, "the job", made):
             return finding
     except SilentControllerError as error:
         message = f"the {kind.controller} does not answer, so that no job can be created: {error}"
         return Finding("fail", message, kind.show)
     for role in job.roles:
         pod = _pod(job, role)
-        if finding := _refused(cluster, job, f"a {role.name} pod", partial(create, PODS, pod)):
+        if finding := _try_create(cluster, job, f"a {role.name} pod", partial(create, PODS, pod)):
             return finding
     return Finding("ok", f"{cluster.namespace} admits the job and a pod of each role")
 
@@ -139,10 +141,10 @@ def _pod(job: PlannedJob, role: Role) -> Tree:
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def _refused(
+def _try_create(
     cluster: Cluster, job: PlannedJob, what: str, create: Callable[[], Tree]
 ) -> Finding | None:
-    """Return why it is refused; None where it would be made, or is there already."""
+    """Return why it is refused; None if it would be created, or exists already."""
     where = cluster.namespace
     try:
         create()

@@ -1,4 +1,4 @@
-"""Whether the quotas have room for all pods of the job at once, and nodes the GPUs they ask for."""
+"""Checks that quotas have room for all pods of the job, and nodes the GPUs they request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def amount(text: object) -> Decimal:
 
 
 def format_quantity(number: Decimal) -> str:
-    """Write an amount as Kubernetes reads it: whole, in thousandths, or in binary units."""
+    """Format an amount for Kubernetes: whole, in thousandths, or in binary units."""
     if number != number.to_integral_value():
         return f"{int((number * 1000).to_integral_value(rounding='ROUND_CEILING'))}m"
     whole = int(number)
@@ -31,7 +31,7 @@ def format_quantity(number: Decimal) -> str:
 
 
 def room(cluster: Cluster, job: PlannedJob) -> Finding:
-    """Check the sum of all pods against every `ResourceQuota` and what is used of it."""
+    """Check the sum of all pods against every `ResourceQuota` and its usage."""
     where = cluster.namespace
     quotas = cluster.api.read(f"/api/v1/namespaces/{where}/resourcequotas")["items"]
     if not quotas:
@@ -39,7 +39,7 @@ def room(cluster: Cluster, job: PlannedJob) -> Finding:
     scoped = [each["metadata"]["name"] for each in quotas if _is_scoped(each)]
     plain = [each for each in quotas if not _is_scoped(each)]
     for quota in plain:
-        if finding := _exceeded(where, quota, job):
+        if finding := _find_exceeded(where, quota, job):
             return finding
     if scoped:
         message = f"the quotas {', '.join(scoped)} count some pods only, and were left out"
@@ -52,11 +52,11 @@ def _is_scoped(quota: Tree) -> bool:
     return bool(quota["spec"].get("scopes") or quota["spec"].get("scopeSelector"))
 
 
-def _exceeded(where: str, quota: Tree, job: PlannedJob) -> Finding | None:
+def _find_exceeded(where: str, quota: Tree, job: PlannedJob) -> Finding | None:
     name, objects = quota["metadata"]["name"], _objects(job)
     hard = dict(quota.get("status", {}).get("hard") or quota["spec"].get("hard", {}))
     used = quota.get("status", {}).get("used", {})
-    asked = {key: _wanted(key, job, objects) for key in hard}
+    asked = {key: _count_requested(key, job, objects) for key in hard}
     needed = {key: amount(used.get(key, 0)) + asked[key] for key in hard if asked[key]}
     over = {key: total for key, total in needed.items() if total > amount(hard[key])}
     if not over:
@@ -74,30 +74,30 @@ def _exceeded(where: str, quota: Tree, job: PlannedJob) -> Finding | None:
 
 
 def _objects(job: PlannedJob) -> dict[str, int]:
-    """Return how many objects of each kind the job makes, by the names of quotas."""
+    """Return the number of objects of each kind that the job creates, by quota name."""
     kind, tasks = job.engine.kind, sum(each.count for each in job.roles)
     # The lease is the heartbeat of the launcher.
     made = {"pods": tasks, "leases.coordination.k8s.io": 1}
     made[f"{kind.resource.plural}.{kind.resource.group}"] = 1
-    # Child Jobs have one headless service for all; the operator makes a service for every pod.
+    # Child Jobs share one headless service; the operator creates a service for every pod.
     made |= {"services": 1, "jobs.batch": tasks} if kind.has_child_jobs else {"services": tasks}
-    # Quotas of the oldest kind name these without `count/`.
+    # The oldest quotas name these without `count/`.
     short = {key: made[key] for key in ("pods", "services")}
     return {**{f"count/{key}": count for key, count in made.items()}, **short}
 
 
-def _wanted(key: str, job: PlannedJob, objects: Mapping[str, int]) -> Decimal:
-    """Return how much the job requests of what a quota counts as `key`."""
+def _count_requested(key: str, job: PlannedJob, objects: Mapping[str, int]) -> Decimal:
+    """Return how much the job requests of the quota's `key`."""
     if key in objects:
         return Decimal(objects[key])
     resource = key.removeprefix("limits.").removeprefix("requests.")
-    each = (role.count * _asked(role, key, resource) for role in job.roles)
+    each = (role.count * _read_request(role, key, resource) for role in job.roles)
     return sum(each, Decimal(0))
 
 
-def _asked(role: Role, key: str, resource: str) -> Decimal:
+def _read_request(role: Role, key: str, resource: str) -> Decimal:
     limits = role.resources.get("limits", {})
-    # A limit without a request requests as much.
+    # A limit without a request also sets the request.
     asked = (
         limits if key.startswith("limits.") else {**limits, **role.resources.get("requests", {})}
     )
@@ -111,12 +111,12 @@ def devices(job: PlannedJob) -> list[str]:
 
 
 def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
-    """Check that nodes that take the pods offer enough of a resource; what is in use counts too."""
+    """Check that nodes which accept the pods offer enough of a resource, in use or not."""
     path = ".status.allocatable." + resource.replace(".", "\\.")
     show = f"kubectl get nodes --output 'custom-columns=NAME:.metadata.name,HAS:{path}'"
     nodes = cluster.api.read(NODES)["items"]
     if not any(_count(node, resource) for node in nodes):
-        others = sorted({name for node in nodes for name in _devices_of(node)})
+        others = sorted({name for node in nodes for name in _list_devices(node)})
         known = f"they have {', '.join(others)}" if others else "they have no devices at all"
         message = f"no node has {resource} ({known}; one that an autoscaler adds may have it)"
         if len(others) == 1:
@@ -147,13 +147,13 @@ def _takes(node: Tree, role: Role) -> bool:
     labels = node["metadata"].get("labels", {})
     taints = node.get("spec", {}).get("taints") or ()
     return not any(
-        taint.get("effect") in ("NoSchedule", "NoExecute") and not _tolerated(taint, role)
+        taint.get("effect") in ("NoSchedule", "NoExecute") and not _is_tolerated(taint, role)
         for taint in taints
     ) and all(labels.get(k) == value for k, value in role.pod.get("nodeSelector", {}).items())
 
 
-def _tolerated(taint: Tree, role: Role) -> bool:
-    """Say whether a pod may run where a taint is, also by `ExtendedResourceToleration`."""
+def _is_tolerated(taint: Tree, role: Role) -> bool:
+    """Return whether a pod tolerates a taint, also by `ExtendedResourceToleration`."""
     if taint["key"] in role.resources.get("limits", {}):
         return True
     return any(
@@ -165,13 +165,13 @@ def _tolerated(taint: Tree, role: Role) -> bool:
 
 
 def _count(node: Tree, resource: str) -> int:
-    """Return how much a node offers; one that is drained, nothing."""
+    """Return how much a node offers; nothing if it is drained."""
     if node.get("spec", {}).get("unschedulable"):
         return 0
     return int(amount(node.get("status", {}).get("allocatable", {}).get(resource, 0)))
 
 
-def _devices_of(node: Tree) -> list[str]:
-    """Return the names of what a node has more than Kubernetes itself knows of."""
+def _list_devices(node: Tree) -> list[str]:
+    """Return the names of a node's resources besides those of Kubernetes."""
     allocatable = node.get("status", {}).get("allocatable", {})
     return [name for name in allocatable if "/" in name and _count(node, name)]

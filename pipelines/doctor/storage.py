@@ -1,4 +1,4 @@
-"""Whether the storage root, and the secret that opens it for the pods, can be used."""
+"""Checks that the storage root is usable, and the secret with its keys for the pods."""
 
 from __future__ import annotations
 
@@ -36,17 +36,19 @@ _POLICY = (
 
 
 def usable(root: str, probe: Probe) -> Finding:
-    """Check `root` with a probe, and say what is missing: the bucket, a permission, an answer."""
+    """Probe `root`, and report what is missing: the bucket, a permission, an answer."""
     try:
         probe.examine()
     except Unfit as unfit:
         left = f"; {probe.uri} could not be removed, remove it" if "delete" in unfit.actions else ""
-        return Finding("fail", f"{_said(root, unfit)}{left}", find_remedy(root, unfit.trouble))
+        return Finding(
+            "fail", f"{_describe_unfit(root, unfit)}{left}", find_remedy(root, unfit.trouble)
+        )
     return Finding("ok", f"{root}: written, read, listed and deleted")
 
 
 def signatures(root: str, name: str) -> Finding:
-    """Check the keys of signatures, and with a public one that of the champion."""
+    """Check the signing keys and, with a public key, the champion's signature."""
     try:
         keys = ", ".join(signing.check())
         champion = registry.champion(root, name)
@@ -57,7 +59,7 @@ def signatures(root: str, name: str) -> Finding:
     return Finding("ok", keys)
 
 
-def _said(root: str, unfit: Unfit) -> str:
+def _describe_unfit(root: str, unfit: Unfit) -> str:
     actions = ", ".join(unfit.actions)
     home = root if storage.local_path(root) else locate(root).home
     if unfit.trouble == Trouble.NO_BUCKET.name:
@@ -72,17 +74,19 @@ def _said(root: str, unfit: Unfit) -> str:
 
 
 def find_remedy(root: str, trouble: str) -> str:
-    """Return the command that fixes a problem (see `probe.Unfit`), or shows more of it."""
+    """Return the command that fixes a problem (see `probe.Unfit`), or shows more about it."""
     folder = storage.local_path(root)
     if folder:
         return f"ls -ld {shlex.quote(str(folder))}; df -h {shlex.quote(str(folder.parent))}"
     location = locate(root)
     if trouble == Trouble.NO_CREDENTIALS.name:
         return _LOGINS[location.scheme]
-    return _of_gcs(location, trouble) if location.scheme == "gs" else _of_s3(location, trouble)
+    return (
+        _gcs_remedy(location, trouble) if location.scheme == "gs" else _s3_remedy(location, trouble)
+    )
 
 
-def _of_gcs(location: Location, trouble: str) -> str:
+def _gcs_remedy(location: Location, trouble: str) -> str:
     if trouble == Trouble.NO_BUCKET.name:
         return f"gcloud storage buckets create {location.home}"
     if trouble == Trouble.DENIED.name:
@@ -93,7 +97,7 @@ def _of_gcs(location: Location, trouble: str) -> str:
     return f"gcloud storage ls {location.home}"
 
 
-def _of_s3(location: Location, trouble: str) -> str:
+def _s3_remedy(location: Location, trouble: str) -> str:
     url = find_endpoint(location).url
     at = f" --endpoint-url {url}" if url else ""
     if trouble == Trouble.NO_BUCKET.name:
@@ -107,12 +111,12 @@ def _of_s3(location: Location, trouble: str) -> str:
     return f"aws s3 ls s3://{location.bucket}{at}"
 
 
-# The third one is of passing credentials alone.
+# The third one is only about passing credentials.
 _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Say whether the secret holds a whole pair of keys; a role may stand for an absent one."""
+    """Check that the secret holds a complete key pair; a role may replace an absent secret."""
     where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
     if config.storage.root.startswith("minio://"):

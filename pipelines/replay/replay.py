@@ -41,10 +41,10 @@ from flotilla.components.records.run_store import (
 from flotilla.components.records.step_record import StepRecord, list_tries, read_records
 from flotilla.components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, find_step
 from flotilla.pipelines.runs import local, local_status
-from flotilla.pipelines.runs.control import step_named
+from flotilla.pipelines.runs.control import select_step
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
 from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
-from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
+from flotilla.pipelines.runs.settings import Sections, Settings, make_assignments
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.form import SETTINGS, WHOLE, parse_settings
 from flotilla.trainer.config.load import override
@@ -161,7 +161,7 @@ def evaluate(
     place = [f"storage.root={root}"] if root else []
     found = find(named, EVALUATE, settings=place, workdir=folder, instance=instance or Instance())
     config = find_config(found.given.arguments)
-    if config and (texts := assignments_of(settings, sections)):
+    if config and (texts := make_assignments(settings, sections)):
         changed = override(config, texts).model_dump_json()
         given = replace(found.given, arguments={**found.given.arguments, "config": changed})
         found = replace(found, given=given)
@@ -487,7 +487,7 @@ def find(
     """Find a step of a run: on this machine, at `storage.root=URI` in `settings`, or on KFP."""
     # The exit step reports results, and computes nothing.
     rows = [row for row in STEPS if not row.is_exit_step]
-    name, _ = step_named(step, rows)
+    name, _ = select_step(step, rows)
     found = _find(name, run, settings, workdir, instance)
     stage = step.replace("-", "_")
     return replace(found, stage=stage) if stage != found.step else found

@@ -1,8 +1,8 @@
 """A run by its id, on this machine or on a KFP instance: list, status, logs and cancel.
 
-A run below the workdir is one of this machine; any other is one of the instance, for which alone
-the client of KFP is loaded: that takes a second. A cancelled run stops its own cluster:
-`trainer/cluster/supervisor.py` does on this machine, `components/kubernetes/launcher.py` elsewhere.
+A run with a folder below the workdir is local; any other run is on the instance. Only then the KFP
+client is imported, which takes a second. A cancelled run stops its own cluster: in
+`trainer/cluster/supervisor.py` on this machine, in `components/kubernetes/launcher.py` elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REFUSED = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Cancellation:
-    """What became of a request to cancel; `was_running` is false where the run had ended."""
+    """The result of a request to cancel; `was_running` is false if the run had already ended."""
 
     run_id: str
     was_running: bool
@@ -71,7 +71,7 @@ def list_remote(
 
 
 def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None) -> RunResult:
-    """Return the result of a run, or how far it has come; raises `UserError`.
+    """Return the result of a run, or its progress so far; raises `UserError`.
 
     Example:
         flotilla.status("digits-20260101-120000-1a2b").status
@@ -97,28 +97,28 @@ def logs(
     workdir: str | Path = RUNS,
     instance: Instance | None = None,
 ) -> RunResult:
-    """Pass on what a person reads of the logs of a run; return how far the run has come.
+    """Pass the readable lines of a run's logs to `on_line`; return the state of the run.
 
     Args:
         run: id or name of the run.
-        on_line: called with each line: its time, its stage or training task, and its text.
-        on_note: called with a line on what has no log.
+        on_line: called with each line: its time, stage or training task, and text.
+        on_note: called with a line about each missing log.
         step: the one step to read, or one of its stages; all when empty.
         task: the one training task to read, such as `chief-0`; all when empty.
         follow: whether to continue until the run ends.
-        verbose: whether to pass on all lines, also those of KFP and of TensorFlow's start.
-        workdir: the folder of the runs on this machine.
-        instance: the KFP instance; from the environment when left out.
+        verbose: whether to pass all lines, including those of KFP and of TensorFlow's start.
+        workdir: the folder of local runs.
+        instance: the KFP instance; from the environment by default.
 
     Raises:
-        UserError: there is no such run, step or task, or its log cannot be read.
+        UserError: there is no such run, step or task, or its log is unreadable.
 
     Example:
         flotilla.logs(result.run_id, on_line=lambda line: print(line.label, line.text))
     """
     folder = Path(workdir)
     client = None if local_status.is_local(folder, run) else _client(run, workdir, instance)
-    name, stages = step_named(step, (*STEPS, *SWEEP_STEPS)) if step else ("", ())
+    name, stages = select_step(step, (*STEPS, *SWEEP_STEPS)) if step else ("", ())
     view = LogView(stages=stages, task=task, verbose=verbose)
     if client is None:
         local_logs.follow_logs((folder / run).absolute(), view, follow=follow, on_line=on_line)
@@ -136,10 +136,10 @@ def logs(
     )  # fmt: skip
 
 
-def step_named(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ...]]:
-    """Return one of these steps and those of its stages that are meant; raises `ConfigError`."""
+def select_step(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ...]]:
+    """Return the matching step and its matching stages; raises `ConfigError`."""
     own = name.replace("-", "_")
-    # A step and one of its stages may have one name: it is the step that is meant.
+    # If a step and one of its stages have the same name, the step is meant.
     for row in rows:
         if row.name == own:
             return own, tuple(stage.name for stage in row.stages)
@@ -185,7 +185,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
             ask(client.terminate_run, remote.run_id)
             asked = True
         except InstanceError as error:
-            # So an instance refuses to end a run twice: it has begun to end, or has ended.
+            # An instance refuses to end a run twice: the run is ending, or has ended.
             remote = find_run(client, remote.run_id)
             if remote.state == "CANCELING" and "not found" in str(error):
                 raise UserError(f"run {remote.run_id}: {WORKFLOW_GONE}") from None
@@ -224,7 +224,7 @@ def _client(run: str, workdir: str | Path, instance: Instance | None) -> Client:
 
 
 def _experiments(client: Client, only: str = "") -> Iterator[Any]:
-    """Yield the experiments of the instance that a filter lets through."""
+    """Yield the experiments of the instance that match a filter."""
     from flotilla.pipelines.runs.kfp_client import pages
 
     named: dict[str, Any] = {"filter": only} if only else {}

@@ -23,7 +23,7 @@ TOKEN_FILE = ("KF_PIPELINES_SA_TOKEN_PATH",)
 COOKIES = ("KFP_COOKIES",)
 CA_FILE = ("KFP_CA_FILE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 UI = ("FLOTILLA_KFP_UI",)
-# Where pods have the token whose audience is KFP.
+# The path of a pod's token whose audience is KFP.
 TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
 _LEAST_SECRET = 4
 _NAMESPACE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -31,7 +31,7 @@ _NAMESPACE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Instance:
-    """A KFP instance as a person names it; what is left out comes from the environment.
+    """A KFP instance as the user specifies it; missing values come from the environment.
 
     Attributes:
         endpoint: its URL; else KF_PIPELINES_ENDPOINT.
@@ -51,7 +51,7 @@ class Instance:
     ui: str = ""
 
     def plain_http_remark(self, environment: Mapping[str, str] = os.environ) -> str:
-        """Return a line where credentials are sent in clear, else an empty text."""
+        """Return a warning if credentials are sent unencrypted, else an empty text."""
         url = _url(_either(self.endpoint, ENDPOINT, environment).strip())
         variables = (*TOKEN, *TOKEN_FILE, *COOKIES)
         given = self.token_file or self.cookies_file or TOKEN_VOLUME.is_file()
@@ -66,9 +66,9 @@ class Instance:
             raise ConfigError(
                 f"no KFP instance is named: give --endpoint URL, or set {ENDPOINT[0]}"
             )
-        cookies = _read(self.cookies_file, "cookies file") if self.cookies_file else ""
+        cookies = _read_secret(self.cookies_file, "cookies file") if self.cookies_file else ""
         cookies = _either(cookies, COOKIES, environment)
-        # What a person names comes before what the environment has.
+        # The user's values take precedence over the environment.
         token = "" if self.token_file else _either("", TOKEN, environment)
         file = _either(self.token_file, TOKEN_FILE, environment)
         if not (token or file or cookies) and TOKEN_VOLUME.is_file():
@@ -80,7 +80,7 @@ class Instance:
             token_file="" if token else file,
             cookies=cookies.strip(),
             ca_file=_either(self.ca_file, CA_FILE, environment),
-            # Copied from a browser it has the page behind it.
+            # A value copied from a browser may have a trailing page name.
             ui=_url(_either(self.ui, UI, environment).strip().partition("#")[0]),
         )
         access.check()
@@ -89,16 +89,16 @@ class Instance:
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How an instance is reached, and with whose credentials.
+    """The address and credentials of an instance.
 
     Attributes:
-        endpoint: URL of the instance without a slash at its end, with http:// or https://.
+        endpoint: URL of the instance with http:// or https://, without a trailing slash.
         namespace: the profile's namespace in multi-user mode, else empty.
         token: bearer token, or empty. A secret.
         token_file: file with a bearer token, read again for each request, or empty.
         cookies: value of the Cookie header, or empty. A secret.
-        ca_file: certificates in PEM that the endpoint's is checked against, or empty.
-        ui: URL of the user interface, likewise without a slash at its end, or empty.
+        ca_file: PEM certificates for verifying the endpoint, or empty.
+        ui: URL of the user interface, without a trailing slash, or empty.
     """
 
     endpoint: str
@@ -110,7 +110,7 @@ class Access:
     ui: str = ""
 
     def check(self) -> None:
-        """Raise a `ConfigError` for a wrong value, before anything is sent."""
+        """Raise a `ConfigError` for an invalid value, before any request."""
         _check_url("the endpoint", self.endpoint)
         check_namespace(self.namespace)
         if self.ui:
@@ -127,15 +127,15 @@ class Access:
         return bool(self.token or self.token_file)
 
     def read_token(self) -> str:
-        """Return the token, from its file where it has one; raises `UserError`."""
+        """Return the token, from its file if there is one; raises `UserError`."""
         if self.token:
             return self.token
-        token = _read(self.token_file, "token file")
+        token = _read_secret(self.token_file, "token file")
         _check_header(f"the token in {self.token_file}", token)
         return token
 
-    def masked(self, text: str) -> str:
-        """Return `text` without the secrets in it."""
+    def mask(self, text: str) -> str:
+        """Return `text` without the access's secrets."""
         secrets = [self.token, self.cookies]
         secrets += [part.partition("=")[2] for part in self.cookies.split(";")]
         if self.token_file and not self.token:
@@ -144,14 +144,14 @@ class Access:
             except UserError:
                 secrets.append("")
         for secret in secrets:
-            # Anything shorter is no secret, and would remove letters from words.
+            # A shorter value is no secret, and masking it would remove letters from words.
             if len(secret.strip()) >= _LEAST_SECRET:
                 text = text.replace(secret.strip(), HIDDEN)
         return text
 
 
 def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether an instance is named, by an option or by the environment."""
+    """Return whether an option or the environment specifies an instance."""
     return bool(endpoint or any(environment.get(name) for name in ENDPOINT))
 
 
@@ -161,7 +161,7 @@ def found_namespace(namespace: str = "", environment: Mapping[str, str] = os.env
 
 
 def check_namespace(name: str) -> None:
-    """Raise a `ConfigError` for what is no name of a namespace; none is one."""
+    """Raise a `ConfigError` for an invalid namespace name; empty is allowed."""
     if name and not _NAMESPACE_NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not the name of a namespace (--namespace, else {NAMESPACE[0]}): small "
@@ -174,7 +174,7 @@ def _either(given: str, names: tuple[str, ...], environment: Mapping[str, str]) 
 
 
 def _url(text: str) -> str:
-    """Return a URL with a scheme, which is that of the SDK where none is given."""
+    """Return a URL with a scheme; the default scheme is the SDK's."""
     return (text if "://" in text or not text else f"https://{text}").rstrip("/")
 
 
@@ -201,7 +201,7 @@ def _check_header(name: str, value: str) -> None:
         raise ConfigError(f"{name} cannot be sent: it has a line break or a control character")
 
 
-def _read(path: str, what: str) -> str:
+def _read_secret(path: str, what: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except OSError as error:

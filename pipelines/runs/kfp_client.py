@@ -1,7 +1,7 @@
 """The client of a KFP instance: bounded requests, and every failure as one line with its remedy.
 
-The SDK's own client also writes to the home folder, looks for clusters, opens a browser, prints
-links, waits without a limit, and takes a login page for an empty list.
+The SDK's client also writes to the home folder, searches for clusters, opens a browser, prints
+links, waits without a limit, and treats a login page as an empty list.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.trainer.runtime import masking
 from flotilla.trainer.runtime.errors import UserError
 
-# Of a message of the instance, which may contain a stack trace.
+# Length limit of an instance's message, which may contain a stack trace.
 _MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
@@ -54,7 +54,7 @@ class InstanceError(UserError):
     """A KFP instance refused a request (the HTTP `status`), or did not answer (0)."""
 
     def __init__(self, message: str, status: int = 0) -> None:
-        """Keep the line and the status."""
+        """Store the line and the status."""
         super().__init__(message)
         self.status = status
 
@@ -72,9 +72,9 @@ def make_refusal(access: Access, where: str, error: Any) -> InstanceError:
     if words:
         said += f" ({words})"
     if status // 100 == _REDIRECTED:
-        remedy = _redirected(access, error)
+        remedy = _describe_redirect(access, error)
     elif status >= _SERVER and "not found" in words.lower():
-        # The server wraps some refusals in an error of its own.
+        # The server wraps some refusals in another error.
         remedy = _REMEDIES[404]
     elif status >= _SERVER:
         remedy = "the instance or a proxy before it is in trouble: try again, or ask its owner"
@@ -126,7 +126,7 @@ def _tls(access: Access, host: str, cause: BaseException) -> str:
     return f"{host} does not use TLS: check the port, or give --endpoint with http://"
 
 
-def _redirected(access: Access, error: Any) -> str:
+def _describe_redirect(access: Access, error: Any) -> str:
     target = urlsplit((error.headers or {}).get("location", ""))
     place = f"{target.scheme}://{target.netloc}" if target.netloc else target.path
     if target.netloc and target.netloc != urlsplit(access.endpoint).netloc:
@@ -137,34 +137,34 @@ def _redirected(access: Access, error: Any) -> str:
 
 
 def _words(access: Access, error: Any) -> str:
-    """Return the message of the instance, truncated, without secrets; empty for a web page."""
+    """Return the message of the instance, shortened, without secrets; empty for a web page."""
     body = error.body
     text = body.decode("utf-8", "replace") if isinstance(body, bytes) else str(body or "")
     try:
         tree = json.loads(text)
     except ValueError:
-        # Some refusals are plain words, those of a proxy too.
+        # Some refusals are plain text, also those of a proxy.
         tree = {} if text.lstrip().startswith("<") else {"message": text}
     if not isinstance(tree, dict):
         return ""
     said = tree.get("message") or tree.get("error_message") or tree.get("error") or ""
-    return one_line(access.masked(str(said)))
+    return one_line(access.mask(str(said)))
 
 
 def one_line(words: object) -> str:
-    """Return words as one line that can be printed, of a bounded length."""
+    """Return a message as one printable line of limited length."""
     line = " ".join(masking.one_line(str(words or "")).split())
     return line if len(line) <= _MOST_WORDS else f"{line[:_MOST_WORDS]}..."
 
 
 CONNECT_SECONDS = 3.0
-# Of silence, not of the whole response.
+# Timeout for silence, not for the whole response.
 READ_SECONDS = 8.0
-# Of a request with its retries and the look-up of the host. A log may be long.
+# Time limit of a request with retries and the DNS lookup. A log may be long.
 WHOLE_SECONDS = 22.0
 LOG_SECONDS = 300.0
 PAGE_SECONDS = 5.0
-# In the page that the user interface answers everything else with.
+# A mark of the page with which the user interface answers unknown paths.
 _UI = b"Kubeflow Pipelines"
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
@@ -177,10 +177,10 @@ class Client(sdk.Client):  # type: ignore[misc]
     """The SDK's client of one instance: with timeouts, quiet, without files in the home folder."""
 
     def __init__(self, access: Access) -> None:
-        """Configure the client; nothing is sent yet."""
+        """Configure the client without sending a request."""
         self.access = access
         with warnings.catch_warnings():
-            # It warns about the versions it works with.
+            # It warns about the server versions that it supports.
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(host=access.endpoint)
         self.set_user_namespace(access.namespace)
@@ -197,7 +197,7 @@ class Client(sdk.Client):  # type: ignore[misc]
             total=2,
             read=0,
             other=0,
-            # A redirect leads to a login page, and a POST would be repeated as a GET.
+            # A redirect leads to a login page, and would turn a POST into a GET.
             redirect=False,
             status_forcelist=BUSY,
             allowed_methods=("GET",),
@@ -212,7 +212,7 @@ class Client(sdk.Client):  # type: ignore[misc]
         return config
 
     def _fresh_token(self, config: kfp_server_api.Configuration) -> None:
-        # At every request: the kubelet renews the file.
+        # Read for each request, since the kubelet renews the file.
         config.api_key["authorization"] = self.access.read_token()
 
     def _load_context_setting_or_default(self) -> None:
@@ -220,16 +220,16 @@ class Client(sdk.Client):  # type: ignore[misc]
         self._context_setting = {"namespace": "-"}
 
     def set_user_namespace(self, namespace: str) -> None:
-        """Set the namespace of this client alone."""
+        """Set the namespace of this client only."""
         self._context_setting["namespace"] = namespace
 
     def page(self, path: str) -> str:
-        """Return the URL of a page of the user interface; empty where its address is not known."""
+        """Return the URL of a page of the user interface; empty if its address is unknown."""
         return f"{self._ui}/#/{path}" if self._ui else ""
 
     @functools.cached_property
     def _ui(self) -> str:
-        """The address of the user interface: the one named, else the endpoint if it is one."""
+        """The address of the user interface: as given, else the endpoint if it serves it."""
         if self.access.ui:
             return self.access.ui
         with suppress(InstanceError):
@@ -279,23 +279,23 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         return answer
 
     def text(self, method: str, url: str, **named: Any) -> Any:
-        """Return a response that is no web page, and may be long."""
+        """Return a response that is not a web page, and may be long."""
         answer, where = self._answered(method, url, LOG_SECONDS, **named)
         if "html" in (answer.getheader("content-type") or ""):
             raise no_json(self._access, where, answer)
         return answer
 
     def page(self, method: str, url: str, **named: Any) -> Any:
-        """Return any response, soon: a link is no reason to wait."""
+        """Return any response within a short time, since a link is not worth waiting for."""
         return self._answered(method, url, PAGE_SECONDS, **named)[0]
 
     def _answered(self, method: str, url: str, seconds: float, **named: Any) -> tuple[Any, str]:
-        """Return the response, and what was asked in words."""
+        """Return the response, and a description of the request."""
         named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
         where = f"{method} {urlsplit(url).path}"
         send = functools.partial(super().request, method, url, **named)
         try:
-            return _in_time(send, seconds), where
+            return _call_with_limit(send, seconds), where
         except TimeoutError:
             host = urlsplit(url).netloc
             words = f"{host} does not finish {where}: try again, or ask its owner"
@@ -306,8 +306,8 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
             raise no_answer(self._access, where, error) from None
 
 
-def _in_time(call: Callable[[], Any], seconds: float) -> Any:
-    """Return what `call` returns; raises `TimeoutError` when it takes longer, look-up included."""
+def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
+    """Return the result of `call`; raises `TimeoutError` if it takes longer, with DNS lookup."""
     answer: Future[Any] = Future()
 
     def work() -> None:
@@ -316,7 +316,7 @@ def _in_time(call: Callable[[], Any], seconds: float) -> Any:
         except BaseException as error:
             answer.set_exception(error)
 
-    # No executor: it would wait for its thread when the process exits.
+    # An executor would wait for its thread when the process exits.
     threading.Thread(target=work, daemon=True).start()
     return answer.result(seconds)
 
@@ -330,7 +330,7 @@ def connect(access: Access) -> Client:
 
 
 def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a method of the client without its prints; every failure is an `InstanceError`."""
+    """Call a method of the client without its output; every failure is an `InstanceError`."""
     try:
         # It prints links to pages.
         with redirect_stdout(io.StringIO()):
@@ -343,7 +343,7 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 def pages(
     call: Callable[..., Any], items: str, *, size: int = _PAGE, most: int = 0, **named: Any
 ) -> Iterator[Any]:
-    """Yield the items of a list call, at most `most` (0: all), page after page."""
+    """Yield the items of a paged list call, at most `most` (0: all)."""
     token, seen, left = "", set[str](), most or sys.maxsize
     while token not in seen:
         seen.add(token)
@@ -363,7 +363,7 @@ def is_id(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """Version of an instance, if it gives one, and whether it is in multi-user mode."""
+    """The version of an instance, if it reports one, and whether it is in multi-user mode."""
 
     version: str
     is_shared: bool
@@ -374,7 +374,7 @@ def health(access: Access) -> Health:
     client = connect(access)
     found = ask(client.get_json, _HEALTH[0])
     if not any(found.get(key) for key in _VERSION_KEYS):
-        # An older path, which returns more where it still exists.
+        # An older path, which returns more fields if it still exists.
         with suppress(InstanceError):
             found |= ask(client.get_json, _HEALTH[1])
     version = next((str(found[key]) for key in _VERSION_KEYS if found.get(key)), "")

@@ -1,11 +1,11 @@
-"""The nodes of a run, their logs and the UI's store: all that depends on the version of KFP's API.
+"""The nodes of a run, their logs and the UI's store: all code that depends on KFP's API version.
 
-A run of KFP 2 is an Argo workflow, which `GET /apis/v1beta1/runs/RUN` returns whole from a
-database, also when its pods are gone. The newer list of nodes (v2beta1) has neither messages nor
-names of pods. KFP 3 drops this path: a run has no steps and no log here then.
-A task `x` is a node `x`, and a node `x(0)` is its first try. The name of a node is made of those of
-the tasks around it, joined by dots. A step `train-model` is next to `train-model-driver`, which is
-KFP's own; its pod is the task `executor` in it.
+A run of KFP 2 is an Argo workflow, which `GET /apis/v1beta1/runs/RUN` returns completely from a
+database, even after its pods are deleted. The newer list of nodes (v2beta1) lacks messages and pod
+names. KFP 3 drops this path: then a run has no steps and no logs here.
+A task `x` is a node `x`, and a node `x(0)` is its first attempt. The name of a node is made of the
+names of the enclosing tasks, joined by dots. A step `train-model` is next to `train-model-driver`,
+which is KFP's; its pod is its task `executor`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _TRY = re.compile(r"\(\d+\)$")
 _DRIVER, _OF_STEPS = "-driver", "container-driver"
 _EXECUTOR = "executor"
 _PATCH, _INPUT = "pod-spec-patch", "--executor_input"
-# Argo cuts the name of a pod, so that its hash has room.
+# Argo truncates the name of a pod to make room for its hash.
 _MOST_PREFIX = 242
-# What Argo says of a task between two of its tries.
+# Argo's message for a task between two attempts.
 _PAUSE = "Backoff for "
-# A log is printed as it is, and an error has status 200: its header was sent before.
+# A log is streamed, so an error has status 200: the header was sent before.
 _NO_LOG = '{"error_message":'
 
-# Of the user interface, by the scheme of a URI.
+# Names in the user interface, by the scheme of a URI.
 _SOURCES = {"minio": "minio", "s3": "s3", "gs": "gcs"}
 
 Tree = Mapping[str, Any]
@@ -54,7 +54,7 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a run; `state` is KFP's own word."""
+    """One step of a run; `state` is KFP's word."""
 
     name: str
     state: str
@@ -64,7 +64,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken, until now if it is running."""
+        """The duration, until now for a running step."""
         if self.began is None:
             return 0.0
         return max(((self.ended or datetime.now(UTC)) - self.began).total_seconds(), 0.0)
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """The last try of a pod of a run; `message` is Argo's, `step` is empty for a group's driver."""
+    """The last attempt of a pod; `message` is Argo's, `step` is empty for a group's driver."""
 
     name: str
     step: str
@@ -84,13 +84,14 @@ class Pod:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """What the instance knows of the nodes of a run; nothing before Argo has begun.
+    """The nodes of a run on the instance; empty before Argo has started it.
 
     Attributes:
-        root: where the run publishes, as a step was given it; empty where none was.
-        artifact: URI of an output of a step, in which the pipeline root is; empty where none began.
+        root: where the run publishes, from a step's arguments; empty if none has any.
+        artifact: URI of a step's output, which contains the pipeline root; empty before a step
+            begins.
         message: why the workflow failed as a whole, or empty.
-        is_pausing: whether Argo waits before it makes a pod that was lost once more.
+        is_pausing: whether Argo waits before it recreates a lost pod.
     """
 
     steps: tuple[Step, ...] = ()
@@ -148,7 +149,7 @@ def _steps(workflow: Tree, tasks: Mapping[tuple[str, ...], Sequence[Tree]]) -> l
             executors = tasks.get((*inner, _EXECUTOR)) or ()
             step = _step(workflow, inner[-1], whole, executors)
         elif _state(driver := tries[-1]) == "FAILED":
-            step = _made(inner[-1], driver, _state(driver), _pod_name(workflow, driver))
+            step = _make_step(inner[-1], driver, _state(driver), _pod_name(workflow, driver))
         else:
             continue
         steps[step.name] = step
@@ -160,10 +161,10 @@ def _step(workflow: Tree, name: str, whole: Tree, executors: Sequence[Tree]) -> 
     if pods and state == "RUNNING" and _state(pods[-1]) == "PENDING":
         state = "PENDING"
     pod = _pod_name(workflow, pods[-1]) if pods else ""
-    return _made(name, whole, state, pod)
+    return _make_step(name, whole, state, pod)
 
 
-def _made(name: str, node: Tree, state: str, pod: str) -> Step:
+def _make_step(name: str, node: Tree, state: str, pod: str) -> Step:
     return Step(
         name=name.replace("-", "_"),
         state=state,
@@ -175,7 +176,7 @@ def _made(name: str, node: Tree, state: str, pod: str) -> Step:
 
 def _pods(workflow: Tree, tasks: Mapping[tuple[str, ...], Sequence[Tree]]) -> Iterator[Pod]:
     for path, tries in tasks.items():
-        # Argo does not make a pod of what it refuses before.
+        # Argo does not create a pod for a node that it refuses.
         leaves = [each for each in tries if each.get("type") == "Pod" or _is_refused(each)]
         if not leaves:
             continue
@@ -205,7 +206,7 @@ def _is_refused(node: Tree) -> bool:
 
 
 def _whole(tries: Sequence[Tree]) -> Tree | None:
-    """Return the node of a task itself: its tries have longer names."""
+    """Return the node of a task itself, not of its attempts, which have longer names."""
     return min(tries, key=lambda each: len(str(each["name"])), default=None)
 
 
@@ -218,7 +219,7 @@ def _template(node: Tree) -> str:
 
 
 def _pod_name(workflow: Tree, node: Tree) -> str:
-    """Return the name that Argo gives the pod of a node; its id ends with the same hash."""
+    """Return Argo's pod name for a node, which ends with the same hash as the node's id."""
     metadata, node_id = _inner(workflow, "metadata"), str(node["id"])
     name = str(metadata.get("name") or node_id.rpartition("-")[0])
     if node["name"] == name:
@@ -228,7 +229,7 @@ def _pod_name(workflow: Tree, node: Tree) -> str:
 
 
 def _pod_spec(node: Tree) -> Tree:
-    """Return what KFP's driver has made of a step for its pod; nothing where it has not."""
+    """Return the pod spec that KFP's driver made for a step; empty if there is none yet."""
     for parameter in _inner(node, "inputs").get("parameters") or ():
         if parameter.get("name") == _PATCH and parameter.get("value"):
             return _mapping(json.loads(parameter["value"]))
@@ -256,7 +257,7 @@ def _root(executor_input: Tree) -> str:
 
 
 def _artifact(executor_input: Tree) -> str:
-    """Return the URI of an output of a step, below the pipeline root and the id of the run."""
+    """Return the URI of a step's output, below the pipeline root and the id of the run."""
     for found in _inner(_inner(executor_input, "outputs"), "artifacts").values():
         for artifact in found.get("artifacts") or ():
             return str(artifact.get("uri") or "")
@@ -276,7 +277,7 @@ def _moment(text: object) -> datetime | None:
 
 
 def read_log(client: Client, run_id: str, created: datetime | None, pod: str) -> str:
-    """Return the log of a pod so far; raises `InstanceError` where there is none."""
+    """Return the log of a pod so far; raises `InstanceError` if there is none."""
     refused: InstanceError | None = None
     for path in _paths(client, run_id, created, pod):
         try:
@@ -289,7 +290,7 @@ def read_log(client: Client, run_id: str, created: datetime | None, pod: str) ->
 
 
 def read_object(client: Client, uri: str) -> bytes:
-    """Return an object that the user interface reads with its own keys; raises `InstanceError`."""
+    """Return an object through the user interface, which has own keys; raises `InstanceError`."""
     scheme, _, path = uri.partition("://")
     source = _SOURCES.get(scheme)
     if not source or "?" in path:

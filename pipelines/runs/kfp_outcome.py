@@ -1,9 +1,9 @@
 """The result of a run on a KFP instance: from the records of its stages, else from its nodes.
 
-KFP says whether a run has ended; the records below its root say how its stages ended. They are read
-with the keys of this machine, else by way of the user interface. Without them the states of the
-nodes show which step failed, but not whether the model was promoted. Argo's messages say why a pod
-failed or does not start.
+KFP reports whether a run has ended; the records below its root say how its stages ended. They are
+read with this machine's keys, else through the user interface. Without them the states of the nodes
+show the failed step, but not whether the model was promoted. Argo's messages say why a pod failed
+or does not start.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ GATE, REGISTRY = find_maker("decision"), find_maker("registration")
 _Rows = Mapping[str, Sequence[StepRecord]]
 # Status, exit code and message.
 _Verdict = tuple[str, int, str]
-# What is a stage now.
+# Steps of earlier versions that are stages now.
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
-# So long a store may fail; there is an answer without it.
+# Seconds that a store may fail; there is a result without it.
 STORE_SECONDS = 10.0
 _ABSENT = 404
-# Of a step; see `kfp_nodes`.
+# States of a step; see `kfp_nodes`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """What the steps of a run have published; `unread` says why that is not known, else empty."""
+    """The published records of a run's steps; `unread` says why they are unknown, or is empty."""
 
     records: Mapping[str, StepRecord] = field(default_factory=dict)
     unread: str = ""
 
-    def of(self, step: str) -> StepRecord | None:
+    def find_record(self, step: str) -> StepRecord | None:
         return self.records.get(step)
 
 
@@ -68,11 +68,11 @@ WORKFLOW_GONE = (
 
 
 def judge_run(client: Client, run: RemoteRun) -> RunResult:
-    """Return the result of a run, or how far it has come."""
-    published = _published(client, run.at) if run.steps or run.has_ended else _Published()
+    """Return the result of a run, or its progress."""
+    published = _read_published(client, run.at) if run.steps or run.has_ended else _Published()
     rows = _rows(run, published)
     if run.has_ended:
-        status, code, message = _ended(client, run, published, rows)
+        status, code, message = _judge_ended(client, run, published, rows)
     else:
         status, code, message = "running", DONE, _obstacle(run)
         if words := run.impasse or _explain_loss(client, run):
@@ -90,19 +90,19 @@ def judge_run(client: Client, run: RemoteRun) -> RunResult:
 
 
 def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepRecord] | None:
-    """Return the stage that each running step is at; None where no record can be read."""
-    published = _published(client, run.at)
+    """Return the current stage of each running step; None if no record is readable."""
+    published = _read_published(client, run.at)
     if published.unread:
         return None
     rows = _rows(run, published)
     at = {step.name: rows[step.name][-1] for step in run.steps if step.state == "RUNNING"}
-    return {name: record for name, record in at.items() if published.of(record.step)}
+    return {name: record for name, record in at.items() if published.find_record(record.step)}
 
 
 def _explain_loss(client: Client, run: RemoteRun) -> str:
-    """Return what became of a run whose end nobody reports, as its Workflow is gone; or nothing.
+    """Explain the loss of a run whose Workflow was deleted, so that its end is not reported.
 
-    The instance keeps what was reported last. A schedule that is deleted takes its Workflows away.
+    The instance keeps the last reported state. Deleting a schedule deletes its Workflows.
     """
     is_scheduled = bool(run.schedule_id) and _is_deleted(client, run.schedule_id)
     if not is_scheduled and run.state != "CANCELING":
@@ -125,7 +125,7 @@ def _is_deleted(client: Client, schedule_id: str) -> bool:
 
 
 def _has_log(client: Client, run: RemoteRun, pod: Pod) -> bool | None:
-    """Return whether a pod has a log; None where none can be read from here."""
+    """Return whether a pod has a log; None if none is readable from here."""
     try:
         read_log(client, run.run_id, run.created, pod.name)
     except InstanceError as error:
@@ -137,22 +137,22 @@ def _obstacle(run: RemoteRun) -> str:
     return next(map(explain_pod, waiting_pods(run.nodes)), "")
 
 
-def _published(client: Client, at: str) -> _Published:
+def _read_published(client: Client, at: str) -> _Published:
     if not at:
         return _Published(unread="where the run publishes is not known")
     try:
         with shorter_retry(STORE_SECONDS):
             found = read_records(at)
     except UserError as error:
-        found = _by_the_page(client, at)
+        found = _read_through_page(client, at)
         if not found:
             unread = f"its metrics are below {at}, which cannot be read here: {error}"
             return _Published(unread=unread)
     return _Published(records={each.step: each for each in found})
 
 
-def _by_the_page(client: Client, at: str) -> list[StepRecord]:
-    """Return the records by way of the user interface, where the endpoint is its address."""
+def _read_through_page(client: Client, at: str) -> list[StepRecord]:
+    """Return the records through the user interface, if the endpoint serves it."""
     found: list[StepRecord] = []
     if not client.page(""):
         return found
@@ -169,37 +169,37 @@ def _by_the_page(client: Client, at: str) -> list[StepRecord]:
 
 
 def _rows(run: RemoteRun, published: _Published) -> _Rows:
-    """Return what is known of the stages of each step; KFP decides how the step ended."""
+    """Return the known stages of each step; KFP decides how the step ended."""
     if not run.steps:
         # An instance without nodes.
         return {name: [record] for name, record in published.records.items()}
     is_old = _has_old_steps(run)
     return {
-        step.name: _rows_of(step, (step.name,) if is_old else _stages_of(step.name), published)
+        step.name: _make_rows(step, (step.name,) if is_old else _list_stages(step.name), published)
         for step in run.steps
     }
 
 
 def _has_old_steps(run: RemoteRun) -> bool:
-    """Return whether each stage is a step of its own, as it was before."""
+    """Return whether each stage is a separate step, as in earlier versions."""
     return any(step.name in _OLD_STEPS for step in run.steps)
 
 
-def _stages_of(step: str) -> tuple[str, ...]:
+def _list_stages(step: str) -> tuple[str, ...]:
     try:
         return tuple(stage.name for stage in find_step(step).stages)
     except LookupError:
-        # Of another pipeline.
+        # A step of another pipeline.
         return (step,)
 
 
-def _rows_of(step: Step, stages: Sequence[str], published: _Published) -> list[StepRecord]:
-    """Return the stages of a step up to the one it is at, or one row for the step itself.
+def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list[StepRecord]:
+    """Return the stages of a step up to the current one, or one row for the step itself.
 
-    A pod that was made again begins with the first stage: the records of later ones are of an
-    earlier try until they are written again.
+    A recreated pod begins with the first stage: until rewritten, the records of later stages belong
+    to an earlier attempt.
     """
-    found = [record for name in stages if (record := published.of(name))]
+    found = [record for name in stages if (record := published.find_record(name))]
     if not found or step.state not in ("RUNNING", "SUCCEEDED", "FAILED"):
         return [_row(step, step.name)]
     at = max(found, key=lambda each: (each.began, stages.index(each.step)))
@@ -222,15 +222,15 @@ def _rows_of(step: Step, stages: Sequence[str], published: _Published) -> list[S
 
 
 def _done(step: Step, stage: str, published: _Published) -> StepRecord:
-    """Return the record of a stage that is done; without its words where it is of another try."""
-    said = published.of(stage)
+    """Return the record of a finished stage; without its results if it is of another attempt."""
+    said = published.find_record(stage)
     if said and said.ended is not None and said.status == "done":
         return said
     return replace(_row(step, stage), status="done")
 
 
 def _row(step: Step, name: str) -> StepRecord:
-    """Return what the state of a step tells of it, or of one of its stages."""
+    """Return the state of a step, or of one of its stages, from the node."""
     return StepRecord(
         step=name,
         status=_STATUS.get(step.state, "skipped"),
@@ -239,23 +239,23 @@ def _row(step: Step, name: str) -> StepRecord:
     )
 
 
-def _ended(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> _Verdict:
+def _judge_ended(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> _Verdict:
     if run.state == "CANCELED":
         return "canceled", INTERRUPTED, "the run was cancelled"
     if run.state != "SUCCEEDED":
         return "failed", *_failure(client, run, published, rows)
-    return _decided(run, published)
+    return _judge_decision(run, published)
 
 
-def _decided(run: RemoteRun, published: _Published) -> _Verdict:
-    """Judge a run that succeeded by the words of its stages."""
+def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
+    """Judge a run that succeeded by the results of its stages."""
     if not run.steps and published.unread:
         return _unknown("what its steps decided", DATA, published)
     if not _has_run(run, published, GATE):
-        return _without_gate(run, published)
+        return _judge_untrained(run, published)
     if _has_run(run, published, REGISTRY):
-        return _judged(published)
-    gate = published.of(GATE.name)
+        return _judge_registration(published)
+    gate = published.find_record(GATE.name)
     if gate and gate.metrics.get("decision") == GATE.accepts:
         return "failed", FAILED, f"the model was {GATE.accepts}, but {REGISTRY.name} was not run"
     reasons = _reasons(gate)
@@ -263,20 +263,22 @@ def _decided(run: RemoteRun, published: _Published) -> _Verdict:
 
 
 def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
-    """Return whether a run that succeeded has come to a stage, or to the step that it is of."""
+    """Return whether a successful run has reached a stage, or the step of the stage."""
     if not run.steps:
-        return published.of(stage.name) is not None
+        return published.find_record(stage.name) is not None
     name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name
     return any((step.name, step.state) == (name, "SUCCEEDED") for step in run.steps)
 
 
-def _without_gate(run: RemoteRun, published: _Published) -> _Verdict:
+def _judge_untrained(run: RemoteRun, published: _Published) -> _Verdict:
     for row in STAGES:
-        if (said := published.of(row.name)) and ends_well(row.name, said.metrics.get("decision")):
+        if (said := published.find_record(row.name)) and ends_well(
+            row.name, said.metrics.get("decision")
+        ):
             return row.completes, DONE, _reasons(said)
     if _has_run(run, published, TRAINER) or not _has_run(run, published, DATA):
         return "done", DONE, ""
-    said = published.of(DATA.name)
+    said = published.find_record(DATA.name)
     if said and said.metrics.get("decision") == DATA.accepts:
         message = f"the data was {DATA.accepts}, but {TRAINER.name} was not run"
         return "failed", FAILED, message
@@ -285,8 +287,8 @@ def _without_gate(run: RemoteRun, published: _Published) -> _Verdict:
     return _unknown("why the run has not trained", DATA, published)
 
 
-def _judged(published: _Published) -> _Verdict:
-    registry = published.of(REGISTRY.name)
+def _judge_registration(published: _Published) -> _Verdict:
+    registry = published.find_record(REGISTRY.name)
     decision = registry.metrics.get("decision") if registry else None
     if decision == REGISTRY.accepts:
         return "blessed", DONE, ""
@@ -309,27 +311,27 @@ def _and(message: str, more: str) -> str:
 
 
 def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> tuple[int, str]:
-    """Return exit code and cause: what the first step that failed says, else what KFP says."""
+    """Return exit code and cause: from the first failed step, else from KFP."""
     pods = find_failed_pods(run.nodes)
-    # The exit step runs after the failure and may fail because of it.
+    # The exit step runs after the failure, and may fail because of it.
     first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
     if first is None:
         said = next((each for each in published.records.values() if each.error), None)
         if said:
-            return _code_of(said), f"{said.step}: {said.error}"
+            return _exit_code(said), f"{said.step}: {said.error}"
         return FAILED, _and(run.error or "KFP gives no reason for the failure", published.unread)
     if first.is_driver:
         return FAILED, explain_pod(first, _last_words(client, run, first))
     at = next(reversed(rows.get(first.step, ())), None)
     if at and at.error:
-        # KFP's words add to what a step says of being stopped, and to nothing else.
+        # KFP's message only adds to that of a stopped step.
         more = first.message if at.exit_code == INTERRUPTED else ""
-        return _code_of(at), _and(f"{at.step}: {at.error}", more)
+        return _exit_code(at), _and(f"{at.step}: {at.error}", more)
     pod = replace(first, step=at.step) if at else first
     return FAILED, _and(explain_pod(pod), published.unread)
 
 
-def _code_of(record: StepRecord) -> int:
+def _exit_code(record: StepRecord) -> int:
     return USAGE if record.exit_code == USAGE else FAILED
 
 
@@ -354,12 +356,12 @@ _DRIVER = (
 
 @dataclass(frozen=True)
 class Cause:
-    """What a message of Argo means.
+    """The meaning of an Argo message.
 
     Attributes:
-        blocks: whether a pod that waits for this does not start by itself as a rule.
-        at_once: whether that is certain, so that nobody has to wait for it.
-        of_image: whether it is the image that cannot be had.
+        blocks: whether a pod with this message usually does not start by itself.
+        at_once: whether that is certain, so that waiting is pointless.
+        of_image: whether the image cannot be pulled.
     """
 
     pattern: str
@@ -422,12 +424,12 @@ CAUSES = (
 
 
 def explain_message(message: str) -> Cause | None:
-    """Return what a message means, None where that is not known."""
+    """Return the meaning of a message, None if unknown."""
     return next((each for each in CAUSES if re.search(each.pattern, message)), None)
 
 
 def explain_pod(pod: Pod, more: str = "") -> str:
-    """Return the line for a pod that failed or waits; `more` is what its log ends with."""
+    """Return the line for a pod that failed or waits; `more` is the end of its log."""
     cause, step = explain_message(pod.message), pod.step or "the run"
     what = "KFP's own driver of it failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":
@@ -440,15 +442,15 @@ def explain_pod(pod: Pod, more: str = "") -> str:
 
 
 def find_failed_pods(nodes: Nodes) -> tuple[Pod, ...]:
-    """Return the pods that failed, in the order in which they began."""
+    """Return the failed pods, in order of start."""
     return tuple(pod for pod in nodes.pods if pod.state == "FAILED")
 
 
 def waiting_pods(nodes: Nodes) -> tuple[Pod, ...]:
-    """Return the pods that do not start, for a reason that Argo names."""
+    """Return the pods that do not start, if Argo gives a reason."""
     return tuple(pod for pod in nodes.pods if pod.state == "PENDING" and pod.message)
 
 
 def is_busy(nodes: Nodes) -> bool:
-    """Return whether a pod is running or about to, if need be after a pause of minutes."""
+    """Return whether a pod is running or about to start, perhaps after a pause of minutes."""
     return nodes.is_pausing or any(pod.state in ("PENDING", "RUNNING") for pod in nodes.pods)

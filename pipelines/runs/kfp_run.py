@@ -24,14 +24,14 @@ _FOLDER = "flotilla"
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRun:
-    """One run; one in a list has no nodes.
+    """One run; a run in a list has no nodes.
 
     Attributes:
-        state: KFP's own word; CANCELED also of a run that was terminated, which KFP calls FAILED.
-        at: URI below which its steps publish; empty where that is not known.
+        state: KFP's word; CANCELED also for a terminated run, which KFP calls FAILED.
+        at: URI below which its steps publish; empty if unknown.
         impasse: why it cannot continue although it has not ended, or empty.
         schedule_id: of the recurring run that started it, or empty.
-        doing: the stage that a step is at, by the step, as far as its record is known.
+        doing: the current stage by step, if its record is known.
     """
 
     run_id: str
@@ -58,7 +58,7 @@ class RemoteRun:
 
 
 def find_run(client: Client, run: str) -> RemoteRun:
-    """Return a run by its id, or by its name where that is one run's; raises `ConfigError`."""
+    """Return a run by its id, or by its name if that is unique; raises `ConfigError`."""
     if is_id(run.lower()):
         return refresh_run(client, run.lower())
     listed = pages(client.list_runs, "runs", sort_by=NEWEST, filter=equals("display_name", run))
@@ -72,13 +72,13 @@ def find_run(client: Client, run: str) -> RemoteRun:
 
 
 def refresh_run(client: Client, run_id: str) -> RemoteRun:
-    """Return a run with its nodes as they are now; raises `InstanceError`."""
+    """Return a run with its current nodes; raises `InstanceError`."""
     run = ask(client.get_run, run_id=run_id)
     return view(run, read_nodes(client, run_id))
 
 
 def view(run: Any, nodes: Nodes | None = None) -> RemoteRun:
-    """Return a run from the client's model of it, and its nodes where they were read."""
+    """Convert the client's model of a run, with its nodes if they were read."""
     nodes = nodes or Nodes()
     said = " ".join(str(run.error.message or "").split()) if run.error else ""
     return RemoteRun(
@@ -88,14 +88,14 @@ def view(run: Any, nodes: Nodes | None = None) -> RemoteRun:
         created=_moment(run.created_at),
         finished=_moment(run.finished_at),
         error=said or nodes.message,
-        at=_published_at(run, nodes),
+        at=_find_uri(run, nodes),
         nodes=nodes,
         schedule_id=str(run.recurring_run_id or ""),
     )
 
 
 def _state(state: str, history: Iterable[Any]) -> str:
-    """Return the state; CANCELED where a failed run was CANCELING just before its end."""
+    """Return the state; CANCELED if a failed run was CANCELING just before its end."""
     before = [str(each.state) for each in history if str(each.state) not in ENDED]
     if state == "FAILED" and before[-1:] == ["CANCELING"]:
         return "CANCELED"
@@ -103,11 +103,11 @@ def _state(state: str, history: Iterable[Any]) -> str:
     return state or "PENDING"
 
 
-def _published_at(run: Any, nodes: Nodes) -> str:
-    """Return the URI below which a run publishes, as its steps find it; empty where unknown."""
+def _find_uri(run: Any, nodes: Nodes) -> str:
+    """Return the URI below which a run publishes, as its steps find it; empty if unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
-    # What a version has as its default is not among the parameters of the run.
+    # Defaults of the pipeline version are not among the parameters of the run.
     root = str(given.get("storage_root") or nodes.root)
     pipeline_root = str((config.pipeline_root if config else None) or "")
     with suppress(UserError):

@@ -23,13 +23,13 @@ from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer.runtime.errors import UserError
 
 LOOK_SECONDS = 3.0
-# Between two looks at the records of the stages, and where none could be read.
+# Seconds between two reads of the stages' records, and after a failed read.
 STAGE_SECONDS, UNREAD_SECONDS = 10.0, 300.0
-# An instance may be upgraded while a run lasts for hours; the run continues meanwhile.
+# An instance may be upgraded during a run of hours; the run continues meanwhile.
 RETRY_SECONDS = 120.0
-# A registry may be away for a moment, and an image may be pushed while its pod waits.
+# A registry may be briefly unavailable, and an image may be pushed while its pod waits.
 START_SECONDS = 60.0
-# Between the end of a pod and the next one Argo and KFP take some seconds.
+# Argo and KFP take some seconds between the end of a pod and the next one.
 STALL_SECONDS = 60.0
 
 OnChange = Callable[[RemoteRun], None]
@@ -43,19 +43,19 @@ def follow(
     on_change: OnChange | None = None,
     on_note: OnNote | None = None,
 ) -> RunResult:
-    """Wait for the end of a run on a KFP instance, or until it cannot go on.
+    """Wait until a run on a KFP instance has ended or cannot continue.
 
-    Interrupting it leaves the run running; so does a run that cannot go on, since its cause may
-    pass.
+    An interrupt does not stop the run, and a run that cannot continue is left as it is, since the
+    cause may be temporary.
 
     Args:
         run: id or name of the run.
-        instance: the KFP instance; from the environment when left out.
-        on_change: called at every look with the run and its steps.
+        instance: the KFP instance; from the environment by default.
+        on_change: called at every poll with the run and its steps.
         on_note: called with one line while the instance does not answer.
 
     Raises:
-        UserError: there is no such run, or the instance cannot be reached.
+        UserError: there is no such run, or the instance is unreachable.
 
     Example:
         flotilla.follow(flotilla.submit("configs/digits.yaml").run_id).metrics
@@ -67,7 +67,7 @@ def follow(
 
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
-    """Return the run once it has ended or cannot go on, as `follow` does; raises `UserError`."""
+    """Return the run once it has ended or cannot continue, as `follow` does; raises `UserError`."""
     outage, obstacles, stages = Outage(on_note), _Obstacles(on_note), _Stages(client)
     while True:
         try:
@@ -89,19 +89,19 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
 
 
 class Outage:
-    """How long an instance has not answered."""
+    """The duration of an instance's outage."""
 
     def __init__(self, on_note: OnNote) -> None:
-        """Take what is called with one line when it begins."""
+        """Take the function to call with one line when an outage begins."""
         self._on_note = on_note
         self._since: float | None = None
 
     def end(self) -> None:
-        """Note that the instance has answered."""
+        """Record that the instance has responded."""
         self._since = None
 
     def may_pass(self, error: InstanceError) -> bool:
-        """Note a failure, and return whether the next request may succeed."""
+        """Record a failure, and return whether the next request may succeed."""
         now = time.monotonic()
         if self._since is None:
             self._since = now
@@ -110,7 +110,7 @@ class Outage:
 
 
 class _Stages:
-    """Finds out now and then at which stages the running steps are."""
+    """Polls the current stages of the running steps."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -118,11 +118,11 @@ class _Stages:
         self._doing: Mapping[str, StepRecord] = {}
 
     def look(self, run: RemoteRun) -> RemoteRun:
-        """Return the run with the stages that are known."""
+        """Return the run with the known stages."""
         is_running = any(step.state == "RUNNING" for step in run.steps)
         if is_running and time.monotonic() >= self._next:
             found = find_running_stages(self._client, run)
-            # Mostly it cannot be read from here at all, and sometimes not for now.
+            # Usually the records are unreadable from here permanently, sometimes only for now.
             pause = STAGE_SECONDS if found is not None else UNREAD_SECONDS
             self._next = time.monotonic() + pause
             self._doing = found or {}
@@ -130,7 +130,7 @@ class _Stages:
 
 
 class _Obstacles:
-    """Watches what keeps a run from going on, and says each cause once."""
+    """Detects obstacles to a run, and reports each cause once."""
 
     def __init__(self, on_note: OnNote) -> None:
         self._on_note = on_note
@@ -138,7 +138,7 @@ class _Obstacles:
         self._said: set[tuple[str, str]] = set()
 
     def look(self, run: RemoteRun) -> str:
-        """Return why the run cannot go on; empty while it may."""
+        """Return why the run cannot continue; empty while it may."""
         if run.state != "RUNNING":
             return ""
         found: dict[str, str] = {}
@@ -163,7 +163,7 @@ class _Obstacles:
 
 
 def command(access: Access, verb: str, run: str) -> str:
-    """Return the command line that does something with a run of an instance."""
+    """Return the command line for an action on a run of an instance."""
     where = f" --namespace {access.namespace}" if access.namespace else ""
     return f"flotilla {verb} {run} --endpoint {access.endpoint}{where}"
 

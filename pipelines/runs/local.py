@@ -1,7 +1,7 @@
 """Runs on this machine: `run`, `train` and `prepare`.
 
-A run is a folder below the workdir and a process in which KFP's local runner works; this process
-follows the events that the steps write.
+A run is a folder below the workdir and a process with KFP's local runner; this process follows the
+events that the steps write.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flotilla.components.in_use import publish_code
 from flotilla.components.records.record import STOPPING
 from flotilla.components.records.run_store import RUN_FOLDER, RUN_ID
 from flotilla.pipelines.runs.outcome import RunResult, add_full_disk, judge_outcome
-from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
+from flotilla.pipelines.runs.settings import Sections, Settings, make_assignments
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import child_process
 from flotilla.trainer.cluster.process import require_gpus
@@ -50,13 +50,13 @@ _SOURCE = "data.source"
 DEFAULT_CONFIG = Path("configs/digits.yaml")
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
-# How often the events of a run are read: often enough for a progress bar.
+# Seconds between two reads of a run's events: short enough for a progress bar.
 LOOK_SECONDS = 0.2
 _PIPELINES = ("run", "prepare", "train")
 
 
 class Loaded(NamedTuple):
-    """A configuration, and what it was proposed by where files were named in place of it."""
+    """A configuration, and the proposal it came from if the user gave files instead."""
 
     config: Config
     proposal: Proposal | None = None
@@ -64,19 +64,19 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What to run on this machine.
+    """The options of a local run.
 
     Attributes:
         pipeline: `run`, `prepare` or `train`.
         config: a configuration, its YAML file, a mapping, files to learn from (a path, a URI or a
             pattern), or None: that of the run to resume, else `configs/digits.yaml` in the current
             folder, else the defaults of every key.
-        settings: `section.key=value` texts laid over the configuration.
+        settings: `section.key=value` texts that override the configuration.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         dataset: URI of a published dataset to train on, or empty.
-        code: folder of the user's modules, which the run gets as they are now, or empty.
-        label: column of the files that is to be predicted, or several.
+        code: folder of the user's modules, of which the run gets the present state, or empty.
+        label: column of the files to predict, or several.
     """
 
     pipeline: str = "run"
@@ -89,7 +89,7 @@ class RunOptions:
     label: str | Sequence[str] = ""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run; raises `ConfigError`."""
+        """Refuse an invalid combination; raises `ConfigError`."""
         if self.pipeline not in _PIPELINES:
             raise ConfigError(f"pipeline {self.pipeline!r} is none of {', '.join(_PIPELINES)}")
         if self.dataset and self.pipeline != "train":
@@ -98,10 +98,10 @@ class RunOptions:
             require_uri("dataset", self.dataset)
 
     def load(self) -> Loaded:
-        """Return the checked configuration; raises `ConfigError`."""
+        """Return the validated configuration; raises `ConfigError`."""
         config = self.config
         if config is None and self.resume is not None:
-            saved = saved_config(Path(self.workdir), self.resume)
+            saved = config_file(Path(self.workdir), self.resume)
             return Loaded(load_config(saved, self.settings))
         return loaded(config, self.settings, self.label)
 
@@ -123,31 +123,31 @@ def run(
 ) -> RunResult:
     """Run the whole pipeline on this machine, to its end.
 
-    In the main thread SIGINT and SIGTERM end the run with a last checkpoint; from any other thread
-    or process `cancel` does.
+    In the main thread SIGINT and SIGTERM stop the run with a last checkpoint; use `cancel` from any
+    other thread or process.
 
     Args:
         config: a configuration, its YAML file, a mapping, files to learn from, or None for the
             default; see `RunOptions`.
-        settings: laid over the configuration: a mapping, nested or with dotted keys, or
+        settings: override the configuration: a mapping, nested or with dotted keys, or
             `section.key=value` texts.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
-        code: folder of your own modules, which the run gets as they are now; see `submit`.
-        label: column of the files that is to be predicted, or several.
-        on_event: called with every event as it comes, in this thread.
-        sections: of the configuration, laid over `settings`.
+        code: folder of your modules, of which the run gets the present state; see `submit`.
+        label: column of the files to predict, or several.
+        on_event: called with every event, in this thread.
+        sections: of the configuration; they override `settings`.
 
     Raises:
-        UserError: nothing was started; the message says why. A run that fails is returned.
+        UserError: nothing was started; the message says why. A failed run is returned.
 
     Example:
         result = flotilla.run("configs/digits.yaml", training={"steps": 200})
         result.status, result.metrics["accuracy"], result.report
     """
     options = RunOptions(
-        config=config, settings=assignments_of(settings, sections), workdir=workdir, resume=resume,
-        code=code, label=label,
+        config=config, settings=make_assignments(settings, sections), workdir=workdir,
+        resume=resume, code=code, label=label,
     )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
 
@@ -164,14 +164,14 @@ def train(
     on_event: OnEvent | None = None,
     **sections: Unpack[Sections],
 ) -> RunResult:
-    """Train on the dataset at URI `dataset`; without one it is prepared first. See `run`.
+    """Train on the dataset at URI `dataset`; without one, prepare it first. See `run`.
 
     Example:
         dataset = flotilla.prepare("configs/digits.yaml").artifacts["dataset"]
         flotilla.train("configs/digits.yaml", dataset=dataset, training={"steps": 200})
     """
     options = RunOptions(
-        pipeline="train", config=config, settings=assignments_of(settings, sections),
+        pipeline="train", config=config, settings=make_assignments(settings, sections),
         workdir=workdir, resume=resume, dataset=dataset, code=code, label=label,
     )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
@@ -193,7 +193,7 @@ def prepare(
         flotilla.prepare("configs/digits.yaml", data={"shards": 4}).artifacts["dataset"]
     """
     options = RunOptions(
-        pipeline="prepare", config=config, settings=assignments_of(settings, sections),
+        pipeline="prepare", config=config, settings=make_assignments(settings, sections),
         workdir=workdir, code=code, label=label,
     )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
@@ -202,10 +202,10 @@ def prepare(
 def configuration(
     config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
 ) -> Config:
-    """Return a configuration with `settings` laid over it; raises `ConfigError`.
+    """Return a configuration with `settings` applied; raises `ConfigError`.
 
-    It may be files to learn from as well, and `label` their column that is to be predicted.
-    Relative paths in a file are relative to it, all others to the working folder.
+    `config` may also be files to learn from, with `label` as the column to predict. Relative paths
+    in a file are relative to it, all others to the working folder.
     """
     return loaded(config, settings, label).config
 
@@ -213,18 +213,18 @@ def configuration(
 def form_configuration(
     config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
 ) -> Config:
-    """Return the defaults of a form: those of a file, or of every key where there is none."""
+    """Return the defaults of a form: from a file, or the default of every key without one."""
     if config is None and not label:
         return load_config(None, settings)
     return configuration(config, settings, label)
 
 
 def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = "") -> Loaded:
-    """Return a configuration, or that which is proposed for files; see `configuration`."""
+    """Return a configuration, or the one proposed for files; see `configuration`."""
     labels = [label] if isinstance(label, str) and label else [*label]
     of_label = [f"data.label={json.dumps(labels, ensure_ascii=False)}"] if labels else []
     if isinstance(config, Mapping):
-        return Loaded(load_config(None, (*assignments_of(config), *of_label, *settings)))
+        return Loaded(load_config(None, (*make_assignments(config), *of_label, *settings)))
     if isinstance(config, Config):
         return Loaded(override(config, [*of_label, *settings]))
     if config is None:
@@ -236,7 +236,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
         elif labels:
             raise ConfigError("--label: name the files that have the column as well")
     if config is not None:
-        # It takes a tenth of a second to load, which a typo does without.
+        # The import takes a tenth of a second, which a typo should not cost.
         from flotilla.trainer.preflight.proposal import is_source, propose  # noqa: PLC0415
 
         if not is_source(config):
@@ -248,7 +248,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
 
 
 def list_runs(workdir: Path) -> dict[str, float]:
-    """Return the runs below `workdir`, and when each was begun or resumed; raises `UserError`."""
+    """Return the runs below `workdir`, with the time of their last start; raises `UserError`."""
     try:
         folders = os.listdir(workdir)
     except (FileNotFoundError, NotADirectoryError):
@@ -256,9 +256,9 @@ def list_runs(workdir: Path) -> dict[str, float]:
     except OSError as error:
         raise UserError(f"cannot read {workdir}: {error.strerror}") from None
     found: dict[str, float] = {}
-    # Any other is no run of ours: a line of a table cannot show it.
+    # A folder with another name is not a run, and a table cannot show it.
     for name in filter(str.isprintable, folders):
-        # One of them may be damaged, or whatever else.
+        # Any of them may be damaged.
         for file in (CONFIG, EVENTS):
             with suppress(OSError):
                 found.setdefault(name, os.lstat(workdir / name / file).st_mtime)
@@ -271,11 +271,11 @@ class LocalRun:
 
     Attributes:
         config: the configuration, with a storage root.
-        lock: descriptor of a file that is locked until the run, or this process, has ended.
-        begin: bytes in the file of events before those of this start, of which `RunBegin` is first.
-        bundle: of the user's modules, where this start has published one.
+        lock: descriptor of a file, locked until the run or this process has ended.
+        begin: offset of this start in the file of events, where its `RunBegin` is.
+        bundle: of the user's modules, if this start has published one.
         written: the file with the configuration that was proposed for files, if one was.
-        saved: what `config.json` says once training has begun; a refused resume changes nothing.
+        saved: content of `config.json` once training has begun; a refused resume changes nothing.
     """
 
     run_id: str
@@ -288,17 +288,17 @@ class LocalRun:
     written: Path | None = None
 
     def save_config(self) -> None:
-        """Write `config.json`, from which a resume takes what it is not given."""
+        """Write `config.json`, from which a resume takes missing settings."""
         with suppress(OSError):
             (self.folder / CONFIG).write_text(self.saved, encoding="utf-8")
 
 
 def start(options: RunOptions) -> LocalRun:
-    """Lay out the folder of a run; raises `ConfigError`."""
+    """Create the folder of a run; raises `ConfigError`."""
     require_current_folder()
     (config, proposal), workdir, bundle = options.load(), Path(options.workdir), None
     if options.resume is None and not options.dataset:
-        # It takes a tenth of a second to load, which what watches runs does without.
+        # The import takes a tenth of a second, which commands that watch runs should not cost.
         from flotilla.trainer.preflight.check import require_source  # noqa: PLC0415
 
         require_source(config.data)
@@ -310,12 +310,12 @@ def start(options: RunOptions) -> LocalRun:
     laid = (
         new_run(config, workdir) if resume is None else lay_out_resumed_run(config, workdir, resume)
     )
-    written = _written(proposal, laid.folder) if proposal else None
+    written = _write_proposal(proposal, laid.folder) if proposal else None
     return replace(laid, bundle=bundle, written=written)
 
 
-def _written(proposal: Proposal, folder: Path) -> Path:
-    """Write the configuration that gives the same run next to what the run writes."""
+def _write_proposal(proposal: Proposal, folder: Path) -> Path:
+    """Write the configuration of an equal run next to the outputs of the run."""
     path = folder / proposal.file_name
     try:
         path.write_text(proposal.text(folder), encoding="utf-8")
@@ -325,28 +325,28 @@ def _written(proposal: Proposal, folder: Path) -> Path:
 
 
 def require_current_folder() -> None:
-    """Raise a `ConfigError` where it was removed: the steps import the user's modules from it."""
+    """Raise a `ConfigError` if it was removed: the steps import the user's modules from it."""
     storage.uri_of(Path())
 
 
 def new_run(config: Config, workdir: Path, run_id: str = "") -> LocalRun:
-    """Lay out a run below `workdir`, of a new id when empty; raises `ConfigError` if it cannot."""
+    """Create a run below `workdir`, with a new id if empty; raises `ConfigError` on failure."""
     return _laid_out(config, workdir, run_id or run_name(config))
 
 
 def run_name(config: Config) -> str:
-    """Return a name for a run that no other run has."""
+    """Return a unique name for a run."""
     return f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def lay_out_resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
-    """Lay out the existing run `run_id` to resume it; raises `ConfigError` if there is none."""
+    """Prepare the existing run `run_id` for a resume; raises `ConfigError` if there is none."""
     check_run_id(workdir, run_id)
     return _laid_out(config, workdir, run_id)
 
 
-def saved_config(workdir: Path, run_id: str) -> Path:
-    """Return the file with the configuration that a run was started with."""
+def config_file(workdir: Path, run_id: str) -> Path:
+    """Return the file with the configuration with which a run was started."""
     check_run_id(workdir, run_id)
     return workdir / run_id / CONFIG
 
@@ -355,14 +355,14 @@ def check_run_id(workdir: Path, run_id: str) -> None:
     """Raise a `ConfigError` unless `run_id` is a run below `workdir`."""
     runs = list_runs(workdir)
     if run_id not in runs:
-        # By the stamp after the name.
+        # The part of the name after the timestamp.
         newest = max(runs, key=lambda each: each.split("-")[-3:], default="")
         known = nearest(run_id, runs) or (f" (newest: {newest})" if newest else "")
         raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
 
 
 def find_root(config: Config, workdir: Path) -> str:
-    """Return the URI below which a run on this machine publishes."""
+    """Return the URI below which a local run publishes."""
     return config.storage.root or storage.uri_of(workdir)
 
 
@@ -378,7 +378,7 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
         begin = events.begin_again(folder / EVENTS, run_id)
         saved = config.model_dump_json(indent=2)
         if (folder / CONFIG).exists():
-            # The time at which the run was last begun.
+            # The time of the run's last start.
             os.utime(folder / CONFIG)
         else:
             (folder / CONFIG).write_text(saved, encoding="utf-8")
@@ -400,11 +400,11 @@ def execute(
 ) -> RunResult:
     """Run `pipeline` (a name of `flotilla.pipelines.training.PIPELINES`) to its end.
 
-    In the main thread, where Python delivers signals, SIGINT and SIGTERM end it with a last
-    checkpoint; a second one ends it at once. `extra` are further arguments of the pipeline.
+    In the main thread, where Python delivers signals, SIGINT and SIGTERM stop it with a last
+    checkpoint; a second signal stops it at once. `extra` are further arguments of the pipeline.
     """
     tracked = tracker.LocalRun(run.config, run.run_id, run.folder / EVENTS, on_event)
-    child = _started(run, pipeline, {**to_local_form(run.config), **extra})
+    child = _start(run, pipeline, {**to_local_form(run.config), **extra})
     try:
         with _interrupts(child) as interrupts:
             state = _follow(run, child, tracked.hear)
@@ -415,9 +415,9 @@ def execute(
         os.close(run.lock)
     if child.returncode == -signal.SIGTERM:
         # The request came before the child could handle it.
-        state.take(_interrupted(run))
+        state.take(_wait_interrupted(run))
     result = judge_outcome(state, child.returncode, interrupted=bool(interrupts))
-    if result.status not in ("failed", "interrupted") and result.step_of("checkpoint"):
+    if result.status not in ("failed", "interrupted") and result.find_step("checkpoint"):
         run.save_config()
     result = replace(result, run_id=run.run_id, folder=run.folder)
     result = add_full_disk(result, run.folder)
@@ -425,14 +425,14 @@ def execute(
     return result
 
 
-def _interrupted(run: LocalRun) -> Interrupted:
+def _wait_interrupted(run: LocalRun) -> Interrupted:
     event = Interrupted()
     with suppress(OSError):
         events.append(run.folder / EVENTS, event)
     return event
 
 
-def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+def _start(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
     try:
         (run.folder / "arguments.json").write_text(json.dumps(arguments), encoding="utf-8")
         log = (run.folder / "pipeline.log").open("ab")
@@ -447,7 +447,8 @@ def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subp
             env=_environment(run),
             stdout=log,
             stderr=subprocess.STDOUT,
-            # A session of its own: an interrupt reaches it once, from here, not from the terminal.
+            # A separate session: an interrupt reaches the process once, from here, not from the
+            # terminal.
             start_new_session=True,
         )
 
@@ -460,7 +461,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
         "TMPDIR": str(run.folder / "tmp"),
     }
     found = child_process.environment(own)
-    # It may still have the interrupt of another run.
+    # It may still be set from the interrupt of another run.
     found.pop(STOPPING, None)
     return found
 
@@ -485,7 +486,7 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """End the run by SIGTERM at the first interrupt, by SIGKILL at the second; yield what came."""
+    """Stop the run by SIGTERM at the first interrupt, by SIGKILL at the next; yield signals."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen

@@ -1,4 +1,4 @@
-"""The process of a run: KFP's local runner, which patches `print`, runs one pipeline in it."""
+"""The process of a local run: KFP's runner, which patches `print`, runs one pipeline in it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _is_over = threading.Event()
 
 
 def main() -> None:
-    """Run pipeline `argv[1]` with the arguments in the folder `argv[2]`, begun or `resumed`."""
+    """Run pipeline `argv[1]` with the arguments in the folder `argv[2]`, new or `resumed`."""
     name, folder, *is_resumed = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     signals.end_with_parent()
-    # The steps read their parent from here; a shell runs between them and this process.
+    # The steps read their parent's PID from here, since a shell runs between the two processes.
     os.environ.update(signals.parent_environment())
-    # The running step ends by the signal; this process continues with the exit step.
+    # The signal ends the running step; this process continues with the exit step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _no_further_step)
-    # The runner puts the interpreter's path unquoted into a shell command, and replaces the word
-    # `python3` in every parameter value by it: both are the same word here.
+    # The runner inserts the interpreter's path unquoted into a shell command, and replaces the word
+    # `python3` in every parameter value by it, so both are set to the same word here.
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     sys.executable = "python3"
@@ -58,16 +58,16 @@ def main() -> None:
 
 
 def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool) -> None:
-    """Try the model beside the steps; a mistake ends the run as one of its first step."""
+    """Try the model in parallel with the steps; a mistake ends the run as one of its first step."""
     config = from_form(arguments)
     if is_resumed:
-        # It begins with its own checkpoints.
+        # A resumed run begins with its own checkpoints.
         training = config.training.model_copy(update={"warm_start": ""})
         config = config.model_copy(update={"training": training})
     began = time.monotonic()
 
     def end(error: ConfigError) -> None:
-        if STOPPING in os.environ or not _goes_on(folder):
+        if STOPPING in os.environ or not _await_first_stage(folder):
             return
         os.environ[STOPPING] = "1"
         events.emit(
@@ -84,8 +84,8 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
     fitting.begin(config, arguments.get("dataset", ""), end, _is_over.is_set)
 
 
-def _goes_on(folder: Path) -> bool:
-    """Wait for the end of the first stage, whose newest end counts; False where one has failed.
+def _await_first_stage(folder: Path) -> bool:
+    """Wait for the newest end of the first stage; return False if a stage has failed.
 
     A training task may have found the same mistake before.
     """
@@ -115,7 +115,7 @@ def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def _load_kfp_without_client() -> None:
-    """Import the package alone: its client, and that of Kubernetes, take most of its import."""
+    """Import the package alone, since its client and that of Kubernetes take most of the import."""
     os.environ[KFP_RUNTIME] = "true"
     import_module("kfp")
     del os.environ[KFP_RUNTIME]

@@ -1,4 +1,4 @@
-"""Runs on this machine by their id: status, log and process, as seen from any other process."""
+"""Local runs by their id: status, log and process, from any other process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from flotilla.trainer.storage.errors import report_errors
 
 LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
-# The command line of the process of a run ends with the run's folder.
+# The command line of a run's process ends with the run's folder.
 _RUN_PROCESS = " -m flotilla.pipelines.runs.local_child "
 _PROCESSES = Path("/proc")
 _COLUMNS = 2
 
 
 def is_local(workdir: Path, run_id: str) -> bool:
-    """Return whether a run of this id is below `workdir`."""
+    """Return whether there is a run of this id below `workdir`."""
     single = bool(run_id) and Path(run_id).name == run_id
     marks = (workdir / run_id / name for name in (local.EVENTS, local.CONFIG))
     return single and any(map(os.path.lexists, marks))
@@ -44,7 +44,7 @@ def run_ids(workdir: Path) -> list[str]:
 
 
 def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
-    """Return the result of each run, or how far it has come; `unknown` where no one can say."""
+    """Return the result of each run, or its progress; `unknown` if it cannot be determined."""
     # Read before the events: a run that ends meanwhile has written all of them.
     working = {folder for _, folder in _run_processes()}
     folders = [(workdir / run).absolute() for run in runs]
@@ -52,7 +52,7 @@ def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
 
 
 def read_status(workdir: Path, run_id: str) -> RunResult:
-    """Return the result of a run, or how far it has come."""
+    """Return the result of a run, or its progress."""
     return statuses(workdir, [run_id])[0]
 
 
@@ -63,7 +63,7 @@ def _status(folder: Path, is_working: bool) -> RunResult:
         message = f"cannot read {folder / local.EVENTS}: {error.strerror}"
         result = RunResult(status="unknown", exit_code=FAILED, message=message, steps=())
     else:
-        result = _so_far(state) if is_working else _ended(state)
+        result = _so_far(state) if is_working else _judge_ended(state)
     return replace(result, run_id=folder.name, folder=folder)
 
 
@@ -76,7 +76,7 @@ def _state(folder: Path) -> RunState:
 
 
 def is_cancelled(workdir: Path, run_id: str) -> bool:
-    """Return whether a run that is still running was asked to end; raises `UserError`."""
+    """Return whether a run that is still running was asked to stop; raises `UserError`."""
     folder = (workdir / run_id).absolute()
     if not find_process(folder):
         return False
@@ -85,16 +85,16 @@ def is_cancelled(workdir: Path, run_id: str) -> bool:
 
 
 def find_process(folder: Path) -> int:
-    """Return the id of the process in which the run of this folder works, or 0."""
+    """Return the PID of the process of the run in this folder, or 0."""
     return next((pid for pid, of in _run_processes() if of == str(folder)), 0)
 
 
 def _run_processes() -> Iterator[tuple[int, str]]:
-    """Yield the id of every process in which a run works, and the folder of that run."""
+    """Yield the PID of every run's process, and the folder of the run."""
     for pid, words in _processes():
         _, is_run, arguments = words.rstrip().partition(_RUN_PROCESS)
         if is_run:
-            # The name of the pipeline has no space, a path may have.
+            # The name of the pipeline has no space; a path may have one.
             yield pid, arguments.partition(" ")[2]
 
 
@@ -115,13 +115,13 @@ def _so_far(state: RunState) -> RunResult:
     return RunResult(status="running", exit_code=DONE, message=message, steps=steps)
 
 
-def _ended(state: RunState) -> RunResult:
+def _judge_ended(state: RunState) -> RunResult:
     # A runner that is killed between two steps leaves neither an event nor a failed step.
     return judge_outcome(state, DONE if state.newest(RunEnd) else None, interrupted=False)
 
 
 def _processes() -> Iterator[tuple[int, str]]:
-    """Yield id and command line of every process."""
+    """Yield PID and command line of every process."""
     if _PROCESSES.is_dir() and sys.platform == "linux":
         for entry in _PROCESSES.iterdir():
             if not (process := parse_number(entry.name)):

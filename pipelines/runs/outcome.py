@@ -28,28 +28,28 @@ from flotilla.trainer.report.wording import round_value, spell_metric
 from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from flotilla.trainer.runtime.json_records import is_number, make_time
 
-# A disk with less free bytes is full.
+# A disk with fewer free bytes counts as full.
 LEAST_ROOM = 1 << 16
 _MOST_METRICS = 4
 
-# The name of a run is that of its model, when it was started, and four digits.
+# The name of a run: its model, the time of its start, and four digits.
 _RUN_NAME = re.compile(r"(?P<model>.+)-\d{8}-\d{6}-[0-9a-f]{4}")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RunResult:
-    """How a run ended, or how far it has come.
+    """The result of a run, or its progress.
 
     Attributes:
         run_id: the run.
         status: `done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; `running`
-            before its end; of a run on a KFP instance also `canceled` or `unknown`.
+            before its end; for a run on a KFP instance also `canceled` or `unknown`.
         exit_code: of the command line.
-        message: one line that says why, empty when all went well.
-        steps: the last record of every step, in the order in which they began.
-        folder: the folder of a run on this machine.
-        state: the instance's own word for the state of a run on a KFP instance, else empty.
-        states: the same of each step, by its name.
+        message: the reason of a failure or refusal in one line, or empty.
+        steps: the last record of every step, in order of start.
+        folder: the folder of a local run.
+        state: KFP's word for the state of a run on an instance, else empty.
+        states: KFP's word for the state of each step, by its name.
         page: the page of a run in the KFP user interface, else empty.
     """
 
@@ -81,28 +81,28 @@ class RunResult:
     def _plain_metrics(self) -> dict[str, float]:
         return {name: value for name, value in self.metrics.items() if is_number(value)}
 
-    def metrics_of(self, output: Output) -> dict[str, Any]:
-        """Return the metrics of the step that makes this output, or none if it was not done."""
-        step = self.step_of(output)
+    def find_metrics(self, output: Output) -> dict[str, Any]:
+        """Return the metrics of the step that makes this output; empty if it is not done."""
+        step = self.find_step(output)
         return dict(step.metrics) if step else {}
 
-    def step_of(self, output: Output) -> StepRecord | None:
-        """Return the step that makes this output; None where it was not begun."""
+    def find_step(self, output: Output) -> StepRecord | None:
+        """Return the step that makes this output; None if it has not begun."""
         name = find_maker(output).name
         return next((each for each in self.steps if each.step == name), None)
 
     @property
     def main_metric(self) -> MainMetric | None:
-        """The metric that models are compared by; None where it was not evaluated."""
-        step = self.step_of("evaluation")
+        """The metric that models are compared by; None if it was not evaluated."""
+        step = self.find_step("evaluation")
         if not step or not step.metrics:
             return None
         return step.main or MainMetric.of({"metrics": step.metrics})
 
     @property
     def measured(self) -> dict[str, Any]:
-        """The main metric with all that it is compared with, see `headline.describe_metric`."""
-        said, main = self.metrics_of("decision").get("measured"), self.main_metric
+        """The main metric with all comparisons, see `headline.describe_metric`."""
+        said, main = self.find_metrics("decision").get("measured"), self.main_metric
         if isinstance(said, dict) and said:
             return said
         value = self.metrics.get(main.name) if main else None
@@ -110,7 +110,7 @@ class RunResult:
 
     @property
     def headline(self) -> str:
-        """One sentence of what the run has come to."""
+        """The result of the run in one sentence."""
         said = [each.metrics.get("headline") for each in self.steps]
         if self.status in ("blessed", "refused") and any(said):
             return str([each for each in said if each][-1])
@@ -123,12 +123,12 @@ class RunResult:
 
     @property
     def notes(self) -> list[str]:
-        """What a person has to know of a model that was judged, in sentences."""
-        return list(map(str, self.metrics_of("decision").get("notes") or ()))
+        """What a reader has to know about a judged model, in sentences."""
+        return list(map(str, self.find_metrics("decision").get("notes") or ()))
 
     @property
     def reasons(self) -> list[str]:
-        """Why the run was refused, a line each."""
+        """Why the run was refused, one line for each reason."""
         if self.status != "refused":
             return []
         said = self._judge.metrics.get("reasons") if self._judge else None
@@ -143,35 +143,35 @@ class RunResult:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics of the model on the test split; none where it was not evaluated."""
-        return self.metrics_of("evaluation")
+        """The metrics of the model on the test split; empty if it was not evaluated."""
+        return self.find_metrics("evaluation")
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """The URI of what each step has published, by the name of the artifact."""
+        """The URI of each step's output, by the name of the artifact."""
         uris = {output_kind(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
 
     @property
     def report(self) -> str:
-        """The URI of the report as a page, empty where there is none."""
+        """The URI of the report page, empty if there is none."""
         return self.artifacts.get("report", "")
 
     @property
     def global_step(self) -> int | None:
-        """The updates that training applied; None where there was no training."""
-        return self.metrics_of("checkpoint").get("global_step")
+        """The number of updates that training applied; None if there was no training."""
+        return self.find_metrics("checkpoint").get("global_step")
 
     @property
     def handed_on_step(self) -> int | None:
-        """The global step of the model that is evaluated; None where there was no training."""
-        return self.metrics_of("checkpoint").get("handed_on_step")
+        """The global step of the evaluated model; None if there was no training."""
+        return self.find_metrics("checkpoint").get("handed_on_step")
 
 
 def judge_outcome(state: RunState, returncode: int | None, *, interrupted: bool) -> RunResult:
-    """Judge a run by the state of its newest start and by the exit code of the local runner.
+    """Judge a run by the state of its newest start and the exit code of the local runner.
 
-    Of one that was killed nobody may know it: None.
+    The code of a killed runner may be unknown: None.
     """
     interrupted = interrupted or state.interrupted
     steps = step_records(state)
@@ -187,11 +187,11 @@ def judge_outcome(state: RunState, returncode: int | None, *, interrupted: bool)
     if returncode != 0:
         message = f"{_why_it_ended(steps, returncode)}; see pipeline.log"
         return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
-    return _judged(steps)
+    return _judge_steps(steps)
 
 
 def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:
-    """Return why a run ended of which no step has failed."""
+    """Return why a run ended in which no step has failed."""
     if lost := lost_stage(steps):
         return f"the run did not finish: its process ended before {lost} began"
     if returncode is None:
@@ -199,7 +199,7 @@ def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:
     return f"the local runner ended with exit code {returncode}"
 
 
-def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
+def _judge_steps(steps: tuple[StepRecord, ...]) -> RunResult:
     """Judge a run without a failure by the steps that judge the data and the model."""
     by_name = {step.step: step for step in steps}
     of_model = (find_maker("decision"), find_maker("registration"))
@@ -226,8 +226,8 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
 
 
 def key_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the first plain metrics of a stage, as a person reads them."""
-    # The words of a progress have what its numbers say.
+    """Return the first plain metrics of a stage, formatted for people."""
+    # The text of progress repeats its numbers.
     left_out = {"headline", *(("share", "seconds_left") if metrics.get("progress") else ())}
     plain = {
         name: round_value(value)
@@ -238,7 +238,7 @@ def key_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
 
 
 def join_reasons(reasons: object) -> str:
-    """Return the reasons of a decision as one line."""
+    """Join the reasons of a decision to one line."""
     lines = reasons if isinstance(reasons, list | tuple) else [reasons]
     return "; ".join(str(each).removesuffix(".") for each in lines)
 
@@ -252,7 +252,7 @@ def add_full_disk(result: RunResult, folder: Path) -> RunResult:
 
 
 def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
-    """Return when a run began, and how many seconds it took until its last step ended."""
+    """Return when a run began, and the seconds until its last step ended."""
     tries = [each.began for each in run.steps]
     tries += [each.began for step in run.steps for each in step.earlier]
     if not tries:
@@ -263,6 +263,6 @@ def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
 
 
 def find_model(run: RunResult) -> str:
-    """Return the name of the model of a run of this machine by the name of the run."""
+    """Return the model name of a local run, from the name of the run."""
     found = _RUN_NAME.fullmatch(run.run_id)
     return found["model"] if found else ""

@@ -1,7 +1,7 @@
 """Recurring runs on a KFP instance, one schedule for each name.
 
-KFP reads cron expressions with six fields, seconds first, and the first of five fields as seconds
-too. Here five fields mean what they mean everywhere else, and the second 0 is added.
+KFP reads cron expressions with six fields, seconds first, and reads the first of five fields as
+seconds too. Here five fields have their usual meaning, and the second 0 is added.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from flotilla.pipelines.runs.settings import Settings
 from flotilla.pipelines.runs.submission import (
     Submission,
     Target,
+    add_code,
     experiment_id,
+    make_submission,
     run_parameters,
-    submission_of,
-    with_code,
 )
 from flotilla.pipelines.runs.upload import NEWEST, Version, equals, find_version, newest_version
 from flotilla.pipelines.step_settings import check_image
@@ -63,7 +63,7 @@ _EVERY = {
     "@midnight": "0 0 0 * * *",
     "@hourly": "0 0 * * * *",
 }
-# The name of a field, its least and its greatest value, and the attribute of cronsim.
+# The name of a field, its minimum and maximum, and the attribute of cronsim.
 _FIELDS = (
     ("second", 0, 59, "seconds"),
     ("minute", 0, 59, "minutes"),
@@ -72,27 +72,27 @@ _FIELDS = (
     ("month", 1, 12, "months"),
     ("day of the week", 0, 6, "weekdays"),
 )
-# What KFP's parser knows of a field; cronsim knows more, such as `L` and `#`.
+# The field syntax of KFP's parser; cronsim accepts more, such as `L` and `#`.
 _PART = re.compile(r"(?P<from>[*?]|\d+|[a-z]{3})(?P<to>-(\d+|[a-z]{3}))?(?P<step>/\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cron:
-    """A schedule: the six fields as KFP gets them, and as cronsim reads them."""
+    """A schedule: the six fields for KFP, and as parsed by cronsim."""
 
     text: str
     known: str
 
     def after(self, moment: datetime) -> datetime | None:
-        """Return the first time after `moment`, in its time zone; None if it never comes."""
+        """Return the first time after `moment`, in its time zone; None if there is none."""
         try:
             return next(CronSim(self.known, moment), None)
         except CronSimError:
             return None
 
 
-def parsed(text: str) -> Cron:
-    """Return the schedule of a cron expression of five or six fields; raises `ConfigError`."""
+def parse(text: str) -> Cron:
+    """Parse a cron expression of five or six fields; raises `ConfigError`."""
     words = _EVERY.get(text.strip().lower(), text).split()
     if len(words) == len(_FIELDS) - 1:
         words = ["0", *words]
@@ -103,7 +103,7 @@ def parsed(text: str) -> Cron:
         )
     known = []
     for place, word in enumerate(words):
-        parts = [_known(part, place) for part in word.lower().split(",")]
+        parts = [_normalize_part(part, place) for part in word.lower().split(",")]
         if None in parts:
             name, least, most, _ = _FIELDS[place]
             part = word.split(",")[parts.index(None)]
@@ -114,14 +114,14 @@ def parsed(text: str) -> Cron:
     return Cron(text=" ".join(words), known=" ".join(known))
 
 
-def _known(part: str, place: int) -> str | None:
-    """Return a part of a field as cronsim reads it; None for what KFP or cronsim refuses."""
+def _normalize_part(part: str, place: int) -> str | None:
+    """Return a part of a field for cronsim; None if KFP or cronsim refuses it."""
     _, _, most, values = _FIELDS[place]
     found = _PART.fullmatch(part)
     if not found:
         return None
     start, end, step = found["from"].replace("?", "*"), found["to"] or "", found["step"]
-    # Sunday is 7 too to cronsim, and to KFP it is not.
+    # Sunday may be 7 in cronsim, but not in KFP.
     if values == "weekdays" and "7" in (start.lstrip("0"), end.lstrip("-0")):
         return None
     if step and start != "*" and not end:
@@ -149,11 +149,11 @@ class Timing:
     """When runs start.
 
     Attributes:
-        interval: seconds from one start to the next, or 0; one of the two is given.
-        zone: the time zone in which the instance reads `cron`; it is set for the whole instance.
+        interval: seconds from one start to the next, or 0; either this or `cron` is set.
+        zone: the time zone of `cron`, which is a setting of the whole instance.
         catch_up: whether missed runs are started later.
-        at_once: how many runs there may be at a time.
-        latest: whether each run takes the newest version at its time, not one for all.
+        at_once: maximum number of concurrent runs.
+        latest: whether each run uses the newest version at its start, not one for all.
     """
 
     cron: Cron | None
@@ -171,7 +171,7 @@ def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
     if more["latest"] and version:
         raise ConfigError("--latest and --version contradict each other: leave one out")
     if cron:
-        return Timing(cron=parsed(cron), interval=0, **more)
+        return Timing(cron=parse(cron), interval=0, **more)
     found = _INTERVAL.fullmatch(every)
     seconds = int(found[1]) * _SECONDS[found[2] or "s"] if found else 0
     if not 0 < seconds <= _LONGEST:
@@ -193,14 +193,14 @@ def find_zone(name: str) -> tzinfo:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Scheduled:
-    """A schedule as it is on the instance now.
+    """The current state of a schedule on the instance.
 
     Attributes:
         action: what was done, such as `was created` or `is there already`.
         next: the next time in UTC; empty for an interval.
-        removed: how many others of this name were removed.
-        version: the one of all its runs; with `Timing.latest` the newest as it is now.
-        remarks: what was not taken over, and where it is set now.
+        removed: number of other schedules of this name that were removed.
+        version: that of all its runs; with `Timing.latest` the newest one now.
+        remarks: settings that were not taken over, and where they are set now.
     """
 
     name: str
@@ -214,7 +214,7 @@ class Scheduled:
     remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Return the schedule, what was done, and when it starts a run."""
+        """Return the schedule, the action, and its next start."""
         return notebook.short("Scheduled", self.name, self.action, self.timing)
 
     def _repr_html_(self) -> str:
@@ -240,17 +240,17 @@ def schedule(
     """Start runs on a KFP instance regularly: one schedule of each name.
 
     Args:
-        config: with `settings` and `code` as of `submit`.
-        settings: laid over the configuration.
+        config: with `settings` and `code`, as for `submit`.
+        settings: override the configuration.
         cron: five fields, or six with seconds first.
         every: in place of `cron`: 90s, 30m, 6h or 1d.
-        timezone: the one in which the instance reads `cron`.
-        name: of the schedule; the model's when empty.
-        latest: whether each run takes the newest version at its time.
+        timezone: the time zone of `cron` on the instance.
+        name: of the schedule; that of the model if empty.
+        latest: whether each run uses the newest version at its start.
         catch_up: whether missed runs are started later.
-        at_once: how many runs there may be at a time.
-        instance: the KFP instance; from the environment when left out.
-        code: folder of your own modules.
+        at_once: maximum number of concurrent runs.
+        instance: the KFP instance; from the environment by default.
+        code: folder of your modules.
         target: see `flotilla.pipelines.runs.submission.Target`.
 
     Example:
@@ -260,15 +260,18 @@ def schedule(
         cron, every, zone=timezone, catch_up=catch_up, at_once=at_once, latest=latest,
         version=target.get("version", ""),
     )  # fmt: skip
-    access, submission = (instance or Instance()).access(), submission_of(config, settings, target)
+    access, submission = (
+        (instance or Instance()).access(),
+        make_submission(config, settings, target),
+    )
     submission = replace(submission, name=name or submission.config.name)
     if code:
-        submission, _ = with_code(submission, code)
+        submission, _ = add_code(submission, code)
     return put_schedule(access, submission, when)
 
 
 def put_schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
-    """Make this the one schedule of its name; raises `UserError`."""
+    """Make this the only schedule of its name; raises `UserError`."""
     words, upcoming = _when(timing)
     client = connect(access)
     if timing.latest:
@@ -276,20 +279,20 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
         words += "; each run takes the version that is newest at its start"
     else:
         version = find_version(client, submission.pipeline, submission.version)
-    wanted = _wanted(client, submission, timing, version)
-    bundle, known_as = submission.config.code, _known_as(access, submission.name)
+    wanted = _make_wanted(client, submission, timing, version)
+    bundle, known_as = submission.config.code, _schedule_key(access, submission.name)
     if bundle:
-        # Before the schedule is there: nothing that it needs is ever without a reference.
+        # Before the schedule exists, so that nothing it needs is ever unreferenced.
         note_schedule(bundle, known_as)
-    same, others = _found(client, submission.name, wanted)
+    same, others = _find(client, submission.name, wanted)
     if same is not None:
         action, schedule_id = "is there already", str(same.recurring_run_id)
-        if not _enabled(same):
+        if not _is_enabled(same):
             ask(client.enable_recurring_run, schedule_id)
             action = "was disabled, and is enabled again"
     else:
-        # The new one first: nothing is lost if the instance refuses it.
-        schedule_id = str(_created(client, wanted).recurring_run_id)
+        # The new one first, so that nothing is lost if the instance refuses it.
+        schedule_id = str(_create(client, wanted).recurring_run_id)
         action = "was changed" if others else "was created"
     removed, remarks = _replace(client, others, known_as, bundle)
     return Scheduled(
@@ -306,14 +309,14 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
 
 
 def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Scheduled:
-    """Make a schedule again for the newest version with the steps of this code.
+    """Recreate a schedule for the newest version with the steps of this code.
 
-    All stays that is not the version, and the configuration, which may be that of before the form.
-    Only the image is that of the version, or `image`: another one has other steps.
+    All settings but the version stay, including the configuration, which may be of the time before
+    the form. The image is that of the version, or `image`, since another one has other steps.
     """
     check_image(image)
     client = connect(access)
-    old, *others = sorted(_named(client, name), key=_enabled, reverse=True)
+    old, *others = sorted(_list_named(client, name), key=_is_enabled, reverse=True)
     version = find_version(client, pipeline, "")
     reference = old.pipeline_version_reference
     if reference is None or reference.pipeline_id != version.pipeline_id:
@@ -325,10 +328,10 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
     config = convert_parameters(values) if is_old else from_form({**to_form(Config()), **values})
     what = f"version {version.name} of {version.pipeline}"
     wanted = _again(old, version, run_parameters(config, image, version.spec, what))
-    is_same, known_as = _meaning(old) == _meaning(wanted), _known_as(access, name)
+    is_same, known_as = _meaning(old) == _meaning(wanted), _schedule_key(access, name)
     if config.code:
         note_schedule(config.code, known_as)
-    made = old if is_same else _created(client, wanted)
+    made = old if is_same else _create(client, wanted)
     when = _meaning(wanted)
     replaced = others if is_same else [old, *others]
     removed, remarks = _replace(client, replaced, known_as, config.code)
@@ -346,7 +349,7 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
 
 
 def _defaults(client: Client, reference: Any, newest: Version) -> dict[str, Any]:
-    """Return the run parameters that a schedule leaves to its version; none where that is gone."""
+    """Return the defaults of the schedule's version; empty if the version was deleted."""
     if not reference.pipeline_version_id:
         return read_defaults(newest.spec)
     try:
@@ -376,13 +379,13 @@ def _again(old: Any, version: Version, parameters: dict[str, Any]) -> V2beta1Rec
         ),
         service_account=old.service_account,
         trigger=old.trigger,
-        mode="ENABLE" if _enabled(old) else "DISABLE",
+        mode="ENABLE" if _is_enabled(old) else "DISABLE",
         no_catchup=old.no_catchup,
         max_concurrency=old.max_concurrency,
     )
 
 
-def _created(client: Client, wanted: V2beta1RecurringRun) -> Any:
+def _create(client: Client, wanted: V2beta1RecurringRun) -> Any:
     create = client.recurring_runs.recurring_run_service_create_recurring_run
     return ask(create, recurring_run=wanted)
 
@@ -395,20 +398,20 @@ def unschedule(
     cancel: bool = False,
     now: bool = False,
 ) -> int:
-    """Remove every schedule of this name, and return how many; raises `ConfigError` without one.
+    """Remove every schedule of this name, and return their number; raises `ConfigError` if none.
 
-    KFP's Workflows are owned by their schedule: one that is deleted takes its active runs away,
-    whose end nobody reports then. So the schedule is disabled, its runs end, and it is deleted.
+    A schedule owns its KFP Workflows: deleting it also deletes its active runs, whose end is never
+    reported. So the schedule is first disabled, then its runs end, then it is deleted.
 
     Args:
         access: the instance.
         name: of the schedules.
-        on_note: called with one line about each run that is waited for, or lost.
-        cancel: whether the active runs are cancelled.
-        now: whether not to wait, with what is lost by that.
+        on_note: called with one line about each run that delays the removal, or is lost.
+        cancel: whether to cancel the active runs.
+        now: whether to delete without waiting, which loses active runs.
     """
     client = connect(access)
-    named = _named(client, name)
+    named = _list_named(client, name)
     _disable(client, named)
     if now:
         for run in _active_runs(client, named):
@@ -418,13 +421,13 @@ def unschedule(
             )
     else:
         _wait_for_runs(client, named, on_note, cancel=cancel)
-    return _delete(client, named, _known_as(access, name))
+    return _delete(client, named, _schedule_key(access, name))
 
 
 def _wait_for_runs(
     client: Client, schedules: Sequence[Any], on_note: Callable[[str], None], *, cancel: bool
 ) -> None:
-    """Return once no run of these schedules, which are disabled, is active."""
+    """Return once no run of these disabled schedules is active."""
     seen, outage = set[str](), kfp_watch.Outage(on_note)
     while True:
         try:
@@ -460,19 +463,19 @@ def _terminate(client: Client, run_id: str) -> None:
     try:
         ask(client.terminate_run, run_id)
     except InstanceError as error:
-        # It has ended, or is ending already.
+        # It has ended, or is already ending.
         if error.status != _REFUSED:
             raise
 
 
 def _disable(client: Client, schedules: Sequence[Any]) -> None:
-    """Let schedules start no more runs; those that had begun to start are there on return."""
-    enabled = [each for each in schedules if _enabled(each)]
+    """Disable schedules; return when the runs that had begun to start are visible."""
+    enabled = [each for each in schedules if _is_enabled(each)]
     for each in enabled:
         try:
             ask(client.disable_recurring_run, each.recurring_run_id)
         except InstanceError as error:
-            # Someone else has removed it, or its object in the cluster (a 500).
+            # Another client has removed it, or its object in the cluster (a 500).
             if error.status != _ABSENT and "not found" not in str(error):
                 raise
     if enabled:
@@ -493,9 +496,9 @@ def _active_runs(client: Client, schedules: Sequence[Any]) -> list[RemoteRun]:
 def _replace(
     client: Client, schedules: Sequence[Any], known_as: str, kept: str
 ) -> tuple[int, tuple[str, ...]]:
-    """Remove schedules, but for those with active runs, which are disabled; see `unschedule`.
+    """Remove schedules, but only disable those with active runs; see `unschedule`.
 
-    Returns how many were removed, and a remark about each that was not.
+    Returns the number of removed ones, and a remark about each of the others.
     """
     _disable(client, schedules)
     active = {each.recurring_run_id: _active_runs(client, [each]) for each in schedules}
@@ -509,7 +512,7 @@ def _replace(
     return _delete(client, idle, known_as, kept), remarks
 
 
-def _named(client: Client, name: str) -> list[Any]:
+def _list_named(client: Client, name: str) -> list[Any]:
     every = _all(client)
     found = [each for each in every if each.display_name == name]
     if not found:
@@ -519,8 +522,8 @@ def _named(client: Client, name: str) -> list[Any]:
     return found
 
 
-def _known_as(access: Access, name: str) -> str:
-    """Return by what a schedule is known among those of all instances."""
+def _schedule_key(access: Access, name: str) -> str:
+    """Return the key of a schedule among those of all instances."""
     return "\n".join((access.endpoint, access.namespace, name))
 
 
@@ -542,11 +545,11 @@ def _when(timing: Timing) -> tuple[str, str]:
     return text, f"{utc:%Y-%m-%dT%H:%M:%SZ}"
 
 
-def _wanted(
+def _make_wanted(
     client: Client, submission: Submission, timing: Timing, version: Version
 ) -> V2beta1RecurringRun:
     what = f"version {version.name} of {version.pipeline}"
-    # Parameters first: a refusal leaves no empty experiment.
+    # Parameters first, so that a refusal leaves no empty experiment.
     parameters = run_parameters(submission.config, submission.image, version.spec, what)
     if timing.cron:
         trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
@@ -572,7 +575,7 @@ def _wanted(
     )
 
 
-def _found(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any | None, list[Any]]:
+def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any | None, list[Any]]:
     """Return the schedule of this name that equals `wanted`, or None, and the others."""
     named = [each for each in _all(client) if each.display_name == name]
     pipeline = wanted.pipeline_version_reference.pipeline_id
@@ -587,11 +590,11 @@ def _found(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any 
     same = [
         each
         for each in named
-        # The instance fills in its default where none is given.
+        # The instance fills in its default if none is given.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
     # An enabled one is preferred to a disabled one.
-    same.sort(key=_enabled, reverse=True)
+    same.sort(key=_is_enabled, reverse=True)
     kept = same[0] if same else None
     return kept, [each for each in named if each is not kept]
 
@@ -601,12 +604,12 @@ def _all(client: Client) -> list[Any]:
     return list(pages(client.list_recurring_runs, "recurring_runs", namespace=namespace))
 
 
-def _enabled(each: Any) -> bool:
+def _is_enabled(each: Any) -> bool:
     return each.status != "DISABLED" and each.mode != "DISABLE"
 
 
 def _meaning(each: Any) -> dict[str, Any]:
-    """Return the fields by which two schedules are equal; numbers of JSON compare as numbers."""
+    """Return the fields that define equality of schedules; JSON numbers compare as numbers."""
     trigger, runtime = each.trigger, each.runtime_config
     cron = trigger.cron_schedule.cron if trigger and trigger.cron_schedule else None
     every = trigger.periodic_schedule if trigger else None
@@ -624,21 +627,21 @@ def _meaning(each: Any) -> dict[str, Any]:
 
 
 def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "") -> int:
-    """Remove schedules, and that they refer to bundles other than `kept`; return how many."""
+    """Remove schedules, and their references to bundles other than `kept`; return their number."""
     for each in schedules:
         try:
-            # Since KFP 2.16 this leaves a run that has begun nevertheless; before, it is ignored.
+            # Since KFP 2.16 this lets a run that has begun continue; earlier versions ignore it.
             ask(
                 client.recurring_runs.recurring_run_service_delete_recurring_run,
                 each.recurring_run_id,
                 propagation_policy="ORPHAN",
             )
         except InstanceError as error:
-            # Someone else has removed it.
+            # Another client has removed it.
             if error.status != _ABSENT:
                 raise
         given = _meaning(each)["parameters"]
-        # A schedule of before the form has the bundle as a parameter of its own.
+        # A schedule of the time before the form has the bundle as a separate parameter.
         settings = given.get(SETTINGS)
         bundle = (settings if isinstance(settings, Mapping) else given).get("code", "")
         if bundle and bundle != kept:

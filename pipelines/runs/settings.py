@@ -1,6 +1,6 @@
 """Settings from Python: mappings, nested or with dotted keys, as `section.key=value` texts.
 
-The texts are those of `--set`: one reader checks them, and a run that is resumed repeats them.
+The texts are those of `--set`, so that one parser checks them, and a resumed run repeats them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from flotilla.trainer.config.load import is_section, parse_value
 from flotilla.trainer.runtime.errors import ConfigError
 
 Settings = Mapping[str, Any] | Sequence[str]
-# What JSON leaves as it is within a text, and YAML takes as a line break or refuses.
+# Characters that JSON keeps in a text, and YAML reads as line breaks or refuses.
 _UNSAFE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 
 
 class Sections(TypedDict, total=False):
-    """Sections of the configuration as keywords, such as `training={"steps": 200}`."""
+    """Sections of the configuration as keyword arguments, such as `training={"steps": 200}`."""
 
     data: Mapping[str, Any]
     task: Mapping[str, Any]
@@ -34,7 +34,7 @@ class Sections(TypedDict, total=False):
     storage: Mapping[str, Any]
 
 
-def assignments_of(
+def make_assignments(
     settings: Settings = (), sections: Mapping[str, Any] | None = None
 ) -> tuple[str, ...]:
     """Return settings as `section.key=value` texts, then sections; raises `ConfigError`."""
@@ -50,10 +50,10 @@ def assignments_of(
     return (*texts, *_texts(sections or {}))
 
 
-def searched_texts(search: Settings) -> Iterator[str]:
-    """Yield the texts of a search: a list is values to try, a text is taken as it is."""
+def format_search(search: Settings) -> Iterator[str]:
+    """Yield the texts of a search: a list is values to try, a text is passed unchanged."""
     if not isinstance(search, Mapping):
-        yield from assignments_of(search)
+        yield from make_assignments(search)
         return
     for key, values in search.items():
         if isinstance(values, str):
@@ -65,14 +65,14 @@ def searched_texts(search: Settings) -> Iterator[str]:
 
 
 def value_text(key: str, value: Any) -> str:
-    """Return a value as `--set KEY=` takes it; raises `ConfigError` where it is no plain data."""
+    """Format a value for `--set KEY=`; raises `ConfigError` if it is not plain data."""
     if isinstance(value, str | os.PathLike):
         text = str(os.fspath(value))
         try:
             if parse_value(text, key) == text:
                 return text
         except ConfigError:
-            # It is no YAML without quotes.
+            # It is invalid YAML without quotes.
             pass
         value = text
     try:
@@ -83,7 +83,7 @@ def value_text(key: str, value: Any) -> str:
 
 
 def _texts(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield a text for each key; a section is merged by its keys, any other value is replaced."""
+    """Yield a text for each key; sections are merged by key, other values are replaced."""
     for name, value in tree.items():
         path = (*above, *str(name).split("."))
         if isinstance(value, Mapping) and is_section(path):
@@ -94,7 +94,7 @@ def _texts(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[str
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON has in place of a path, or of a number or an array of NumPy."""
+    """Return the JSON equivalent of a path, or of a NumPy number or array."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Start a run on a KFP instance: of an uploaded version, or of a compiled pipeline."""
+"""Starts a run on a KFP instance: of an uploaded version, or of a compiled pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.pipelines.compile import Package, list_parameters, load_package
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from flotilla.pipelines.runs.local import GivenConfig, configuration, run_name
-from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of
+from flotilla.pipelines.runs.settings import Sections, Settings, make_assignments
 from flotilla.pipelines.runs.upload import Version, equals, find_version
 from flotilla.pipelines.step_settings import check_image, check_target
 from flotilla.trainer import storage
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What is to be run; see `submit` for the fields."""
+    """The run to submit; see `submit` for the fields."""
 
     config: Config
     package: Package | None = None
@@ -49,7 +49,7 @@ class Submission:
     image: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse wrong values before a request is sent; raises `ConfigError`."""
+        """Refuse invalid values before a request is sent; raises `ConfigError`."""
         for option in ("pipeline", "experiment"):
             if not getattr(self, option).strip():
                 raise ConfigError(f"--{option} is empty: name one, or leave the option out")
@@ -59,7 +59,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Submitted:
-    """A run that was started; `version` is None for a pipeline that was sent along."""
+    """A started run; `version` is None for a pipeline that was sent with the run."""
 
     run_id: str
     page: str
@@ -75,15 +75,15 @@ class Submitted:
 
 
 class Target(Sections, total=False):
-    """Where a run goes on an instance, and sections of the configuration.
+    """The destination of a run on an instance, and sections of the configuration.
 
     Attributes:
         pipeline: name of the uploaded pipeline.
-        version: of it; the newest when left out.
-        experiment: the group of runs, which is created where it does not exist.
-        pipeline_root: where KFP keeps artifacts; the instance's default when left out.
-        service_account: of the pods; the instance's default when left out.
-        image: of all steps and tasks; the one that the pipeline was compiled for when left out.
+        version: of the pipeline; the newest by default.
+        experiment: the group of runs, created if it does not exist.
+        pipeline_root: where KFP stores artifacts; the instance's by default.
+        service_account: of the pods; the instance's by default.
+        image: of all steps and tasks; that of the compiled pipeline by default.
     """
 
     pipeline: str
@@ -111,37 +111,37 @@ def submit(
 
     Args:
         config: a configuration, its YAML file, a mapping, or None for the default.
-        settings: laid over the configuration, as of `run`.
-        instance: the KFP instance; from the environment when left out.
-        file: a compiled pipeline to run in place of an uploaded version.
+        settings: override the configuration, as for `run`.
+        instance: the KFP instance; from the environment by default.
+        file: a compiled pipeline to run instead of an uploaded version.
         name: of the run; from the configuration and the time when empty.
-        code: folder of your own modules, which the steps find; those of the image when empty.
+        code: folder of your modules, which the steps import; those of the image if empty.
         target: see `Target`.
 
     Raises:
-        UserError: the configuration or a parameter is wrong, or the instance refuses the run.
+        UserError: the configuration or a parameter is invalid, or the instance refuses the run.
 
     Example:
         instance = flotilla.Instance(endpoint="http://localhost:8888")
         flotilla.submit("configs/digits.yaml", instance=instance, training={"steps": 200}).page
     """
-    submission = submission_of(config, settings, target)
+    submission = make_submission(config, settings, target)
     package = package_to_send(file, submission.version)
     access = (instance or Instance()).access()
     submission = replace(submission, name=name, package=package)
     if code:
-        submission, _ = with_code(submission, code)
+        submission, _ = add_code(submission, code)
     return start(connect(access), submission)
 
 
-def submission_of(config: GivenConfig, settings: Settings, target: Target) -> Submission:
-    """Return what is to be run, without a name; raises `ConfigError`."""
+def make_submission(config: GivenConfig, settings: Settings, target: Target) -> Submission:
+    """Return the submission, without a name; raises `ConfigError`."""
     given: dict[str, Any] = dict(target)
     own = {name: given.pop(name) for name in _TARGET if name in given}
-    return Submission(config=configuration(config, assignments_of(settings, given)), **own)
+    return Submission(config=configuration(config, make_assignments(settings, given)), **own)
 
 
-def with_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bundle]:
+def add_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bundle]:
     """Publish a folder of the user's modules where the steps find it; see `bundle.publish`."""
     config, root = submission.config, submission.config.storage.root
     if not root and submission.pipeline_root:
@@ -162,7 +162,7 @@ def with_code(submission: Submission, folder: str | Path) -> tuple[Submission, B
 
 
 def package_to_send(file: str | Path | None, version: str) -> Package | None:
-    """Return the compiled pipeline in a file, None without one; raises `UserError`."""
+    """Return the compiled pipeline in a file, None without a file; raises `UserError`."""
     if file and version:
         raise ConfigError("--file and --version name two pipelines: leave one out")
     return load_package(Path(file)) if file else None
@@ -175,7 +175,7 @@ def start(client: Client, submission: Submission) -> Submitted:
     version = None
     if submission.package is None:
         version = find_version(client, submission.pipeline, submission.version)
-    run_id = _started(client, submission, version)
+    run_id = _start(client, submission, version)
     return Submitted(run_id=run_id, page=client.page(f"runs/details/{run_id}"), version=version)
 
 
@@ -196,8 +196,8 @@ def run_parameters(
 
 
 def experiment_id(client: Client, name: str) -> str:
-    """Return the id of an experiment, which is created where it does not exist."""
-    if found := _found_experiment(client, name):
+    """Return the id of an experiment, created if it does not exist."""
+    if found := _find_experiment(client, name):
         return found
     namespace = client.access.namespace or None
     body = V2beta1Experiment(display_name=name, namespace=namespace)
@@ -205,14 +205,14 @@ def experiment_id(client: Client, name: str) -> str:
         made = ask(client.experiments.experiment_service_create_experiment, experiment=body)
     except InstanceError as error:
         # Another client has created it in the meantime.
-        found = _found_experiment(client, name) if error.status == _CONFLICT else ""
+        found = _find_experiment(client, name) if error.status == _CONFLICT else ""
         if not found:
             raise
         return found
     return str(made.experiment_id)
 
 
-def _found_experiment(client: Client, name: str) -> str:
+def _find_experiment(client: Client, name: str) -> str:
     for each in pages(
         client.list_experiments,
         "experiments",
@@ -224,7 +224,7 @@ def _found_experiment(client: Client, name: str) -> str:
     return ""
 
 
-def _started(client: Client, submission: Submission, version: Version | None) -> str:
+def _start(client: Client, submission: Submission, version: Version | None) -> str:
     with ExitStack() as stack:
         if version is not None:
             what, spec = f"version {version.name} of {version.pipeline}", version.spec

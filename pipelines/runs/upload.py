@@ -20,13 +20,13 @@ _ABSENT, _CONFLICT = 404, 409
 NEWEST = "created_at desc"
 # A version includes its whole spec, 80 kB for ours.
 _VERSIONS = 5
-# To guess the one that was meant.
+# Maximum number of names searched for a similar one.
 _SOME = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version of a pipeline; `remark` is for a person who did not choose it by its name."""
+    """A version of a pipeline; `remark` is for a user who did not choose it by name."""
 
     pipeline: str
     pipeline_id: str
@@ -42,7 +42,7 @@ class Version:
 
     @property
     def origin(self) -> str:
-        """Where it is from, in words."""
+        """Its origin in words."""
         mark = read_mark(self.spec)
         if mark:
             return f"was compiled by {contract.describe_mark(mark)}"
@@ -51,7 +51,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """An uploaded pipeline: `created` is false where it existed; `page` as in `Client.page`."""
+    """An uploaded pipeline: `created` is false if it existed; `page` as in `Client.page`."""
 
     version: Version
     created: bool
@@ -59,7 +59,7 @@ class Upload:
 
 
 def upload(access: Access, package: Package, name: str = "") -> Upload:
-    """Upload a pipeline, as a new version where it exists; the same content is uploaded once."""
+    """Upload a pipeline, as a new version if it exists; equal content is uploaded once."""
     if name and not name.strip():
         raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
     client = connect(access)
@@ -69,13 +69,13 @@ def upload(access: Access, package: Package, name: str = "") -> Upload:
 
 
 def find_default(access: Access, version: Version) -> Version:
-    """Return the version of the same pipeline that `submit` and `schedule` take by default."""
+    """Return the version of the pipeline that `submit` and `schedule` use by default."""
     return _default(connect(access), version.pipeline, version.pipeline_id) or version
 
 
 def find_or_upload(client: Client, package: Package, name: str) -> tuple[Version, bool]:
     """Return the version with this content, and whether it was created now."""
-    pipeline_id = find_pipeline_id(client, name) or _created(client, name)
+    pipeline_id = find_pipeline_id(client, name) or _create(client, name)
     for version in versions(client, name, pipeline_id, package.digest):
         if version.name.startswith(package.digest):
             return version, False
@@ -123,13 +123,13 @@ def versions(
 
 
 def find_version(client: Client, name: str, wanted: str) -> Version:
-    """Return an uploaded version of the pipeline `name`; raises `ConfigError` where there is none.
+    """Return an uploaded version of the pipeline `name`; raises `ConfigError` if there is none.
 
-    `wanted` is name or id of the version, or the beginning of its name; when empty the newest that
-    has the steps of this code, else the newest of all.
+    `wanted` is a name, an id or the prefix of a name; if empty, the newest version with the steps
+    of this code is returned, else the newest of all.
     """
-    pipeline_id = _known_pipeline(client, name)
-    found = _wanted(client, name, pipeline_id, wanted)
+    pipeline_id = _find_pipeline(client, name)
+    found = _find_wanted(client, name, pipeline_id, wanted)
     if found is not None:
         return found
     some = [version.name for version in versions(client, name, pipeline_id, most=_SOME)]
@@ -141,7 +141,7 @@ def find_version(client: Client, name: str, wanted: str) -> Version:
 
 def newest_version(client: Client, name: str) -> Version:
     """Return the newest version of the pipeline `name`; raises `ConfigError` without one."""
-    newest = next(versions(client, name, _known_pipeline(client, name), most=1), None)
+    newest = next(versions(client, name, _find_pipeline(client, name), most=1), None)
     if newest is None:
         raise _no_version(name)
     if newest.is_of_this_code:
@@ -153,7 +153,7 @@ def _no_version(name: str) -> ConfigError:
     return ConfigError(f"the pipeline {name!r} has no version: upload one with `flotilla upload`")
 
 
-def _known_pipeline(client: Client, name: str) -> str:
+def _find_pipeline(client: Client, name: str) -> str:
     pipeline_id = find_pipeline_id(client, name)
     if not pipeline_id:
         known = [
@@ -185,23 +185,23 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
 
 
 def equals(key: str, value: str) -> str:
-    """Return a filter of the API for a text as the instance compares it: capitals are the same."""
+    """Return an API filter for a text; the instance ignores case."""
     return _filter("EQUALS", key, value)
 
 
 def containing(key: str, value: str) -> str:
-    """Return a filter for texts that contain `value`, and, as `%` and `_` match any, for more."""
-    # A backslash would take the meaning of the letter after it.
+    """Return a filter for texts that contain `value`, or more, since `%` and `_` are wildcards."""
+    # A backslash would escape the next character.
     return _filter("IS_SUBSTRING", key, max(value.split("\\"), key=len))
 
 
 def _filter(operation: str, key: str, value: str) -> str:
     predicate = {"operation": operation, "key": key, "stringValue": value}
-    # The server decodes it once more than any other parameter: a `+` would become a space.
+    # The server decodes this parameter twice: a `+` would become a space.
     return quote(json.dumps({"predicates": [predicate]}), safe="")
 
 
-def _wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version | None:
+def _find_wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version | None:
     if not wanted:
         return _default(client, name, pipeline_id)
     if is_id(wanted):
@@ -222,8 +222,9 @@ def _wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version
     return begins
 
 
-def _created(client: Client, name: str) -> str:
-    # Without a version: the first one would get the name of the pipeline, not that of its content.
+def _create(client: Client, name: str) -> str:
+    # Without a version, since the first one would get the name of the pipeline, not that of its
+    # content.
     body = V2beta1Pipeline(name=name, display_name=name, namespace=client.access.namespace or None)
     try:
         made = ask(client.pipelines.pipeline_service_create_pipeline, pipeline=body)

@@ -27,7 +27,7 @@ from flotilla.pipelines import notebook
 from flotilla.pipelines.runs import local, local_status
 from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.outcome import RunResult
-from flotilla.pipelines.runs.settings import Sections, Settings, assignments_of, searched_texts
+from flotilla.pipelines.runs.settings import Sections, Settings, format_search, make_assignments
 from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
@@ -147,7 +147,7 @@ def sweep(
         flotilla.sweep("configs/digits.yaml", {"training.batch_size": [32, 64]}).best.settings
     """
     options = SweepOptions(
-        config=config, settings=(*assignments_of(settings, sections), *searched_texts(search)),
+        config=config, settings=(*make_assignments(settings, sections), *format_search(search)),
         random=random, tpe=tpe, seed=seed, halving=halving, auto=auto, minutes=minutes,
         metric=metric, better=better, parallel=parallel,
     )  # fmt: skip
@@ -350,7 +350,7 @@ class _Workers:
             self._forward_stop()
 
     def _end(self, trial: Trial, result: RunResult) -> None:
-        step = result.step_of("checkpoint")
+        step = result.find_step("checkpoint")
         metrics = dict(step.metrics) if step else {}
         known = replace(
             trial,

@@ -1,1 +1,1 @@
-"""The logs of a run as a person reads them, on this machine and on a KFP instance."""
+"""The readable logs of a run, on this machine and on a KFP instance."""

@@ -1,6 +1,6 @@
-"""The logs of a run on a KFP instance: those of its steps, as the instance has them.
+"""The logs of a run on a KFP instance: those of its steps, from the instance.
 
-The log of the step that trains has the lines of the training tasks, which the launcher relays.
+The log of the training step has the lines of the training tasks, which the launcher relays.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _BEGUN = ("RUNNING", "SUCCEEDED", "FAILED")
 
 
 class LogFollower:
-    """Passes on what is new in the logs of a run."""
+    """Passes on new lines in the logs of a run."""
 
     def __init__(
         self, client: Client, only: str, view: LogView, on_line: OnLine, on_note: OnNote
     ) -> None:
-        """Follow the step `only`, or all when it is empty."""
+        """Follow the step `only`, or all steps if it is empty."""
         self._client = client
         self._only = only
         self._view, self._on_line = view, on_line
         self._on_note = on_note
-        # How far each log has been read, by its pod.
+        # The position in each log, by its pod.
         self._texts: dict[str, LogText] = {}
         self._lengths: dict[str, int] = {}
         self._done: set[str] = set()
@@ -47,11 +47,11 @@ class LogFollower:
                 continue
             if step.state in _BEGUN:
                 over = step.state in ENDED or run.has_ended
-                self._read(run, step, over)
+                self._read_step(run, step, over)
                 if over:
                     self._done.add(step.name)
 
-    def _read(self, run: RemoteRun, step: Step, over: bool) -> None:
+    def _read_step(self, run: RemoteRun, step: Step, over: bool) -> None:
         try:
             if not step.pod:
                 raise InstanceError(f"{step.name} has no pod yet")
@@ -59,7 +59,7 @@ class LogFollower:
         except InstanceError as error:
             if error.status in (401, 403):
                 raise
-            # The pod may not be there yet.
+            # The pod may not exist yet.
             self.refused[step.name] = (step, error)
             return
         self.refused.pop(step.name, None)
@@ -67,7 +67,7 @@ class LogFollower:
             # The last line is still being written.
             text = text[: text.rfind("\n") + 1]
         seen = self._lengths.get(step.pod, 0)
-        # A log is shorter than before where Kubernetes has begun another file.
+        # A log is shorter than before if Kubernetes has started a new file.
         fresh = text[seen:] if len(text) >= seen else text
         self._lengths[step.pod] = len(text)
         text_of = self._texts.setdefault(step.pod, LogText(utc=True))
@@ -94,12 +94,12 @@ def follow_logs(
     on_line: OnLine,
     on_note: OnNote,
 ) -> RemoteRun:
-    """Pass on the logs of a run, or `only` of one step; return the run as it was seen last.
+    """Pass on the logs of a run, or `only` of one step; return the last known state of the run.
 
-    `on_note` is called with a line on what has no log. Raises `UserError`.
+    `on_note` is called with a line about each missing log. Raises `UserError`.
     """
     names = [step.name for step in run.steps]
-    # Before, each stage was a step of its own.
+    # In earlier versions each stage was a separate step.
     only = next((each for each in view.stages if view.stages == (each,) and each in names), only)
     if only and only not in names and (run.has_ended or not follow):
         known = nearest(only, names) or f"; it has {', '.join(names) or 'none yet'}"
@@ -125,7 +125,7 @@ def follow_logs(
 
 
 def _instead(client: Client, run: RemoteRun, step: Step) -> str:
-    """Return where a person finds what a log that the instance does not return would say."""
+    """Return where the user finds the content of a log that the instance does not return."""
     namespace = client.access.namespace or "kubeflow"
     if run.has_ended:
         records = storage.join(run.at, STEPS) if run.at else ""

@@ -1,4 +1,4 @@
-"""The logs of a run on this machine: events, what its steps wrote, and what its tasks wrote."""
+"""The logs of a local run: its events, and the output of its steps and tasks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnLine = Callable[[LogLine], None]
 
 
 def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: OnLine) -> None:
-    """Pass on the logs of a run; until it ends where it is followed. Raises `UserError`."""
+    """Pass on the logs of a run, until it ends if `follow` is set. Raises `UserError`."""
     if not any((folder / name).is_file() for name in (local.EVENTS, local_status.LOG)):
         raise UserError(f"cannot read {folder / local_status.LOG}: the run has written nothing")
     tasks = [path.parent.name for path in _task_logs(folder)]
@@ -31,7 +31,7 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
         view.require_task(folder.name, tasks)
     logs = _Logs(folder)
     while True:
-        # Looked up before reading: what the run wrote before its end is read after it.
+        # Checked before reading, so that lines written before the end are read after it.
         going = follow and local_status.find_process(folder) > 0
         lines = merge_lines(logs.read(whole=not going))
         view.leader = logs.leader
@@ -47,7 +47,7 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Where a run has failed: the step to replay, the log that says why, and the user's frame."""
+    """Where a run has failed: the step to replay, the log with the cause, and the user's frame."""
 
     step: str
     log: Path
@@ -55,7 +55,7 @@ class Failure:
 
 
 def find_failure(folder: Path) -> Failure | None:
-    """Return where the newest start of a run has failed; None where no step has."""
+    """Return where the newest start of a run has failed; None if no step has."""
     ends: list[events.StepEnd] = []
     failed: events.TaskFailed | None = None
     trace = ""
@@ -84,7 +84,7 @@ def _task_logs(folder: Path) -> list[Path]:
 
 
 class _Logs:
-    """What is new in the files of a run."""
+    """The new lines in the files of a run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -93,7 +93,7 @@ class _Logs:
         self.leader = "chief-0"
 
     def read(self, *, whole: bool) -> Iterator[Line]:
-        """Yield new lines of all files; with `whole` also a last line that has no end."""
+        """Yield new lines of all files; with `whole` also an incomplete last line."""
         for path in [self._folder / local_status.LOG, *_task_logs(self._folder)]:
             if path not in self._files:
                 is_task = path.name == TASK_LOG
@@ -102,7 +102,7 @@ class _Logs:
         names = {path.parent.name for path in self._files}
         if "chief-0" not in names and "worker-0" in names:
             self.leader = "worker-0"
-        # What was written before an event of the same moment is of the step before.
+        # Lines written before an event of the same time belong to the step before.
         for file in self._files.values():
             yield from split_times(file.lines(whole=whole), file.time)
         for raw in self._events.raw(whole=whole):
@@ -121,7 +121,7 @@ class _File:
 
     @property
     def time(self) -> float:
-        """When it was written to last."""
+        """The time of the last write."""
         try:
             return os.stat(self._path).st_mtime
         except OSError:
@@ -132,8 +132,8 @@ class _File:
         return map(self._text.take, self.raw(whole=whole))
 
     def raw(self, *, whole: bool) -> Iterator[str]:
-        """Yield its new lines as they are."""
-        # It can be removed while it is read.
+        """Yield its new lines unparsed."""
+        # The file can be removed while it is read.
         with suppress(OSError), self._path.open("rb") as file:
             file.seek(self._position)
             for line in file:

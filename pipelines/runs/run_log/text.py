@@ -1,4 +1,4 @@
-"""The lines of a log as processes write them: when, by whom, and whether anyone needs them."""
+"""Parses the lines of a log: their time, their writer, and whether they are noise."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flotilla.trainer.runtime.output.stamps import split_stamp
 
 _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
-# By a logger that nobody has set up.
+# A line of a logger without configuration.
 _PLAIN_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:")
-# What the launcher relays of a training task into the log of its step.
+# The prefix with which the launcher relays lines of a training task into the log of its step.
 _TASK = re.compile(r"\[((?:chief|worker|ps|evaluator)-\d+)\] ?")
 _REDRAWN = re.compile(r"\r|\\u000d")
-# The clock of absl without a time zone: seconds since 1970.
+# The timestamp of absl without a time zone: seconds since 1970.
 _ABSL = re.compile(r"[IWEF]\d{4} 00:00:(\d{9,}\.\d+)")
-# By the program that writes it, of KFP and Argo: how a line begins. One that ends with an opening
-# bracket, or begins such a document, is followed by it up to its closing one.
+# Noise of KFP and Argo, by program: how a line begins. A line that ends with an opening bracket, or
+# begins such a document, is followed by it up to the closing bracket.
 PLUMBING: tuple[tuple[str, str], ...] = (
     ("kfp/dsl/executor_main.py", r"Looking for component `|Loading KFP component \""),
     ("kfp/dsl/executor_main.py", r"--component_module_path is not specified\. "),
@@ -35,7 +35,7 @@ PLUMBING: tuple[tuple[str, str], ...] = (
     ("pip", r"\[notice\] |WARNING: Running pip as the 'root' user"),
 )
 _PLUMBING = re.compile("|".join(pattern for _, pattern in PLUMBING))
-# How such a document ends, by how it begins.
+# The end of such a document, by its beginning.
 _DOCUMENTS = (
     (re.compile(r"default session config: "), re.compile(r"$")),
     (
@@ -43,13 +43,13 @@ _DOCUMENTS = (
         re.compile(r"[}\]]\S*$"),
     ),
 )
-# The runner of KFP on this machine indents what a step writes; and of its own the outputs.
+# KFP's local runner indents the output of a step, and logs the outputs itself.
 _INDENT, _STREAMED = "    ", "Streamed logs:"
-#: How its traceback ends, which follows the failure of a step.
+# : The end of its traceback, which follows the failure of a step.
 RUNNER_FAILED = re.compile(r"RuntimeError: (?:Pipeline|Task) .* finished with status ")
 _RUNNER = re.compile(r"(\d\d):(\d\d):(\d\d)\.(\d{3}) - [A-Z]+ - ")
 _HALF_A_DAY = 43200.0
-# The event of the end of the step says the same.
+# The event of the step's end says the same.
 _ERROR_OF_STEP = re.compile(r"flotilla: [a-z_]+: ")
 
 
@@ -58,13 +58,13 @@ class Line:
     """One line.
 
     Attributes:
-        time: in seconds since 1970; None where neither the line nor one before it says.
-        label: the step or the training task that wrote it; empty for the step of that time.
-        text: without its time.
-        begins: whether it begins something: it has a time of its own.
-        level: of its logger; empty for what was printed.
-        event: that it reports.
-        is_noise: whether it says nothing about the run.
+        time: Unix timestamp; None if neither the line nor an earlier one has one.
+        label: the step or training task that wrote it; empty for the current step.
+        text: without the timestamp.
+        begins: whether it has its own timestamp, and so begins a record.
+        level: of its logger; empty for printed text.
+        event: the event in it, if any.
+        is_noise: whether it is irrelevant to the run.
     """
 
     time: float | None
@@ -80,7 +80,7 @@ class LogText:
     """Reads the text of one log, line by line."""
 
     def __init__(self, label: str = "", *, utc: bool = False) -> None:
-        """Read the log of the step or task `label`; with `utc`, by the clock of pods."""
+        """Read the log of the step or task `label`; with `utc`, timestamps are in UTC."""
         self._label, self._utc = label, utc
         self._time: float | None = None
         self._closes: re.Pattern[str] | None = None
@@ -94,13 +94,13 @@ class LogText:
             line = of_task.take(text[task.end() :])
             self._time = line.time or self._time
             return replace(line, time=self._time)
-        # Of a process that was killed a document may have no end.
+        # The document of a killed process may have no end.
         if self._closes and not (_EXECUTOR.match(text) or split_stamp(text)[0]):
             self._closes = None if self._closes.match(text) else self._closes
             return self._line(text, is_noise=True)
-        return self._parsed(text)
+        return self._parse(text)
 
-    def _parsed(self, text: str) -> Line:
+    def _parse(self, text: str) -> Line:
         begins, level = True, ""
         if found := _EXECUTOR.match(text):
             self._time, level = (
@@ -127,10 +127,10 @@ class LogText:
 
 
 class RunnerText(LogText):
-    """Reads the log of KFP's runner on this machine, in which those of the steps are."""
+    """Parses the log of KFP's local runner, which contains those of the steps."""
 
     def __init__(self, since: float) -> None:
-        """Take the time at which the run began: the clock of the runner has no date."""
+        """Take the time at which the run began, since the runner's timestamps have no date."""
         super().__init__()
         self._time = since
         self._is_of_step = self._is_output = False
@@ -158,14 +158,14 @@ class RunnerText(LogText):
 
 def _plain(raw: str) -> str:
     task = _TASK.match(raw)
-    # Of a bar that is drawn again in place the last one is left; a launcher writes it escaped.
+    # Only the last state of a progress bar remains; a launcher writes it escaped.
     last = _REDRAWN.split(raw.rstrip("\r\n"))[-1]
     again = task[0] if task and last != raw.rstrip("\r\n") else ""
     return printable(COLOURS.sub("", f"{again}{last}")).rstrip()
 
 
 def split_times(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:
-    """Yield lines with a time each: what comes before the first time has that one."""
+    """Yield lines with a time each; lines before the first time get that one."""
     waiting: list[Line] = []
     for line in lines:
         if line.time is None:

@@ -1,4 +1,4 @@
-"""What a person reads of a run: its lines in order, without what is said twice or too often."""
+"""Selects the readable lines of a run, in order, without duplicates and frequent repetitions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.user_code import is_users_file
 
-# Of what comes again and again a line is shown at most once in this share of the time so far.
+# A repeating line is shown at most once in this share of the time so far.
 _SHARE = 0.1
 _FRAME = re.compile(r'( *)File "([^"]+)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = "flotilla: "
 _EVALUATOR = "evaluator-0"
-# So many of the newest texts are looked at for one that comes again.
+# Number of newest texts that are searched for a repetition.
 _RECENT = 200
 _PACED: dict[type[Event], Callable[[Any], str]] = {
     Progress: lambda event: f"{format_reached(event)}  {format_metrics(event)}",
@@ -42,7 +42,7 @@ _PACED: dict[type[Event], Callable[[Any], str]] = {
     ),
     events.CheckpointPublished: lambda event: f"checkpoint of global step {event.global_step}",
 }
-#: Events of training, which on this machine do not say which task they are of.
+# : Training events, which on this machine do not name their task.
 _OF_TRAINING = (
     *_PACED, events.AttemptBegin, events.HandedOn, events.Saved, events.UploadFailed,
     events.CheckpointPassedOver, events.WarmStart, events.FromScratch, events.TableEmpty,
@@ -51,7 +51,7 @@ _OF_TRAINING = (
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """One line for a person: `label` is the stage or the training task that it is of."""
+    """One line for the user: `label` is its stage or training task."""
 
     time: float | None
     label: str
@@ -59,17 +59,17 @@ class LogLine:
 
 
 class LogView:
-    """Takes the lines of a run in order, and returns those that are shown."""
+    """Takes the lines of a run in order, and returns those to show."""
 
     def __init__(
         self, *, stages: Sequence[str] = (), task: str = "", verbose: bool = False
     ) -> None:
         """Show these stages, or all, one training task or all; with `verbose` every line."""
         self.stages, self.task, self._verbose = tuple(stages), task, verbose
-        # The task that events of training are of, where they do not say so.
+        # The task of training events that name none.
         self.leader = ""
         self._stage = self._pod = ""
-        # Of each pod; the logs of several may come in turn.
+        # By pod, since the lines of several logs may alternate.
         self._stage_in: dict[str, str] = {}
         self._begin: Line | None = None
         self._words = LogLines()
@@ -82,34 +82,34 @@ class LogView:
         self.labels: set[str] = set()
 
     def require_task(self, run_id: str, tasks: Collection[str]) -> None:
-        """Raise a `ConfigError` where one task is shown that is none of the run's."""
+        """Raise a `ConfigError` if the selected task is not one of the run's."""
         if self.task and self.task not in tasks:
             known = nearest(self.task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
             raise ConfigError(f"--task: the run {run_id} has no task {self.task!r}{known}")
 
     def enter(self, step: str) -> None:
-        """Take the lines that follow as those of the pod of a step."""
+        """Treat the lines that follow as those of the pod of a step."""
         self._pod, self._stage = step, self._stage_in.get(step, step)
 
     def take(self, line: Line) -> Iterator[LogLine]:
-        """Yield what is shown with the next line."""
+        """Yield the lines to show after the next input line."""
         if self._traceback and (line.begins or line.event or line.text.startswith(_ERROR)
                                 or line.label != self._traceback[0].label):  # fmt: skip
-            yield from self._closed()
+            yield from self._close_traceback()
         if line.event:
             yield from self._event(line, line.event)
         elif self._verbose or not (line.is_noise or not line.text):
             yield from self._text(line)
 
     def flush(self) -> Iterator[LogLine]:
-        """Yield what waits for a next line: there is none for now."""
-        yield from self._closed()
+        """Yield the lines that wait for a next line, since there is none for now."""
+        yield from self._close_traceback()
         yield from self._began()
 
     def end(self) -> Iterator[LogLine]:
-        """Yield what was kept back: the run has ended, or is not followed."""
+        """Yield the lines that were held back: the run has ended, or is not followed."""
         yield from self.flush()
-        yield from self._kept()
+        yield from self._flush_held()
 
     def _text(self, line: Line) -> Iterator[LogLine]:
         if line.text.startswith(_TRACEBACK) or self._traceback:
@@ -120,19 +120,19 @@ class LogView:
             return
         if line.level in ("WARNING", "ERROR", "CRITICAL"):
             text = f"{line.level.lower()}: {text}"
-            # TensorFlow's logger writes a line itself, and hands it to that of the process.
+            # TensorFlow's logger writes a line itself, and passes it to the process's logger.
             if line.begins and self._by_library == text and not self._verbose:
                 return
             self._by_library = "" if line.begins else text
-        yield from self._written(line, text)
+        yield from self._make_line(line, text)
 
     def _was_said(self, label: str, text: str) -> bool:
-        """Say whether a step repeats what a task or another step has said."""
+        """Return whether a step repeats a line of a task or of another step."""
         if _is_task(label):
             return False
         return any(each == text and by != label for each, by in self._recent)
 
-    def _closed(self) -> Iterator[LogLine]:
+    def _close_traceback(self) -> Iterator[LogLine]:
         """Yield a traceback, unless it was shown: the log of a step repeats that of its task."""
         lines, self._traceback = self._traceback, []
         whole = "\n".join(each.text.strip() for each in lines if each.text.strip())
@@ -140,32 +140,32 @@ class LogView:
         if not lines or (is_known and not self._verbose):
             return
         self._tracebacks.add(whole)
-        for line in lines if self._verbose else _of_user(lines):
+        for line in lines if self._verbose else _filter_traceback(lines):
             if line.text:
-                yield from self._written(line, line.text)
+                yield from self._make_line(line, line.text)
 
     def _event(self, line: Line, event: Event) -> Iterator[LogLine]:
-        line = replace(line, label=self._label_of(event) or line.label)
+        line = replace(line, label=self._find_label(event) or line.label)
         if isinstance(event, StepBegin):
             yield from self._began()
             self._stage = self._stage_in[self._pod] = event.step
             self._begin = line
             return
         if type(event) in _PACED:
-            yield from self._paced(line, event)
+            yield from self._apply_pace(line, event)
             return
         if isinstance(event, StepEnd | events.HandedOn | events.AttemptBegin):
-            yield from self._kept()
+            yield from self._flush_held()
         if isinstance(event, StepEnd):
             self._begin = None
             if any(each and event.error.startswith(each) for each, _ in self._recent):
-                # Its task has said why.
+                # Its task has reported the reason.
                 event = replace(event, error="")
-        for text in _words_of(event) or [self._words.take(event)]:
+        for text in _describe_event(event) or [self._words.take(event)]:
             if text and not self._was_said(line.label or self._stage, text):
-                yield from self._written(line, text)
+                yield from self._make_line(line, text)
 
-    def _label_of(self, event: Event) -> str:
+    def _find_label(self, event: Event) -> str:
         match event:
             case StepBegin() | StepEnd():
                 return event.step
@@ -175,7 +175,7 @@ class LogView:
                 return _EVALUATOR
         return self.leader if isinstance(event, _OF_TRAINING) else ""
 
-    def _paced(self, line: Line, event: Event) -> Iterator[LogLine]:
+    def _apply_pace(self, line: Line, event: Event) -> Iterator[LogLine]:
         if isinstance(event, Progress) and Progress not in self._paces:
             line = replace(line, event=is_first_stretch(event))
         pace = self._paces.setdefault(type(event), _Pace())
@@ -190,10 +190,10 @@ class LogView:
 
     def _event_as_it_is(self, line: Line) -> Iterator[LogLine]:
         if line.event:
-            yield from self._written(line, _PACED[type(line.event)](line.event))
+            yield from self._make_line(line, _PACED[type(line.event)](line.event))
 
-    def _kept(self) -> Iterator[LogLine]:
-        """Yield the last of what comes again and again, and begin anew."""
+    def _flush_held(self) -> Iterator[LogLine]:
+        """Yield the last repeating line that was held back, and reset."""
         kept = [each.kept for each in self._paces.values() if each.kept]
         self._paces.clear()
         for line in sorted(kept, key=lambda each: each.time or 0.0):
@@ -202,25 +202,25 @@ class LogView:
     def _began(self) -> Iterator[LogLine]:
         if line := self._begin:
             self._begin = None
-            yield from self._written(line, "...")
+            yield from self._make_line(line, "...")
 
-    def _written(self, line: Line, text: str) -> Iterator[LogLine]:
+    def _make_line(self, line: Line, text: str) -> Iterator[LogLine]:
         label = line.label or self._stage
         self.labels.add(label)
-        # Of a stage that is short, its end is enough.
+        # For a short stage, its end is enough.
         yield from self._began()
         self._recent.append((text, label))
-        if self._is_asked_for(label):
+        if self._is_selected(label):
             yield LogLine(time=line.time, label=label, text=mask(text))
 
-    def _is_asked_for(self, label: str) -> bool:
+    def _is_selected(self, label: str) -> bool:
         if self.task:
             return label == self.task
         return not self.stages or (TRAIN if _is_task(label) else label) in self.stages
 
 
-def _of_user(lines: Sequence[Line]) -> Iterator[Line]:
-    """Yield a traceback without the frames of others; all of it where none is the user's."""
+def _filter_traceback(lines: Sequence[Line]) -> Iterator[Line]:
+    """Yield a traceback with the user's frames only; all of it if there are none."""
     parts: list[tuple[str, list[Line]]] = []
     indent = 0
     for line in lines:
@@ -251,14 +251,14 @@ def _is_task(label: str) -> bool:
 
 
 class _Pace:
-    """How often there is a line of one kind: less and less often, the longer it lasts."""
+    """The rate of lines of one kind, which falls with the duration."""
 
     def __init__(self) -> None:
         self._first = self._last = 0.0
         self.kept: Line | None = None
 
     def is_due(self, time: float) -> bool:
-        """Say whether the next one is shown."""
+        """Return whether the next line is due."""
         self._first = self._first or time
         if self._last and time - self._last < max(LINE_SECONDS, (time - self._first) * _SHARE):
             return False
@@ -266,8 +266,8 @@ class _Pace:
         return True
 
 
-def _words_of(event: Event) -> list[str]:
-    """Return the lines of an event that are of no other place."""
+def _describe_event(event: Event) -> list[str]:
+    """Return the lines of an event that are not in any log."""
     match event:
         case events.RunBegin():
             again = f" again, for the {event.number}th time" if event.number > 1 else ""
@@ -280,11 +280,11 @@ def _words_of(event: Event) -> list[str]:
         case events.TaskFailed():
             return [f"ended with {event.cause}"]
         case StepEnd():
-            return list(_ended(event))
+            return list(_describe_end(event))
     return []
 
 
-def _ended(event: StepEnd) -> Iterator[str]:
+def _describe_end(event: StepEnd) -> Iterator[str]:
     cause = f": {one_line(event.error)}" if event.error else ""
     metrics = {} if cause else key_metrics(event.metrics)
     measured = ", ".join(f"{name} {text}" for name, text in metrics.items())
@@ -295,5 +295,5 @@ def _ended(event: StepEnd) -> Iterator[str]:
 
 
 def merge_lines(lines: Iterable[Line]) -> list[Line]:
-    """Return lines of several logs by time; those of one log stay in their order."""
+    """Merge lines of several logs by time; those of one log stay in order."""
     return sorted(lines, key=lambda line: line.time or 0.0)

@@ -81,10 +81,10 @@ def test_no_secret_is_in_the_repr_or_in_what_is_reported(tmp_path):
     assert TOKEN not in repr(access)
     assert "secret-value" not in repr(access)
     answer = f"refused {TOKEN} and session=secret-value, or only secret-value"
-    assert access.masked(answer) == "refused *** and ***, or only ***"
+    assert access.mask(answer) == "refused *** and ***, or only ***"
     file = tmp_path / "token"
     file.write_text("of-the-file\n")
-    assert Access(endpoint="http://kfp", token_file=str(file)).masked("of-the-file") == "***"
+    assert Access(endpoint="http://kfp", token_file=str(file)).mask("of-the-file") == "***"
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class TestLayingOut:
     def test_the_configuration_is_kept_as_it_was_given(self, workdir):
         config = load_config(None, ["training.steps=7"])
         run = local.new_run(config, workdir)
-        kept = local.saved_config(workdir, run.run_id)
+        kept = local.config_file(workdir, run.run_id)
         # Without the root, so that a workdir can be moved.
         assert load_config(kept) == config
 
@@ -99,11 +99,11 @@ class TestLayingOut:
         with events.Follower(run.folder / local.EVENTS, again.begin) as follower:
             assert list(follower.new()) == [RunBegin(run_id=run.run_id, number=2)]
         # Until its training has begun.
-        assert load_config(local.saved_config(workdir, run.run_id)) == CONFIG
+        assert load_config(local.config_file(workdir, run.run_id)) == CONFIG
         again.save_config()
-        assert load_config(local.saved_config(workdir, run.run_id)).training.steps == 9
+        assert load_config(local.config_file(workdir, run.run_id)).training.steps == 9
 
-    @pytest.mark.parametrize("take", [local.saved_config, local.check_run_id])
+    @pytest.mark.parametrize("take", [local.config_file, local.check_run_id])
     def test_a_run_that_is_not_there(self, workdir, take):
         with pytest.raises(ConfigError, match=r"^no run 'x' below .*wörk dir$"):
             take(workdir, "x")
@@ -140,7 +140,7 @@ class TestExecuting:
             attempt = AttemptBegin(global_step=0, steps=9, resumed=False)
             events.append(run.folder / local.EVENTS, attempt)
         assert local.execute(again, "no_such_pipeline", {}).status == "failed"
-        kept = load_config(local.saved_config(workdir, run.run_id))
+        kept = load_config(local.config_file(workdir, run.run_id))
         assert kept == (other if begins else CONFIG)
 
     def test_a_resume_whose_data_is_refused_leaves_it_too(self, workdir, monkeypatch):
@@ -150,15 +150,15 @@ class TestExecuting:
         for event in done("validate_data", metrics={"decision": "refused", "reasons": ["no"]}):
             events.append(run.folder / local.EVENTS, event)
         ended = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
-        monkeypatch.setattr(local, "_started", lambda *_: ended)
+        monkeypatch.setattr(local, "_start", lambda *_: ended)
         assert local.execute(again, "run", {}).status == "refused"
-        assert load_config(local.saved_config(workdir, run.run_id)) == CONFIG
+        assert load_config(local.config_file(workdir, run.run_id)) == CONFIG
 
     def test_a_cancel_before_the_runner_can_handle_it(self, workdir, monkeypatch):
         run = local.new_run(CONFIG, workdir)
         ended = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
         started = subprocess.Popen([sys.executable, "-c", ended], start_new_session=True)
-        monkeypatch.setattr(local, "_started", lambda *_: started)
+        monkeypatch.setattr(local, "_start", lambda *_: started)
         result = local.execute(run, "run", {})
         assert (result.status, result.exit_code) == ("interrupted", 130)
         assert local_status.read_status(workdir, run.run_id).status == "interrupted"

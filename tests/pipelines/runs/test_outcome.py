@@ -153,8 +153,8 @@ def test_metrics_and_artifacts():
         ended("evaluate_model", uri=uris["evaluate_model"], metrics={"accuracy": 0.5}),
     ]
     outcome = judge_outcome(reduce_events(events), 0, interrupted=False)
-    assert outcome.metrics_of("evaluation") == {"accuracy": 0.5}
-    assert outcome.metrics_of("checkpoint") == {}
+    assert outcome.find_metrics("evaluation") == {"accuracy": 0.5}
+    assert outcome.find_metrics("checkpoint") == {}
     assert outcome.artifacts == {
         "dataset": "file:///prepare_data",
         "checkpoint": "file:///train_model",

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from flotilla.pipelines.runs.schedule import parsed
+from flotilla.pipelines.runs.schedule import parse
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.config.test_old_parameters import flat
@@ -290,19 +290,19 @@ NOW = datetime(2026, 7, 15, 10, 20, 30, tzinfo=UTC)
     ],
 )
 def test_what_it_means(text, sent, upcoming):
-    cron = parsed(text)
+    cron = parse(text)
     assert cron.text == sent
     assert f"{cron.after(NOW):%Y-%m-%d %H:%M:%S}" == upcoming
 
 
 @pytest.mark.parametrize("text", ["0 0 30 2 *", "0 0 31 apr,jun *"])
 def test_what_never_comes(text):
-    assert parsed(text).after(NOW) is None
+    assert parse(text).after(NOW) is None
 
 
 def test_a_time_that_is_now_comes_again():
     exactly = datetime(2026, 7, 15, 10, 0, 0, tzinfo=UTC)
-    assert parsed("0 10 * * *").after(exactly) == exactly.replace(day=16)
+    assert parse("0 10 * * *").after(exactly) == exactly.replace(day=16)
 
 
 @pytest.mark.parametrize(
@@ -335,5 +335,5 @@ def test_a_time_that_is_now_comes_again():
 )
 def test_what_is_no_cron(text, message):
     with pytest.raises(ConfigError) as refused:
-        parsed(text)
+        parse(text)
     assert message in str(refused.value)

@@ -7,8 +7,8 @@ import pytest
 
 from flotilla.pipelines.runs.settings import (
     Sections,
-    assignments_of,
-    searched_texts,
+    format_search,
+    make_assignments,
     value_text,
 )
 from flotilla.trainer.config.load import load_config, parse_value
@@ -29,16 +29,18 @@ def test_every_section_is_a_keyword():
     ],
 )
 def test_nested_dotted_and_texts_are_the_same(settings):
-    assert assignments_of(settings) == ("training.steps=7", "model.args.hidden_units=[5]")
+    assert make_assignments(settings) == ("training.steps=7", "model.args.hidden_units=[5]")
 
 
 def test_sections_are_merged_and_come_last():
-    texts = assignments_of({"training.steps": 7}, {"training": {"steps": 9, "optimizer": {}}})
+    texts = make_assignments({"training.steps": 7}, {"training": {"steps": 9, "optimizer": {}}})
     config = load_config(None, texts)
     assert config.training.steps == 9
     assert config.training.optimizer == Config().training.optimizer
     # What is no section is one value, as in a file.
-    args = load_config(None, assignments_of({"model": {"args": {"hidden_units": [5]}}})).model.args
+    args = load_config(
+        None, make_assignments({"model": {"args": {"hidden_units": [5]}}})
+    ).model.args
     assert args == {"hidden_units": [5]}
 
 
@@ -67,13 +69,13 @@ def test_numbers_of_numpy_and_paths_are_plain(tmp_path):
 )
 def test_what_is_no_setting_is_refused(settings):
     with pytest.raises(ConfigError, match=r"write a mapping|is not plain data"):
-        assignments_of(settings)
+        make_assignments(settings)
 
 
 def test_a_search_has_lists_and_ranges():
-    found = list(searched_texts({"training.batch_size": [32, 64], "model.name": ("mlp", "cnn")}))
+    found = list(format_search({"training.batch_size": [32, 64], "model.name": ("mlp", "cnn")}))
     assert found == ["training.batch_size=32,64", "model.name=mlp,cnn"]
-    assert list(searched_texts({"a.b": "0.1..1:log"})) == ["a.b=0.1..1:log"]
-    assert list(searched_texts(["a.b=1,2"])) == ["a.b=1,2"]
-    lists = list(searched_texts({"model.args.hidden_units": [[64], [128, 64]]}))
+    assert list(format_search({"a.b": "0.1..1:log"})) == ["a.b=0.1..1:log"]
+    assert list(format_search(["a.b=1,2"])) == ["a.b=1,2"]
+    lists = list(format_search({"model.args.hidden_units": [[64], [128, 64]]}))
     assert lists == ["model.args.hidden_units=[64],[128, 64]"]
