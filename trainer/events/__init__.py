@@ -356,8 +356,8 @@ _PROGRESS = (Progress, WorkProgress)
 def emit(event: Event, *, in_log: str | None = None) -> None:
     """Append one event, in one `write`, to the file of the run, or write it to the log.
 
-    The log gets the line `in_log` instead, if given; nothing if it is empty. In the log an event names
-    its job, since the user's code may print a similar line.
+    The log gets the line `in_log` instead, if given; nothing if it is empty. In the log an event
+    names its job, since the user's code may print a similar line.
     """
     for listener in _listeners:
         listener(event)

@@ -277,7 +277,7 @@ def test_many_that_stay_after_all_are_looked_at_once_each(root, monkeypatch):
     age(root, 60)
     before = read(storage.uri_of(root), Path())
     looks = []
-    monkeypatch.setattr(removal, "_removed", lambda *_: False)
+    monkeypatch.setattr(removal, "_remove", lambda *_: False)
     monkeypatch.setattr(removal, "find_run", lambda path: looks.append(path) or find_run(path))
     assert not swept(root)
     assert len(looks) <= 2 * len(before.items)
