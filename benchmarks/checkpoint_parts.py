@@ -33,7 +33,7 @@ from flotilla.trainer.config.topology import Cluster, Task, from_tf_config
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.strategies.parameter_server import NUMBER_FILE, Served
-from flotilla.trainer.strategies.placement import build_at, choose_places
+from flotilla.trainer.strategies.placement import build_placed_model, choose_places
 from flotilla.trainer.strategies.strategy import create
 
 MEGABYTES = int(os.environ.get("BENCH_MEGABYTES", "2000"))
@@ -118,19 +118,19 @@ def _lead(cluster: Cluster, task: Task, folder: Path) -> dict[str, Any]:
     strategy.connect()
     before = peak()
     places = choose_places(_build_model, lambda _model: None, SERVERS, {})
-    model = build_at(_build_model, places)
+    model = build_placed_model(_build_model, places)
     step = tf.Variable(0, dtype=tf.int64)
     variables = {f"model/{each.path}": each.value for each in model.variables}
     made = Checkpoints(storage.uri_of(folder), keep=1, scratch=Path("scratch"))
     servers = PartServers(SERVERS, strategy.io_device)
-    made.by_parts(servers, 0)
+    made.enable_parts(servers, 0)
     pauses, copies, whole = [], [], []
     _touch(variables)
     for number in range(SAVES):
         copies.append(_copied(variables))
         step.assign(number)
         began = time.monotonic()
-        with made.flushed():
+        with made.flush_at_end():
             made.save({**variables, "global_step": step}, io_device=strategy.io_device, fields={})
             pauses.append(time.monotonic() - began)
             _touch(variables)

@@ -11,7 +11,7 @@ from flotilla.components.records import gather_report
 from flotilla.components.records.record import Step
 from flotilla.components.records.run_store import folder_of_run
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.decisions import HandedOn, select_checkpoint
+from flotilla.trainer.checkpoints.decisions import SelectedCheckpoint, select_checkpoint
 from flotilla.trainer.checkpoints.index import require_first_weights
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.cluster.launcher import Job
@@ -76,7 +76,7 @@ def train(step: Step) -> str:
     return found.uri
 
 
-def _metrics(found: HandedOn) -> dict[str, Any]:
+def _metrics(found: SelectedCheckpoint) -> dict[str, Any]:
     """Return the state that training reached, and the metrics of the selected checkpoint."""
     by = found.best.by if found.best else BY_LOSS
     metrics = {

@@ -73,5 +73,5 @@ def choose(step: Step) -> Chosen:
         "failed": sum(bool(each.error) for each in here.values()),
         **best.settings,
     }
-    settings = plan.config_on(best, best.rung, Config.model_validate_json(step.config))
+    settings = plan.configure(best, best.rung, Config.model_validate_json(step.config))
     return Chosen(config=settings.model_dump_json(), checkpoint=best.checkpoint)

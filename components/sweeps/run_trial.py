@@ -62,7 +62,7 @@ def run_step(call: Mapping[str, Any]) -> str:
     trial = read_trial(root, run_id, planned)
     trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
     try:
-        settings = plan.config_on(trial, rung, Config.model_validate_json(call["config"]))
+        settings = plan.configure(trial, rung, Config.model_validate_json(call["config"]))
         settings = length.resolve_for_dataset(settings, call["dataset"])
         training = {name: each for name, each in call.items() if name not in _OWN}
         of_trial = {"config": settings.model_dump_json(), "run_id": trial.run_id}
@@ -70,7 +70,7 @@ def run_step(call: Mapping[str, Any]) -> str:
         record = _find_record(root, trial.run_id)
         trial = replace(trial, metrics=dict(record.metrics) if record else {}, checkpoint=uri)
         main = record.main if record else None
-        trial = plan.reached(trial, rung, main)
+        trial = plan.add_result(trial, rung, main)
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:

@@ -332,7 +332,7 @@ class _Workers:
         try:
             if self._requests:
                 return _make_run_result("interrupted", INTERRUPTED, "")
-            config = self._sweep.config_on(trial, trial.rung, self._sweep.base)
+            config = self._sweep.configure(trial, trial.rung, self._sweep.base)
             run = local.new_run(config, self._begun.workdir, trial.run_id)
             return local.execute(run, "train", {}, hear)
         except UserError as error:
@@ -370,10 +370,10 @@ class _Workers:
 
     def _record_result(self, trial: Trial, main: MainMetric | None) -> None:
         """Record the result of a trial on its rung, and continue it if allowed."""
-        trial = self._sweep.reached(trial, trial.rung, main)
+        trial = self._sweep.add_result(trial, trial.rung, main)
         find_objective([*self._begun.sweep.trials, trial], self._sweep.objective)
         self._keep(trial)
-        if trial.last and self._begun.goes_on(trial, trial.last):
+        if trial.last and self._begun.report(trial, trial.last):
             self._going_on.append(replace(trial, rung=trial.rung + 1))
 
     def _keep(self, trial: Trial) -> None:

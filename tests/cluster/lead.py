@@ -36,7 +36,7 @@ def main() -> None:
     variables = strategy.variables()
     for path, value in spec["start"].items():
         variables[path].assign(value)
-    strategy.restored()
+    strategy.refresh()
     for steps in spec["runs"]:
         report = strategy.run(steps)
         say(loss=report.loss, metrics=report.metrics, global_step=strategy.global_step())

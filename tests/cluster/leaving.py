@@ -66,10 +66,10 @@ def main() -> None:
     recovery.restore = lambda *_, **__: None
     recovery.select_resumed = lambda _found, variables, _training: variables
     begins = recovery.Recovery(config, strategy, checkpoints)
-    found = begins.begins_at(checkpoint if spec["saved"] >= 0 else None)
+    found = begins.find_begin(checkpoint if spec["saved"] >= 0 else None)
     strategy.build(problem(config, layers=spec["layers"]))
     begins.restore(SimpleNamespace(global_step=spec["saved"]))
-    strategy.restored()
+    strategy.refresh()
     begun = values_of(strategy.variables())
     strategy.settle(is_whole=True)
     strategy.run(STEPS)

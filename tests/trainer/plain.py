@@ -16,9 +16,9 @@ from flotilla.trainer.strategies.strategy import (
     Problem,
     Report,
     Strategy,
+    build_step,
     checkpoint_variables,
     exact_counter,
-    step_of,
 )
 from tests.trainer.objectives import of_classes
 
@@ -41,7 +41,7 @@ class Plain(Strategy):
         self.optimizer = problem.build_optimizer()
         self.optimizer.build(self.model.trainable_variables)
         self._global_step = exact_counter(self.optimizer)
-        self._step = tf.function(step_of(self.model, self.optimizer, problem.loss))
+        self._step = tf.function(build_step(self.model, self.optimizer, problem.loss))
         self._batches = iter(problem.batches())
 
     def run(self, steps: int) -> Report:

@@ -1,1 +1,1 @@
-"""Checkpoints: saving, finding, retention, publication in the background, warm starts."""
+"""Checkpoints: saving, retention, background publication, restoring, selection, warm starts."""

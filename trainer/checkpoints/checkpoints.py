@@ -1,4 +1,4 @@
-"""Checkpoints: published directories `step-00001500` that every strategy can read."""
+"""Checkpoints: published directories such as `step-00001500`, which every strategy can read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from flotilla.trainer.runtime.errors import (
 )
 from flotilla.trainer.storage.errors import report_errors
 
-# What a checkpoint of another configuration may lack.
+# Prefixes of variables that a checkpoint of another configuration may lack.
 _OPTIONAL = (AVERAGE, LOSS_SCALE)
 _NUMBER = re.compile(r"-\d+$")
 log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class RestoredCheckpoint:
 
     Attributes:
         folder: its files on this machine.
-        fields: of its manifest.
-        apart: whether the values are not in the folder: the servers fetch what each needs.
+        fields: the fields of its manifest.
+        apart: whether the folder lacks the values, because each server fetches its own.
     """
 
     uri: str
@@ -69,28 +69,28 @@ class RestoredCheckpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run below one URI; nothing is written unless `lease` is held."""
+    """The checkpoints of one run below a URI; writing needs the `lease`."""
 
     lease = NoLease()
     learnt = NOTHING
-    #: The positive class of each output that has one, which a checkpoint is trained for.
+    #: The positive class of each output that has one; checkpoints are trained for these.
     positive: Any = None
-    #: Raises where a run may not go on with a checkpoint.
+    #: Raises if the run may not continue from a checkpoint.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
-    #: The URI of what is trained on.
+    #: The URI of the dataset.
     dataset = ""
-    #: Where the servers write and read their own variables.
+    #: The saver of parts, if servers write and read their own variables.
     parts: PartSaver | None = None
-    #: The newest global step that is known to be published.
+    #: The newest published global step that is known; -1 if none.
     published_step = -1
 
     def __init__(
         self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
     ) -> None:
-        """Keep the newest `keep` checkpoints below `uri`, and the best; `scratch` is for copies.
+        """Keep the newest `keep` checkpoints below `uri`, and the best; copies go to `scratch`.
 
-        `fingerprint` is that of the dataset: no attempt may continue with other data, whose
-        training examples could be test examples by now. `awaited`: an evaluator measures each
+        `fingerprint` identifies the dataset: no attempt may continue with other data, because its
+        training examples may be test examples now. `awaited`: an evaluator measures each
         checkpoint.
         """
         self.uri = uri
@@ -103,10 +103,10 @@ class Checkpoints:
         self.passed_over: set[str] = set()
 
     def newest(self) -> RestoredCheckpoint | None:
-        """Fetch the newest valid checkpoint, and log which newer ones were passed over, and why.
+        """Fetch the newest valid checkpoint; log each newer one that is skipped, and why.
 
-        Raises `UserError` for other data, and for an error such as a full disk: a fresh start would
-        then throw away a good checkpoint.
+        Raises `UserError` for other data, and for errors such as a full disk: a fresh start would
+        discard a good checkpoint.
         """
         for uri, step in reversed(self._candidates()):
             folder = self.scratch / "restored"
@@ -132,7 +132,7 @@ class Checkpoints:
         return None
 
     def _fetch(self, uri: str, folder: Path) -> tuple[Mapping[str, Any], bool]:
-        """Fetch a checkpoint; of one that servers read by parts, verify the data where it is."""
+        """Fetch a checkpoint; if servers read it by parts, verify the data in place."""
         manifest = read_checkpoint(uri)
         values = sum(each.bytes for each in manifest.files if is_data(each.path))
         if not self.parts or values < self.parts.least or not self._is_shared(uri):
@@ -146,35 +146,35 @@ class Checkpoints:
         return True
 
     def newest_step(self) -> int:
-        """Return the global step of the newest checkpoint, valid or not; -1 without one."""
+        """Return the global step of the newest checkpoint, valid or not; -1 if none."""
         return max((step for _, step in self._candidates()), default=-1)
 
     @property
     def servers(self) -> PartServers | None:
-        """Return the servers that read what they hold themselves."""
+        """The servers, if they read their own parts."""
         return self.parts.servers if self.parts else None
 
-    def by_parts(self, servers: PartServers, least: int) -> None:
-        """Have servers write their own variables, where they hold `least` bytes or more."""
+    def enable_parts(self, servers: PartServers, least: int) -> None:
+        """Let servers write their own variables if they hold at least `least` bytes."""
         self.parts = PartSaver(servers, self, self.uploads, self.scratch, least)
 
-    def measured(self) -> list[dict[str, Any]]:
+    def read_validations(self) -> list[dict[str, Any]]:
         """Return the validations of the evaluator so far; see `history.read_validations`."""
         return read_validations(self.uri)
 
     def prepare(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Make what the first save of these variables would take longer for; made once."""
+        """Do once, before training, the slow preparation of the first save of these variables."""
         if self.parts and self.parts.takes(variables):
-            self.parts.layout_of(variables)
+            self.parts.get_layout(variables)
         else:
             self._writer.prepare(variables, io_device)
 
     def save(
         self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]
     ) -> str:
-        """Publish `variables` by path, `global_step` among them; return the URI."""
+        """Publish `variables` by path, including `global_step`; return the URI."""
         step = int(variables["global_step"].numpy())
-        if (uri := self.uri_of(variables)) == self.last:
+        if (uri := self.build_uri(variables)) == self.last:
             return uri
         began = time.monotonic()
         own = {"global_step": step, "fingerprint": self._fingerprint, **fields}
@@ -186,7 +186,7 @@ class Checkpoints:
             else:
                 self._save(uri, variables, io_device, own, files)
         self.last = uri
-        # Training was paused for so long.
+        # The seconds for which training was paused.
         pause = round(time.monotonic() - began, 4)
         events.emit(events.Saved(uri=uri, global_step=step, seconds=pause))
         return uri
@@ -203,7 +203,7 @@ class Checkpoints:
         values = self._writer.read(variables, io_device)
         for path in values.not_finite:
             raise self.not_finite(path, fields["global_step"])
-        stored = {path: StoredVariable.of(each) for path, each in variables.items()}
+        stored = {path: StoredVariable.describe(each) for path, each in variables.items()}
         self.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
             self._writer.write(values, Path(folder, PREFIX), io_device)
@@ -212,28 +212,28 @@ class Checkpoints:
                 Path(folder, path).write_bytes(data)
             self._publish(Path(folder), uri, {**fields, "variables": to_field(stored)})
 
-    def before_publication(self) -> None:
-        """Raise where nothing may be published any more."""
+    def prepare_publication(self) -> None:
+        """Raise if this process may not publish any more."""
         self.lease.check()
 
     def not_finite(self, path: str, step: int) -> UserError:
-        """Return the error of a variable that is not finite."""
+        """Return the error for a variable that is not finite."""
         last = next((uri for uri, _ in reversed(self._candidates())), "")
         return UserError(describe_divergence(f"{path} is not finite", step, last))
 
     def require(self) -> None:
-        """Raise where the lease is known to be lost, or where a save by parts has failed."""
+        """Raise if the lease is known to be lost, or a save by parts has failed."""
         self.lease.require()
         if self.parts:
             self.parts.require()
 
-    def published(self, uri: str, step: int) -> None:
-        """Emit that a checkpoint is published, and delete those that retention does not keep."""
+    def note_published(self, uri: str, step: int) -> None:
+        """Emit that a checkpoint was published, and delete the ones that retention drops."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
-        # A later one was passed over, and must not replace one that can be read.
+        # Later ones were skipped as unreadable; retention must not prefer them to readable ones.
         readable = [each for each in read_index(self.uri) if each.global_step <= step]
-        for old in self._retention.outdated(readable):
+        for old in self._retention.list_outdated(readable):
             storage.delete(old)
 
     @property
@@ -247,14 +247,14 @@ class Checkpoints:
         return RowFile(storage.join(self.uri, HISTORY_FILE), self._require_lease)
 
     def _require_lease(self) -> None:
-        # It is acquired after this was made.
+        # The lease is acquired only after the file object is created.
         self.lease.require()
 
     @contextmanager
-    def flushed(self) -> Iterator[None]:
-        """Wait at the end until all that was saved in this block is published; raises `UserError`.
+    def flush_at_end(self) -> Iterator[None]:
+        """Wait at the end of the block until everything saved is published; raises `UserError`.
 
-        An attempt that ends by `ClusterLostError` does not wait: the next one finds what it left.
+        After a `ClusterLostError` it does not wait: the next attempt finds the unpublished files.
         """
         try:
             yield
@@ -272,7 +272,7 @@ class Checkpoints:
         self.flush()
 
     def flush(self) -> None:
-        """Wait until all that was saved is published; raises `UserError`."""
+        """Wait until everything saved is published; raises `UserError`."""
         (self.parts or self.uploads).flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
@@ -281,10 +281,10 @@ class Checkpoints:
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
         self.lease.check()
         publish_anew(folder, uri, fields)
-        self.published(uri, fields["global_step"])
+        self.note_published(uri, fields["global_step"])
 
-    def uri_of(self, variables: Mapping[str, tf.Variable]) -> str:
-        """Return the URI of the checkpoint of `variables`, by the global step among them."""
+    def build_uri(self, variables: Mapping[str, tf.Variable]) -> str:
+        """Return the URI of the checkpoint of `variables`, by their global step."""
         return storage.join(self.uri, f"step-{int(variables['global_step'].numpy()):08d}")
 
 
@@ -295,9 +295,10 @@ def restore(
     io_device: str | None,
     servers: PartServers | None = None,
 ) -> None:
-    """Assign the values of the checkpoint to all `variables`; raises `UserError` on a misfit.
+    """Assign the checkpoint's values to `variables`; raises `UserError` if they do not fit.
 
-    The `servers` assign where the values are apart. What a checkpoint may lack stays as it is.
+    If the values are `apart`, the `servers` assign them. Optional variables may be missing from the
+    checkpoint; they keep their values.
     """
     try:
         layout = Layout.read(found.folder / PREFIX)
@@ -319,29 +320,33 @@ def restore(
 
 
 def uncut(there: Collection[str], here: Collection[str]) -> str:
-    """Return how a table's model is as it was before it cut numbers into pieces; else empty."""
+    """Return the setting that restores a tabular model from before `pieces`; else empty."""
     new = {path for path in here if path.endswith("/flotilla_pieces/kernel")}
     if not new or new & set(there):
         return ""
     before = "{pieces: 0, hidden_units: [64, 32], dropout: 0.0}"
-    return f"; one of before takes model.args: {before}, or those that it was trained with"
+    return (
+        f"; a checkpoint of an earlier version takes model.args: {before}, or those that it was "
+        "trained with"
+    )
 
 
 def two_for_one(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
-    """Return what to do where a model of two classes had two outputs, and has one; else empty."""
+    """Return the setting for a checkpoint with an output for each of two classes; else empty."""
     if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
         return ""
-    return "; two classes have one logit now, and set task.name: classification for one each"
+    return "; two classes share one logit now: set task.name: classification for one logit each"
 
 
 def select_resumed(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], training: TrainingConfig
 ) -> dict[str, tf.Variable]:
-    """Return those of `variables` that are restored when a run is resumed.
+    """Return the variables that a resumed run restores.
 
-    New averages and a new loss scale begin with this attempt. With another `training.freeze` a
-    variable that was frozen has no slots in the checkpoint, and begins with new ones; so do slots
-    that only a number tells apart (those of Adafactor), since the number means another variable.
+    New averages and a new loss scale begin with this attempt. With another `training.freeze`, a
+    variable that was frozen has no slots in the checkpoint and gets new ones; so do slots whose
+    paths differ only by a number (those of Adafactor), since the number then means another
+    variable.
     """
     if any(path.startswith(_OPTIONAL) for path in variables):
         found_there = shapes(found)
@@ -375,7 +380,7 @@ def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
 
 
 def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
-    """Fetch and verify one checkpoint; raises `UserError` where it is missing, damaged or none."""
+    """Fetch and verify a checkpoint; raises `UserError` if it is missing, damaged or none."""
     fields = storage.fetch(uri, folder, manifest=read_checkpoint(uri)).fields
     step = int(fields["global_step"])
     return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
@@ -393,7 +398,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
 def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return variables of a model by what they get outside of training: averages where kept."""
+    """Return model variables by the path they are restored from: that of the average, if any."""
     there = shapes(found)
     averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
     return {

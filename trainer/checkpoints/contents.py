@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as its manifest says it: variables by path, and how many parts."""
+"""The contents of a checkpoint according to its manifest: variables by path, and their parts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flotilla.trainer.checkpoints.index import newest_checkpoint, read_checkpoin
 from flotilla.trainer.runtime.json_records import parse_record
 
 PREFIX = "variables"
-# The field of a manifest that has, for each server that was lost since the checkpoint before, the
-# paths of its variables and the global step to which they went back.
+# The manifest field that maps each server that was lost since the previous checkpoint to the paths
+# of its variables and the global step that their values went back to.
 RECOVERED = "recovered"
 INDEX_FILE = f"{PREFIX}.index"
-# How TensorFlow escapes a path in the keys of a checkpoint.
+# TensorFlow's escape sequences for paths in the keys of a checkpoint.
 _ESCAPED = {"..": ".", ".S": "/"}
 _ROOT = "variables/"
 _MOST_NUMBERS = 1 << 60
@@ -25,44 +25,44 @@ _MOST_NUMBERS = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class StoredVariable:
-    """One variable: its type by TensorFlow's name, its shape, and the number of its part."""
+    """A variable in a checkpoint: TensorFlow's dtype name, its shape, and its part."""
 
     dtype: str
     shape: tuple[int, ...]
     part: int = 0
 
     @classmethod
-    def of(cls, variable: Any, *, part: int = 0) -> StoredVariable:
-        """Describe a variable of TensorFlow's."""
+    def describe(cls, variable: Any, *, part: int = 0) -> StoredVariable:
+        """Describe a TensorFlow variable."""
         return cls(dtype=variable.dtype.name, shape=tuple(variable.shape.as_list()), part=part)
 
     @property
     def rows(self) -> int:
-        """Length of the first axis; 1 of a scalar."""
+        """The length of the first axis; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def bytes(self) -> int:
-        """Size of its values; 0 of a type without a known size."""
-        # Of float8_e4m3fn the first number.
+        """The size of the values; 0 if the size of the dtype is unknown."""
+        # The first number in a name such as float8_e4m3fn.
         digits = re.search(r"[0-9]{1,3}", self.dtype)
         bits = 8 if self.dtype == "bool" else int(digits[0]) if digits else 0
         return math.prod(self.shape) * bits // 8
 
     @property
     def is_possible(self) -> bool:
-        """Whether there can be such a variable."""
+        """Whether shape and part are possible values."""
         return min((*self.shape, self.part)) >= 0 and math.prod(self.shape) < _MOST_NUMBERS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What one checkpoint holds.
+    """The contents of one checkpoint.
 
     Attributes:
-        bytes: of all its files.
-        parts: the bytes of the data of each part.
-        variables: by path; empty where the manifest does not say.
+        bytes: the size of all its files.
+        parts: the size of each part's data.
+        variables: the variables by path; empty if the manifest has none.
     """
 
     uri: str
@@ -79,17 +79,17 @@ def data_file(part: int, of: int) -> str:
 
 
 def is_data(path: str) -> bool:
-    """Say whether a path in a checkpoint is that of the data of a part."""
+    """Say whether a path in a checkpoint is the data of a part."""
     return path.startswith(f"{PREFIX}.data-")
 
 
 def is_variable(key: str) -> bool:
-    """Say whether a key in TensorFlow's checkpoint is that of a variable."""
+    """Say whether a key in a TensorFlow checkpoint belongs to a variable."""
     return key.startswith(_ROOT)
 
 
 def find_path(key: str) -> str:
-    """Return the path of the variable that has this key."""
+    """Return the path of the variable with this key."""
     escaped = key.removeprefix(_ROOT).partition("/")[0]
     return re.sub(r"\.\.|\.S", lambda part: _ESCAPED[part[0]], escaped)
 
@@ -103,7 +103,7 @@ def to_field(variables: Mapping[str, StoredVariable]) -> dict[str, Any]:
 
 
 def read_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
-    """Return the variables that the fields of a manifest name, without those that are damaged."""
+    """Return the variables in the fields of a manifest, without damaged entries."""
     tree = fields.get("variables")
     found = {
         path: parse_record(StoredVariable, each)
@@ -113,13 +113,13 @@ def read_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
 
 
 def find_parts(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:
-    """Return the numbers of the parts that hold these paths; None where one is not known."""
+    """Return the parts that hold these paths; None if a path is not known."""
     numbers = {variables[path].part if path in variables else None for path in paths}
     return None if None in numbers else {each for each in numbers if each is not None}
 
 
 def contents(uri: str) -> Contents:
-    """Return what the checkpoint at `uri`, or the newest below it, holds; raises `UserError`."""
+    """Return the contents of the checkpoint at or newest below `uri`; raises `UserError`."""
     if not storage.is_published(uri):
         uri, _ = newest_checkpoint(uri)
     manifest = read_checkpoint(uri)

@@ -1,11 +1,10 @@
-"""The history of a run, as rows (one JSON object a line) next to its checkpoints.
+"""The history of a run as rows, one JSON object a line, next to its checkpoints.
 
-`history.jsonl` is the chief's: one row for each inner loop. A new attempt drops the rows after its
-checkpoint. `validation.jsonl` is the evaluator's: one row a checkpoint; of two of one step the
-later one counts.
-In an object store the rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on, of which only
-the last is written again: the bytes written grow with the rows, and not with their square. A line
-that is no row, such as one that a kill has cut short, is passed over.
+The chief writes `history.jsonl`, one row per inner loop. A new attempt drops the rows after its
+checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint; of two rows of a step
+the later one counts. In an object store the rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and
+so on, and only the last segment is rewritten: the written bytes grow linearly with the rows, not
+quadratically. Readers skip lines that are not rows, such as a line that a kill has truncated.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"
 SEGMENT_BYTES = 1 << 20
 _SUFFIX = ".jsonl"
-# So many bad lines are named in one warning.
+# The most bad lines that one warning names.
 _MOST_NAMED = 5
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ class History:
     """Rows by global step; each has at least `global_step` and `seconds`."""
 
     def __init__(self, uri: str, *, start: int, file: RowFile | None = None) -> None:
-        """Read the rows up to global step `start` from below the checkpoints' `uri`."""
+        """Read the rows below the checkpoints' `uri`, up to global step `start`."""
         self._file = file or row_file(storage.join(uri, HISTORY_FILE))
         self._begun = False
         self.rows = [row for row in read_history(uri) if row["global_step"] <= start]
@@ -48,17 +47,17 @@ class History:
         if self._begun:
             self._file.append(row)
             return
-        # Without the rows of the attempt before, and without what is damaged.
+        # Without the rows after the checkpoint, and without damaged lines.
         self._file.begin(self.rows)
         self._begun = True
 
     def seconds(self) -> float:
-        """Return the seconds of training so far, over all attempts."""
+        """Return the seconds of training over all attempts."""
         return float(self.rows[-1]["seconds"]) if self.rows else 0.0
 
 
 def read_history(uri: str) -> list[dict[str, Any]]:
-    """Return the rows below the checkpoints' `uri`; none when training has not begun."""
+    """Return the rows below the checkpoints' `uri`; empty before training."""
     return read_rows(storage.join(uri, HISTORY_FILE), _is_of_history)
 
 
@@ -89,16 +88,16 @@ _COLUMNS = ("loss", VALIDATION_LOSS, "learning_rate", "steps_per_second")
 
 
 class Validations:
-    """The rows of one run, by global step."""
+    """The validation rows of one run by global step."""
 
     def __init__(self, uri: str) -> None:
-        """Continue the rows below the checkpoints' `uri`."""
+        """Read the rows below the checkpoints' `uri`, to append to them."""
         self._file = row_file(storage.join(uri, VALIDATIONS_FILE))
         self._begun = False
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Say whether exactly this checkpoint was measured."""
+        """Say whether this very checkpoint was measured."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 
@@ -118,7 +117,7 @@ class Validations:
 
 
 def read_validations(uri: str) -> list[dict[str, Any]]:
-    """Return the rows below the checkpoints' `uri` by global step; none without an evaluator."""
+    """Return the rows below the checkpoints' `uri` by global step; empty without an evaluator."""
     rows = read_rows(storage.join(uri, VALIDATIONS_FILE), _is_of_validation)
     newest = {row["global_step"]: row for row in rows}
     return [newest[step] for step in sorted(newest)]
@@ -135,7 +134,7 @@ def merge_validations(
 
 
 def read_rows(uri: str, is_row: Callable[[Row], bool]) -> list[Row]:
-    """Return the rows of the file at `uri`, or of its segments, if any; raises `UserError`."""
+    """Return the rows of the file at `uri` and its segments; raises `UserError`."""
     rows: list[Row] = []
     number, size = 0, SEGMENT_BYTES
     while size >= SEGMENT_BYTES:
@@ -145,12 +144,12 @@ def read_rows(uri: str, is_row: Callable[[Row], bool]) -> list[Row]:
             data = storage.read_bytes(place)
         except storage.Missing:
             break
-        rows += _rows_in(data, place, is_row)
+        rows += _parse_rows(data, place, is_row)
         size = len(data)
     return rows
 
 
-def _rows_in(data: bytes, place: str, is_row: Callable[[Row], bool]) -> list[Row]:
+def _parse_rows(data: bytes, place: str, is_row: Callable[[Row], bool]) -> list[Row]:
     rows, damaged = [], []
     *lines, last = data.split(b"\n")
     for number, line in enumerate([*lines, last] if last else lines, start=1):
@@ -179,15 +178,15 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 class RowFile:
-    """Writes one file of rows in a file system; `require` is called before each write."""
+    """A writer of a file of rows in a file system; it calls `require` before each write."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
-        """Name the file; this writes nothing."""
+        """Store the arguments; nothing is written."""
         self._uri = uri
         self._require = require
 
     def begin(self, rows: Iterable[Row]) -> None:
-        """Replace all rows by these; raises `UserError`."""
+        """Replace all rows; raises `UserError`."""
         self._require()
         storage.write_bytes(self._uri, b"".join(map(_line, rows)))
 
@@ -197,14 +196,14 @@ class RowFile:
         storage.append_line(self._uri, _line(row))
 
     def upload(self) -> None:
-        """Write what is not written yet; raises `UserError`."""
+        """Write the pending rows; raises `UserError`."""
 
 
 class SegmentedRowFile(RowFile):
-    """Writes one file of rows in an object store, by `upload`, which any thread may call."""
+    """A writer of a file of rows in an object store; any thread may call `upload`."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
-        """Name the file; this sends no request."""
+        """Store the arguments; no request is sent."""
         super().__init__(uri, require)
         self._mutex = threading.Lock()
         # The segments that are not written yet, by number; the last one is still growing.
@@ -212,7 +211,7 @@ class SegmentedRowFile(RowFile):
         self._is_new = False
 
     def begin(self, rows: Iterable[Row]) -> None:
-        """Replace all rows by these with the next upload."""
+        """Replace all rows with the next upload."""
         self._require()
         with self._mutex:
             self._open, self._is_new = {1: bytearray()}, True
@@ -232,7 +231,7 @@ class SegmentedRowFile(RowFile):
             self._open[last + 1] = bytearray()
 
     def upload(self) -> None:
-        """Write the segments that have changed; those of an earlier attempt are deleted."""
+        """Write the changed segments, and delete those of an earlier attempt."""
         with self._mutex:
             segments = {number: bytes(data) for number, data in self._open.items()}
             is_new = self._is_new
@@ -241,30 +240,30 @@ class SegmentedRowFile(RowFile):
         self._require()
         last = max(segments)
         if is_new:
-            # The last one may have no row yet, and is not written then.
-            self._delete_after(max((each for each in segments if segments[each]), default=1))
+            # The last segment may have no row yet, and is then not written.
+            self._delete_segments(max((each for each in segments if segments[each]), default=1))
         for number, data in segments.items():
             if data or number == 1:
                 storage.write_bytes(_segment(self._uri, number), data)
             with self._mutex:
-                # Unless it was begun anew meanwhile.
+                # Keep it if `begin` has replaced it meanwhile.
                 if number < last and bytes(self._open.get(number, b"")) == data:
                     del self._open[number]
         with self._mutex:
             self._is_new = False
 
-    def _delete_after(self, last: int) -> None:
+    def _delete_segments(self, last: int) -> None:
         stem = storage.name_of(self._uri).removesuffix(_SUFFIX)
         names = storage.names(storage.parent_of(self._uri))
         found = [
             re.fullmatch(rf"{re.escape(stem)}\.([0-9]+){re.escape(_SUFFIX)}", n) for n in names
         ]
-        # The highest first: a kill in between leaves no gap that hides the others.
+        # Delete the highest first, so that a kill leaves no gap that hides later segments.
         for number in sorted((int(each[1]) for each in found if each), reverse=True):
             if number > last:
                 storage.delete(_segment(self._uri, number))
 
 
 def row_file(uri: str) -> RowFile:
-    """Return the writer of the file of rows at `uri`, in a file system or an object store."""
+    """Return a writer of the rows at `uri`, for a file system or an object store."""
     return RowFile(uri) if storage.local_path(uri) else SegmentedRowFile(uri)

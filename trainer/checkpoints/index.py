@@ -1,6 +1,7 @@
-"""Which checkpoints of a run are published, and the statistics that their weights were made with.
+"""The published checkpoints of a run, and the dataset statistics that belong to their weights.
 
-An embedding has a row for each number of a vocabulary: weights mean nothing with other data's.
+An embedding has a row for each number of a vocabulary, so weights are useless with the vocabulary
+of other data.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 def list_checkpoints(uri: str) -> list[tuple[str, int]]:
-    """Return URI and global step of every published checkpoint below `uri`, oldest first."""
+    """Return URI and global step of each published checkpoint below `uri`, oldest first."""
     return [(at, step) for at, step, _ in _readable(uri)]
 
 
@@ -47,7 +48,7 @@ def read_checkpoint(uri: str) -> Manifest:
 
 
 def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
-    """Return the checkpoints below `uri` whose manifest names a global step, oldest first."""
+    """Return the checkpoints below `uri` whose manifest has a global step, oldest first."""
     found = []
     for at, manifest in storage.list_published(uri, KIND):
         step = manifest.fields.get("global_step")
@@ -59,13 +60,13 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
 
 
 def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
-    """Raise `ConfigError` where a run without checkpoints needs weights that are missing."""
+    """Raise `ConfigError` if a run without checkpoints needs initial weights that are missing."""
     if not list_checkpoints(uri):
         require_weights(value)
 
 
 def require_weights(value: str | Mapping[str, Any]) -> None:
-    """Raise `ConfigError` where there are no weights to begin with; `UserError` of the store."""
+    """Raise `ConfigError` if the initial weights are missing; `UserError` of the store."""
     source = initial_weights(value).source
     if source in ("", CHAMPION):
         return
@@ -88,13 +89,13 @@ def newest_checkpoint(uri: str) -> tuple[str, int]:
 
 
 def none_below(uri: str) -> UserError:
-    """Return the error of a folder without a checkpoint."""
+    """Return the error for a folder without checkpoints."""
     return UserError(f"no checkpoint is published below {uri}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexEntry:
-    """One published checkpoint, and what a validation measured of it, empty where none did.
+    """A published checkpoint, and its validation metrics, empty if it was not measured.
 
     Attributes:
         main: the metric by which the run selects.
@@ -107,24 +108,24 @@ class IndexEntry:
 
     @property
     def loss(self) -> float | None:
-        """The validation loss; None where it was not measured."""
+        """The validation loss; None if it was not measured."""
         return self.validation.get(VALIDATION_LOSS)
 
     @property
     def by(self) -> MainMetric:
-        """The metric by which it is compared with others: the loss without the main one."""
+        """The metric that compares checkpoints: the main metric, or the loss without one."""
         return self.main if self.main.column in self.validation else BY_LOSS
 
 
 def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first.
 
-    They are compared by `main_metric`, or by the one that the newest of them names.
+    `main_metric` compares them; by default the one that the newest checkpoint names.
     """
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
-    # A run may have been resumed with another one, or by the first version that says it.
+    # A run may have been resumed with another metric, or begun before manifests named it.
     own = {"main_metric": main_metric} if main_metric else {}
     main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []
@@ -136,50 +137,50 @@ def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
 
 
 def _validation(measured: Any) -> dict[str, float]:
-    """Return the finite numbers of a validation; none where its loss is no such number."""
+    """Return the finite numbers of a validation; empty if its loss is not finite."""
     row = measured if isinstance(measured, dict) else {}
     found = {name: value for name, value in row.items() if name.startswith(VALIDATION)}
-    # What nobody reads is not the best one, in place of which retention would delete another.
+    # An unusable validation must not make a checkpoint the best, or retention would delete others.
     finite = {name: value for name, value in found.items() if is_number(value)}
     return finite if VALIDATION_LOSS in finite else {}
 
 
 def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
-    """Publish a checkpoint, in place of one at the same step that could not be read."""
+    """Publish a checkpoint, replacing an unreadable one at the same step."""
     if storage.is_published(uri):
-        # A valid one would have been resumed.
+        # It is not valid: a valid one would have been resumed.
         storage.delete(uri)
     storage.publish(folder, uri, kind=KIND, fields=fields)
 
 
 def learnt_of_dataset(uri: str) -> Learnt:
-    """Return what a new model is built with."""
+    """Return the statistics for a new model on the dataset."""
     return Learnt(partial(_first, (uri,)))
 
 
 def learnt_of_checkpoint(uri: str, dataset: str) -> Learnt:
-    """Return what the model of a checkpoint is built with, or a new one for the dataset."""
+    """Return the statistics of a checkpoint's model; those of the dataset if it has none."""
     return Learnt(partial(_first, (uri, dataset)))
 
 
 def learnt_of_run(checkpoints: str, training: TrainingConfig, dataset: str) -> Learnt:
-    """Return what the model of a run is built with: what its weights, or the dataset, have."""
-    return Learnt(lambda: _first([*_begun(checkpoints, training), dataset]))
+    """Return the statistics for the model of a run: those of its weights or of the dataset."""
+    return Learnt(lambda: _first([*_list_own(checkpoints, training), dataset]))
 
 
-def _begun(checkpoints: str, training: TrainingConfig) -> list[str]:
+def _list_own(checkpoints: str, training: TrainingConfig) -> list[str]:
     own = [uri for uri, _ in reversed(list_checkpoints(checkpoints))]
     source = initial_weights(training.warm_start).source
     return [*own, *([source] if source and not source.endswith(KERAS) else [])]
 
 
 def _first(uris: Sequence[str]) -> tuple[bytes, str]:
-    """Return the statistics of the first that has some; the last, the dataset, has to."""
+    """Return the first existing statistics; the last URI, the dataset, has to have some."""
     *before, dataset = uris
     for uri in before:
         try:
             return storage.read_file(uri, FILE), uri
-        # One that is damaged is passed over when the run goes on, too.
+        # A resumed run skips damaged checkpoints too.
         except (storage.Missing, storage.NotPublished, storage.Corrupt, storage.UnknownSchema):
             continue
     return storage.read_file(dataset, FILE), dataset

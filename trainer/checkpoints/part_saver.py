@@ -1,17 +1,16 @@
-"""Checkpoints by parts, on the chief: each parameter server writes and reads what it holds.
+"""Checkpoints by parts, on the chief: each parameter server writes and reads its own variables.
 
-Values never pass through the chief. A save is three stages, of which training waits for the first:
+Values never pass through the chief. A save has three stages, and training waits only for the first:
 
-1. A snapshot: each server copies its variables in its own memory. TensorFlow copies at once what
-   is looked up by rows, and all else at its next update.
-2. Each server writes its snapshot to a file of its own, unless a number is not finite. Then the
-   snapshot is gone. The next save waits for the end of this stage, so that there is one copy.
-3. Each server adds its file to a draft of the checkpoint
-   (`flotilla.trainer.checkpoints.part_server`), and the chief, which merges their indexes, commits
-   it. Until then no reader sees it.
+1. Each server copies its variables in its own memory, as a snapshot. TensorFlow copies variables
+that are looked up by rows at once, and others at their next update. 2. Each server writes its
+snapshot to a file, unless a number is not finite, and frees the snapshot. The next save waits for
+the end of this stage, so that there is only one copy. 3. Each server adds its file to a draft of
+the checkpoint (`flotilla.trainer.checkpoints.part_server`), and the chief merges the indexes and
+commits the draft. Readers do not see the checkpoint before.
 
-What is published is a checkpoint of TensorFlow's own with a file of data for each server: every
-reader of checkpoints reads it as it reads one with a single file.
+The result is a TensorFlow checkpoint with one data file per server, which every reader of
+checkpoints can read.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from flotilla.trainer.checkpoints.servers import (
     find_server,
     lost,
     merge,
-    operating_on,
+    run_on_server,
     side_by_side,
 )
 from flotilla.trainer.checkpoints.tensor_bundle import GRAPH, WRITE, Layout, Variables, make_layout
@@ -49,21 +48,21 @@ from flotilla.trainer.storage.errors import report_errors
 
 
 class Owner(Protocol):
-    """The checkpoints of a run, as far as parts need them."""
+    """The interface of a run's checkpoints that parts need."""
 
-    def before_publication(self) -> None:
-        """Raise where nothing may be published; publish what has to be there before."""
+    def prepare_publication(self) -> None:
+        """Raise if publication is not allowed; first publish files that must precede it."""
 
-    def published(self, uri: str, step: int) -> None:
-        """Note that a checkpoint is published."""
+    def note_published(self, uri: str, step: int) -> None:
+        """Note that a checkpoint was published."""
 
     def not_finite(self, path: str, step: int) -> UserError:
-        """Return the error of a variable that is not finite."""
+        """Return the error for a variable that is not finite."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Save:
-    """One checkpoint on its way: the server of each path, and the part of each server."""
+    """A pending checkpoint: the server of each path, and the part of each server."""
 
     uri: str
     fields: Mapping[str, Any]
@@ -79,23 +78,23 @@ class _Save:
 
     @property
     def step(self) -> int:
-        """Return the global step."""
+        """The global step."""
         return int(self.fields["global_step"])
 
     def prefix(self, server: int) -> str:
-        """Return where a server writes: straight to the draft where it has it as a folder."""
+        """Return the prefix of a server's files: inside the draft if that is a local folder."""
         shared = storage.local_path(self.draft)
         name = f"part-{server}"
         return f"{shared}/{name}" if shared else f"{part_server.FOLDER}/{self.token}-{name}"
 
 
 class PartSaver:
-    """Saves checkpoints by parts; what fails behind training is raised by its next call."""
+    """Saves checkpoints by parts; its next call raises the errors of background threads."""
 
     def __init__(
         self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int
     ) -> None:
-        """Save by parts where servers hold `least` bytes or more."""
+        """Save by parts if servers hold at least `least` bytes."""
         self.servers = servers
         self.least = least
         self._owner = owner
@@ -103,7 +102,7 @@ class PartSaver:
         self._scratch = scratch
         self._written = threading.Event()
         self._written.set()
-        # Those whose parts are not wanted any more, and not removed yet.
+        # Cancelled saves whose parts are not removed yet.
         self._unwanted: list[_Save] = []
         self._failure: BaseException | None = None
 
@@ -115,12 +114,12 @@ class PartSaver:
     def save(
         self, uri: str, variables: Variables, fields: Mapping[str, Any], files: Mapping[str, bytes]
     ) -> None:
-        """Take a snapshot, and publish it at `uri` behind training; raises `UserError`."""
+        """Take a snapshot, and publish it at `uri` in the background; raises `UserError`."""
         self.settle()
         servers = {path: find_server(each) or 0 for path, each in variables.items()}
         parts = {server: part for part, server in enumerate(sorted(set(servers.values())))}
         stored = {
-            path: StoredVariable.of(each, part=parts[servers[path]])
+            path: StoredVariable.describe(each, part=parts[servers[path]])
             for path, each in variables.items()
         }
         save = _Save(
@@ -129,7 +128,7 @@ class PartSaver:
             files=files,
             servers=servers,
             parts=parts,
-            layout=self.layout_of(variables),
+            layout=self.get_layout(variables),
             token=secrets.token_hex(6),
         )
         snapshots = side_by_side(parts, partial(_copies, variables, servers))
@@ -137,28 +136,28 @@ class PartSaver:
         self._written.clear()
         threading.Thread(target=self._write, args=(save,), name="parts", daemon=True).start()
 
-    def layout_of(self, variables: Variables) -> Layout:
-        """Return the layout of variables, made once; raises `UserError`."""
+    def get_layout(self, variables: Variables) -> Layout:
+        """Return the layout of variables, which is created once; raises `UserError`."""
         return make_layout(variables, self.servers.io_device, self._scratch)
 
     def require(self) -> None:
-        """Raise what has failed behind training, if anything has."""
+        """Raise the error of a background thread, if any."""
         if self._failure:
             raise self._failure
 
     def settle(self) -> None:
-        """Wait until what was saved is written by the servers, and waits to be published."""
+        """Wait until the servers have written everything saved, and its publication is queued."""
         self._written.wait()
         self.require()
 
     def flush(self) -> None:
-        """Wait until all that was saved is published; raises `UserError`."""
+        """Wait until everything saved is published; raises `UserError`."""
         try:
             self.settle()
         except ClusterLostError:
             raise
         except UserError:
-            # An earlier one may be on its way, and the process ends next.
+            # An earlier save may still be running, and the process ends next.
             with suppress(UserError):
                 self._uploads.flush()
             raise
@@ -172,7 +171,7 @@ class PartSaver:
             save.snapshot.clear()
             publish, discard = partial(self._publish, save), partial(self._discard, save)
             self._uploads.put("checkpoint", publish, discard)
-        # The thread that trains has to end, as if it had saved itself.
+        # The training thread raises it later, as if it had saved the checkpoint itself.
         except BaseException as error:
             self._failure = error
             save.snapshot.clear()
@@ -181,7 +180,7 @@ class PartSaver:
             self._written.set()
 
     def _require_finite(self, save: _Save, server: int) -> None:
-        with lost(server), operating_on(server):
+        with lost(server), run_on_server(server):
             for path, value in save.snapshot.items():
                 if save.servers[path] != server or not value.dtype.is_floating:
                     continue
@@ -192,9 +191,9 @@ class PartSaver:
         own = [path for path, at in save.servers.items() if at == server]
         names = [save.layout.keys[path] for path in own]
         values = [save.snapshot.pop(path) for path in own]
-        # The first has what belongs to no variable.
+        # The first part also has the entries that belong to no variable.
         if save.parts[server] == 0:
-            with operating_on(server):
+            with run_on_server(server):
                 names, values = [*names, GRAPH], [*values, tf.constant(save.layout.graph)]
         written = partial(
             tf.raw_ops.SaveV2,
@@ -203,20 +202,20 @@ class PartSaver:
             shape_and_slices=[""] * len(names),
             tensors=values,
         )
-        self.servers.on_files(server, WRITE, save.prefix(server), written)
+        self.servers.retry(server, WRITE, save.prefix(server), written)
 
     def _publish(self, save: _Save) -> None:
-        self._owner.before_publication()
+        self._owner.prepare_publication()
         if not save.replies and storage.is_published(save.uri):
-            # A valid one would have been resumed.
+            # It is not valid: a valid one would have been resumed.
             storage.delete(save.uri)
         side_by_side(save.parts, partial(self._publish_part, save))
         small = self._add_small(save)
-        self._owner.before_publication()
+        self._owner.prepare_publication()
         entries = [*small, *(each.entry for each in save.replies.values())]
         storage.commit(save.draft, save.uri, kind=KIND, files=entries, fields=save.fields)
         save.opened.close()
-        self._owner.published(save.uri, save.step)
+        self._owner.note_published(save.uri, save.step)
 
     def _publish_part(self, save: _Save, server: int) -> None:
         if server not in save.replies:
@@ -227,7 +226,7 @@ class PartSaver:
             save.replies[server] = self.servers.ask(server, request)
 
     def _add_small(self, save: _Save) -> list[storage.FileEntry]:
-        """Add what is no data of a server, which is written on this machine first."""
+        """Add the files that hold no server's data; they are written on this machine first."""
         with (
             report_errors(f"save {save.uri}"),
             tempfile.TemporaryDirectory(dir=self._scratch) as name,
@@ -239,10 +238,10 @@ class PartSaver:
             return [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
 
     def _discard(self, save: _Save) -> None:
-        """Remove the parts of a save, and of earlier ones that could not be removed then."""
+        """Remove the parts of a save, and those of earlier saves that could not be removed."""
         self._unwanted.append(save)
         for each in list(self._unwanted):
-            # Another thread may have removed it meanwhile.
+            # Another thread may have removed it.
             with suppress(UserError, ValueError):
                 self._remove(each)
                 self._unwanted.remove(each)
@@ -257,7 +256,7 @@ class PartSaver:
 
 
 def _copies(variables: Variables, servers: Mapping[str, int], server: int) -> dict[str, tf.Tensor]:
-    """Return what a server's variables are now; later updates change nothing of it."""
-    with lost(server), operating_on(server):
+    """Return copies of a server's variables, which later updates do not change."""
+    with lost(server), run_on_server(server):
         own = (path for path, at in servers.items() if at == server)
         return {path: variables[path].read_value() for path in own}

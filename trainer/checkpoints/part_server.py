@@ -1,17 +1,17 @@
-"""What a parameter server does for checkpoints by parts: it publishes and fetches files of its own.
+"""The parameter server's side of checkpoints by parts: it publishes and fetches its own files.
 
-The graphs of a chief run in the process of a server, in its working folder, but no Python of the
-chief's does: what needs a client of a store is asked for by a file. The chief writes
-`parts/requests/TOKEN.json` by an operation on the server, and reads the answer at
-`parts/replies/TOKEN.json` in the same way. So no port and no address is needed, and whatever
-reaches the server's graphs reaches this. `parts/ready.json` says that someone answers.
+The graphs of a chief run in the process of a server, in its working directory, but the chief's
+Python code does not. A request that needs a store's client is therefore a file: the chief writes
+`parts/requests/TOKEN.json` by an operation on the server, and reads the reply at
+`parts/replies/TOKEN.json` in the same way. This needs no port and no address: a chief that can run
+graphs on the server can send requests. `parts/ready.json` says that the server answers.
 
-On a full disk an answer may not fit. Then a shorter one asks to try again, and without room for
-that the request itself is moved to the place of the answer, which takes no room. What was done and
-cannot be done again is remembered for the next time. Where nothing can be written any more, there
-is no answer: the chief writes to `parts/probe` while it waits, and sees that.
+On a full disk a reply may not fit. Then the server writes a shorter one that asks to try again; if
+that does not fit either, it moves the request to the place of the reply, which takes no space. It
+keeps the results of actions that cannot be repeated for the next attempt. If nothing can be
+written, there is no reply: the chief detects this by writing `parts/probe` while it waits.
 
-This file is free of TensorFlow; `flotilla.trainer.checkpoints.part_saver` is the chief's side.
+This module is free of TensorFlow; `flotilla.trainer.checkpoints.part_saver` is the chief's side.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ REQUESTS = f"{FOLDER}/requests"
 REPLIES = f"{FOLDER}/replies"
 PROBE = f"{FOLDER}/probe"
 SUFFIX = ".json"
-# An inquiry costs one listing of an empty folder.
+# A poll costs one listing of an empty folder.
 POLL_SECONDS = 0.05
-# A chief reads an answer before it asks for much more.
+# The number of replies to keep: a chief reads a reply soon.
 KEPT_REPLIES = 16
-# Why the same may succeed later.
+# The error of a reply that may succeed later.
 UNWRITTEN = "cannot write its answer"
-# The files of a part as an operation of TensorFlow has written it.
+# The suffixes of a part's files as a TensorFlow operation writes them.
 DATA, INDEX = ".data-00000-of-00001", ".index"
-# What stays there from one chief to the next.
+# Files that stay from one chief to the next.
 _OWN = {Path(each).name for each in (READY, REQUESTS, REPLIES)}
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a server is asked for.
+    """A request to a server.
 
     Attributes:
         action: "begin", "publish", "fetch" or "discard"; see `_ACTIONS`.
-        uri: the draft that a part is added to, or the checkpoint that is fetched.
-        prefix: of the files that the server has written, or the folder that is fetched into.
-        files: paths in the checkpoint that are fetched.
+        uri: the draft that a part is added to, or the checkpoint to fetch.
+        prefix: the prefix of the files that the server has written, or the folder to fetch into.
+        files: the paths to fetch from the checkpoint.
     """
 
     action: str
@@ -71,18 +71,19 @@ class Request:
     files: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Return the content of a request; the chief's operation writes it."""
+        """Return the content of a request file; the chief's operation writes it."""
         return json.dumps(tree_of(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What a server answers.
+    """A server's reply.
 
     Attributes:
-        path: of the file in the checkpoint, with its size, checksum and place; see `FileEntry`.
+        path: the path of the file in the checkpoint, with size, checksum and place; see
+            `FileEntry`.
         index: the index of the part, in base64.
-        transient: whether the same may succeed later.
+        transient: whether the request may succeed later.
     """
 
     path: str = ""
@@ -100,7 +101,7 @@ class Reply:
 
     @classmethod
     def from_json(cls, data: bytes) -> Reply:
-        """Read an answer; raises `ValueError` where it is none."""
+        """Parse a reply; raises `ValueError` if it is invalid."""
         found = parse_record(cls, parse(data))
         if found is None:
             raise ValueError(f"{data!r} is no answer of a server")
@@ -108,20 +109,20 @@ class Reply:
 
 
 class PartServer:
-    """Answers requests in a server's folder one by one; what is discarded does not wait."""
+    """Answers the requests in a server's folder one by one; "discard" does not wait for uploads."""
 
     def __init__(self, folder: Path, task: str) -> None:
-        """Remove what a server before this one has left in the folder."""
+        """Remove the files that an earlier server left in the folder."""
         self._folder = folder.absolute()
         self._task = task
         self._replied: deque[Path] = deque()
-        # By request, what could not be written and cannot be done again.
+        # The replies that could not be written, of requests that cannot be repeated.
         self._unwritten: dict[Request, Reply] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
     def start(self) -> bool:
-        """Answer on threads, which end with the process, or by `stop`; say whether it can."""
+        """Start the threads, which end with the process or by `stop`; say whether that worked."""
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         ready = json.dumps({"task": self._task, "folder": str(self._folder)})
         try:
@@ -144,7 +145,7 @@ class PartServer:
         return True
 
     def stop(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._ended.set()
 
     def _serve(self, is_quick: bool) -> None:
@@ -161,14 +162,14 @@ class PartServer:
             self._ended.wait(POLL_SECONDS)
 
     def answer_next(self, is_quick: bool | None = None) -> bool:
-        """Answer one whole request, of those that do or do not wait for an upload; say whether."""
+        """Answer one complete request that does, or does not, wait for an upload; say whether."""
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
                 request = parse_record(Request, parse(path.read_bytes()))
             except (ValueError, FileNotFoundError):
                 request = None
             if request is None:
-                # It is still being written, or the other thread has answered it.
+                # The request is incomplete, or the other thread has answered it.
                 continue
             if is_quick not in {None, request.action in _QUICK}:
                 continue
@@ -179,8 +180,8 @@ class PartServer:
                 reply = self._unwritten.get(request) or self._answer(request)
                 self._reply(path, target, request, reply)
                 self._note(target)
-            # One that is answered comes again where its chief, or this server, was told of an error
-            # of the files that had none.
+            # A request whose reply was written reappears if the file system reported an error by
+            # mistake.
             path.unlink(missing_ok=True)
             return True
         return False
@@ -193,7 +194,7 @@ class PartServer:
             old.unlink(missing_ok=True)
 
     def _reply(self, path: Path, target: Path, request: Request, reply: Reply) -> None:
-        """Write an answer, or that it cannot be written."""
+        """Write a reply, or the error that it cannot be written."""
         try:
             _write(target, reply)
             self._unwritten.pop(request, None)
@@ -222,7 +223,7 @@ class PartServer:
         except UserError as error:
             transient = isinstance(error, storage.Unavailable) or _may_pass(error.__cause__)
             return Reply(error=f"{self._task}: {error}", transient=transient)
-        # The chief has to hear of it, whatever a client of a store may raise.
+        # A store's client may raise any exception, and the chief needs a reply.
         except Exception as error:
             log.exception("a request for a part of a checkpoint has failed")
             return Reply(error=f"{self._task}: {type(error).__name__}: {error}")
@@ -238,13 +239,13 @@ def _write(target: Path, reply: Reply) -> None:
         part.write_text(json.dumps(tree_of(reply)), encoding="utf-8")
         os.replace(part, target)
     except OSError:
-        # It would take the room that the next one needs.
+        # A partial file would take the space that the next one needs.
         part.unlink(missing_ok=True)
         raise
 
 
 def _begin(folder: Path, _request: Request) -> Reply:
-    """Remove what a chief before this one has left."""
+    """Remove the files that an earlier chief left."""
     for path in (folder / FOLDER).iterdir():
         if path.name in _OWN:
             continue
@@ -256,13 +257,13 @@ def _begin(folder: Path, _request: Request) -> Reply:
 
 
 def _publish(folder: Path, request: Request) -> Reply:
-    """Add the data of a part to the draft of a checkpoint; return its index."""
+    """Add the data of a part to the draft of a checkpoint; return the part's index."""
     prefix = folder / request.prefix
     index = Path(f"{prefix}{INDEX}")
-    # First: what is moved cannot be moved again.
+    # Read it first, because a file can be moved only once.
     data = index.read_bytes()
     entry = storage.add_file(request.uri, Path(f"{prefix}{DATA}"), request.name)
-    # Where it cannot be removed, the next chief has it removed.
+    # If it cannot be removed now, the next chief lets the server remove it.
     with suppress(OSError):
         index.unlink()
     return Reply(
@@ -281,13 +282,13 @@ def _fetch(folder: Path, request: Request) -> Reply:
 
 
 def _discard(folder: Path, request: Request) -> Reply:
-    """Remove a part that is not going to be published, or what was fetched."""
+    """Remove a part that will not be published, or fetched files."""
     first, *below = Path(request.prefix).parts or ("",)
     if first != FOLDER or not below or ".." in below or below[0] in _OWN:
         raise UserError(f"{request.prefix!r} is no part of a checkpoint: it is not removed")
     at = folder / request.prefix
     shutil.rmtree(at, ignore_errors=True)
-    # What TensorFlow could not write to its end has names of its own behind the prefix.
+    # TensorFlow gives its unfinished files other suffixes of the prefix.
     for path in at.parent.glob(f"{glob.escape(at.name)}.*"):
         path.unlink(missing_ok=True)
     return Reply()

@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 
 
 class LogFiles:
-    """TensorBoard's files in a folder of this machine, on their way to an object store."""
+    """TensorBoard's files in a local folder, which are uploaded to an object store."""
 
     def __init__(self, folder: Path, uri: str) -> None:
-        """Upload what is below `folder` to the same paths below `uri`."""
+        """Upload the files below `folder` to the same paths below `uri`."""
         self.folder = folder
         self._uri = uri
         self._uploaded: dict[Path, int] = {}
         self._has_failed = False
 
     def upload(self) -> None:
-        """Upload what has grown; the first failure is a warning, and none ends training."""
+        """Upload the files that have grown; a failure is logged once and does not end training."""
         try:
             for path in sorted(self.folder.rglob("*")):
                 if not path.is_file() or self._uploaded.get(path) == path.stat().st_size:
@@ -49,7 +49,7 @@ class LogFiles:
 
 
 def open_checkpoints(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
-    """Return the checkpoints below `uri`; `alone`: no other task looks for the newest one."""
+    """Return the checkpoints below `uri`; `alone`: no other task reads the newest one."""
     if storage.local_path(uri):
         return Checkpoints(uri, **settings)
     return RemoteCheckpoints(uri, alone=alone, **settings)
@@ -59,7 +59,7 @@ class RemoteCheckpoints(Checkpoints):
     """The checkpoints of one run in an object store."""
 
     def __init__(self, uri: str, *, scratch: Path, alone: bool = True, **settings: Any) -> None:
-        """Keep checkpoints that are not published yet below `scratch`."""
+        """Keep checkpoints below `scratch` until they are published."""
         super().__init__(uri, scratch=scratch, **settings)
         self._alone = alone
         self._pending = storage.uri_of(scratch / "unpublished")
@@ -73,7 +73,7 @@ class RemoteCheckpoints(Checkpoints):
         return self._log_files.folder
 
     def newest(self) -> RestoredCheckpoint | None:
-        """Fetch the newest valid checkpoint, published or not yet; see `Checkpoints.newest`."""
+        """Fetch the newest valid checkpoint, published or pending; see `Checkpoints.newest`."""
         found = super().newest()
         if found and found.uri.startswith(self._pending):
             self.last = storage.join(self.uri, storage.name_of(found.uri))
@@ -86,13 +86,13 @@ class RemoteCheckpoints(Checkpoints):
         uri = storage.join(self.uri, HISTORY_FILE)
         return SegmentedRowFile(uri, self._require_lease)
 
-    def measured(self) -> list[dict[str, Any]]:
+    def read_validations(self) -> list[dict[str, Any]]:
         """Return the validations of the last read, and queue the next read."""
-        self.uploads.put("measured", self._read_measured)
+        self.uploads.put("measured", self._refresh_validations)
         return self._measured
 
     def flush(self) -> None:
-        """Wait until all that was saved is published, and the history; raises `UserError`."""
+        """Wait until everything saved is published, with the history; raises `UserError`."""
         try:
             self.uploads.put("history", self.history.upload)
         finally:
@@ -105,12 +105,12 @@ class RemoteCheckpoints(Checkpoints):
         return sorted([*there, *(here if self._alone else [])], key=lambda pair: pair[1])
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
-        # What is on this machine alone is resumed from as well.
+        # Pending checkpoints on this machine are resumed from as well.
         self.lease.require()
         name = storage.name_of(uri)
         here = storage.join(self._pending, name)
         publish_anew(folder, here, fields)
-        # While the store is unavailable, a newer checkpoint replaces one that waits.
+        # While the store is unavailable, a newer checkpoint replaces a waiting one.
         for old, _ in list_checkpoints(self._pending):
             if old not in (here, self._uploading):
                 storage.delete(old)
@@ -125,35 +125,36 @@ class RemoteCheckpoints(Checkpoints):
         folder = storage.local_path(here)
         if folder is None or not storage.is_published(here):
             return
-        self.before_publication()
+        self.prepare_publication()
         manifest = storage.read_manifest(here)
         there = storage.join(self.uri, name)
         try:
             if there in self.passed_over:
-                # It may have the same manifest, and other content.
+                # An invalid checkpoint may have the same manifest with other data.
                 storage.delete(there)
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):
-            # It is about to be replaced, and the upload took time: another job may own it by now.
+            # The pending checkpoint is about to be replaced, and another job may own the run since
+            # the upload.
             self.lease.check()
             publish_anew(folder, there, manifest.fields)
         self.passed_over.discard(there)
-        self.published(there, manifest.fields["global_step"])
+        self.note_published(there, manifest.fields["global_step"])
         storage.delete(here)
 
-    def before_publication(self) -> None:
-        """Check the lease, and upload the rows up to the checkpoint, for a run that goes on."""
-        super().before_publication()
+    def prepare_publication(self) -> None:
+        """Check the lease, and upload the history up to the checkpoint for a resumed run."""
+        super().prepare_publication()
         self.history.upload()
 
     def _is_shared(self, uri: str) -> bool:
         return not uri.startswith(self._pending)
 
-    def _read_measured(self) -> None:
+    def _refresh_validations(self) -> None:
         try:
             self._measured = read_validations(self.uri)
         except UserError as error:
-            # Without early stopping training is merely longer.
+            # Without validations, training only lacks early stopping.
             log.warning("%s", error)
 
     def _upload_logs(self) -> None:

@@ -1,4 +1,4 @@
-"""The parameter servers, as far as they write and read parts of checkpoints: the chief's side."""
+"""The chief's side of checkpoints by parts: requests to parameter servers."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.retry import retry_until_deadline
 from flotilla.trainer.strategies.placement import fetch_value, run_on_device, server_device
 
-# Between two looks for an answer: first and last; and until a server is probed.
+# Seconds between two polls for a reply, first and last, and until a server is probed.
 FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
 def find_server(variable: tf.Variable) -> int | None:
-    """Return the number of the parameter server that holds a variable; None elsewhere."""
+    """Return the number of the parameter server that holds a variable; None if none does."""
     device = tf.DeviceSpec.from_string(variable.device)
     return device.task if device.job == "ps" else None
 
 
 def count_bytes(variables: Variables) -> int:
-    """Return the bytes of the values of variables."""
+    """Return the size of the values of variables."""
     return sum((each.shape.num_elements() or 0) * each.dtype.size for each in variables.values())
 
 
 class PartServers:
-    """The parameter servers of a cluster, and what they are asked for; thread-safe."""
+    """The parameter servers of a cluster, which answer requests; thread-safe."""
 
     def __init__(self, count: int, io_device: str | None) -> None:
-        """Describe them; `io_device` is the chief's. Nothing is asked for yet."""
+        """Store the arguments, without a request; `io_device` is the chief's."""
         self.count = count
         self.io_device = io_device
         self._are_ready: bool | None = None
         self._folders: dict[int, str] = {}
 
     def are_ready(self) -> bool:
-        """Say whether each server answers; remove what another chief has left with them."""
+        """Say whether all servers answer; remove the files that another chief left on them."""
         if self._are_ready is None:
             answers = [self._ready(server) for server in range(self.count)]
             self._are_ready = all(
@@ -84,7 +84,7 @@ class PartServers:
         pause, probed = FIRST_SECONDS, time.monotonic()
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             if time.monotonic() - probed >= PROBE_SECONDS:
-                # A server that can write nothing any more cannot say so.
+                # A server that cannot write anything cannot report it either.
                 self._write(server, part_server.PROBE, "")
                 probed = time.monotonic()
             time.sleep(pause)
@@ -99,18 +99,18 @@ class PartServers:
         return reply
 
     def place(self, server: int, path: str) -> str:
-        """Return the words for the folder of a file that a server writes."""
+        """Return the server and folder of a file, for messages."""
         return f"ps-{server} ({os.path.dirname(os.path.join(self._folders.get(server, ''), path))})"
 
     def restore(self, uri: str, layout: Layout, wanted: Variables) -> None:
         """Assign values of the checkpoint at `uri` on the servers that hold the variables."""
         places = {path: find_server(each) or 0 for path, each in wanted.items()}
 
-        def of_server(server: int) -> None:
+        def restore_own(server: int) -> None:
             own = {path: each for path, each in wanted.items() if places[path] == server}
             self._restore(server, uri, own, layout)
 
-        side_by_side(sorted(set(places.values())), of_server)
+        side_by_side(sorted(set(places.values())), restore_own)
 
     def _restore(self, server: int, uri: str, own: Variables, layout: Layout) -> None:
         manifest = storage.read_manifest(uri)
@@ -123,49 +123,49 @@ class PartServers:
         if not shared:
             self.ask(server, Request(action="fetch", uri=uri, prefix=fetched, files=files))
         prefix = f"{shared or fetched}/{PREFIX}"
-        self.on_files(server, READ, prefix, partial(assign, own, layout, prefix))
+        self.retry(server, READ, prefix, partial(assign, own, layout, prefix))
         if not shared:
             self.ask(server, Request(action="discard", prefix=fetched))
 
     def _ready(self, server: int) -> dict[str, Any]:
-        """Return what a server says of itself; nothing where it does not answer."""
+        """Return a server's description of itself; empty if it does not answer."""
         data = self._read(server, part_server.READY)
         try:
             return parse_mapping(data) if data else {}
         except ValueError:
             return {}
 
-    def on_files(self, server: int, action: str, path: str, work: Callable[[], Result]) -> Result:
-        """Return what `work` makes of files of a server, again while its error may pass."""
+    def retry(self, server: int, action: str, path: str, work: Callable[[], Result]) -> Result:
+        """Run `work` on files of a server, and retry while its error may be transient."""
         place = partial(self.place, server, path)
         return retry_until_deadline(place(), partial(_once, server, action, place, work))
 
     def _write(self, server: int, path: str, data: str) -> None:
-        self.on_files(server, WRITE, path, lambda: tf.io.write_file(path, data))
+        self.retry(server, WRITE, path, lambda: tf.io.write_file(path, data))
 
     def _read(self, server: int, path: str) -> bytes | None:
-        """Return the content of a file in the folder of a server; None where there is none."""
+        """Return the content of a file in a server's folder; None if it does not exist."""
 
         def read() -> bytes | None:
-            # To read what is not there would log an error on the server.
+            # Reading a missing file would log an error on the server.
             if not len(tf.io.matching_files(path)):
                 return None
             data: bytes = fetch_value(tf.io.read_file(path))
             return data
 
-        return self.on_files(server, READ, path, read)
+        return self.retry(server, READ, path, read)
 
 
-# No function within another: what that encloses is kept by an error, see `side_by_side`.
+# A nested function would be kept alive by an error; see `side_by_side`.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
-    with lost(server), operating_on(server), report_file_errors(action, where):
+    with lost(server), run_on_server(server), report_file_errors(action, where):
         return work()
 
 
 def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[Result]:
-    """Return what `work` returns for each of these servers; its errors hold no values."""
+    """Return the results of `work` for all servers; its errors hold no tensors."""
 
-    def of_one(server: int) -> Result:
+    def run(server: int) -> Result:
         try:
             return work(server)
         except BaseException as error:
@@ -174,25 +174,25 @@ def side_by_side(servers: Iterable[int], work: Callable[[int], Result]) -> list[
 
     wanted = list(servers)
     with ThreadPoolExecutor(max(1, len(wanted))) as pool:
-        return list(pool.map(of_one, wanted))
+        return list(pool.map(run, wanted))
 
 
 def _drop_locals(error: BaseException) -> None:
-    """Drop the local variables of the functions that an error came through, also as a cause."""
+    """Clear the local variables in the tracebacks of an error and its causes."""
     each: BaseException | None = error
     while each is not None:
         traceback.clear_frames(each.__traceback__)
         each = each.__cause__ or each.__context__
 
 
-def operating_on(server: int) -> AbstractContextManager[None]:
-    """Run operations on a server, not in line with those of other threads."""
+def run_on_server(server: int) -> AbstractContextManager[None]:
+    """Run operations on a server, outside of the executor that all threads share."""
     return run_on_device(server_device(server))
 
 
 @contextmanager
 def lost(server: int) -> Iterator[None]:
-    """Turn an error of an operation that cannot fail otherwise into that of a lost server."""
+    """Turn an error of an operation into that of a lost server, its only possible cause."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -201,11 +201,11 @@ def lost(server: int) -> Iterator[None]:
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write the index of a checkpoint of these parts, without their data; raises `UserError`."""
+    """Write a checkpoint's index from those of its parts, without data; raises `UserError`."""
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
-        # TensorFlow renames them.
+        # TensorFlow renames the data files.
         Path(f"{prefix}{part_server.DATA}").touch()
     with report_file_errors(WRITE, lambda: folder), tf.device(servers.io_device):
         tf.raw_ops.MergeV2Checkpoints(

@@ -1,7 +1,7 @@
-"""The values of variables in files as TensorFlow writes them (a tensor bundle).
+"""Values of variables in TensorFlow's files (a tensor bundle).
 
-`BundleWriter` writes the same variables again and again: TensorFlow's own checkpoint traces them
-anew each time, and training waits for it.
+`BundleWriter` writes the same variables many times with one graph: TensorFlow's own checkpoint
+traces a new one for each save, for which training waits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from flotilla.trainer.storage.errors import PASSING
 from flotilla.trainer.storage.retry import retry_until_deadline
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-# A full disk, a folder that may not be written, a file over the limit of its size.
+# Errors of a full disk, a folder without permission, and a file that exceeds a size limit.
 _UNWRITABLE = (
     tf.errors.ResourceExhaustedError,
     tf.errors.PermissionDeniedError,
     tf.errors.OutOfRangeError,
 )
-# What the system says of a file, in an error of any type: TensorFlow has none for a damaged disk.
-# A file that is not there was one of a server that was started again.
+# The operating system's reasons, in an error of any type: TensorFlow has no type for a damaged
+# disk. A missing file is left out, as it means a restarted server.
 _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
 _REMEDIES = {
     **{os.strerror(number): "check whether its file system answers there" for number in PASSING},
@@ -50,10 +50,10 @@ Variables = Mapping[str, tf.Variable]
 
 @contextmanager
 def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[None]:
-    """Turn an error of a file that TensorFlow reads or writes into a `UserError`; others pass.
+    """Turn a file error of TensorFlow into a `UserError`; other errors pass.
 
-    `action` is `WRITE` or `READ`; `where` returns the words for the folder. It is
-    `storage.Unavailable` where it may pass.
+    `action` is `WRITE` or `READ`; `where` returns the folder, for the message. A transient error
+    becomes `storage.Unavailable`.
     """
     try:
         yield
@@ -66,8 +66,8 @@ def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[Non
 
 
 def _reason(error: tf.errors.OpError, action: str) -> str:
-    """Return what the system said of a file; empty for an error of another kind."""
-    # The line after the stack of the graph is "PATH; REASON".
+    """Return the operating system's reason; empty for an error of another kind."""
+    # The line after the stack trace of the graph is "PATH; REASON".
     last, *_ = error.message.strip().split("\n\n")[-1].splitlines() or [""]
     path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
     is_written = action == WRITE and isinstance(error, _UNWRITABLE)
@@ -76,7 +76,7 @@ def _reason(error: tf.errors.OpError, action: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The keys by which a checkpoint of TensorFlow has variables, and its graph of objects."""
+    """The keys of variables in a TensorFlow checkpoint, and its object graph."""
 
     keys: Mapping[str, str]
     shapes: Mapping[str, list[int]]
@@ -85,7 +85,7 @@ class Layout:
 
     @classmethod
     def read(cls, prefix: Path) -> Layout:
-        """Read the index of a checkpoint, whose data may be absent."""
+        """Read the index of a checkpoint; the data may be missing."""
         reader = tf.train.load_checkpoint(str(prefix))
         shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
         keys = {contents.find_path(key): key for key in shapes if contents.is_variable(key)}
@@ -96,7 +96,7 @@ class Layout:
         )
 
     def fitting(self, wanted: Variables) -> Variables:
-        """Return variables without those that a checkpoint may lack; `ValueError` on a misfit."""
+        """Drop optional variables that a checkpoint lacks; raises `ValueError` on a misfit."""
         there = {
             path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
         }
@@ -111,7 +111,7 @@ class Layout:
 
 
 def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | None = None) -> None:
-    """Assign the values of a bundle in the file system of `io_device`, one after the other."""
+    """Assign the values of a bundle in the file system of `io_device`, one at a time."""
     for path, variable in variables.items():
         with tf.device(io_device) if io_device else nullcontext():
             (value,) = tf.raw_ops.RestoreV2(
@@ -125,7 +125,7 @@ def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | N
 
 
 def write(variables: Variables, prefix: Path, io_device: str | None) -> None:
-    """Write a bundle of variables once; raises `UserError` where it cannot be written."""
+    """Write a bundle of variables once; raises `UserError` if that fails."""
     retry_until_deadline(
         str(prefix.parent), partial(_write, variables, prefix, io_device, place=prefix.parent)
     )
@@ -138,15 +138,15 @@ def _write(variables: Variables, prefix: Path, io_device: str | None, *, place: 
 
 
 def make_layout(variables: Iterable[str], io_device: str | None, scratch: Path) -> Layout:
-    """Return the layout by which the same variables are saved each time; raises `UserError`."""
+    """Return the layout for saving these variables, which is cached; raises `UserError`."""
     scratch.mkdir(parents=True, exist_ok=True)
-    make = partial(_layout_of, tuple(sorted(variables)), io_device, scratch)
+    make = partial(_read_layout, tuple(sorted(variables)), io_device, scratch)
     return retry_until_deadline(str(scratch), make)
 
 
 @cache
-def _layout_of(paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
-    """Write scalars as TensorFlow does, and read how."""
+def _read_layout(paths: tuple[str, ...], io_device: str | None, scratch: Path) -> Layout:
+    """Let TensorFlow save scalars under these paths, and read the layout."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         prefix = Path(folder, PREFIX)
         with tf.device(io_device):
@@ -157,24 +157,24 @@ def _layout_of(paths: tuple[str, ...], io_device: str | None, scratch: Path) -> 
 
 
 class BundleWriter:
-    """Writes the values of some variables again and again, on this machine."""
+    """Writes the values of variables to this machine, with one graph for all saves."""
 
     def __init__(self, scratch: Path) -> None:
-        """Use `scratch`, a folder, for what is made once."""
+        """Keep temporary files in the folder `scratch`."""
         self._scratch = scratch
         self._reader: _Reader | None = None
 
     def prepare(self, variables: Variables, io_device: str | None) -> None:
-        """Make what is the same each time; raises `UserError`."""
-        self._reader_of(variables, io_device)
+        """Trace the graph and create the layout; raises `UserError`."""
+        self._get_reader(variables, io_device)
         make_layout(variables, io_device, self._scratch)
 
     def read(self, variables: Variables, io_device: str | None) -> Values:
-        """Return what variables are now, where nothing changes them until it is written."""
-        return self._reader_of(variables, io_device)()
+        """Return the values of variables; nothing may change them until they are written."""
+        return self._get_reader(variables, io_device)()
 
     def write(self, values: Values, prefix: Path, io_device: str | None) -> None:
-        """Write a bundle; raises `UserError` where it cannot be written."""
+        """Write a bundle; raises `UserError` if that fails."""
         layout = make_layout(values.by_path, io_device, self._scratch)
         names = [*(layout.keys[path] for path in values.by_path), GRAPH]
 
@@ -189,8 +189,8 @@ class BundleWriter:
 
         retry_until_deadline(str(prefix.parent), write_once)
 
-    def _reader_of(self, variables: Variables, io_device: str | None) -> _Reader:
-        if self._reader is None or not self._reader.is_of(variables, io_device):
+    def _get_reader(self, variables: Variables, io_device: str | None) -> _Reader:
+        if self._reader is None or not self._reader.reads(variables, io_device):
             self._reader = _Reader(variables, io_device)
         return self._reader
 
@@ -204,7 +204,7 @@ class Values:
 
 
 class _Reader:
-    """A graph that reads variables, whichever tasks hold them, with a call for all of them."""
+    """A graph that reads variables of any tasks in one call."""
 
     def __init__(self, variables: Variables, io_device: str | None) -> None:
         self._variables, self._io_device = dict(variables), io_device
@@ -213,8 +213,8 @@ class _Reader:
             self._paths.setdefault(each.device, []).append(path)
         self._read = tf.function(self._reading, autograph=False).get_concrete_function()
 
-    def is_of(self, variables: Variables, io_device: str | None) -> bool:
-        """Say whether it reads these variables, in their order."""
+    def reads(self, variables: Variables, io_device: str | None) -> bool:
+        """Say whether it reads these variables, in this order."""
         same = [*variables] == [*self._variables] and io_device == self._io_device
         return same and all(self._variables[path] is each for path, each in variables.items())
 
@@ -235,14 +235,14 @@ class _Reader:
                 own = {path: _value(self._variables[path]) for path in paths}
                 finite.append(tf.stack([_is_finite(each) for each in own.values()]))
             values |= own
-        # Where this task has a GPU, all of it would go there.
+        # On a task with a GPU, all values would be copied there.
         with tf.device(self._io_device), tf.device("/device:CPU:0"):
             here = {path: tf.identity(each) for path, each in values.items()}
             return here, [tf.identity(each) for each in finite]
 
 
 def _value(variable: tf.Variable) -> tf.Tensor:
-    # Where rows were moved alone, each other way to read it makes a copy.
+    # For variables with sparse updates, every other way to read copies the value.
     if isinstance(variable, BaseResourceVariable):
         return variable.read_value_no_copy()
     return tf.convert_to_tensor(variable)

@@ -1,4 +1,4 @@
-"""Uploads behind training: one at a time, of which a newer one replaces one that waits."""
+"""Background uploads, one at a time; a newer upload replaces a waiting one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class _Upload(NamedTuple):
-    """An upload, and what is called where a newer one takes its place before it succeeds."""
+    """An upload, and a callback for its replacement by a newer one."""
 
     run: Callable[[], None]
     replaced: Callable[[], None]
@@ -24,7 +24,7 @@ class UploadQueue:
     """A thread that runs uploads, one at a time."""
 
     def __init__(self) -> None:
-        """Begin empty; the first upload starts the thread, which ends with the process."""
+        """Create an empty queue; the first upload starts a daemon thread."""
         self._waiting: dict[str, _Upload] = {}
         self._failed: dict[str, tuple[_Upload, UserError]] = {}
         self._broken: BaseException | None = None
@@ -35,10 +35,10 @@ class UploadQueue:
     def put(
         self, slot: str, run: Callable[[], None], replaced: Callable[[], None] = lambda: None
     ) -> None:
-        """Queue an upload, in place of one that waits, or has failed, in the same slot.
+        """Queue an upload; it replaces a waiting or failed one in the same slot.
 
-        Then `replaced` of that one is called, on any thread. Raises `UserError` where an earlier
-        upload failed for a reason that retries cannot fix.
+        `replaced` of the replaced one is then called, on any thread. Raises `UserError` if an
+        earlier upload failed for a reason that retries cannot fix.
         """
         with self._change:
             self._raise_lasting()
@@ -53,7 +53,7 @@ class UploadQueue:
                 each.replaced()
 
     def flush(self) -> None:
-        """Wait for all uploads; those that failed are tried once more; raises `UserError`."""
+        """Wait for all uploads, and retry failed ones once; raises `UserError`."""
         with self._change:
             self._wait()
             for slot, (upload, _) in self._failed.items():
@@ -84,7 +84,7 @@ class UploadQueue:
                 self._busy = True
             failure = self._attempt(upload)
             with self._change:
-                # A newer upload of the slot will show whether it still fails.
+                # A newer upload of the slot will show whether the error persists.
                 is_replaced = failure is not None and slot in self._waiting
                 if failure and not is_replaced:
                     self._failed[slot] = (upload, failure)
@@ -104,6 +104,6 @@ class UploadQueue:
             events.emit(events.UploadFailed(reason=str(error)))
             return error
         except BaseException as error:
-            # A bug has to end training, as it would on the thread of training.
+            # A bug has to end training, as it would on the training thread.
             self._broken = error
         return None

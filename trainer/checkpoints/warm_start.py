@@ -1,9 +1,9 @@
-"""A warm start: a fresh run that begins with weights that are there already.
+"""A warm start: a new run that begins with existing weights.
 
-They are of a checkpoint, a `.keras` file, or an exported model with one. The global step and the
-optimizer are new; see `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`.
-Variables are found by their path. Keras leaves the name of a model around a layer out of some
-paths: of a `.keras` file a path may lack such names, or have more, where that leaves no doubt.
+The weights come from a checkpoint, a `.keras` file, or an exported model with one. The global step
+and the optimizer are new; see `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`.
+Variables are matched by path. Keras omits the name of a model around a layer from some paths: a
+path of a `.keras` file may lack such names or have more of them, if the match stays unique.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 _KEY = "training.warm_start"
 _MODEL = "model/"
 _FILE = f"model{KERAS}"
-# Of the variables that are left, so many are named.
+# The number of skipped variables that a message names.
 _NAMED = 4
 NOT_INCLUDED, EXCLUDED, ABSENT = "not included", "excluded", "absent there"
 NOT_HERE = "not in this model"
@@ -42,7 +42,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights on this machine: a checkpoint, or the file of a Keras model."""
+    """Weights on this machine: a checkpoint, or a Keras model file."""
 
     weights: InitialWeights
     folder: Path
@@ -51,23 +51,23 @@ class Source:
 
     @property
     def uri(self) -> str:
-        """Where they are from."""
+        """The URI of the weights."""
         return self.weights.source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which variables of the model are taken, and which are left, by the reason."""
+    """The variables of the model that are loaded, and those that are skipped, by reason."""
 
     taken: list[str] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)
 
     def leave(self, path: str, why: str) -> None:
-        """Leave a variable as it is."""
+        """Skip a variable."""
         self.left.setdefault(why, []).append(path)
 
     def __str__(self) -> str:
-        """Say it in one line, with the names of some that are left."""
+        """Return a line with the names of some skipped variables."""
         plural = "" if len(self.taken) == 1 else "s"
         parts = [f"{len(self.taken)} variable{plural} taken"]
         for why, paths in self.left.items():
@@ -77,7 +77,7 @@ class Selection:
 
 
 def check(value: str | Mapping[str, Any], paths: Sequence[str]) -> None:
-    """Raise `ConfigError` where a glob fits none of the paths of the model's variables."""
+    """Raise `ConfigError` if a glob matches no path of the model's variables."""
     weights = initial_weights(value)
     for name, globs in (("include", weights.include), ("exclude", weights.exclude)):
         for glob in globs:
@@ -88,7 +88,7 @@ def check(value: str | Mapping[str, Any], paths: Sequence[str]) -> None:
 
 
 def fetch_weights(value: str | Mapping[str, Any], scratch: Path) -> Source | None:
-    """Fetch and verify the weights to begin with; None for an empty value; raises `UserError`."""
+    """Fetch and verify the initial weights; None for an empty value; raises `UserError`."""
     weights = initial_weights(value)
     if not weights.source:
         return None
@@ -97,14 +97,14 @@ def fetch_weights(value: str | Mapping[str, Any], scratch: Path) -> Source | Non
             f"{_KEY}: the pipeline resolves the champion; give a task the URI of a checkpoint"
         )
     try:
-        return _fetched(weights, scratch / "warm")
+        return _fetch_source(weights, scratch / "warm")
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {error}") from None
     except UserError as error:
         raise UserError(f"{_KEY}: {error}") from None
 
 
-def _fetched(weights: InitialWeights, folder: Path) -> Source:
+def _fetch_source(weights: InitialWeights, folder: Path) -> Source:
     uri, file = weights.source, folder / _FILE
     if uri.endswith(KERAS):
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,13 +129,13 @@ def load(
     io_device: str | None,
     servers: PartServers | None = None,
 ) -> dict[str, str]:
-    """Assign values to the model; return what the manifests say of it; raises `UserError`."""
+    """Load values into the model; return fields of their manifests; raises `UserError`."""
     own = {
         path.removeprefix(_MODEL): variable
         for path, variable in variables.items()
         if path.startswith(_MODEL)
     }
-    found = source.found or _of_keras(source, list(own), io_device)
+    found = source.found or _from_keras(source, list(own), io_device)
     there = {
         path.removeprefix(_MODEL): shape
         for path, shape in checkpoints.shapes(found).items()
@@ -143,7 +143,7 @@ def load(
     }
     here = {path: variable.shape.as_list() for path, variable in own.items()}
     partial = source.weights.is_partial
-    selection = _selected(source.weights, here, there) if partial else _all(source.uri, here, there)
+    selection = _select(source.weights, here, there) if partial else _all(source.uri, here, there)
     wanted = {f"{_MODEL}{path}": own[path] for path in selection.taken}
     handed_on = checkpoints.select_exported(found, wanted)
     checkpoints.restore(found, handed_on, io_device=io_device, servers=servers)
@@ -168,7 +168,7 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
         selection.taken.append(path)
     for path in sorted(there.keys() - here.keys()):
         if not may_lack(path):
-            _refuse(uri, f"it has {path} {there[path]}, which this model has not")
+            _refuse(uri, f"it has {path} {there[path]}, which this model lacks")
         selection.leave(path, NOT_HERE)
     return selection
 
@@ -181,7 +181,7 @@ def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
     )
 
 
-def _selected(weights: InitialWeights, here: Shapes, there: Shapes) -> Selection:
+def _select(weights: InitialWeights, here: Shapes, there: Shapes) -> Selection:
     selection = Selection()
     for path, shape in here.items():
         if not _fits([path], weights.include or ("*",)):
@@ -203,8 +203,8 @@ def _selected(weights: InitialWeights, here: Shapes, there: Shapes) -> Selection
         if not _fits(selection.taken, [glob]):
             first = next((path for path in here if fnmatchcase(path, glob)), glob)
             raise ConfigError(
-                f"{_KEY}: {weights.source} has nothing to take of what {glob!r} fits in this "
-                f"model{nearest(first, there)}"
+                f"{_KEY}: {weights.source} has none of the variables that {glob!r} matches in "
+                f"this model{nearest(first, there)}"
             )
     return selection
 
@@ -213,31 +213,31 @@ def _fits(paths: Iterable[str], globs: Iterable[str]) -> bool:
     return any(fnmatchcase(path, glob) for path in paths for glob in globs)
 
 
-def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> RestoredCheckpoint:
-    """Make a checkpoint of the file of a Keras model, under the paths of this model."""
+def _from_keras(source: Source, paths: Sequence[str], io_device: str | None) -> RestoredCheckpoint:
+    """Convert a Keras model file to a checkpoint with the paths of this model."""
     assert source.file
     try:
-        # A model that was loaded is used for its values alone.
+        # The loaded model is needed only for its values.
         with tf.device("CPU:0"):
             model = keras_file.read(source.file)
-    # The file, and the classes that it names, may fail in any way.
+    # The file and the classes that it names may raise any exception.
     except Exception as error:
         words = user_code.short_message(error).partition(". ")[0]
         raise ConfigError(
             f"{_KEY}: Keras cannot read {source.uri}: {words}; classes of your own have to be "
             "registered (keras.saving.register_keras_serializable) by the module of model.name"
         ) from None
-    names = _renamed([variable.path for variable in model.variables], paths)
+    names = _match_paths([variable.path for variable in model.variables], paths)
     values = {f"{_MODEL}{names[each.path]}": each.value for each in model.variables}
-    values |= _in_shards(values, [f"{_MODEL}{path}" for path in paths])
+    values |= _split_tables(values, [f"{_MODEL}{path}" for path in paths])
     folder = source.folder / "read"
     folder.mkdir(exist_ok=True)
     tensor_bundle.write(values, folder / PREFIX, io_device)
     return RestoredCheckpoint(uri=source.uri, global_step=0, folder=folder, fields={})
 
 
-def _in_shards(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
-    """Take the tables that an exported file has whole, and return their shards in this model."""
+def _split_tables(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """Split the tables, which an exported file stores whole, into the shards of this model."""
     found = dict[str, Any]()
     for path in [each for each in values if each.endswith("/embeddings")]:
         table = path.removesuffix("embeddings")
@@ -249,8 +249,8 @@ def _in_shards(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _renamed(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
-    """Return for each path there that of the variable here, or itself where that is not sure."""
+def _match_paths(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
+    """Return the matching path here for each path there; the path itself if not unique."""
     alike = {path: _alike(path, [each for each in here if each not in there]) for path in there}
     times = Counter(each for found in alike.values() for each in found)
     return {
@@ -260,7 +260,7 @@ def _renamed(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
 
 
 def _alike(path: str, others: Sequence[str]) -> list[str]:
-    """Return those of the other paths that differ by names in front alone."""
+    """Return the paths that differ only by leading names."""
     return [
         other
         for other in others

@@ -1,1 +1,1 @@
-"""Processes of a training cluster on one machine: starting, watching, leases, liveness, signals."""
+"""Processes of a training cluster on one machine: start, supervision, leases, liveness."""

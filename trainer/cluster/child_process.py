@@ -1,7 +1,7 @@
-"""A module in a process of its own: its request, environment, answer and errors.
+"""Run a module in a child process: its request, environment, answer and errors.
 
 The request is a JSON file, the answer the last line of its output that is a JSON object, and an
-error the last line that begins with `flotilla: `. The process ends with the one that started it.
+error the last line that begins with `flotilla: `. The child ends with its parent.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _PREFIX = "flotilla: "
 
 
 class ChildError(UserError):
-    """The process has ended without an answer; the message is what it said last."""
+    """The process ended without an answer; the message is its last error line."""
 
-    #: How it has ended.
+    #: The exit code.
     code = 0
 
 
 class ChildLostError(ChildError):
-    """The process took too long, or was killed: what it would have answered is not known."""
+    """The process took too long or was killed; its answer is not known."""
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child of this process, with `variables` laid over it."""
+    """Return the environment of a child of this process, overridden by `variables`."""
     own = {**signals.parent_environment(), **user_code.environment()}
     return {**os.environ, **own, **(variables or {})}
 
@@ -50,7 +50,7 @@ def start(
 
 
 def end(process: subprocess.Popen[Any], seconds: float) -> None:
-    """End a process that still runs: by SIGTERM, and after these seconds by SIGKILL."""
+    """End a running process by SIGTERM, and by SIGKILL after `seconds`."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -72,9 +72,8 @@ def call(  # noqa: PLR0913
 ) -> dict[str, Any]:
     """Return the answer of a module to a request; raises `ChildLostError` or `ChildError`.
 
-    It is called with `OPTION FILE`, where the request is, and `--workdir DIR`, a folder that is
-    removed afterwards. It is forked from the fork server of the run, if there is one that has
-    loaded the module `loads`.
+    The module gets `OPTION FILE`, the file of the request, and `--workdir DIR`, a temporary folder.
+    It is forked from the fork server of the run if one has loaded the module `loads`.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-", ignore_cleanup_errors=True) as folder:
         path, log = Path(folder, "request.json"), Path(folder, "output.txt")
@@ -100,7 +99,7 @@ def call(  # noqa: PLR0913
 
 
 def answer(code: int, out: str, errors: str) -> dict[str, Any]:
-    """Return what a process has answered that ended with `code`; raises as `call` does."""
+    """Return the answer of a process that ended with `code`; raises as `call` does."""
     if code != DONE:
         raise failure(code, errors)
     last = [line for line in out.splitlines() if line.startswith("{")][-1]

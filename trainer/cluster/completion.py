@@ -1,7 +1,7 @@
-"""The end of training: a record that the leading task writes once all of it is published.
+"""The end of training: a record that the leading task writes after the last publication.
 
-An exit code of 0 proves nothing: the user's code may end the process. The record counts for this
-run and configuration, while its checkpoint is still the newest.
+An exit code of 0 proves nothing, because user code may end the process. The record is valid for
+this run and configuration, while its checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ALL_STEPS, EARLY_STOP = "all steps", "early stop"
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """How training has ended.
+    """How training ended.
 
     Attributes:
         steps: `training.steps`.
         reason: `ALL_STEPS` or `EARLY_STOP`.
         checkpoint: the name of the last checkpoint.
-        created: the time in its manifest: another one may be published under its name later.
+        created: the time in its manifest; another checkpoint may get the same name later.
     """
 
     run_id: str
@@ -40,7 +40,7 @@ class Completion:
 
 
 def record(job: Job, checkpoint: str) -> Completion:
-    """Write that training is over with the published checkpoint at this URI; raises `UserError`."""
+    """Record that training ended with the checkpoint at this URI; raises `UserError`."""
     manifest = storage.read_manifest(checkpoint)
     steps, reached = job.config.training.steps, int(manifest.fields["global_step"])
     over = Completion(
@@ -57,14 +57,14 @@ def record(job: Job, checkpoint: str) -> Completion:
 
 
 def is_over(job: Job) -> bool:
-    """Return whether training is over, by its record and the newest checkpoint."""
+    """Say whether training is over, according to its record and the newest checkpoint."""
     try:
         found = read_record(Completion, storage.read_bytes(_place(job)))
     except storage.Missing:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False
-    # By time and not by step: training may have passed over a damaged one of a later step.
+    # The newest by time and not by step: training may have skipped a damaged one of a later step.
     newest = max(
         storage.list_published(job.checkpoints),
         key=lambda pair: (pair[1].created, pair[0]),
@@ -75,7 +75,7 @@ def is_over(job: Job) -> bool:
 
 
 def require(job: Job, task: str) -> None:
-    """Raise a `UserError` unless training is over, where `task` has ended with exit code 0."""
+    """Raise a `UserError` unless training is over, after `task` ended with exit code 0."""
     if not is_over(job):
         raise UserError(
             f"{task} ended with exit code 0 before training was over: {job.checkpoints} has "

@@ -1,4 +1,4 @@
-"""Try in a process of its own, which loads TensorFlow and the user's code, what fits."""
+"""Run the dry run in a child process, which loads TensorFlow and the user's code."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
-# TensorFlow alone takes ten of them on a busy machine.
+# TensorFlow alone takes ten seconds of it on a busy machine.
 SECONDS = 90.0
 log = logging.getLogger(__name__)
 
 
 class NotKnownError(ConfigError):
-    """The trial has not come to an end that says whether it fits."""
+    """The dry run ended without a result."""
 
 
 def require(config: Config, dataset: str = "") -> None:
-    """Raise `ConfigError` where it does not fit; say so where it is not known."""
+    """Raise `ConfigError` if model and dataset do not fit; log if that is not known."""
     try:
         try_fit(config, dataset)
     except NotKnownError as error:
@@ -39,9 +39,9 @@ def begin(
     on_mistake: Callable[[ConfigError], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> threading.Thread:
-    """Return a thread that tries what fits; it calls `on_mistake` with what does not.
+    """Start a dry run in a thread; it calls `on_mistake` with an error of the configuration.
 
-    Once what it tries for `is_over`, which ends the trial too, nothing is said of it.
+    When `is_over` returns true, the dry run ends and reports nothing.
     """
 
     def work() -> None:
@@ -61,12 +61,11 @@ def begin(
 def try_fit(
     config: Config, dataset: str = "", seconds: float = SECONDS, *, elsewhere: bool = False
 ) -> dict[str, Any]:
-    """Return what fits, without a GPU: see `flotilla.trainer.training.dry_run.fit`.
+    """Return the result of a dry run without a GPU: see `flotilla.trainer.training.dry_run.fit`.
 
-    `dataset` is empty before it is prepared. Of a run on other machines, `elsewhere`, it is not
-    known what they have: packages that are not installed here, files, and a network.
-    Raises `NotKnownError` after `seconds`, or where the process was killed or came to no end of its
-    own, and `ConfigError` where it does not fit.
+    `dataset` is empty before it is prepared. `elsewhere`: the run is on other machines, which may
+    have other packages, files, and a network. Raises `NotKnownError` after `seconds`, or if the
+    process was killed or failed, and `ConfigError` if model and dataset do not fit.
     """
     try:
         return child_process.call(

@@ -1,4 +1,4 @@
-"""The interface of all launchers of a training cluster: a `Job` in, a published checkpoint out."""
+"""The interface of launchers of a training cluster: from a `Job` to a published checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flotilla.trainer.config.schema import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run; training resumes from the newest checkpoint below `checkpoints`."""
+    """A training run; it resumes from the newest checkpoint below `checkpoints`."""
 
     config: Config
     dataset: str
@@ -26,7 +26,7 @@ class Job:
 
 
 def find_run_id(checkpoints: str) -> str:
-    """Return the id of the run that has its checkpoints below this URI."""
+    """Return the id of the run with checkpoints below this URI."""
     path, _, _ = checkpoints.partition("?")
     return path.rstrip("/").rsplit("/", 2)[-2]
 
@@ -42,7 +42,7 @@ class Launcher(Protocol):
     """Starts the tasks of a job, supervises them, and returns when training is done."""
 
     def __call__(self, job: Job) -> None:
-        """Train to the end: the final checkpoint is published, and no task is left.
+        """Train to the end: the final checkpoint is published, and no task is left running.
 
         Raises `UserError`, which names the task and its error, or `RunInterruptedError`: a stop was
         requested, and the last checkpoint is published.

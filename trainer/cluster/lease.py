@@ -1,15 +1,16 @@
-"""The lease of a checkpoint folder: one job writes there, and no other.
+"""The lease of a checkpoint folder: only one job at a time writes there.
 
 A lease is a lock that expires unless it is renewed. It is a file `.lock/000003.json` below the
-folder, created by a write that replaces nothing. The highest number holds the lease, unless its
-file says `released` or has not been renewed for `LEASE_SECONDS`. A new holder creates the next
-number and touches no other file before that, so that a holder that was replaced always finds out.
-Clocks of different machines may differ by hours: what has expired by the clock alone is watched for
-as long as a holder needs to renew it.
+folder, created by a write that never replaces a file. The highest number holds the lease, unless
+its file says `released` or has not been renewed for `LEASE_SECONDS`. A new holder creates the next
+number first and changes no other file before, so that a replaced holder always notices. Clocks of
+different machines may differ by hours: a lease that has expired only by the clock is watched for as
+long as a holder needs to renew it.
 
-A task that was killed is restarted at once, as another process and perhaps on another machine, and
-finds the lease that it held itself: a chief that Kubernetes restarts, the retry of a step. Whether
-that holder lives shows in its renewals only, so `acquire_waiting` waits for one, or for the expiry.
+A task that was killed restarts at once, as another process and perhaps on another machine, and
+finds its own earlier lease: for example a chief that Kubernetes restarts, or the retry of a step.
+Only renewals show whether that holder lives, so `acquire_waiting` waits for a renewal or for the
+expiry.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from flotilla.trainer.storage.local import is_gone, is_living, writer
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
-# A holder that lives has renewed it twice.
+# A living holder renews it twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
 POLL_SECONDS = 2.0
-# A holder that is cut off from the store, or whose clock is wrong, may still train; the file of an
-# expired lease blocks nobody, and may be kept for long.
+# A holder without access to the store, or with a wrong clock, may still train. The file of an
+# expired lease blocks no job, so it is kept for long.
 ABANDONED_SECONDS = 24 * 3600.0
 _SUFFIX = ".json"
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseHolder:
-    """The holder of a lease, as its file says; times are in seconds since 1970.
+    """The holder of a lease according to its file; times are in seconds since 1970.
 
     Attributes:
         token: unique to this holder.
@@ -73,12 +74,12 @@ class LeaseHolder:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its file may be deleted, so that its number is free; not before it expires."""
+        """Whether its file may be deleted to free its number; never before the lease expires."""
         is_dead = is_gone(self.writer) and not self.released
         return is_dead or time.time() >= self.until + ABANDONED_SECONDS
 
     def __str__(self) -> str:
-        """Return the run, the process and the machine."""
+        """Return the run, the process and the machine for messages."""
         return f"run {self.run} (process {self.process} on {self.host})"
 
 
@@ -86,7 +87,7 @@ class LeaseHeldError(UserError):
     """Another job writes to the folder `uri`."""
 
     def __init__(self, uri: str, holder: LeaseHolder, watch: float = LEASE_SECONDS) -> None:
-        """Name the holder, the time until which it holds the lease, and how long to watch it."""
+        """Say who holds the lease, and until when; `watch` is how long to watch the holder."""
         super().__init__(
             f"{holder} writes to {uri} since {clock_time(holder.started)}, and holds its lease "
             f"until {clock_time(holder.until)} at least: wait for its end, or stop it; if it is "
@@ -98,11 +99,11 @@ class LeaseHeldError(UserError):
 
 
 class LeaseLostError(UserError):
-    """Another job has taken over, or the lease was removed: this one must not write any more."""
+    """Another job has taken over, or the lease was removed: this job must not write any more."""
 
 
 def holders(uri: str) -> dict[int, LeaseHolder | None]:
-    """Return the holders below the folder `uri` by number; None for one that cannot be read."""
+    """Return the holders below the folder `uri` by number; None if one cannot be read."""
     found: dict[int, LeaseHolder | None] = {}
     for name in storage.names(storage.join(uri, FOLDER)):
         if (number := parse_number(name.removesuffix(_SUFFIX))) is not None:
@@ -118,9 +119,9 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Delete the leases of dead holders, and those a day old; return their URIs.
+    """Delete the leases of dead holders and those older than a day; return their URIs.
 
-    One that cannot be read blocks nobody, and may be the file of somebody else.
+    An unreadable file blocks no job, and may belong to someone else, so it stays.
     """
     expired = [
         lease_uri(uri, number)
@@ -133,7 +134,7 @@ def remove_expired(uri: str) -> list[str]:
 
 
 def lease_uri(uri: str, number: int) -> str:
-    """Return the URI of the lease file with this number, of the folder `uri`."""
+    """Return the URI of a lease file of the folder `uri` by its number."""
     return storage.join(uri, FOLDER, f"{number:06d}{_SUFFIX}")
 
 
@@ -144,10 +145,10 @@ def clock_time(seconds: float) -> str:
 
 
 class NoLease:
-    """The lease of a task that does not publish, or whose folder nobody else writes."""
+    """The lease of a task that does not publish, or whose folder has no other writer."""
 
     def require(self) -> None:
-        """Raise `LeaseLostError` if the lease is known to be lost; asks no store."""
+        """Raise `LeaseLostError` if the lease is known to be lost; sends no request."""
 
     def check(self) -> None:
         """Read the store, and raise `LeaseLostError` if the lease is no longer held."""
@@ -157,7 +158,7 @@ class Lease(NoLease):
     """The lease of one folder, for this process."""
 
     def __init__(self, uri: str, run: str, now: Callable[[], float] = time.time) -> None:
-        """Describe the lease of the folder `uri`; `acquire` acquires it."""
+        """Store the arguments; `acquire` acquires the lease."""
         self._uri = uri
         self._now = now
         self._own = LeaseHolder(
@@ -179,23 +180,23 @@ class Lease(NoLease):
     def acquire(self, dead: LeaseHolder | None = None) -> None:
         """Acquire the lease; raises `LeaseHeldError` (another job holds it) or `UserError`.
 
-        `dead` did not renew it for as long as it lasts, whatever its clock said.
+        `dead` is a holder that did not renew it for its duration, measured by this clock.
         """
         self._dead = dead
         while not self._number:
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
-            # After a wait: the lease has to last from now on.
+            # The lease may have been waited for: it has to last from now on.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
-            # Of two at the same time, or after a lost answer, only the store knows which one won.
+            # If two jobs write at once, or an answer is lost, only the store knows who won.
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
             self._refuse_newcomers(number, after)
             if number < max(after):
-                # Another holder came, took the next number, and has gone since.
+                # Another holder took the next number, and has left since.
                 storage.delete(lease_uri(self._uri, number))
                 continue
             self._number = number
@@ -210,18 +211,18 @@ class Lease(NoLease):
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
     def renew_or_end(self) -> bool:
-        """Renew the lease; say whether it is still to be renewed."""
+        """Renew the lease; say whether renewing should continue."""
         try:
             self.renew()
         except LeaseLostError as error:
-            # The thread that trains stops at its next barrier.
+            # The training thread stops at its next barrier.
             if not self._released:
                 log.warning("%s", error)
             return False
         return True
 
     def require(self) -> None:
-        """Raise `LeaseLostError` if the lease is known to be lost; asks no store."""
+        """Raise `LeaseLostError` if the lease is known to be lost; sends no request."""
         if self._lost:
             raise LeaseLostError(self._lost)
 
@@ -231,10 +232,10 @@ class Lease(NoLease):
             self._read_holder()
 
     def release(self) -> None:
-        """Release the lease; raises `LeaseLostError` where it is lost already.
+        """Release the lease; raises `LeaseLostError` if it is lost.
 
-        Its file stays: the next holder takes the next number, so that a late write of this one can
-        never pass for another holder's.
+        Its file stays: the next holder takes the next number, so a late write of this holder can
+        never be taken for that of another.
         """
         with self._mutex:
             self._read_holder()
@@ -247,7 +248,7 @@ class Lease(NoLease):
         self.require()
         found = holders(self._uri)
         newest = max(found, default=0)
-        # A file of our own that cannot be read is written again by the next renewal.
+        # If our own file cannot be read, the next renewal rewrites it.
         readable = found.get(self._number)
         if newest == self._number and (readable is None or self._is_own(readable)):
             return
@@ -276,7 +277,7 @@ class Lease(NoLease):
             events.emit(events.LeaseTakenOver(uri=self._uri, holder=str(newest), reason=why))
 
     def _refuse_newcomers(self, number: int, after: dict[int, LeaseHolder | None]) -> None:
-        """Give way to a holder that came in between with another number."""
+        """Give up the lease if another holder appeared meanwhile with another number."""
         for other, holder in after.items():
             if other != number and holder and not self._is_free(holder):
                 storage.delete(lease_uri(self._uri, number))
@@ -300,12 +301,12 @@ class Lease(NoLease):
 def acquire_waiting(
     acquire: Callable[[LeaseHolder | None], None], pause: Callable[[float], None] = time.sleep
 ) -> None:
-    """Call `acquire` again while it raises `LeaseHeldError` and the lease holder may be dead.
+    """Retry `acquire` while it raises `LeaseHeldError` and the lease holder may be dead.
 
-    It is dead where it does not renew the lease for as long as that is watched, whatever its clock
-    said: one that has expired by the clock of this machine for a shorter time than another.
-    Raises `LeaseHeldError` where the holder is alive, or another one was faster; also
-    `RunInterruptedError` and `UserError`.
+    A holder is dead if it does not renew the lease while it is watched, whatever its clock said; a
+    lease that has expired by this machine's clock is watched for a shorter time. Raises
+    `LeaseHeldError` if the holder lives, or another one was faster; also `RunInterruptedError` and
+    `UserError`.
     """
     first: LeaseHolder | None = None
     waited, watch = 0.0, LEASE_SECONDS
@@ -343,12 +344,12 @@ def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
 def hold_lease(uri: str, run: str) -> Iterator[Lease]:
     """Hold the lease of the folder `uri` in this block, renewed by a thread.
 
-    See `acquire_waiting` for what it raises. An attempt that ends by `ClusterLostError` does not
-    release the lease: the next one can begin.
+    For errors see `acquire_waiting`. An attempt that ends by `ClusterLostError` does not release
+    the lease: the next one can begin.
     """
     lease = Lease(uri, run)
     acquire_waiting(lease.acquire)
-    # As long as this process trains, whatever a client may raise.
+    # The thread continues as long as this process trains, whatever errors a client raises.
     renewal = Loop(
         lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease is not renewed"
     ).start()
@@ -371,7 +372,7 @@ def lease_environment() -> dict[str, str]:
 
 
 def _release(lease: Lease) -> None:
-    # The error that ended the block is the one to report.
+    # Report the error that ended the block.
     try:
         lease.release()
     except UserError as error:

@@ -1,14 +1,14 @@
-"""Liveness: how a process sees that another one makes progress, and not only that it exists.
+"""Liveness: how a process detects that another one makes progress, and does not only exist.
 
-A process that is stopped, swapped out or stuck in the kernel does not end, so that no wait for its
-end helps. There are two signals:
+A process that is stopped, swapped out or stuck in the kernel does not end, so waiting for its end
+does not help. There are two signals:
 
-- The heartbeat of a child. A task writes a byte into a pipe at an interval, and the process that
-  started it waits for bytes. Bytes that came while the starter itself was stopped are still in the
-  pipe, so that a task is not taken for dead then.
+- The heartbeat of a child. A task writes a byte into a pipe at an interval, and its parent waits
+  for bytes. Bytes that were sent while the parent itself was stopped are still in the pipe, so the
+  task is not taken for dead.
 - An answer of a peer on its port. TensorFlow waits for a stopped task as long as the connection
-  exists, and the kernel keeps it. A gRPC server that is alive sends its settings to each client
-  that connects (RFC 9113, section 3.4); that of a stopped process accepts and sends nothing.
+  exists, and the kernel keeps it. A live gRPC server sends its settings to each client that
+  connects (RFC 9113, section 3.4); a stopped process accepts connections and sends nothing.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.background import Loop
 
 VARIABLE = "FLOTILLA_HEARTBEAT"
-# A task that starts loads TensorFlow, which holds the interpreter lock for long on a busy machine.
+# A starting task loads TensorFlow, which holds the interpreter lock for long on a busy machine.
 STARTING_SECONDS = 180.0
-# Heartbeats within the timeout: so many may be missed.
+# Heartbeats per timeout, almost all of which may be missed.
 _BEATS = 5
 
-# Long enough for a process that a busy machine delays.
+# Long enough for a process on a busy machine.
 ANSWER_SECONDS = 10.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _MAX_THREADS = 64
 _ANSWERS, _SILENT, _GONE = "answers", "silent", "gone"
-# Of a machine or a network that is cut off: nobody says that the task has ended.
+# Errors of a disconnected machine or network, which do not prove that the task has ended.
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 
 
@@ -46,7 +46,7 @@ def heartbeat_environment(descriptor: int, timeout: float) -> dict[str, str]:
 
 
 def begin() -> None:
-    """Send heartbeats from now on, if the starter of this process has asked for them."""
+    """Start sending heartbeats if the parent of this process asked for them."""
     descriptor, _, seconds = os.environ.pop(VARIABLE, "").partition(":")
     if descriptor.isdigit():
         beat = partial(_beat, int(descriptor))
@@ -55,7 +55,7 @@ def begin() -> None:
 
 
 def wait_until_silent(descriptor: int, timeout: float) -> bool:
-    """Wait until no heartbeat has come for `timeout` seconds (true), or the writer ends (false)."""
+    """Return true after `timeout` seconds without a heartbeat, false when the writer ends."""
     seconds = max(timeout, STARTING_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
@@ -70,21 +70,21 @@ def _beat(descriptor: int) -> bool:
     try:
         os.write(descriptor, b".")
     except OSError:
-        # The reader is gone; what follows from that is not for this process to decide.
+        # The parent is gone; this thread only stops sending.
         return False
     return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Tasks that are `silent`, or cannot be reached, and those that are `gone`: they have ended."""
+    """Tasks that are `silent` or unreachable, and tasks that are `gone`: they have ended."""
 
     silent: tuple[Task, ...] = ()
     gone: tuple[Task, ...] = ()
 
 
 def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -> Peers:
-    """Probe all tasks but `this` at once, and wait up to `timeout` seconds for their answers."""
+    """Probe all tasks but `this` in parallel, and wait up to `timeout` seconds for answers."""
     others = [
         Task(role=role, index=index)
         for role, hosts in cluster.addresses.items()
@@ -95,7 +95,7 @@ def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -
 
 
 def probe(cluster: Cluster, tasks: Sequence[Task], timeout: float = ANSWER_SECONDS) -> Peers:
-    """Probe some tasks at once, and wait up to `timeout` seconds for their answers."""
+    """Probe some tasks in parallel, and wait up to `timeout` seconds for answers."""
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         answers = list(pool.map(lambda task: _answer(cluster.address(task), timeout), tasks))
 
@@ -114,37 +114,36 @@ def _answer(address: str, timeout: float) -> str:
     except TimeoutError:
         return _SILENT
     except OSError as error:
-        # Else refused, an unknown host name, or reset because the task was killed meanwhile.
+        # Otherwise: refused, an unknown host name, or reset because the task was killed meanwhile.
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
-# Read by TensorFlow once, when a process opens its first channel: NAME=NUMBER,NAME=NUMBER.
+# TensorFlow reads it when a process opens its first channel: NAME=NUMBER,NAME=NUMBER.
 CHANNELS = "TF_GRPC_DEFAULT_OPTIONS"
 CHANNEL_OPTIONS = {
-    # As often as TensorFlow's channels try to connect.
+    # The interval at which TensorFlow's channels try to connect.
     "grpc.dns_min_time_between_resolutions_ms": 1000,
-    # Tried again so soon after a connection was refused, then more and more seldom. Else after 1 s.
+    # The first pause after a refused connection, which grows with each failure; the default is 1 s.
     "grpc.initial_reconnect_backoff_ms": 100,
-    # How long gRPC waits for a connection, whatever its name says. Within it two lost packets of
-    # TCP are sent again, and a task that starts does not serve before it is over.
+    # Despite its name, the timeout of a connection attempt. It is long enough for TCP to resend two
+    # lost packets, and ends before a starting task serves.
     "grpc.min_reconnect_backoff_ms": 5000,
-    # gRPC's servers close a channel that asks more than twice within 300 s without having been sent
-    # anything, as in a call that lasts for hours, and no option of TensorFlow's changes that.
+    # A gRPC server closes a channel that sends more than two pings within 300 s without data, as in
+    # a call that lasts for hours; no option of TensorFlow's changes that.
     "grpc.keepalive_time_ms": 310_000,
     "grpc.http2.ping_timeout_ms": 60_000,
-    # gRPC sets TCP_USER_TIMEOUT to it: how long bytes that were sent may be unacknowledged. Not
-    # shorter than a task may be stopped or swapped out, by `training.stall_timeout`.
+    # gRPC sets TCP_USER_TIMEOUT to it: how long sent bytes may be unacknowledged. It must not be
+    # shorter than a task may be stopped or swapped out, which `training.stall_timeout` limits.
     "grpc.keepalive_timeout_ms": 120_000,
-    # Asked again for as long as a call lasts; otherwise twice.
+    # Ping for as long as a call lasts; the default is two pings.
     "grpc.http2.max_pings_without_data": 0,
-    # Not through a proxy that the environment names for the web: it knows no task, and calls to
-    # loopback would hang.
+    # Ignore the environment's web proxy: it knows no task, and calls to loopback would hang.
     "grpc.enable_http_proxy": 0,
 }
 
 
 def find_tasks_soon() -> None:
-    """Have the channels of this process, not yet connected, find a task at its new address."""
+    """Let new channels of this process find a restarted task at its new address."""
     given = [each for each in os.environ.get(CHANNELS, "").split(",") if each]
     names = {each.partition("=")[0].strip() for each in given}
     added = [f"{name}={value}" for name, value in CHANNEL_OPTIONS.items() if name not in names]

@@ -1,8 +1,8 @@
-"""The local launcher: a cluster on loopback, one process a task, supervised until it ends.
+"""The local launcher: a cluster on loopback with one supervised process per task.
 
-Ports are reserved as long as the cluster exists by a socket that is bound and does not listen: with
-SO_REUSEADDR on each side the task can listen on the same port, while the kernel gives it to nobody
-who asks for a free one.
+A socket that is bound but does not listen reserves each port while the cluster exists: with
+SO_REUSEADDR on both sides the task can listen on the same port, and the kernel gives the port to no
+other process that asks for a free one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """Return a port that is free at this moment."""
+    """Return a port that is free at the moment."""
     with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 @contextmanager
 def reserve_cluster(tasks: dict[str, int]) -> Iterator[Cluster]:
-    """Yield a cluster of `tasks` (role to count), on ports that are reserved in the block."""
+    """Yield a cluster of `tasks` (role to count), on reserved ports."""
     with ExitStack() as sockets:
         addresses = {
             role: tuple(f"{HOST}:{_hold(sockets)}" for _ in range(count))
@@ -53,7 +53,7 @@ def _hold(sockets: ExitStack) -> int:
 
 
 def launch(job: Job) -> None:
-    """Train `job` on this machine; a signal stops it with a last checkpoint, a second at once."""
+    """Train `job` on this machine; a signal saves a last checkpoint, a second one ends it."""
     require_gpus(job.config)
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)
@@ -78,7 +78,7 @@ def _report_open_ports(cluster: Cluster, own: dict[str, int]) -> None:
 
 @contextmanager
 def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
-    """Yield the cluster, and how many tasks of each role this launcher starts."""
+    """Yield the cluster, and the number of tasks of each role that this launcher starts."""
     if config.cluster.existing_servers:
         cluster, this = from_tf_config(os.environ.get("TF_CONFIG", ""))
         if this.role != "chief":
@@ -95,17 +95,17 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
 
 
 log = logging.getLogger(__name__)
-# A file sends no event when it grows.
+# A growing file sends no event.
 _LOOK_SECONDS = 0.5
-# Takes the name of a task and a line of its log.
+# A function of the name of a task and a line of its log.
 LineSink = Callable[[str, str], None]
 
 
 class TaskLogs:
-    """The logs below a folder, each line once; `traceback` is of the user's code, or empty."""
+    """The logs below a folder, each line once; `traceback` is that of the user's code, or empty."""
 
     def __init__(self, workdir: Path, sink: LineSink) -> None:
-        """Begin behind what earlier attempts have left there."""
+        """Begin after the logs of earlier attempts."""
         self.traceback = ""
         self._sink = sink
         self._workdir = workdir
@@ -113,12 +113,12 @@ class TaskLogs:
         self._positions = {path: path.stat().st_size for path in self._logs()}
 
     def take(self) -> None:
-        """Take what is new: events are logged in words, any other line goes to the sink."""
+        """Read new lines: events are logged in words, other lines go to the sink."""
         for path in self._logs():
-            # Its folder can be removed while it is read.
+            # The folder may be removed meanwhile.
             with suppress(OSError):
                 for line in self._new(path):
-                    self._pass_on(path.parent.name, line)
+                    self._relay(path.parent.name, line)
 
     def _logs(self) -> list[Path]:
         return sorted(self._workdir.glob(f"*/{LOG}"))
@@ -127,12 +127,12 @@ class TaskLogs:
         with path.open("rb") as file:
             file.seek(self._positions.get(path, 0))
             for line in file:
-                # Of a line that is not complete yet the rest comes with the next look.
+                # The rest of an incomplete line is read the next time.
                 if line.endswith(b"\n"):
                     self._positions[path] = file.tell()
                     yield line.decode("utf-8", errors="replace").rstrip("\n")
 
-    def _pass_on(self, task: str, line: str) -> None:
+    def _relay(self, task: str, line: str) -> None:
         event = events.parse(line, job=lease.lease_environment()[events.JOB])
         if isinstance(event, events.UserCodeFailed):
             self.traceback = event.traceback
@@ -144,7 +144,7 @@ class TaskLogs:
 
 @contextmanager
 def relay_logs(workdir: Path, sink: LineSink) -> Iterator[None]:
-    """Pass on the logs of the tasks below `workdir` until the block ends, to their last line."""
+    """Relay the logs of the tasks below `workdir` until the block ends, to their last line."""
     logs = TaskLogs(workdir, sink)
     follower = Loop(
         logs.take, _LOOK_SECONDS, name="task logs", failing="logs of tasks are not followed"

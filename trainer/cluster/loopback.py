@@ -1,12 +1,11 @@
-"""The ports of a local cluster, closed to all that does not come over loopback.
+"""The ports of a local cluster, closed to all connections except those over loopback.
 
-TensorFlow's servers run whatever graph they are sent, and listen on every address of the machine.
-They cannot be told another address, but they can share their port (SO_REUSEPORT). So a socket of
-ours listens first, and makes the kernel choose between the two by a filter: a connection over
-loopback is the server's, any other is ours, which drops it. There is no moment in which the server
-listens and the filter is not in place. What comes over loopback before the server listens is ours
-too, and closed at once: who is dropped tries again after a second. See
-`docs/decisions/0032-pods-and-networks.md`.
+TensorFlow's servers run any graph that they are sent, and listen on every address of the machine.
+Their address cannot be set, but they can share their port (SO_REUSEPORT). Therefore a socket of
+this process listens first, and a filter lets the kernel choose between the two: a connection over
+loopback goes to the server, any other one to our socket, which drops it. The filter is in place
+before the server listens. A loopback connection before that goes to our socket too, which closes it
+at once; the client tries again after a second. See `docs/decisions/0032-pods-and-networks.md`.
 """
 
 from __future__ import annotations
@@ -30,19 +29,20 @@ WARNING = (
     "other machines can reach the tasks of this run and run any graph as this user: this system "
     "cannot keep TensorFlow's servers on loopback, see docs/security.md"
 )
-# The address at which the leading task serves its metrics: loopback if it is not set, all in a pod.
+# The address at which the leading task serves its metrics: loopback by default, all addresses in a
+# pod.
 METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"
-# Read by TensorFlow when it makes a server.
+# TensorFlow reads it when it creates a server.
 _SHARE_PORT = "TF_GRPC_REUSE_PORT"
 # asm-generic/socket.h
 _ATTACH_FILTER, _ATTACH_REUSEPORT_FILTER = 26, 51
-# linux/filter.h: offsets from here on count from the begin of the IP header.
+# linux/filter.h: offsets from here on count from the start of the IP header.
 _IP = 0xFFF00000
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 _DROP = [(_RETURN, 0, 0, 0)]
-# Each is an instruction, how many to skip where its comparison is true and where not, and a value.
-# The result is the place in the group of sockets that share the port. A source is looked at too: a
-# router that passes 127.0.0.0/8 on (`route_localnet`) does not forge it.
+# Each instruction has an operation, the instructions to skip if its comparison is true or false,
+# and a value. The result is an index into the sockets that share the port. The source is checked
+# too, so that a router that forwards 127.0.0.0/8 (`route_localnet`) cannot forge it.
 _SERVER_IF_LOOPBACK = [
     (_LOAD_BYTE, 0, 0, _IP),
     (_SHIFT_RIGHT, 0, 0, 4),
@@ -52,7 +52,7 @@ _SERVER_IF_LOOPBACK = [
     (_IF_EQUAL, 0, 11, 127),
     (_LOAD_BYTE, 0, 0, _IP + 16),
     (_IF_EQUAL, 8, 9, 127),
-    # IPv6: destination ::1, which the kernel takes from nowhere else.
+    # IPv6: destination ::1, which the kernel accepts from no other interface.
     (_LOAD_WORD, 0, 0, _IP + 24),
     (_IF_EQUAL, 0, 7, 0),
     (_LOAD_WORD, 0, 0, _IP + 28),
@@ -64,14 +64,14 @@ _SERVER_IF_LOOPBACK = [
     (_RETURN, 0, 0, 1),
     (_RETURN, 0, 0, 0),
 ]
-# The result is how many bytes of a packet are kept.
+# The result is the number of bytes of a packet to keep.
 _DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
-# Tasks that look for this one, each several times a second.
+# Tasks connect several times a second while they look for this one.
 _BACKLOG = 128
 _PAUSE_SECONDS = 0.05
-# A kernel that takes the filter and ignores it spreads connections by chance.
+# A kernel that accepts the filter and ignores it distributes connections at random.
 _TRIALS, _TRIAL_SECONDS = 8, 1.0
-# Open for as long as this process.
+# The sockets stay open as long as this process.
 _closed: list[socket.socket] = []
 
 
@@ -84,10 +84,10 @@ def is_loopback(address: str) -> bool:
 
 
 def close_to_others(address: str) -> None:
-    """Let only connections over loopback reach the server that this process makes at `address`.
+    """Let only loopback connections reach the server that this process creates at `address`.
 
-    A task that has to be reached from elsewhere stays open; where the system has no way it does
-    with a warning. Raises `UserError` where the port is taken.
+    A task that other machines need stays open; so does one on a system without this filter, with a
+    warning. Raises `UserError` if the port is taken.
     """
     if not is_loopback(address):
         return
@@ -109,14 +109,14 @@ def _close_each(held: socket.socket) -> None:
             held.accept()[0].close()
         except OSError as error:
             if error.errno in {errno.EINVAL, errno.EBADF}:
-                # It was shut down.
+                # The socket was shut down.
                 return
-            # Too many files are open, for now.
+            # Too many files are open at the moment.
             time.sleep(_PAUSE_SECONDS)
 
 
 def can_close() -> bool:
-    """Say whether this system can close a port to others, by a trial."""
+    """Say whether this system can close a port to others, by trying it."""
     if sys.platform != "linux":
         return False
     try:
@@ -132,7 +132,7 @@ def can_close() -> bool:
 
 
 def _listening(port: int, passed: list[tuple[int, int, int, int]]) -> socket.socket:
-    """Return a socket that shares `port` with a server over loopback, and gets all else."""
+    """Return a socket that gets all connections to `port` except the server's, over loopback."""
     held = _bound(port)
     try:
         _attach(held, _ATTACH_REUSEPORT_FILTER, _SERVER_IF_LOOPBACK)
@@ -145,7 +145,7 @@ def _listening(port: int, passed: list[tuple[int, int, int, int]]) -> socket.soc
 
 
 def _bound(port: int) -> socket.socket:
-    """Return a socket on all addresses, as gRPC makes it: only equal ones share a port."""
+    """Return a socket on all addresses with gRPC's options: only equal ones share a port."""
     family = socket.AF_INET6 if _has_ipv6() else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,7 @@
 """One task of a local cluster as a process: folder, environment, resources, log and end.
 
 The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores one
-thread an operation gave 15 % more steps a second, and a core for each worker 10 % more again.
+thread per operation gave 15 % more steps a second, and a core for each worker another 10 %.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
     tasks = sum(map(len, cluster.spec().values()))
     return {
         "TF_NUM_INTRAOP_THREADS": str(max(1, cores.usable() // tasks)),
-        # By its own choice TensorFlow takes one thread between operations on one core, and hangs
-        # where one operation waits for another.
+        # By default, TensorFlow uses one inter-op thread on one core, and hangs if one operation
+        # waits for another.
         "TF_NUM_INTEROP_THREADS": str(max(2, cores.present())),
     }
 
 
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
-    """Pin a worker that was just started to cores of its own, where there are enough for all."""
+    """Pin a started worker to its own cores, if there are enough for all."""
     if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
-        # It may have ended already.
+        # The process may have ended already.
         with suppress(OSError):
             os.sched_setaffinity(pid, own)
 
 
 def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
-    """Return the cores of a worker, an equal share; none where there are too few."""
+    """Return the cores of a worker, an equal share; empty if there are too few."""
     each = len(every) // workers if workers > 1 else 0
     if task.role != "worker" or not each:
         return []
@@ -56,14 +56,14 @@ def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
 
 
 def gpu_count(config: Config, task: Task) -> int:
-    """Return how many GPUs a task gets: workers compute, and a chief that has none."""
+    """Return how many GPUs a task gets: workers compute, and so does a chief without workers."""
     topology = find_topology(config.training.strategy)
     computes = task.role == "worker" or (task.role == "chief" and not topology.workers)
     return config.cluster.gpus_per_worker if computes else 0
 
 
 def require_gpus(config: Config) -> None:
-    """Raise `ConfigError` where tasks on this machine are given GPUs, and it has none."""
+    """Raise `ConfigError` if local tasks need GPUs and this machine has none."""
     wanted, cluster = config.cluster.gpus_per_worker, config.cluster
     if wanted and not cluster.existing_servers and not glob(_GPUS):
         raise ConfigError(
@@ -73,7 +73,7 @@ def require_gpus(config: Config) -> None:
 
 
 def require_memory(config: Config, parameters: int) -> None:
-    """Raise `ConfigError` where this machine could not hold the model, even in 16 bits."""
+    """Raise `ConfigError` if this machine cannot hold the model, even in 16 bits."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * parameters > memory:
         raise ConfigError(
@@ -85,7 +85,8 @@ def require_memory(config: Config, parameters: int) -> None:
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     """Return the variables that make only its own GPUs visible to a local task, by index.
 
-    More workers than GPUs share them in turn; `cluster.gpu_memory_mb` then splits the memory.
+    If there are more workers than GPUs, several share one; `cluster.gpu_memory_mb` then splits its
+    memory.
     """
     count = gpu_count(config, task)
     present = len(glob(_GPUS))
@@ -95,9 +96,10 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# TensorFlow imports Keras 3 at once, and Keras 2 only when it is used: never, in a server.
+# TensorFlow imports Keras 3 at start, but Keras 2 only on its first use, which a server never
+# makes.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
-#: What each kind of task imports with TensorFlow: a fork server has loaded it already.
+#: The imports of each kind of task besides TensorFlow: a fork server has loaded them.
 MODULES = {
     "server": "flotilla.trainer.training.server",
     "chief": "flotilla.trainer.training.chief",
@@ -106,9 +108,9 @@ MODULES = {
 }
 CONFIG = "config.json"
 LOG = "log.txt"
-# How often the launcher has started the task.
+# The file that counts the starts of the task by the launcher.
 STARTS = "starts.txt"
-# A file in the evaluator's folder: training is over.
+# The file in the evaluator's folder that says that training is over.
 OVER = "over.txt"
 _TAIL_BYTES = 16384
 _REPORTED_LINES = 10
@@ -121,9 +123,9 @@ class End:
 
     Attributes:
         code: its exit code, or the signal's number below zero.
-        why: why the launcher killed it; empty otherwise.
+        why: why the launcher killed it; empty if it did not.
         stalled: whether it was killed because its heartbeats stopped.
-        planned: whether it was killed for a reason that is no incident.
+        planned: whether it was killed on purpose, which is no incident.
     """
 
     code: int
@@ -133,7 +135,7 @@ class End:
 
     @property
     def is_final(self) -> bool:
-        """Whether its exit code means that a restart cannot help; the same under TFJob."""
+        """Whether its exit code means that a restart cannot help; the same as under TFJob."""
         return 0 < self.code < RETRYABLE
 
     @property
@@ -150,7 +152,7 @@ class TaskProcess:
     """A task that can be started and restarted, always in the same folder and on the same port."""
 
     def __init__(self, job: Job, cluster: Cluster, task: Task) -> None:
-        """Describe the task; its folder is `<workdir>/<role>-<index>`."""
+        """Store the arguments; the folder of the task is `<workdir>/<role>-<index>`."""
         self.task = task
         self.folder = job.workdir.absolute() / str(task)
         self.log = self.folder / LOG
@@ -165,7 +167,7 @@ class TaskProcess:
         self.heartbeat = -1
 
     def start(self) -> forked.Process:
-        """Start the process, with `heartbeat`, which the caller closes; raises `UserError`."""
+        """Start the process; the caller closes its `heartbeat`; raises `UserError`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             termination.reserve(self.folder)
@@ -186,7 +188,7 @@ class TaskProcess:
                 loaded=self._loads(),
                 folder=str(self.folder),
                 environment={**self._environment(), **own},
-                # A Ctrl-C of the terminal goes to the launcher alone.
+                # Only the launcher should receive a Ctrl-C of the terminal.
                 own_session=True,
                 descriptors=(beats,),
             )
@@ -196,7 +198,7 @@ class TaskProcess:
         return self._started
 
     def terminate(self) -> None:
-        """Send SIGTERM, if it runs."""
+        """Send SIGTERM if it runs."""
         if self._started and self._started.poll() is None:
             self._started.send_signal(signal.SIGTERM)
 
@@ -222,14 +224,14 @@ class TaskProcess:
             self._started.kill()
 
     def end(self) -> End:
-        """Return how it ended, once it has."""
+        """Return how it ended, after its end."""
         code = (self._started.poll() if self._started else 0) or 0
         if self._killed and code == self._killed.code:
             return self._killed
         return End(code=code)
 
     def resident_bytes(self) -> int:
-        """Return its resident memory; 0 where the system has no `/proc`."""
+        """Return its resident memory; 0 if the system has no `/proc`."""
         try:
             pid = self._started.pid if self._started else 0
             text = Path(f"/proc/{pid}/statm").read_text("ascii")
@@ -246,7 +248,7 @@ class TaskProcess:
         return (self.last_lines(1) or ["(nothing)"])[0]
 
     def last_lines(self, count: int) -> list[str]:
-        """Return up to `count` last lines of its log, without their times."""
+        """Return up to `count` last lines of its log, without timestamps."""
         with self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
             text = log.read().decode("utf-8", errors="replace")
@@ -256,9 +258,9 @@ class TaskProcess:
         return task_command(self._job, self.folder / CONFIG, self.folder)
 
     def _loads(self) -> str:
-        """Return the module whose import takes most of its start; empty for a process anew."""
+        """Return the module whose import dominates its start; empty to start it without a fork."""
         if self._job.config.cluster.in_process:
-            # A debugger attaches to the processes that are started under it.
+            # A debugger attaches to processes that are started under it, not to forked ones.
             return ""
         return MODULES["server" if self._serves else self.task.role]
 
@@ -267,7 +269,7 @@ class TaskProcess:
             # TensorFlow's messages about devices would hide those of the task.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # gRPC reads a message in one piece of its size: it is in this machine's memory already.
+            # gRPC then reads a message in one piece; on this machine it is in memory already.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),
@@ -275,14 +277,14 @@ class TaskProcess:
             **signals.parent_environment(),
             **lease.lease_environment(),
             "TF_CONFIG": self._cluster.tf_config(self.task),
-            # A dead peer is an error at once, without gRPC's own retries.
+            # A call to a dead peer fails at once, without gRPC's own retries.
             "GRPC_FAIL_FAST": "use_caller",
             **user_code.environment(),
         }
 
 
 def report_failure(process: TaskProcess, end: End) -> None:
-    """Report that a task is given up: which one, how it ended, and its last lines."""
+    """Report that a task is given up: which one, how it ended, and its last log lines."""
     events.emit(
         events.TaskFailed(
             task=str(process.task),

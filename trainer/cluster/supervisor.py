@@ -1,19 +1,19 @@
-"""The supervisor of a local cluster: which task has ended or stalled, and which is restarted.
+"""The supervisor of a local cluster, which restarts tasks that have ended or stalled.
 
-All that happens is a `TaskEvent` in one queue: the end of a task, or a request to stop (see
-`flotilla.trainer.runtime.signals`). `Supervisor.run` takes one after the other and decides:
+Every event is a `TaskEvent` in one queue: the end of a task, or a request to stop (see
+`flotilla.trainer.runtime.signals`). `Supervisor.run` processes them one by one:
 
-- The leader is done, and its record says so (`flotilla.trainer.cluster.completion`): the evaluator
-  may finish its last checkpoint, then the run is over. Any other exit code 0 ends the run as
-  failed.
-- A task died: it is restarted, at most `cluster.max_restarts` incidents in all. Exit codes that
-  mean a final failure (`End.is_final`) end the run.
+- The leader ended, and its record says that training is over
+  (`flotilla.trainer.cluster.completion`): the evaluator may finish the last checkpoint, then the
+  run is over. An exit code 0 without this record fails the run.
+- A task died: it is restarted, after at most `cluster.max_restarts` incidents in all. Exit codes of
+  a final failure (`End.is_final`) end the run.
 - A request to stop: the leader gets SIGTERM, and `GRACE_SECONDS` for a last checkpoint.
-- The evaluator (`EvaluatorSupervision`) is restarted by itself, and never ends a run.
+- The evaluator (`EvaluatorSupervision`) is restarted separately, and never ends a run.
 
-TensorFlow's servers outlive a chief and keep what its graphs needed, for ten minutes: a parameter
-server tens of megabytes for each attempt, a worker a hundred and more. `ServerMemory` restarts a
-server that has grown to twice its size when a chief begins again.
+TensorFlow's servers outlive a chief and keep the resources of its graphs for ten minutes: for each
+attempt tens of megabytes on a parameter server, and a hundred or more on a worker. When a chief
+restarts, `ServerMemory` restarts each server that has grown to twice its size.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from flotilla.trainer.runtime.signals import handle_interrupts
 
 # A leader that was asked to stop has this long to publish its last checkpoint.
 GRACE_SECONDS = 60.0
-# After training the evaluator has this long for each checkpoint, the last one included.
+# After training, the evaluator has this long for each checkpoint, including the last one.
 EVALUATION_SECONDS = 600.0
-# Share by which a server's memory may grow over its size at the end of the first attempt: a restart
-# loses the values of a parameter server, and TensorFlow frees what a dead chief has left in time.
+# The allowed growth of a server's memory, relative to the end of the first attempt: a restart loses
+# the values of a parameter server, and TensorFlow frees the memory of a dead chief in time.
 MAX_GROWTH = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
-# An evaluator that keeps failing is given up; its restarts do not count as `cluster.max_restarts`.
+# An evaluator that keeps failing is given up; its restarts do not count for `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
 _SERVERS = ("ps", "worker")
 
@@ -67,11 +67,12 @@ class ServerMemory:
         self._last: dict[Task, int] = {}
 
     def restart_grown(self, chief: TaskProcess, servers: list[TaskProcess]) -> None:
-        """Kill the servers that another attempt of the ended `chief` would make too large."""
+        """Kill servers that would exceed the limit after another attempt of the ended `chief`."""
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
-            # A server that was restarted meanwhile for another reason has served no whole attempt.
+            # A server that was restarted meanwhile for another reason has not served a whole
+            # attempt.
             if not now or (server.started_at > chief.started_at and not restarted):
                 continue
             first = self._first.setdefault(server.task, now)
@@ -94,19 +95,19 @@ class EvaluatorSupervision:
     def begin(self) -> TaskProcess | None:
         """Return the process to start first."""
         if self._process:
-            # A file that cannot be removed here is an error of the start as well, which reports it.
+            # If the file cannot be removed here, the start of the process reports the error.
             with suppress(OSError):
                 (self._process.folder / OVER).unlink()
             self.running = True
         return self._process
 
     def kill(self) -> None:
-        """End its process, where there is one."""
+        """Kill its process, if any."""
         if self._process:
             self._process.kill()
 
-    def ended(self, end: End) -> TaskProcess | None:
-        """Note its end; return the process to restart, or None."""
+    def handle_end(self, end: End) -> TaskProcess | None:
+        """Handle its end; return the process to restart, or None."""
         process = self._process
         if process is None or end.code == DONE:
             self.running = False
@@ -122,13 +123,13 @@ class EvaluatorSupervision:
         return process
 
     def give_up(self, reason: str) -> None:
-        """Continue without it."""
+        """Continue without the evaluator."""
         self.running = False
         events.emit(events.EvaluatorLeft(reason=reason))
 
-    def training_is_over(self) -> None:
-        """Signal to it that no checkpoint will follow."""
-        # On a full disk the file cannot be written; the wait for the evaluator has a timeout.
+    def signal_end(self) -> None:
+        """Signal to the evaluator that no checkpoint will follow."""
+        # On a full disk the file cannot be written; then waiting for the evaluator times out.
         if self._process:
             with suppress(OSError):
                 (self._process.folder / OVER).touch()
@@ -154,11 +155,11 @@ class Supervisor:
         self._events: TaskEvents = queue.SimpleQueue()
         self._memory = ServerMemory()
         self._restarts = 0
-        # The number of restarts at the time when each task was last started.
+        # The number of restarts in all when each task was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)
 
     def run(self) -> None:
-        """Start all tasks, and return when the leader is done; no task is left.
+        """Start all tasks, and return when the leader is done; no task is left running.
 
         Raises `UserError` for a task that failed for good, and `RunInterruptedError` at SIGINT or
         SIGTERM.
@@ -182,21 +183,21 @@ class Supervisor:
                 self._stop()
             process, end = event
             if process.task == EVALUATOR:
-                self._start_evaluator(self._evaluator.ended(end))
+                self._start_evaluator(self._evaluator.handle_end(end))
                 continue
             if end.code == DONE:
-                # Where all workers run the outer loop, they may end a little before the leader.
+                # If all workers run the outer loop, they may end shortly before the leader.
                 completion.require(self._job, f"{process.task} (log {process.log})")
                 is_over = True
             if process is self._leader and is_over:
-                # Alone it would wait for those that have left.
+                # Restarted alone, it would wait for the workers that have left.
                 self._await_evaluator()
                 return
             if end.code not in (DONE, INTERRUPTED) or process is self._leader:
                 self._restart(process, end)
 
     def _restart(self, process: TaskProcess, end: End) -> None:
-        """Restart a task that died, or raise where that would not help."""
+        """Restart a task that died, or raise if that would not help."""
         if end.code == INTERRUPTED:
             raise RunInterruptedError(process.termination_message())
         if end.is_final:
@@ -217,8 +218,8 @@ class Supervisor:
         self._start(process)
 
     def _count_incident(self, process: TaskProcess, end: End) -> None:
-        # A task that begins again because another one was lost is the same incident. So is one that
-        # is found stalled after the tasks that waited for it have begun again.
+        # A task that restarts because another one was lost belongs to the same incident, and so
+        # does one that is found stalled after the tasks that waited for it have restarted.
         follows = end.code == BEGIN_AGAIN or end.stalled
         if follows and self._restarts_at_start[process.task] < self._restarts:
             return
@@ -241,7 +242,7 @@ class Supervisor:
 
     def _await_evaluator(self) -> None:
         """Wait until the evaluator has measured the last checkpoint."""
-        self._evaluator.training_is_over()
+        self._evaluator.signal_end()
         while self._evaluator.running:
             try:
                 event = self._events.get(timeout=EVALUATION_SECONDS)
@@ -253,7 +254,7 @@ class Supervisor:
                     "interrupted when training was done and its last checkpoint not yet evaluated"
                 )
             if event[0].task == EVALUATOR:
-                self._start_evaluator(self._evaluator.ended(event[1]))
+                self._start_evaluator(self._evaluator.handle_end(event[1]))
 
     def _stop(self) -> NoReturn:
         code = self._stop_leader()
@@ -274,15 +275,15 @@ class Supervisor:
                     f"{GRACE_SECONDS:g} s; the one before it is complete"
                 ) from None
             if event is None:
-                raise RunInterruptedError("interrupted twice; the checkpoint before it is whole")
+                raise RunInterruptedError("interrupted twice; the previous checkpoint is complete")
             if event[0] is self._leader:
                 return event[1].code
 
     def _start(self, process: TaskProcess) -> None:
         popen = process.start()
         heartbeat = process.heartbeat
-        # A chief that asks a stopped server may hold the interpreter lock, and send no heartbeat
-        # itself, until that server has been found and killed.
+        # A chief whose call to a stopped server hangs may hold the interpreter lock, and send no
+        # heartbeat until that server has been killed.
         timeout = self._stall_timeout * (2 if process.task.role == "chief" else 1)
 
         def wait_for_end() -> None:

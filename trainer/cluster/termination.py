@@ -1,4 +1,4 @@
-"""The termination message of a task: one line, whose space is reserved for a full disk."""
+"""The termination message of a task: one line, whose space is reserved in case of a full disk."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ROOM = 4096
 
 
 def reserve(workdir: Path) -> None:
-    """Reserve the space, and delete the message of the attempt before; raises `OSError`."""
-    (workdir / FILE).write_bytes(_filled(""))
+    """Reserve the space, and delete the earlier attempt's message; raises `OSError`."""
+    (workdir / FILE).write_bytes(_pad(""))
 
 
 def remove(workdir: Path) -> None:
-    """Remove the message of the attempt before."""
+    """Remove the earlier attempt's message."""
     path = workdir / FILE
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        # In a container the file may be a mount: it stays, empty.
+        # In a container the file may be a mount, which is emptied instead.
         with suppress(OSError):
             os.truncate(path, 0)
 
@@ -31,11 +31,11 @@ def remove(workdir: Path) -> None:
 def write(workdir: Path, message: str) -> None:
     """Write the message into a task's folder, as one line."""
     path = workdir / FILE
-    # Where the message cannot be written, the exit code still has to arrive.
+    # If the message cannot be written, the exit code still has to arrive.
     with suppress(OSError):
         path.touch()
         with path.open("r+b") as file:
-            file.write(_filled(" ".join(mask(message).split())))
+            file.write(_pad(" ".join(mask(message).split())))
 
 
 def read(workdir: Path) -> str:
@@ -46,5 +46,5 @@ def read(workdir: Path) -> str:
         return ""
 
 
-def _filled(message: str) -> bytes:
+def _pad(message: str) -> bytes:
     return message.encode(errors="replace")[: ROOM - 1].ljust(ROOM - 1) + b"\n"

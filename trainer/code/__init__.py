@@ -1,1 +1,1 @@
-"""Bundles of the user's own modules: made where a run is started, put on the path of its steps."""
+"""Bundles of the user's modules: collected when a run is started, importable in its steps."""

@@ -1,4 +1,4 @@
-"""A bundle of the user's modules: named by its digest, published once, and entered by processes."""
+"""A bundle of the user's modules: named by its digest, published once, used by processes."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Bundle:
 
 
 def compute_digest(contents: Mapping[str, str]) -> str:
-    """Return the digest of a bundle, from the SHA-256 of each file by its path."""
+    """Return the digest of a bundle, from the SHA-256 of each file by path."""
     text = json.dumps(sorted(contents.items()), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def publish(folder: Path, root: str) -> Bundle:
-    """Publish the modules in a folder below `root`; the same content once; raises `UserError`."""
+    """Publish the modules of a folder below `root`, equal content once; raises `UserError`."""
     collected = collect(folder)
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
-        hashes = {each.path: _copied(each, Path(scratch)) for each in collected.files}
+        hashes = {each.path: _copy(each, Path(scratch)) for each in collected.files}
         digest = compute_digest(hashes)
         uri = storage.join(root, FOLDER, digest)
         manifest = storage.publish(Path(scratch), uri, kind=KIND, fields={"digest": digest})
@@ -61,8 +61,8 @@ def publish(folder: Path, root: str) -> Bundle:
     )
 
 
-def _copied(found: Found, scratch: Path) -> str:
-    """Copy a file, of which one moment's content is taken; return its SHA-256."""
+def _copy(found: Found, scratch: Path) -> str:
+    """Copy a file, checking that it does not change meanwhile; return its SHA-256."""
     try:
         with found.file.open("rb") as file:
             before = os.fstat(file.fileno())
@@ -108,7 +108,7 @@ def _is_module(path: str) -> bool:
 
 
 def _shadow(name: str) -> str:
-    """Say what comes before a module of the user's; empty where nothing does."""
+    """Return the module or package that hides a user's module; empty if none does."""
     top = name.removesuffix(".py")
     if hidden := user_code.hidden(top):
         return f"--code: {name} is not found by a run: {hidden}"
@@ -126,14 +126,14 @@ def _shadow(name: str) -> str:
 
 
 def load_bundle(text: str) -> Config:
-    """Return the configuration of a step, whose bundle is on the path now; raises `UserError`."""
+    """Add the bundle of a step to the path; return its configuration; raises `UserError`."""
     config = Config.model_validate_json(text)
     enter(config.code)
     return config
 
 
 def enter(uri: str) -> None:
-    """Let this process and its children find the user's modules in a bundle, if there is one."""
+    """Add a bundle, if given, to the module path of this process and its children."""
     if not uri:
         return
     digest = storage.name_of(uri)
@@ -147,7 +147,7 @@ def enter(uri: str) -> None:
         ) from None
     hashes = {each.path: _hash(folder / each.path) for each in manifest.files}
     if compute_digest(hashes) != digest:
-        # The next process fetches it anew.
+        # The next process fetches it again.
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
             f"code: {uri} was changed after it was published: its content is not that of its "
@@ -179,16 +179,16 @@ def _scratch() -> Path:
         ) from None
 
 
-#: The note of a run, in its folder, and the folder of those of schedules.
+#: The name of a run's note in its folder, and of the folder of schedules' notes.
 OF_RUN = "code.json"
 OF_SCHEDULES = "code-of-schedules"
 
 
 def note_run(root: str, run_id: str, bundle: str) -> None:
-    """Note that a run uses a bundle, next to those before; raises `UserError`."""
+    """Note that a run uses a bundle, in addition to earlier ones; raises `UserError`."""
     uri = storage.join(root, run_id, OF_RUN)
     with suppress(storage.Missing):
-        if bundle in (noted := _bundles_in(storage.read_bytes(uri))):
+        if bundle in (noted := _parse_note(storage.read_bytes(uri))):
             return
         storage.write_bytes(uri, _note([*noted, bundle]))
         return
@@ -196,17 +196,17 @@ def note_run(root: str, run_id: str, bundle: str) -> None:
 
 
 def note_schedule(bundle: str, schedule: str) -> None:
-    """Note that a schedule uses a bundle; `schedule` says which, on which instance."""
+    """Note that a schedule uses a bundle; `schedule` names it and its instance."""
     storage.write_bytes(_place(bundle, schedule), _note([bundle]))
 
 
 def forget_schedule(bundle: str, schedule: str) -> None:
-    """Remove the note of a schedule; a store that refuses only keeps the bundle."""
+    """Remove the note of a schedule; if the store refuses, the bundle is only kept longer."""
     with suppress(UserError):
         storage.delete(_place(bundle, schedule))
 
 
-def _bundles_in(data: bytes) -> list[str]:
+def _parse_note(data: bytes) -> list[str]:
     try:
         tree = parse(data)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which files of a user's folder belong to a bundle, and which are left out or refused."""
+"""Collect the files of a bundle from a user's folder; leave out or refuse the others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathspec import GitIgnoreSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 IGNORE_FILE = ".flotillaignore"
-#: What is never code, or is made from it again.
+#: Files that are not code, or are generated from code.
 DEFAULTS = (
     ".git", ".hg", ".svn", "__pycache__", "*.pyc", "*.pyo", ".venv", "/venv/", "/runs/", "/data/",
     ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".nox", ".idea",
     ".vscode", "node_modules", "*.egg-info", ".DS_Store", ".*.part", "/MANIFEST.json",
 )  # fmt: skip
-#: What is a secret by its name.
+#: Names of files that contain secrets.
 SECRETS = (
     ".env", ".env.*", "*.env", "credentials", "credentials.json", "credentials.y*ml",
     "credentials.ini", "credentials.toml", "client_secret*.json", "service[-_]account*.json",
@@ -33,7 +33,7 @@ SECRETS = (
 )  # fmt: skip
 MOST_BYTES = 10 << 20
 MOST_FILES = 2000
-# Of a folder such as a home, whose files are not counted to the end.
+# The limit for a folder such as a home directory, whose files are not all counted.
 _MOST_FOLDERS = 10_000
 _NAMED = 5
 _SECRET = "a secret by its name"
@@ -41,27 +41,27 @@ _DEFAULT = "default"
 
 
 class Rules:
-    """Rules as those of git, the last of which that matches decides, and who has written each."""
+    """Rules in git's syntax, of which the last match decides, and the origin of each."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Begin without rules."""
         self._lines: list[str] = []
         self._origins: list[str] = []
         self._spec = GitIgnoreSpec.from_lines([])
 
     def add(self, lines: Iterable[str], origin: str) -> None:
-        """Add lines; as with git, an empty one and one that is no pattern make no rule."""
+        """Add lines; as in git, an empty or invalid line makes no rule."""
         for line in filter(_is_pattern, lines):
             self._lines.append(line)
             self._origins.append(origin)
         self._spec = GitIgnoreSpec.from_lines(self._lines)
 
     def leaving_out(self, path: str, *, is_folder: bool) -> str:
-        """Return who leaves out a path, empty where it, in its folder, is taken in."""
+        """Return the origin of the rule that leaves out a path; empty if none does."""
         found = self._spec.check_file(f"{path}/" if is_folder else path)
         if not found.include or found.index is None:
             return ""
-        # It matches what is in a folder, and not the folder itself.
+        # The rule matches the content of a folder, and not the folder itself.
         if is_folder and self._lines[found.index].endswith("/**"):
             return ""
         return self._origins[found.index]
@@ -70,14 +70,14 @@ class Rules:
 def _is_pattern(line: str) -> bool:
     try:
         return bool(GitIgnoreSpec.from_lines([line]).patterns)
-    # A range such as [z-a] is no expression.
+    # A range such as [z-a] is no valid expression.
     except (ValueError, re.error):
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A file of a bundle: its path in the folder, with forward slashes, and where it is."""
+    """A file of a bundle: its path in the folder, with forward slashes, and its location."""
 
     path: str
     file: Path
@@ -86,7 +86,7 @@ class Found:
 
 @dataclass(kw_only=True)
 class Collected:
-    """The files of a bundle in the order of their paths, and paths that are left out."""
+    """The files of a bundle in the order of their paths, and the paths that are left out."""
 
     files: list[Found] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
@@ -103,14 +103,14 @@ def collect(folder: Path) -> Collected:
         if len(collected.files) > MOST_FILES:
             raise ConfigError(
                 f"--code {folder}: more than {MOST_FILES:,} files are no code (most are below "
-                f"{_crowded(collected.files)}); name the folder of your modules, or leave the rest "
-                f"out by a file {IGNORE_FILE}"
+                f"{_list_largest(collected.files)}); name the folder of your modules, or leave the "
+                f"rest out by a file {IGNORE_FILE}"
             )
     _require_size(folder, collected.files)
     if not any(each.path.endswith(".py") for each in collected.files):
         raise ConfigError(
-            f"--code {folder}: there is no module (*.py) in it{_left_out(collected)}; name the "
-            "folder that has your modules"
+            f"--code {folder}: there is no module (*.py) in it{_name_left_out(collected)}; name "
+            "the folder that has your modules"
         )
     collected.files.sort(key=lambda each: each.path)
     return collected
@@ -126,7 +126,7 @@ def _require_folder(folder: Path) -> None:
         raise ConfigError(f"--code {folder}: it is a file; name the folder that has it")
 
 
-def _left_out(collected: Collected) -> str:
+def _name_left_out(collected: Collected) -> str:
     names = ", ".join(collected.modules_left_out)
     return f" but in {names}, left out by default" if names else ""
 
@@ -166,7 +166,7 @@ def _walk(root: Path, rules: Rules, collected: Collected) -> Iterator[Found]:
             elif is_folder:
                 left.append(path)
             else:
-                yield _found(root, path)
+                yield _check_file(root, path)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -180,12 +180,12 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
     if origin == _SECRET:
         collected.secrets.append(path)
-    # Of a default that a package of the user's may be named like.
+    # Report defaults that may be the name of a user's package.
     if origin == _DEFAULT and path in ("data", "runs", "venv") and any(place.glob("*.py")):
         collected.modules_left_out.append(path)
 
 
-def _found(root: Path, path: str) -> Found:
+def _check_file(root: Path, path: str) -> Found:
     remedy = f"or leave it out by a line of {IGNORE_FILE}"
     if not path.isprintable() or "\\" in path:
         raise ConfigError(f"--code: {path!r} is no name for a store: rename it, {remedy}")
@@ -207,7 +207,7 @@ def _found(root: Path, path: str) -> Found:
     return Found(path=path, file=real, bytes=status.st_size)
 
 
-def _crowded(files: list[Found]) -> str:
+def _list_largest(files: list[Found]) -> str:
     counts = Counter(each.path.partition("/")[0] for each in files)
     return ", ".join(name for name, _ in counts.most_common(_NAMED))
 

@@ -1,1 +1,1 @@
-"""Tables of embeddings: rows, their shards on servers, their updates."""
+"""Embedding tables: their rows, their shards on servers, and their updates."""

@@ -1,13 +1,13 @@
-"""The rows that a batch looks up: all of a server in one message, and each of them once.
+"""The embedding rows of a batch: one message per server, each row once.
 
 A table is a layer that looks up rows of variables on servers: Keras's embedding, or one whose rows
-are split over several (`ShardedEmbedding`). What a batch asks all tables for is found before the
-model is computed (`Lookups.asked`): of the graph of the forward pass only what the ids need is
-kept. The rows then come in one message from each server, the model takes them from there, and their
-gradient, in which those of a row are summed, goes back in one message.
+are split over several variables (`ShardedEmbedding`). `Lookups.find_ids` finds the ids of a batch
+before the model runs: it prunes the graph of the forward pass to the operations that the ids depend
+on. The rows then come in one message from each server and the model reads them from there; their
+gradient, summed per row, goes back in one message.
 
-What cannot be found beforehand has no `Lookups`: a model that grows its tables, computes ids from
-rows, or uses a table otherwise. Its layers look up where they are, one after the other.
+A model has no `Lookups` if its ids cannot be known beforehand: if it has dynamic tables, computes
+ids from rows, or uses a table in another way. Its layers look up rows one after the other.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ import tensorflow as tf
 
 from flotilla.trainer.embeddings.unique_rows import spread
 
-# Operations with a state that return the same each time: maps of words, and what no step trains.
+# Stateful operations that return the same value at each call: vocabulary lookups, and reads of
+# variables that no step trains.
 _SAME = ("Lookup", "HashTable", "VarHandle", "ReadVariable")
-# Of several lengths, or with most of it left out.
+# Ragged and sparse tensors.
 _NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
-# A vector of ids, or of places, for each table.
+# For each table, a vector of ids or of places.
 Vectors = list[tf.Tensor]
 
 
 class RowsOnce(tf.IndexedSlices):
-    """A gradient of rows of which each comes once."""
+    """A gradient of rows that has each row once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A layer, and the variables of its rows: row `id` is row `id div n` of variable `id mod n`."""
+    """A layer with its n variables: row `id` is row `id div n` of variable `id mod n`."""
 
     layer: Any
     shards: tuple[keras.Variable, ...]
@@ -49,48 +50,48 @@ class Table:
 
     @property
     def rows(self) -> int:
-        """Return how many rows there are."""
+        """The number of rows."""
         return sum(int(shard.shape[0]) for shard in self.shards)
 
 
 class Unforeseen(Exception):  # noqa: N818
-    """The rows of a batch are not known before the model is computed."""
+    """The rows of a batch cannot be known before the model runs."""
 
 
 class Lookups:
-    """Stands between the layers of a model and their tables, while a graph is traced."""
+    """Intercepts the lookups of a model's layers while a graph is traced."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        """Take the place of the layers' lookups, which stay as they are outside of a trace."""
+        """Replace the lookups of the layers; outside of a trace they work as before."""
         self.tables = list(tables)
-        #: What answers a lookup: of the place of a table and its ids.
+        #: The function that answers a lookup, from the number of a table and its ids.
         self._answer: Callable[[int, tf.Tensor], tf.Tensor] | None = None
         for number, table in enumerate(self.tables):
-            table.layer.call = self._call_of(number, table)
+            table.layer.call = self._wrap_call(number, table)
 
     def variables(self) -> list[keras.Variable]:
         """Return the variables of all tables."""
         return [shard for table in self.tables for shard in table.shards]
 
-    def asked(
+    def find_ids(
         self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
     ) -> tuple[Vectors, Vectors]:
-        """Return the ids that each table is asked for, each once, and their places in all lookups.
+        """Return the unique ids of each table, and their places in all of its lookups.
 
-        `forward` computes the model, and returns what it has in place of variables. Raises
-        `Unforeseen` where what is asked for depends on more than the batch.
+        `forward` runs the model, and returns its substitutes for variables. Raises `Unforeseen` if
+        the ids depend on more than the batch.
         """
         given = tf.nest.flatten(batch)
         unique, places = list[tf.Tensor](), list[tf.Tensor]()
-        for ids in self._ids_of(forward, batch)(*given):
+        for ids in self._trace_ids(forward, batch)(*given):
             one, place = tf.unique(ids)
             unique.append(one)
             places.append(place)
         return unique, places
 
     @contextmanager
-    def given(self, rows: Sequence[tf.Tensor], places: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Answer the lookups of the scope, in their order, with `rows[places]` of each table."""
+    def answer(self, rows: Sequence[tf.Tensor], places: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Answer the lookups in the scope, in their order, with `rows[places]` of each table."""
         begins: list[Any] = [0] * len(self.tables)
 
         def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
@@ -98,10 +99,10 @@ class Lookups:
             begins[number] = begin + tf.size(ids)
             return spread(rows[number], places[number][begin : begins[number]])
 
-        with self._answered(answer):
+        with self._set_answer(answer):
             yield
 
-    def _ids_of(
+    def _trace_ids(
         self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
     ) -> Callable[..., Vectors]:
         if any(isinstance(each, _NOT_DENSE) for each in tf.nest.flatten(batch)):
@@ -109,7 +110,7 @@ class Lookups:
         asked: list[list[tf.Tensor]] = [[] for _ in self.tables]
         answers, variables = list[tf.Tensor](), list[tf.Tensor]()
 
-        def of_batch(*given: tf.Tensor) -> Vectors:
+        def compute_ids(*given: tf.Tensor) -> Vectors:
             graph = tf.compat.v1.get_default_graph()
 
             def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
@@ -120,40 +121,40 @@ class Lookups:
                 answers.append(tf.zeros([tf.size(ids), table.dimension], table.shards[0].dtype))
                 return answers[-1]
 
-            with self._answered(answer):
+            with self._set_answer(answer):
                 variables.extend(forward(tf.nest.pack_sequence_as(batch, given)))
             return [tf.concat(each, 0) if each else tf.zeros([0], tf.int64) for each in asked]
 
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in tf.nest.flatten(batch)]
         try:
-            traced = tf.compat.v1.wrap_function(of_batch, specs)
+            traced = tf.compat.v1.wrap_function(compute_ids, specs)
         except (TypeError, ValueError, NotImplementedError) as error:
             raise Unforeseen(str(error).partition("\n")[0]) from error
         handles = {id(shard.value.handle) for shard in self.variables()}
         if any(id(outer) in handles for outer, _ in traced.graph.captures):
             raise Unforeseen("uses a table otherwise than by a lookup")
         ids = traced.graph.structured_outputs
-        needed = _needed(ids)
+        needed = _find_dependencies(ids)
         if needed & {each.op for each in answers}:
             raise Unforeseen("computes ids from rows")
-        # When the model is computed they would be others.
+        # The variables have other values when the model runs.
         if needed & {each.op for each in variables}:
             raise Unforeseen("computes ids from variables")
         if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
             raise Unforeseen("draws ids at random, or calls a function for them")
-        # All else of the forward pass, its checks too, is computed once, with the rows.
+        # The rest of the forward pass, including its checks, runs once, with the rows.
         only: Callable[..., Vectors] = traced.prune(traced.inputs[: len(specs)], ids)
         return only
 
     @contextmanager
-    def _answered(self, answer: Callable[[int, tf.Tensor], tf.Tensor]) -> Iterator[None]:
+    def _set_answer(self, answer: Callable[[int, tf.Tensor], tf.Tensor]) -> Iterator[None]:
         before, self._answer = self._answer, answer
         try:
             yield
         finally:
             self._answer = before
 
-    def _call_of(self, number: int, table: Table) -> Callable[..., Any]:
+    def _wrap_call(self, number: int, table: Table) -> Callable[..., Any]:
         directly = table.layer.call
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -173,7 +174,7 @@ class Lookups:
 
 
 def find_tables(model: keras.Model) -> list[Table]:
-    """Return the tables of a built model; none where one of them has to be used in its place."""
+    """Return the tables of a built model; empty if a layer needs its own lookup."""
     tables = find_plain_tables(model)
     return tables if len(tables) == sum(map(_is_table, model._flatten_layers())) else []
 
@@ -183,12 +184,12 @@ def find_plain_tables(model: keras.Model) -> list[Table]:
     layers = model._flatten_layers()
     if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
         return []
-    found = [_table_of(each) for each in layers if _is_table(each)]
+    found = [_make_table(each) for each in layers if _is_table(each)]
     return [each for each in found if each is not None]
 
 
 def find_lookups(model: keras.Model) -> Lookups | None:
-    """Return the lookups of a model, if any, after all else that replaces a layer's lookup."""
+    """Return the lookups of a model, if any; call it after other replacements of lookups."""
     tables = find_tables(model)
     return Lookups(tables) if tables else None
 
@@ -197,17 +198,17 @@ def _is_table(layer: Any) -> bool:
     return isinstance(layer, keras.layers.Embedding) or getattr(layer, "looks_up", False)
 
 
-def _table_of(layer: Any) -> Table | None:
-    """Return the table of a layer, if it does what its class does."""
+def _make_table(layer: Any) -> Table | None:
+    """Return the table of a layer, if its lookup is that of its class."""
     if getattr(layer, "grows", False):
         return None
     known: Callable[[Any], Any] | None
     if type(layer) is keras.layers.Embedding:
         if not layer.built or layer.lora_enabled or layer.quantization_mode:
             return None
-        shards, known = (layer._embeddings,), _from_the_end(layer.input_dim)
+        shards, known = (layer._embeddings,), _resolve_negative(layer.input_dim)
     else:
-        # A layer says by these that it looks up as `Table` has it; a subclass may do otherwise.
+        # A layer with these attributes looks up rows as `Table` says; a subclass may not.
         shards, known = tuple(getattr(layer, "tables", ())), getattr(layer, "known", None)
         looks_up = next(each for each in type(layer).__mro__ if "call" in vars(each))
         if "known" not in vars(looks_up):
@@ -219,8 +220,8 @@ def _table_of(layer: Any) -> Table | None:
     return Table(layer=layer, shards=shards, known=_whole(known))
 
 
-def _from_the_end(rows: int) -> Callable[[tf.Tensor], tf.Tensor]:
-    # As Keras has it, which counts a negative one from the end.
+def _resolve_negative(rows: int) -> Callable[[tf.Tensor], tf.Tensor]:
+    # Keras counts a negative id from the end.
     return lambda ids: tf.where(ids < 0, ids + rows, ids)
 
 
@@ -228,23 +229,23 @@ def _whole(known: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[Any], tf.Tensor
     return lambda ids: known(tf.cast(ids, tf.int64))
 
 
-def _needed(ends: Sequence[tf.Tensor]) -> set[Any]:
-    """Return all operations that the values of tensors of one graph are computed from."""
+def _find_dependencies(ends: Sequence[tf.Tensor]) -> set[Any]:
+    """Return all operations that the values of some tensors of a graph depend on."""
     found, left = set[Any](), [each.op for each in ends]
     while left:
         op = left.pop()
         if op not in found:
             found.add(op)
-            # What only has to come before, as a check, is no part of a value.
+            # Control inputs, such as checks, do not affect a value.
             left += [each.op for each in op.inputs]
     return found
 
 
 class Sent:
-    """Ids of each table that were sent to the servers of their rows, one message to each."""
+    """The ids of each table, sent to the servers of their rows in one message each."""
 
     def __init__(self, tables: Sequence[Table], ids: Sequence[tf.Tensor]) -> None:
-        """Send the ids, each of them once: a vector for each table; in the graph of a worker."""
+        """Send the unique ids, a vector per table; in the graph of a worker."""
         self._tables = tables
         self._sizes = [tf.size(each) for each in ids]
         self._where: dict[tuple[int, int], tf.Tensor] = {}
@@ -269,7 +270,7 @@ class Sent:
             with tf.device(device):
                 parts = [tf.gather(self._shard(key).value, self._there[key]) for key in keys]
                 packed = tf.concat([tf.reshape(each, [-1]) for each in parts], 0)
-            found.update(self._unpacked(tf.identity(packed), keys))
+            found.update(self._unpack(tf.identity(packed), keys))
         return [
             tf.ensure_shape(
                 tf.dynamic_stitch(
@@ -282,13 +283,13 @@ class Sent:
         ]
 
     def gradients(self, values: Sequence[tf.Tensor]) -> dict[int, RowsOnce]:
-        """Return the gradient of each variable, by its `id`, on its server."""
+        """Return the gradient of each variable, by the variable's `id`, on its server."""
         found = dict[int, RowsOnce]()
         for (device, dtype), keys in self._servers.items():
             parts = [tf.gather(values[key[0]], self._where[key]) for key in keys]
             packed = tf.concat([tf.reshape(tf.cast(each, dtype), [-1]) for each in parts], 0)
             with tf.device(device):
-                for key, part in self._unpacked(tf.identity(packed), keys, there=True).items():
+                for key, part in self._unpack(tf.identity(packed), keys, there=True).items():
                     shard = self._shard(key)
                     shape = tf.constant(list(shard.shape), tf.int64)
                     found[id(shard)] = RowsOnce(part, self._there[key], shape)
@@ -296,7 +297,7 @@ class Sent:
 
     def _send(self, local: dict[tuple[int, int], tf.Tensor]) -> None:
         for (device, _), keys in self._servers.items():
-            # Half of the bytes, where all of them fit.
+            # Int32 halves the bytes if all row numbers fit.
             rows = max(self._shard(key).shape[0] for key in keys)
             kind = tf.int32 if rows < tf.int32.max else tf.int64
             sizes = tf.stack([tf.size(local[key], kind) for key in keys])
@@ -307,7 +308,7 @@ class Sent:
                 parts = tf.split(arrived[len(keys) :], sizes, num=len(keys))
                 self._there.update(zip(keys, parts, strict=True))
 
-    def _unpacked(
+    def _unpack(
         self, packed: tf.Tensor, keys: list[tuple[int, int]], *, there: bool = False
     ) -> dict[tuple[int, int], tf.Tensor]:
         places = self._there if there else self._where

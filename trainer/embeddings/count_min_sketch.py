@@ -1,10 +1,10 @@
-"""How often ids have come that have no row yet, in a sieve of a fixed size.
+"""A count-min sketch of fixed size: how often ids without a row have occurred.
 
-Four cells count each id, which is as frequent as the smallest one says (Cormode and Muthukrishnan
-2005, "An Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of
-its id (Estan and Varghese 2002, "New Directions in Traffic Measurement and Accounting"). When they
-hold too many ids, all are halved (Einziger et al. 2017, "TinyLFU"), but not before each id of
-lookups like the largest one could come often enough.
+Four cells count each id; its count is the smallest of them (Cormode and Muthukrishnan 2005, "An
+Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of its id
+(Estan and Varghese 2002, "New Directions in Traffic Measurement and Accounting"). If the cells hold
+too many ids, all are halved (Einziger et al. 2017, "TinyLFU"), but not before each id of lookups as
+large as the largest could occur often enough.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
 
-# There is a block of cells for each slot of a shard, and at least so many. An id is counted by some
-# cells of one block. All are halved when they hold more than so many ids for each block.
+# The cells of a block; the cells that count an id, all in one block; the fewest blocks, of which
+# there is one per slot of a shard; and the ids per block above which all cells are halved.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
-class Sieve:
-    """The cells of a shard, in a graph that has the shard to itself."""
+class CountMinSketch:
+    """The cells of a shard, in a graph that has exclusive access to the shard."""
 
     def __init__(self, seen: tf.Variable, window: tf.Variable, min_count: int) -> None:
         """Count in `seen` [blocks, CELLS].
 
         Args:
             seen: uint8.
-            window: int64 [2], of the ids that were counted since all were halved, and of those of
-                the largest lookup.
-            min_count: how often an id has to come.
+            window: int64 [2], the number of ids counted since the last halving, and that of the
+                largest lookup.
+            min_count: how often an id has to occur.
         """
         self._seen, self._window, self._min_count = seen, window, min_count
 
     def count(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids; return which have come often enough, and by how many the sieve holds more.
+        """Count ids; return which have occurred often enough, and the change of the held ids.
 
         Args:
-            keys: int64 [n], each once.
-            counts: how often each of them came, [n].
-            sieved: how many ids the sieve holds.
+            keys: int64 [n], unique.
+            counts: how often each of them occurred, [n].
+            sieved: how many ids the sketch holds.
         """
         seen, window = self._seen, self._window
         blocks = int(seen.shape[0])
-        block, own = hash_keys(keys + 1, blocks), _cells_of(keys)
+        block, own = hash_keys(keys + 1, blocks), _select_cells(keys)
         least = tf.bitwise.bitwise_or(tf.gather(seen, block), tf.bitwise.invert(own))
         counts = tf.cast(counts, tf.int64)
         times = tf.cast(tf.reduce_min(least, axis=1), tf.int64) + counts
@@ -62,32 +62,32 @@ class Sieve:
 
         def halve() -> tf.Tensor:
             half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
-            # In one byte for each block: there may be gigabytes of cells.
+            # Use one byte per block, as there may be gigabytes of cells.
             held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
             left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
-            # A larger lookup may come again, and is forgotten as ids are.
+            # A larger lookup may occur again; its size decays like the counts.
             begun = window.assign(tf.stack([tf.zeros_like(largest), largest // 2]))
             with tf.control_dependencies([seen.assign(half, read_value=True), begun]):
                 return left - sieved
 
-        def go_on() -> tf.Tensor:
+        def keep() -> tf.Tensor:
             with tf.control_dependencies([window.assign(tf.stack([counted, largest]))]):
                 return tf.identity(new)
 
         with tf.control_dependencies([times]):
-            change = tf.cond(full, halve, go_on)
+            change = tf.cond(full, halve, keep)
         return times >= self._min_count, change
 
 
 def size_sketch(capacity: int) -> tuple[int, int]:
-    """Return how many blocks the sieve of so many slots has, and cells of a block."""
+    """Return the number of blocks for `capacity` slots, and the cells of a block."""
     return max(FEWEST_BLOCKS, capacity), CELLS
 
 
-def _cells_of(keys: tf.Tensor) -> tf.Tensor:
-    """Return which cells of a block count each key [n]: all bits of these are set [n, CELLS].
+def _select_cells(keys: tf.Tensor) -> tf.Tensor:
+    """Return the cells of a block that count each key [n], as all bits set [n, CELLS].
 
-    One in each of the equal parts of a block, so that no two are the same.
+    Each is in another of the equal parts of a block, so they differ.
     """
     part = CELLS // CELLS_OF_ID
     bits = part.bit_length() - 1
@@ -99,14 +99,14 @@ def _cells_of(keys: tf.Tensor) -> tf.Tensor:
 
 
 def hash_keys(keys: Any, below: int) -> Any:
-    """Return a number from 0 to `below - 1` for each key [n], alike on every machine.
+    """Return a number from 0 to `below - 1` for each key [n], the same on every machine.
 
-    Neighbours are as far apart as any (the finalizer of Steele et al. 2014, "Fast Splittable
+    Similar keys get unrelated numbers (the finalizer of Steele et al. 2014, "Fast Splittable
     Pseudorandom Number Generators").
     """
     ops = keras.ops
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        # Without its sign; a product that is too large has its last 64 bits.
+        # A logical shift; a product that overflows keeps its low 64 bits.
         shifted = ops.bitwise_and(ops.right_shift(keys, _long(shift)), _long((1 << 64 - shift) - 1))
         keys = ops.bitwise_xor(keys, shifted) * _long(factor)
     shifted = ops.bitwise_and(ops.right_shift(keys, _long(33)), _long(2**31 - 1))
@@ -114,5 +114,5 @@ def hash_keys(keys: Any, below: int) -> Any:
 
 
 def _long(value: int) -> Any:
-    # Of one axis: a file of Keras has a scalar as a number of Python, which these do not take.
+    # One axis, because Keras stores a scalar as a Python number, which these operations refuse.
     return np.array([value], np.uint64).astype(np.int64)

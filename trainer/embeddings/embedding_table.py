@@ -1,19 +1,19 @@
-"""An embedding that grows: ids of 64 bits or texts as they are, without a vocabulary beforehand.
+"""A dynamic embedding table: ids are 64-bit integers or strings, without a vocabulary.
 
-An id gets a row of its own when training has seen it `min_count` times, as long as there is one:
-`capacity` says how many there are. When all are given out, those that were not used for longest
-are given to others; rows that were not used for `max_age` steps are given up before. No two ids
-ever share a row, but the one of all ids without: it is trained by those that training turns away,
-and what an unknown id gets in evaluation and in the exported model. It begins with zeros.
+An id gets its own row when training has seen it `min_count` times, while rows are free; `capacity`
+is the number of rows. When all rows are in use, the least recently used ones are given to other
+ids; rows that were not used for `max_age` steps are evicted earlier. Two ids never share a row,
+except the one row of all ids without a row: it is trained by ids that training refused a row, and
+it is the result for unknown ids in evaluation and in the exported model. It begins with zeros.
 
-Ids are split over shards by their hash, each of which is on one server (`table_shard`); rows are
-variables, of which a gradient touches those of its batch only, so that every optimizer works.
+Ids are split by hash over shards, each on one server (`table_shard`). Rows are variables, and a
+gradient touches only the rows of its batch, so every optimizer works.
 
-A text is known by two fingerprints of 63 bits: the first finds its row, the second proves it. Of n
-texts two have the same first by a chance of n^2 / 2^64 (of a hundred million, one in two thousand);
-the later one of the two then has no row.
+A string is identified by two fingerprints of 63 bits: the first finds its row, the second verifies
+it. The probability that two of n strings have the same first one is n^2 / 2^64 (of a hundred
+million, one in two thousand); the later of the two then has no row.
 
-XLA cannot compile it. What is exported has the rows that are used, and needs no code.
+XLA cannot compile the lookup. An exported table has only the rows in use, and needs no code.
 """
 
 from __future__ import annotations
@@ -34,35 +34,36 @@ from flotilla.trainer.config.model import MIN_AGE, require_sizes
 from flotilla.trainer.embeddings import table_shard
 from flotilla.trainer.embeddings.count_min_sketch import hash_keys, size_sketch
 from flotilla.trainer.embeddings.fingerprints import FINGERPRINTS, strip_spaces
-from flotilla.trainer.embeddings.sharded_embedding import table_of
+from flotilla.trainer.embeddings.sharded_embedding import make_embedding
 from flotilla.trainer.embeddings.shared_branch import SharedBranch
 from flotilla.trainer.embeddings.table_shard import Asked, Noted, Rules, Shard
 from flotilla.trainer.embeddings.unique_rows import spread
 from flotilla.trainer.runtime.errors import ConfigError
 
 KEYS = ("int64", "string")
-# Of SipHash, which gives the fingerprint that proves a text.
+# The SipHash key of the fingerprint that verifies a string.
 _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
-# Of a checkpoint: what counts ids that have no row yet, in this form and in an earlier one.
+# Paths of variables that count ids without a row, in this format and in an earlier one.
 _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
-# Strategies of which each replica has all variables.
+# Strategies whose replicas each have all variables.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-# What draws new rows, by the initializer without its seed.
+# The functions that draw new rows, by their initializer without its seed.
 _DRAWS: dict[object, Any] = {}
 _log = logging.getLogger(__name__)
 
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class EmbeddingTable(keras.layers.Layer):
-    """Ids of any shape to their rows: `[...]` to `[..., dimension]`."""
+    """A layer from ids of any shape `[...]` to their rows `[..., dimension]`."""
 
-    #: Strategies leave the variables of such a layer on their servers, and do not pull them whole.
+    #: Strategies leave the variables of such a layer on their servers instead of pulling them
+    #: whole.
     looks_up = True
-    #: A strategy calls `connect` and `restored`, and keeps what is in `together` on one server.
+    #: Strategies call `connect` and `rebuild`, and keep each of `list_groups` on one server.
     grows = True
 
-    # Each one is a key of the configuration.
+    # Each argument is a key of the configuration.
     def __init__(  # noqa: PLR0913
         self,
         capacity: int,
@@ -76,23 +77,24 @@ class EmbeddingTable(keras.layers.Layer):
         initializer: Any = "uniform",
         **kwargs: Any,
     ) -> None:
-        """Describe the table; its variables are made by `build`.
+        """Store the arguments; `build` creates the variables.
 
         Args:
-            capacity: most rows, over all shards. Memory for all of them is taken at the beginning.
-            dimension: of a row.
-            keys: what ids are: "int64" (or a smaller whole number), or "string".
-            shards: that the rows are split over. Part of the model and not of the cluster: a
-                checkpoint fits only the same number. More than there are servers is no harm.
+            capacity: the most rows over all shards. The memory for all of them is allocated at the
+                beginning.
+            dimension: the length of a row.
+            keys: the type of ids: "int64" (or a smaller integer), or "string".
+            shards: the number of shards of the rows. It belongs to the model, not to the cluster: a
+                checkpoint fits only the same number. It may exceed the number of servers.
             min_count: how often training has to see an id before it gets a row, up to 255.
-            min_age: steps without use before a row may be given to another id, as gradients of it
-                may be on their way: more than there are workers.
-            max_age: steps without use after which a row is given up; 0: only when room is needed.
-            initializer: of new rows, without regard to how many there are.
+            min_age: the steps without use before a row may be given to another id, because
+                gradients may be on their way; it has to exceed the number of workers.
+            max_age: the steps without use after which a row is evicted; 0: only to make room.
+            initializer: the initializer of new rows; it may not depend on the number of rows.
             **kwargs: of a Keras layer.
 
         Raises:
-            ValueError: a number is too small or too large, or another word for `keys`.
+            ValueError: a number is too small or too large, or another value of `keys`.
         """
         super().__init__(**kwargs)
         sizes = {"capacity": capacity, "dimension": dimension, "shards": shards}
@@ -103,12 +105,12 @@ class EmbeddingTable(keras.layers.Layer):
         self.capacity, self.dimension, self.keys, self.shards = capacity, dimension, keys, shards
         self.min_count, self.min_age, self.max_age = min_count, min_age, max_age
         self.initializer = keras.initializers.get(initializer)
-        self._draw, self._seed = _draw_of(self.initializer, dimension)
+        self._draw, self._seed = _make_draw(self.initializer, dimension)
         self.supports_jit = self._is_sorted = False
         self._parts: list[Shard] = []
 
     def build(self, _input_shape: Any) -> None:
-        """Make the shards.
+        """Create the shards.
 
         Raises:
             ConfigError: in the scope of a strategy whose replicas have copies of variables.
@@ -122,10 +124,11 @@ class EmbeddingTable(keras.layers.Layer):
         size = -(-self.capacity // self.shards)
         made = partial(Shard, capacity=size, rules=rules, draw=self._draw, branch=SharedBranch())
         self._parts = [
-            made(self._noted(n, size), number=self._seed + (n << 32)) for n in range(self.shards)
+            made(self._make_noted(n, size), number=self._seed + (n << 32))
+            for n in range(self.shards)
         ]
 
-    def _noted(self, number: int, size: int) -> Noted:
+    def _make_noted(self, number: int, size: int) -> Noted:
         def note(name: str, shape: tuple[int, ...], initializer: str, dtype: str = "int64") -> Any:
             # Keras has no initializer of -1.
             return self.add_weight(
@@ -154,14 +157,14 @@ class EmbeddingTable(keras.layers.Layer):
         )
 
     def call(self, ids: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        """Return the rows of `ids`, in the layer's compute type; in training new ones get some."""
+        """Return the rows of `ids` in the compute dtype; in training, new ids may get rows."""
         self._require_type(ids.dtype)
         with tf.device("/device:CPU:0"):
             parts, places, asked = self._split(tf.reshape(ids, [-1]))
         admits = bool(training) and self.trainable and not self._is_sorted
         step = self._step(ids) if admits else None
         found = [
-            self._rows_of(shard, each, step, admits=admits)
+            self._gather_rows(shard, each, step, admits=admits)
             for shard, each in zip(self._parts, asked, strict=True)
         ]
         unique = tf.dynamic_stitch(parts, found)
@@ -170,10 +173,10 @@ class EmbeddingTable(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
-        """Return the places of each shard's ids among the unique ones, those of all, and the ids.
+        """Return places of each shard's ids among the unique ones, places of all ids, and the ids.
 
-        Each id is sent once, however often the batch contains it; and Keras squares a gradient, in
-        most optimizers, before it adds up what belongs to one row.
+        Each id is sent once, however often the batch contains it. Also, most Keras optimizers
+        square a gradient before they sum the parts of a row.
         """
         if self.keys == "string":
             unique, places, counts = tf.unique_with_counts(strip_spaces(ids))
@@ -195,34 +198,36 @@ class EmbeddingTable(keras.layers.Layer):
         return parts, places, asked
 
     def _step(self, ids: tf.Tensor) -> tf.Tensor | None:
-        """Return the count of steps as it is when `ids` are there, where a strategy has one."""
+        """Return the counter of steps, read after `ids` are there, if a strategy has one."""
         steps = self._parts[0].steps
         if steps is None:
             return None
-        # It would be read otherwise while the input still waits for its batch.
+        # Without this, it could be read while the input still waits for its batch.
         with tf.control_dependencies([ids]), tf.device(steps.device):
             return steps.read_value()
 
-    def _rows_of(
+    def _gather_rows(
         self, shard: Shard, asked: Asked, step: tf.Tensor | None, *, admits: bool
     ) -> tf.Tensor:
         rows = shard.noted.rows
         if self._is_sorted:
-            return tf.gather(rows.value, shard.found_sorted(asked))
+            return tf.gather(rows.value, shard.find_sorted(asked))
         with tf.device(shard.device):
-            slots = shard.admitted(asked, step) if admits and rows.trainable else shard.found(asked)
+            slots = (
+                shard.admit(asked, step) if admits and rows.trainable else shard.find_slots(asked)
+            )
             return tf.gather(rows.value, slots)
 
     def compute_output_spec(self, ids: Any, training: bool | None = None) -> keras.KerasTensor:
-        """Return type and shape of the rows."""
+        """Return dtype and shape of the rows."""
         del training
         self._require_type(ids.dtype)
         return keras.KerasTensor((*ids.shape, self.dimension), self.compute_dtype)
 
     def plain(self, ids: Any) -> Any:
-        """Return the same of a symbolic tensor, of a table that was shrunk.
+        """Return the rows of a symbolic tensor from a table that was shrunk.
 
-        Lookups of Keras's own find the rows, before which are those of all ids without one.
+        Keras lookup layers find the rows, which follow the rows of all ids without one.
         """
         live = [np.flatnonzero(each.noted.used.numpy() >= 0) for each in self._parts]
         keys, proof = keras.ops.cast(ids, "int64") if self.keys != "string" else ids, None
@@ -232,18 +237,18 @@ class EmbeddingTable(keras.layers.Layer):
             proof = made(salt=_SIP_KEY, name=f"{self.name}_check")(ids)
         places = keras.ops.zeros_like(keys)
         if any(map(len, live)):
-            places = self._looked_up("ids", live)(keys)
+            places = self._make_lookup("ids", live)(keys)
         if proof is not None and any(map(len, live)):
-            is_it = keras.ops.equal(places, self._looked_up("checks", live)(proof))
+            is_it = keras.ops.equal(places, self._make_lookup("checks", live)(proof))
             places = keras.ops.where(is_it, places, keras.ops.zeros_like(places))
         shard = hash_keys(keys + _SHARD_SALT, self.shards)
         places = keras.ops.where(places > 0, places + (self.shards - 1), shard)
         rows = [each.noted.rows.numpy() for each in self._parts]
         known = [each[there] for each, there in zip(rows, live, strict=True)]
-        return table_of(self, np.concatenate([*(each[-1:] for each in rows), *known]))(places)
+        return make_embedding(self, np.concatenate([*(each[-1:] for each in rows), *known]))(places)
 
-    def _looked_up(self, noted: str, live: list[Any]) -> keras.layers.IntegerLookup:
-        """Return a layer from what is noted of rows to their numbers from 1 on, else 0."""
+    def _make_lookup(self, noted: str, live: list[Any]) -> keras.layers.IntegerLookup:
+        """Return a layer from a record of the rows to their numbers from 1 on; 0 if not found."""
         parts = [getattr(each.noted, noted).numpy() for each in self._parts]
         values = np.concatenate([each[there] for each, there in zip(parts, live, strict=True)])
         none = next(n for n in range(len(values) + 1) if n not in set(values.tolist()))
@@ -262,29 +267,29 @@ class EmbeddingTable(keras.layers.Layer):
     def connect(
         self, steps: tf.Variable, slots_of: Any, alike: EmbeddingTable | None = None
     ) -> None:
-        """Take the counter of steps, and what an optimizer has for each variable of rows.
+        """Connect the counter of steps, and the optimizer slots of each variable of rows.
 
         `slots_of` returns pairs for a Keras variable: a slot of its shape, and the value of a new
-        row there, or None for the row itself. `alike` is a table of the same model: what is traced
-        for one shard serves all that are like it.
+        row there, or None for the row itself. `alike` is a table of the same model: shards of equal
+        structure share what is traced for one of them.
         """
         (first, *_) = (alike or self)._parts
         for shard in self._parts:
             shard.steps, shard.slots = steps, slots_of(shard.noted.rows)
             shard.branch = first.branch
 
-    def restored(self, was_on: Callable[[str], bool] = lambda _device: True) -> None:
-        """Find rows by the variables again: to be called when these were assigned, on a device."""
+    def rebuild(self, was_on: Callable[[str], bool] = lambda _device: True) -> None:
+        """Rebuild the index of rows on some devices after their variables were assigned."""
         for shard in self._parts:
             if was_on(shard.device):
-                shard.restored()
+                shard.rebuild()
                 _recount(shard)
 
     def parts(self) -> list[Shard]:
         """Return the shards."""
         return list(self._parts)
 
-    def together(self) -> list[list[tf.Variable]]:
+    def list_groups(self) -> list[list[tf.Variable]]:
         """Return the variables of each shard, which have to be on one server."""
         return [
             [
@@ -295,11 +300,11 @@ class EmbeddingTable(keras.layers.Layer):
         ]
 
     def bookkeeping(self) -> list[keras.Variable]:
-        """Return the state that no worker has to have: all of it that is not trained."""
+        """Return the variables that are not trained, which no worker pulls."""
         return [each for shard in self._parts for each in shard.noted.bookkeeping()]
 
     def metrics(self) -> dict[str, int]:
-        """Return rows in use, rows given to other ids since the beginning, and ids without a row.
+        """Return the counts of rows in use, rows given to other ids, and ids without a row.
 
         An id without a row counts at each lookup of training.
         """
@@ -309,7 +314,7 @@ class EmbeddingTable(keras.layers.Layer):
         return {"rows": given - evicted, "evicted": evicted, "turned_away": away}
 
     def shrink(self) -> None:
-        """Become as small as the rows in use, to be exported; nothing is looked up otherwise."""
+        """Shrink to the rows in use, before an export."""
         live = []
         for shard in self._parts:
             there = np.flatnonzero(shard.noted.used.numpy()[: shard.capacity] >= 0)
@@ -327,7 +332,7 @@ class EmbeddingTable(keras.layers.Layer):
             _log.warning("table %s has no row, so that all ids get one: %s", self.name, why)
 
     def load_own_variables(self, store: Any) -> None:
-        """Take the values of a file; a sieve begins empty where the file has another form of it."""
+        """Load the values of a file; a sketch of another format begins empty."""
         sieves = {id(shard.noted.seen) for shard in self._parts}
         values = {name: store[name] for name in store.keys()}  # noqa: SIM118
         for number, each in enumerate([*self._trainable_variables, *self._non_trainable_variables]):
@@ -335,7 +340,7 @@ class EmbeddingTable(keras.layers.Layer):
             if id(each) in sieves and name in values and values[name].shape != each.shape:
                 values[name] = each.numpy()
         super().load_own_variables(values)
-        self.restored()
+        self.rebuild()
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments of the layer, for saving."""
@@ -348,22 +353,22 @@ class EmbeddingTable(keras.layers.Layer):
 
 
 def may_lack(path: str) -> bool:
-    """Say whether a checkpoint of the same model may be without a variable of this path.
+    """Say whether a checkpoint of the same model may lack a variable of this path.
 
-    That is the count of ids without a row, which then begins anew.
+    This is the count of ids without a row, which then begins at zero.
     """
     return bool(_COUNTING.search(path))
 
 
 def shrink(model: keras.Model) -> None:
-    """Make the tables of a model as small as their rows in use, before it is exported."""
+    """Shrink the tables of a model to their rows in use, before it is exported."""
     for layer in model._flatten_layers():
         if isinstance(layer, EmbeddingTable):
             layer.shrink()
 
 
 def _recount(shard: Shard) -> None:
-    """Make the count of rows what the rows are: those of a snapshot may be younger than it."""
+    """Set the count of rows to that of the actual rows, which may be newer in a snapshot."""
     with tf.device(shard.device):
         tally = shard.noted.tally.value
         given, evicted = (
@@ -375,7 +380,7 @@ def _recount(shard: Shard) -> None:
 
 
 def advise_type(dtype: str) -> str:
-    """Return what to do where ids are floats; empty for another type."""
+    """Return a remedy for ids that are floats; empty for another type."""
     if "float" not in dtype:
         return ""
     return (
@@ -389,30 +394,30 @@ def _minus_one(shape: Any, dtype: Any = None) -> tf.Tensor:
 
 
 class _Seed(keras.random.SeedGenerator):
-    """A seed that is given: two numbers of a graph."""
+    """A fixed seed: a tensor of two numbers."""
 
-    # Keras would make a variable.
+    # Keras would create a variable.
     def __init__(self, seed: tf.Tensor) -> None:
         self._seed = seed
 
     def next(self, ordered: bool = True) -> tf.Tensor:  # noqa: ARG002
-        """Return it."""
+        """Return the seed."""
         return self._seed
 
 
-def _draw_of(initializer: Any, dimension: int) -> tuple[Any, int]:
-    """Return the function from a number, a count, and how many were drawn before, to new rows.
+def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
+    """Return a function from a number, a count, and the rows drawn before to new rows.
 
-    With it comes the number of the first shard, which says the seed. Initializers that differ by
-    their seeds alone have the same function.
+    The result also has the number of the first shard, which stands for the seed. Initializers that
+    differ only by their seeds share the function.
 
     Raises:
         ValueError: the initializer has to know the whole table.
     """
     seed = getattr(initializer, "seed", None)
     first = seed if isinstance(seed, int) else 0
-    make = partial(_drawing, initializer, dimension, has_seed=seed is not None)
-    # One of the user's may depend on more than its `get_config` has, and an array is no text.
+    make = partial(_build_draw, initializer, dimension, has_seed=seed is not None)
+    # A user's initializer may depend on more than its `get_config`, and an array is not a text.
     with suppress(TypeError):
         if type(initializer).__module__.startswith("keras."):
             text = json.dumps({**initializer.get_config(), "seed": seed is not None})
@@ -423,7 +428,7 @@ def _draw_of(initializer: Any, dimension: int) -> tuple[Any, int]:
     return make(), first
 
 
-def _drawing(initializer: Any, dimension: int, *, has_seed: bool) -> Any:
+def _build_draw(initializer: Any, dimension: int, *, has_seed: bool) -> Any:
     def draw(number: tf.Tensor, count: Any, before: Any) -> tf.Tensor:
         drawn = initializer
         if has_seed:

@@ -1,16 +1,16 @@
-"""Fingerprints of texts in a graph: tables of embeddings and vocabularies know a text by them."""
+"""Fingerprints of strings in a graph, by which embedding tables and vocabularies identify them."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-#: How many fingerprints there are: FarmHash and SipHash without their sign, which are the same on
-#: every machine and in every version.
+#: The number of fingerprints: values of FarmHash and SipHash without their sign, which are the same
+#: on every machine and in every version.
 FINGERPRINTS = 2**63 - 1
-# Of Unicode, as Arrow and Python have it: separators, and control characters of white space.
+# White space in Unicode, as in Arrow and Python: separators, and some control characters.
 _SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"
 
 
 def strip_spaces(texts: tf.Tensor) -> tf.Tensor:
-    """Return texts without spaces around them, as those of files are when they are read."""
+    """Return texts without surrounding white space, as in files that are read."""
     return tf.strings.regex_replace(texts, rf"^{_SPACE}+|{_SPACE}+$", "")

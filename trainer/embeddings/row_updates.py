@@ -1,20 +1,21 @@
-"""Tables of which a batch looks up rows: only these rows are read and moved, and their slots.
+"""Sparse updates of embedding tables, which read and update only the rows of a batch.
 
-The updates are lazy, as those of TensorFlow's sparse kernels and of `LazyAdam` in TensorFlow
-Addons: a row and its slots stand still while it has no gradient. So they differ from those of the
-equal dense gradient (`training.optimizer.dense_updates`), which moves what has a gradient of zero:
+The updates are lazy, like TensorFlow's sparse kernels and `LazyAdam` of TensorFlow Addons: a row
+and its slots do not change while the row has no gradient. They differ from updates by the equal
+dense gradient (`training.optimizer.dense_updates`), which also change rows with a zero gradient:
 
-- Adam: the moments of a row do not decay between two touches, nor do they move it. The bias is
+- Adam: the moments of a row neither decay nor move the row between two touches. The bias is
   corrected by the global step, as in the dense update, and not by the touches of a row.
-- SGD with momentum: the velocity stands still between two touches. Without momentum, and for
+- SGD with momentum: the velocity does not change between two touches. Without momentum, and for
   Adagrad, both updates are equal.
-- Ftrl: a row that was never touched keeps its first values (the dense update makes them zero), a
-  new learning rate counts from the next touch on, and the shrinkage `l2_shrinkage` acts at touches.
-- Weight decay acts on the rows that are touched, once for each touch.
+- Ftrl: a row that was never touched keeps its initial values (the dense update makes them zero), a
+  new learning rate takes effect at the next touch, and the shrinkage `l2_shrinkage` acts at
+  touches.
+- Weight decay acts on the touched rows, once per touch.
 
-The kernels of momentum and Ftrl lock variable and slots, so that each is atomic. Where two workers
-touch one row at once, the others may lose a part of one of the two gradients in that row, in its
-slots or in single numbers of it ("Hogwild!", Niu et al. 2011); other rows are not concerned.
+The kernels of momentum and Ftrl lock the variable and its slots, so each update is atomic. With the
+others, if two workers touch a row at once, a part of one gradient may be lost in that row, in its
+slots or in single numbers of it ("Hogwild!", Niu et al. 2011); other rows are not affected.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from flotilla.trainer.config.schema import TrainingConfig
 
 log = logging.getLogger(__name__)
 
-# What a table at least has that is worth a warning, and what a million numbers take of each step: a
-# million rows of 16 took 36 to 70 ms with Adam.
+# The smallest number of values for which a warning is logged, and the milliseconds that a million
+# values take in each step: a million rows of 16 took 36 to 70 ms with Adam.
 LARGE = 1_000_000
 MILLISECONDS = 3
-# AUC 0.55 in place of 0.76 after 600 steps on the data of configs/clicks.yaml.
+# The AUC was 0.55 instead of 0.76 after 600 steps on the data of configs/clicks.yaml.
 SLOWER = (
     "momentum moves a row of a table only while batches look it up, so seldom ids learn slowly: "
     "set training.optimizer.dense_updates, or take adam or adagrad"
@@ -52,10 +53,10 @@ def use(
     pulled: bool = False,
     summed: bool = False,
 ) -> None:
-    """Read and move rows alone, where it can be; a line says where large tables move whole.
+    """Read and update only rows where possible; log why large tables are updated whole.
 
     `pulled`: workers pull and push tables whole; `summed`: the optimizer itself sums the gradients
-    of replicas, after it has clipped.
+    of the replicas after clipping.
     """
     read_rows(model)
     if not training.optimizer.dense_updates and not summed:
@@ -73,7 +74,7 @@ def whole_tables(
     *,
     pulled: bool,
 ) -> str:
-    """Return the line that says what large tables cost in each step, and why; or nothing."""
+    """Return a warning about the cost of large whole tables, and its reason; or an empty text."""
     tables = [each for each in _tables(model) if math.prod(each.shape) >= LARGE]
     kept = any(each.regularizer or each.constraint for each in tables)
     name = type(optimizer).__name__
@@ -95,7 +96,7 @@ def whole_tables(
 
 
 def _tables(model: keras.Model) -> list[keras.Variable]:
-    """Return the trained variables of all layers that look up rows."""
+    """Return the trainable variables of all layers that look up rows."""
     return [
         variable
         for layer in model._flatten_layers()
@@ -105,27 +106,27 @@ def _tables(model: keras.Model) -> list[keras.Variable]:
 
 
 def read_rows(model: keras.Model) -> None:
-    """Make Keras's embeddings read rows alone: once moved, a read of all copies the table."""
+    """Let Keras's embeddings read only rows: a full read after a sparse update is a copy."""
     for layer in model._flatten_layers():
         its_own = getattr(type(layer), "call", None) is not keras.layers.Embedding.call
         if its_own or not layer.built or layer.lora_enabled or layer.quantization_mode:
             continue
-        layer.call = _rows_of(layer)
+        layer.call = _make_call(layer)
 
 
-def _rows_of(layer: Any) -> Callable[[Any], Any]:
+def _make_call(layer: Any) -> Callable[[Any], Any]:
     whole, tensor_of = layer.call, keras.ops.convert_to_tensor
 
     def call(inputs: Any) -> Any:
         ids = inputs if isinstance(inputs, keras.KerasTensor) else tensor_of(inputs)
         if not isinstance(ids, tf.Tensor):
-            # Symbolic, sparse or ragged.
+            # Symbolic, sparse or ragged ids.
             return whole(inputs)
         if ids.dtype not in {tf.int32, tf.int64}:
             ids = tf.cast(ids, tf.int32)
-        # As Keras has it, which counts a negative one from the end.
+        # Keras counts a negative id from the end.
         ids = tf.where(ids < 0, ids + layer.input_dim, ids)
-        # A cast to the compute type would read the whole table.
+        # A cast to the compute dtype would read the whole table.
         with AutocastScope(None):
             found = tf.gather(layer._embeddings.value, ids)
         return tf.cast(found, layer.compute_dtype)
@@ -137,7 +138,7 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
     """Make a built optimizer lazy; one without a lazy form stays as it is.
 
     A gradient has each row once (`flotilla.trainer.optimizers.optimizers`). For rows that every
-    step touches, the results are those of Keras's own formula, up to rounding.
+    step touches, the results equal those of Keras's formula, up to rounding.
     """
     rows = _lazy_form(optimizer)
     if rows is None:
@@ -156,7 +157,7 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
             rows.update([(gradient, _tensor(v)) for gradient, v in touched], learning_rate)
 
     optimizer._backend_update_step = update
-    # It comes before, and knows no gradients.
+    # It runs before the update, without the gradients.
     optimizer._apply_weight_decay = lambda _variables: None
 
 
@@ -165,7 +166,7 @@ def _tensor(variable: Any) -> tf.Variable:
 
 
 class _Rows(ABC):
-    """Moves rows of a variable and of its slots, on the device that holds them."""
+    """Updates rows of a variable and of its slots, on their device."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -178,12 +179,12 @@ class _Rows(ABC):
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
     ) -> None:
-        """Move the rows of a gradient that has each of them once, all of one type."""
+        """Update the rows of a gradient that has each row once, all of one dtype."""
 
     def update(self, touched: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
-        """Move the rows of all tables; in a replica's context, or in no distribution."""
+        """Update the rows of all tables; in a replica context, or without distribution."""
         with tf.device(self.optimizer.iterations.value.device):
-            # In one message to each server.
+            # One message per server.
             rates = {
                 dtype: tf.stack(self._rates(tf.cast(learning_rate, dtype)))
                 for dtype in {_precision(variable) for _, variable in touched}
@@ -219,7 +220,7 @@ class _Rows(ABC):
 
 
 class _Adam(_Rows):
-    """Kingma and Ba 2015, the end of section 2, as Keras has it; TensorFlow has no kernel."""
+    """Adam (Kingma and Ba 2015, the end of section 2) as in Keras; TensorFlow has no kernel."""
 
     def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
         dtype = learning_rate.dtype
@@ -248,14 +249,14 @@ class _Adam(_Rows):
 
 
 class _Adagrad(_Rows):
-    """TensorFlow's kernel adds epsilon to the root, and Keras below it: far more where it is 0."""
+    """TensorFlow's kernel adds epsilon to the root; Keras adds it below the root."""
 
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
     ) -> None:
         values, ids = gradient.values, gradient.indices
         sums = self.slot("_accumulators", variable)
-        # Not read and assigned: what another worker adds meanwhile stays.
+        # An addition keeps what another worker adds meanwhile.
         tf.raw_ops.ResourceScatterAdd(resource=sums, indices=ids, updates=tf.square(values))
         root = tf.sqrt(_gather(sums, ids, variable) + self.optimizer.epsilon)
         _subtract(variable.handle, ids, values * rates[0] / root)
@@ -318,7 +319,7 @@ def _subtract(handle: tf.Tensor, ids: tf.Tensor, values: tf.Tensor) -> None:
 
 
 def _precision(variable: tf.Variable) -> tf.DType:
-    """Return the type of scalars: powers of betas near 1 need the digits of single precision."""
+    """Return the dtype of scalars: powers of betas near 1 need single precision."""
     return tf.float64 if variable.dtype == tf.float64 else tf.float32
 
 

@@ -1,23 +1,21 @@
-"""An embedding whose rows are split over several variables, so that many servers hold one table.
+"""An embedding whose rows are split over several variables, and so over several servers.
 
 Row `id` is in shard `id mod shards` at `id div shards`: consecutive ids, which are often equally
 popular, are on different servers. Each shard is a plain Keras variable, which the strategy places.
-The rows are gathered on the server that holds them, and their gradient is
-`tf.IndexedSlices` of the same rows: the table itself never moves.
+A server gathers its rows, and their gradient is `tf.IndexedSlices` of the same rows: the table is
+never sent.
 
-What an optimizer makes of such a gradient runs on the server of the shard
-(`trainer/embeddings/row_updates.py`; measured in
-`docs/decisions/0017-tables-of-embeddings.md`):
+The optimizer applies this gradient on the server of the shard (`trainer/embeddings/row_updates.py`;
+measured in `docs/decisions/0017-tables-of-embeddings.md`):
 
-- Adam, AdamW, Adagrad, Ftrl and SGD are lazy: they move the touched rows and their slots only,
+- Adam, AdamW, Adagrad, Ftrl and SGD are lazy: they update only the touched rows and their slots,
   unless `training.optimizer.dense_updates` is set.
-- All others that work element by element (RMSprop, Nadam and so on) move every row in every step,
-  by Keras's definition: no more bytes on the network, but work that grows with the table.
-- LAMB, Adafactor and Muon look at a variable as a whole: there, the number of shards changes the
-  result.
+- Other element-wise optimizers (RMSprop, Nadam and so on) update every row in every step, by
+  Keras's definition: the network traffic is the same, but the work grows with the table.
+- LAMB, Adafactor and Muon use a variable as a whole, so the number of shards changes the result.
 
-XLA cannot compile the lookup, whose sizes depend on the ids. An exported SavedModel needs no
-code, nor does a `.keras` file (`plain`).
+XLA cannot compile the lookup, because its shapes depend on the ids. An exported SavedModel or
+`.keras` file needs no code (`plain`).
 """
 
 from __future__ import annotations
@@ -35,12 +33,13 @@ UNKNOWN = ("error", "wrap")
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class ShardedEmbedding(keras.layers.Layer):
-    """Whole numbers of any shape to the rows of a table: `[...]` to `[..., dimension]`.
+    """An embedding layer, from integers of any shape `[...]` to rows `[..., dimension]`.
 
-    Unlike `keras.layers.Embedding` it never takes a negative id as one counted from the end.
+    Unlike `keras.layers.Embedding` it never counts a negative id from the end.
     """
 
-    #: Strategies leave the variables of such a layer on their servers, and do not pull them whole.
+    #: Strategies leave the variables of such a layer on their servers instead of pulling them
+    #: whole.
     looks_up = True
 
     def __init__(
@@ -53,21 +52,21 @@ class ShardedEmbedding(keras.layers.Layer):
         unknown: str = "error",
         **kwargs: Any,
     ) -> None:
-        """Describe the table; its variables are made by `build`.
+        """Store the arguments; `build` creates the variables.
 
         Args:
-            rows: of the table; ids go from 0 to `rows - 1`.
-            dimension: of one row.
-            shards: variables that the rows are split over, equal to one row. Part of the model and
-                not of the cluster: a checkpoint fits only the same number. More than there are
-                servers is no harm.
-            initializer: of each shard, with a seed of its own.
+            rows: the number of rows; ids go from 0 to `rows - 1`.
+            dimension: the length of a row.
+            shards: the number of variables that the rows are split over; the result is the same for
+                any number. It belongs to the model, not to the cluster: a checkpoint fits only the
+                same number. It may exceed the number of servers.
+            initializer: the initializer of each shard; each gets its own seed.
             unknown: what an id outside of the table gets: "error" (InvalidArgumentError), or
                 "wrap", the row `id mod rows`, which it shares with a known id.
             **kwargs: of a Keras layer.
 
         Raises:
-            ValueError: a size below 1, more shards than rows, or another word for `unknown`.
+            ValueError: a size below 1, more shards than rows, or another value of `unknown`.
         """
         super().__init__(**kwargs)
         for name, value in {"rows": rows, "dimension": dimension, "shards": shards}.items():
@@ -86,7 +85,7 @@ class ShardedEmbedding(keras.layers.Layer):
         self.tables: list[keras.Variable] = []
 
     def build(self, _input_shape: Any) -> None:
-        """Make the shards."""
+        """Create the shards."""
         self.tables = [
             self.add_weight(
                 name=f"shard_{shard}",
@@ -99,10 +98,10 @@ class ShardedEmbedding(keras.layers.Layer):
         ]
 
     def call(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the rows of `ids`, in the layer's compute type."""
+        """Return the rows of `ids` in the layer's compute dtype."""
         known = self.known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
-        # Each row is sent once in each direction, however often the batch contains it; and Keras
-        # squares a gradient, in most optimizers, before it adds up what belongs to one row.
+        # Each row is sent once in each direction, however often the batch contains it. Also, most
+        # Keras optimizers square a gradient before they sum the parts of a row.
         wanted, places = tf.unique(known)
         found = tf.compat.v1.nn.embedding_lookup(
             [table.value for table in self.tables], wanted, partition_strategy="mod"
@@ -112,17 +111,17 @@ class ShardedEmbedding(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def plain(self, ids: Any) -> Any:
-        """Return the same of a symbolic tensor, by one table of Keras's own."""
+        """Return the rows of a symbolic tensor by a single Keras table."""
         ids = keras.ops.cast(ids, "int64")
         if self.unknown == "wrap":
             ids = keras.ops.mod(ids, self.rows)
         else:
-            # One below 0 would be counted from the end; this is refused.
+            # Keras counts a negative id from the end; this turns it into an invalid one.
             ids = keras.ops.where(ids < 0, keras.ops.full_like(ids, self.rows), ids)
         table = np.empty((self.rows, self.dimension), self.tables[0].dtype)
         for shard, each in enumerate(self.tables):
             table[shard :: self.shards] = each.numpy()
-        return table_of(self, table)(ids)
+        return make_embedding(self, table)(ids)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
         """Return the shape of the rows for the shape of the ids."""
@@ -140,7 +139,7 @@ class ShardedEmbedding(keras.layers.Layer):
         }
 
     def known(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the rows' numbers [n] for ids [n]; strategies find the rows of a batch by it."""
+        """Return the row numbers [n] for ids [n]; strategies use it to find the rows of a batch."""
         if self.unknown == "wrap":
             return tf.math.floormod(ids, self.rows)
         inside = tf.logical_and(ids >= 0, ids < self.rows)
@@ -151,7 +150,7 @@ class ShardedEmbedding(keras.layers.Layer):
             return tf.identity(ids)
 
     def _initializer(self, shard: int) -> Any:
-        """Return the initializer of one shard: Keras's give the same numbers at each call."""
+        """Return the initializer of one shard; Keras's return the same numbers at each call."""
         if not isinstance(self.initializer, keras.initializers.Initializer):
             return self.initializer
         config = self.initializer.get_config()
@@ -160,8 +159,8 @@ class ShardedEmbedding(keras.layers.Layer):
         return type(self.initializer).from_config(config)
 
 
-def table_of(layer: keras.layers.Layer, rows: Any) -> keras.layers.Embedding:
-    """Return Keras's own layer with these rows, by the name of another one."""
+def make_embedding(layer: keras.layers.Layer, rows: Any) -> keras.layers.Embedding:
+    """Return a Keras embedding with these rows, named after `layer`."""
     found = keras.layers.Embedding(
         *rows.shape, name=layer.name, dtype=layer.dtype_policy, trainable=layer.trainable
     )

@@ -1,9 +1,9 @@
-"""A branch that few steps take, traced once for all shards that differ by their resources alone.
+"""A rare branch that is traced once for all shards, which differ only by their resources.
 
-`tf.cond` would trace it for each of them, and put all of its operations into the graph of a step: a
-chief would trace a table for longer than all the rest of a model, and each worker would prepare
-operations that hardly any step needs. Here the branch is a function of the resources of a shard,
-and one operation of the graph, which runs it where it is needed.
+`tf.cond` would trace the branch for each shard, and add all of its operations to the graph of a
+step: tracing a table would take a chief longer than the rest of a model, and each worker would
+prepare operations that hardly any step needs. Here the branch is a function of a shard's resources
+and one operation of the graph, which runs it when needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 @dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """Both branches, and which resources of a shard they take, in their order."""
+    """Both branches, and the order of the resources that they take."""
 
     taken: Any
     passed: Any
@@ -25,10 +25,10 @@ class _Traced:
 
 
 class SharedBranch:
-    """The branch of some shards that differ by their resources and by what they give it."""
+    """A branch that several shards share; they differ by resources and arguments."""
 
     def __init__(self) -> None:
-        """Trace nothing before it is needed."""
+        """Create the branch; it is traced when first needed."""
         self._traced: dict[object, _Traced] = {}
 
     def run(  # noqa: PLR0913, PLR0917
@@ -40,19 +40,19 @@ class SharedBranch:
         device: str,
         kind: Hashable = None,
     ) -> tf.Tensor:
-        """Return `work(*given)` where it is needed, else the first of `given`.
+        """Return `work(*given)` if it is needed, else the first of `given`.
 
-        Without a graph, as for a debugger, the work is that of Python.
+        Outside of a graph, as in a debugger, `work` runs as Python.
 
         Args:
             is_needed: a scalar, bool.
-            work: from `given` to a tensor of the type and shape of the first of them. It reads and
-                changes `resources`, and nothing else.
+            work: from `given` to a tensor with dtype and shape of the first of them. It reads and
+                changes only `resources`.
             given: tensors.
-            resources: handles, in an order that is the same for all shards. Another number of them
-                is another branch.
-            device: where all of them are.
-            kind: all else that the work depends on; of another kind it is another branch.
+            resources: handles, in the same order for all shards. Another number of them is another
+                branch.
+            device: the device of all resources.
+            kind: everything else that `work` depends on; another kind is another branch.
         """
         if tf.executing_eagerly():
             return work(*given) if is_needed else given[0]
@@ -69,7 +69,8 @@ class SharedBranch:
             else_branch=traced.passed,
         )
         if tf.DeviceSpec.from_string(device).device_type != "CPU":
-            # A hash table is on a CPU, and a variable may be on a GPU: no function of one device.
+            # A hash table is on a CPU, while a variable may be on a GPU: no single device fits the
+            # function.
             found.op._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=True))
         found.set_shape(given[0].shape)
         return found
@@ -81,7 +82,7 @@ def _trace(
     resources: Sequence[tf.Tensor],
 ) -> _Traced:
     numbers = {id(each): number for number, each in enumerate(resources)}
-    # It runs where the resources are that it is given.
+    # The function runs on the devices of its resources.
     with tf.device(None):
         taken = tf.function(work, autograph=False).get_concrete_function(*signature)
         order = tuple(numbers[id(each)] for each in taken.captured_inputs)

@@ -1,12 +1,12 @@
-"""One shard of a table that grows: rows, and which id has which of them.
+"""One shard of a dynamic table: its rows, and the map from ids to rows.
 
-Rows are a plain variable of a fixed number of slots, as is what is noted of each: its id, and the
-step of its last use. Only the map from an id to its slot is a hash table of TensorFlow, which is
-made again of the noted ids (`Shard.restored`). All of it is on one device, and so is what changes
-it: a mutex there makes each lookup of a training step one change, whoever else looks up.
+The rows are a plain variable with a fixed number of slots, and so are the records of each slot: its
+id and the step of its last use. Only the map from an id to its slot is a TensorFlow hash table,
+which is rebuilt from the recorded ids (`Shard.rebuild`). All of them are on one device, as are
+their changes: a mutex there makes each lookup of a training step atomic.
 
-A slot of which a gradient may be on its way is not given to another id: one is taken only from rows
-that no step has used for `Rules.min_age` steps.
+A slot for which a gradient may be on its way is not reused: only rows that no step has used for
+`Rules.min_age` steps lose their slots.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.count_min_sketch import CELLS, Sieve
+from flotilla.trainer.embeddings.count_min_sketch import CELLS, CountMinSketch
 from flotilla.trainer.embeddings.shared_branch import SharedBranch
 
-# What `Shard.tally` counts: lookups of training, rows that were given out and taken back, ids that
-# got no row, those that the sieve holds, and the step of the last search by age.
+# The entries of `Shard.tally`: lookups of training, rows that were given and evicted, ids that got
+# no row, ids that the sketch holds, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
-# Evicting is a search through all slots: it makes room for more than is needed at once.
+# An eviction frees at least this part of the slots, because it searches through all of them.
 AT_ONCE = 16
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
@@ -36,7 +36,7 @@ _LATEST = np.int64(2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which id gets a row, and which loses it; ages are in steps, and 0 for `max_age` is never."""
+    """Which id gets a row, and which loses it; ages are in steps; a `max_age` of 0 means never."""
 
     min_count: int
     min_age: int
@@ -45,7 +45,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Ids of one lookup, each once: a key [n], what else tells it apart, and how often it came."""
+    """The unique ids of a lookup: their keys [n], checks for equal keys, and counts."""
 
     keys: tf.Tensor
     checks: tf.Tensor
@@ -54,7 +54,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """The Keras variables of a shard; `checks` and `seen` only where they are needed."""
+    """The Keras variables of a shard; `checks` and `seen` only if they are needed."""
 
     rows: Any
     ids: Any
@@ -64,13 +64,13 @@ class Noted:
     seen: Any = None
 
     def bookkeeping(self) -> list[Any]:
-        """Return all but the rows."""
+        """Return all variables except the rows."""
         found = (self.ids, self.used, self.tally, self.checks, self.seen)
         return [each for each in found if each is not None]
 
 
 class Shard:
-    """Slots [capacity + 1], of which the last is that of all ids without a row of their own."""
+    """A shard of slots [capacity + 1]; the last slot is that of all ids without a row."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -82,36 +82,37 @@ class Shard:
         number: int = 0,
         branch: SharedBranch | None = None,
     ) -> None:
-        """Begin without a row.
+        """Create a shard without rows.
 
         Args:
             noted: its variables.
-            capacity: its slots but for the last.
-            rules: of its table.
-            draw: makes new rows, of its number, how many there are, and how many were made before.
-            number: tells its rows from those of other shards.
-            branch: what is shared with others.
+            capacity: its number of slots, without the last one.
+            rules: the rules of its table.
+            draw: creates new rows from `number`, their count, and the count of rows created before.
+            number: distinguishes its rows from those of other shards.
+            branch: the branch that shards share.
         """
         self.noted, self.capacity = noted, capacity
         self._rules, self._draw = rules, draw
         self._number = np.int64(number)
-        #: What is shared with other shards.
+        #: The branch that shards share.
         self.branch = branch or SharedBranch()
-        #: The counter of steps, where a strategy has one; lookups are counted otherwise.
+        #: The counter of steps, if a strategy has one; otherwise lookups are counted.
         self.steps: tf.Variable | None = None
-        #: Slots of the optimizer [capacity + 1, ...], and what a new row has there; None is the
+        #: Slots of the optimizer [capacity + 1, ...], and their value for a new row; None means the
         #: row itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
-            # Made where it is placed, and not sent there.
+            # Create the values on the device, instead of sending them.
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
             self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
             self.room = made(capacity)
-            # The steps of earlier runs, which ages go on from.
+            # The steps of earlier runs, which ages include.
             self.earlier = made(0)
-            # Ids that the sieve counted since it was halved, and those of the largest lookup.
+            # The ids that the sketch counted since it was halved, and those of the largest lookup.
             self.window = made(lambda: tf.zeros([2], tf.int64))
-            # Servers outlive a process: a number would be that of a table of another one.
+            # Servers outlive a process: a sequence number might belong to a table of another
+            # process.
             self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
             self.make_map()
         #: Variables that no checkpoint has.
@@ -119,11 +120,11 @@ class Shard:
 
     @property
     def device(self) -> str:
-        """Return the device of everything."""
+        """The device of all variables."""
         return str(self.free.device)
 
     def make_map(self) -> None:
-        """Make the map, which `restored` fills, and the mutex; or take those of their names."""
+        """Create the map, which `rebuild` fills, and the mutex, or reuse existing ones."""
         ids, mutex = self._names
         with tf.device(self.device):
             self.map = tf.raw_ops.MutableHashTableV2(
@@ -132,37 +133,37 @@ class Shard:
             self.mutex = tf.raw_ops.MutexV2(shared_name=mutex)
 
     def rename(self, ids: str, mutex: str) -> None:
-        """Give the map and the mutex names, by which they may be there already; `make_map` too."""
+        """Rename the map and the mutex, and create or reuse them."""
         self._names = ids, mutex
         self.make_map()
 
-    def found(self, asked: Asked) -> tf.Tensor:
-        """Return the slot [n] of each id, and change nothing."""
+    def find_slots(self, asked: Asked) -> tf.Tensor:
+        """Return the slot [n] of each id, without changes."""
         found = self._find(asked.keys)
-        return self._none_to_last(self._verified(found, asked.checks))
+        return self._none_to_last(self._check_keys(found, asked.checks))
 
-    def found_sorted(self, asked: Asked) -> tf.Tensor:
-        """Return the same where ids are sorted, without the map."""
+    def find_sorted(self, asked: Asked) -> tf.Tensor:
+        """Return the slots [n] of ids in a shard whose ids are sorted, without the map."""
         ids = self.noted.ids.value.read_value()[: self.capacity]
         place = tf.searchsorted(ids, asked.keys, out_type=tf.int64)
         place = tf.minimum(place, self.capacity - 1)
         is_it = tf.equal(tf.gather(ids, place), asked.keys)
         is_it &= tf.gather(self.noted.used.value, place) >= 0
-        return self._none_to_last(self._verified(tf.where(is_it, place, _NEVER), asked.checks))
+        return self._none_to_last(self._check_keys(tf.where(is_it, place, _NEVER), asked.checks))
 
-    def admitted(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
-        """Return the slot [n] of each id, after new ones got theirs; by the count of `step`."""
+    def admit(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
+        """Return the slot [n] of each id, after giving slots to new ids, at global step `step`."""
         here = [tf.identity(each) for each in (asked.keys, asked.checks, asked.counts)]
         keys, checks, counts = here
         step = None if step is None else tf.identity(step)
         asked = Asked(keys=keys, checks=checks, counts=counts)
-        # Nobody waits for a message while it is locked.
+        # The inputs arrive before the mutex is locked.
         with tf.control_dependencies([*here, *([] if step is None else [step])]):
-            (slots,) = self.locked(lambda: [self._changed(asked, step)])
+            (slots,) = self.run_locked(lambda: [self._update(asked, step)])
         return slots
 
-    def locked(self, work: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
-        """Return tensors that `work` makes while no id gets or loses a slot; of a graph."""
+    def run_locked(self, work: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+        """Return the tensors of `work`, which runs while no id gets or loses a slot; in a graph."""
         lock = tf.raw_ops.MutexLock(mutex=self.mutex)
         with tf.control_dependencies([lock]):
             made = work()
@@ -171,16 +172,16 @@ class Shard:
         _run_unordered(released)
         return made
 
-    def _changed(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
+    def _update(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
         tally = self.noted.tally.value
         tally.assign_add(tf.one_hot(CLOCK, COUNTS, dtype=tf.int64))
         counted = tally.read_value()
         now = counted[CLOCK] if step is None else self.earlier + step
         found = self._find(asked.keys)
-        slots = self._verified(found, asked.checks)
-        # Before rows are evicted: those of this batch stay.
+        slots = self._check_keys(found, asked.checks)
+        # Do this before an eviction, so that rows of this batch stay.
         used, places = self.noted.used.value, self._none_to_last(slots)
-        # A slow worker's step may be lower than that of another one's lookup.
+        # A slow worker's step may be lower than that of another worker's lookup.
         _put(used, places, tf.maximum(used.sparse_read(places), now))
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
@@ -188,9 +189,9 @@ class Shard:
         known = tf.concat([[now, self._number], counted], 0)
         given = (slots, asked.keys, asked.checks, asked.counts, known)
         resources, kind = self._resources(), self._kind()
-        slots = self.branch.run(changes, self._with_new, given, resources, self.device, kind)
+        slots = self.branch.run(changes, self._add_ids, given, resources, self.device, kind)
         slots = self._none_to_last(slots)
-        # So that all of it has happened before the mutex is free.
+        # All changes have to end before the mutex is released.
         with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1])]):
             return tf.identity(slots)
 
@@ -200,7 +201,7 @@ class Shard:
         return [self.map, *(each.handle for each in variables)]
 
     def _kind(self) -> Hashable:
-        """Return all that `_with_new` depends on besides resources."""
+        """Return everything that `_add_ids` depends on except resources."""
         noted = self.noted
         variables = [noted.rows.value, *(slot for slot, _ in self.slots)]
         there = (noted.checks is None, noted.seen is None)
@@ -208,7 +209,7 @@ class Shard:
         begins = tuple(value for _, value in self.slots)
         return self.capacity, self._rules, self._draw, there, shapes, begins
 
-    def _with_new(
+    def _add_ids(
         self,
         slots: tf.Tensor,
         keys: tf.Tensor,
@@ -220,11 +221,11 @@ class Shard:
         absent = tf.where(slots < 0)[:, 0]
         halved = tf.constant(0, tf.int64)
         if self.noted.seen is not None:
-            sieve = Sieve(self.noted.seen.value, self.window, self._rules.min_count)
+            sieve = CountMinSketch(self.noted.seen.value, self.window, self._rules.min_count)
             new, times = tf.gather(keys, absent), tf.gather(counts, absent)
             often, halved = sieve.count(new, times, counted[SIEVED])
             absent = _those(absent, often)
-        evicted, swept = self._evicted(tf.size(absent, tf.int64), now, counted[SWEPT])
+        evicted, swept = self._evict(tf.size(absent, tf.int64), now, counted[SWEPT])
         room = self.room.read_value()
         taken = tf.minimum(room, tf.size(absent, tf.int64))
         absent = absent[:taken]
@@ -239,10 +240,10 @@ class Shard:
         with tf.control_dependencies([total]):
             return tf.tensor_scatter_nd_update(slots, absent[:, tf.newaxis], places)
 
-    def _evicted(
+    def _evict(
         self, needed: tf.Tensor, now: tf.Tensor, swept: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Make room for `needed` rows; return how many were evicted, and the change of `swept`."""
+        """Make room for `needed` rows; return the evicted count, and the change of `swept`."""
         room, max_age = self.room.read_value(), self._rules.max_age
         due = tf.constant(False)
         if max_age:
@@ -259,7 +260,7 @@ class Shard:
         return evicted
 
     def _oldest(self, lacking: tf.Tensor, now: tf.Tensor) -> tf.Tensor:
-        """Return the slots of all rows that are too old, and of others where that is not enough."""
+        """Return the slots of all rows that are too old, and of further idle rows if needed."""
         used = self.noted.used.value.read_value()[: self.capacity]
         aged = tf.zeros_like(used, tf.bool)
         if self._rules.max_age:
@@ -277,10 +278,10 @@ class Shard:
     def _take(self, slots: tf.Tensor, room: tf.Tensor) -> tf.Tensor:
         """Take the rows of slots from their ids, and return their number."""
         keys = tf.gather(self.noted.ids.value, slots)
-        # Not where another slot has the id: a step that ended halfway may have left it two.
+        # Keep an id that another slot has too: a step that ended halfway may have left it two.
         keys = _those(keys, tf.equal(self._find(keys), slots))
         count = tf.size(slots, tf.int64)
-        # A worker may die at any place: a slot is free only after no id has it.
+        # A worker may die at any point: a slot becomes free only after no id has it.
         last = tf.raw_ops.LookupTableRemoveV2(table_handle=self.map, keys=keys)
         with tf.control_dependencies([last]):
             last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
@@ -299,7 +300,7 @@ class Shard:
         now: tf.Tensor,
         rows: tf.Tensor,
     ) -> None:
-        """Give ids the first free slots, with new rows and new slots of the optimizer."""
+        """Give ids the first free slots, with new rows and new optimizer slots."""
         count = tf.size(places, tf.int64)
         noted = self.noted
         new = [(noted.rows.value, rows), (noted.ids.value, keys)]
@@ -309,30 +310,30 @@ class Shard:
             shape = [count, *slot.shape[1:]]
             first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
             new.append((slot, tf.cast(first, slot.dtype)))
-        # A worker may die at any place: a slot that an id has is not free, and all of it is new.
+        # A worker may die at any point: an id's slot is not free, and its values are all new.
         with tf.control_dependencies([places]):
             room = self.room.assign_sub(count, read_value=True)
         with tf.control_dependencies([room]):
             written = [_put(variable, places, values) for variable, values in new]
-        # A slot that is used is an id's once the map is made again, whatever is in it.
+        # A used slot belongs to its id when the map is rebuilt, so its values have to be complete.
         with tf.control_dependencies(written):
             used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
         with tf.control_dependencies([used]):
             tf.raw_ops.LookupTableInsertV2(table_handle=self.map, keys=keys, values=places)
 
-    def restored(self) -> None:
-        """Make the map, and the list of free slots, of what the variables say."""
+    def rebuild(self) -> None:
+        """Rebuild the map and the list of free slots from the variables."""
         with tf.device(self.device):
             used = self.noted.used.value.read_value()
             if self.steps is not None:
-                # A run that began with the rows of another one counts its own steps from 0. Rows
-                # that were used last may have been given up since.
+                # A run that began with the rows of another run counts its steps from 0. The rows
+                # that were used last may have been evicted since.
                 swept = self.noted.tally.value.read_value()[SWEPT]
                 latest = tf.maximum(tf.reduce_max(used), swept)
                 self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))
             used = used[: self.capacity]
             live = tf.where(used >= 0)[:, 0]
-            # Of two slots of one id, as a worker that died may have left them, the later one stays.
+            # If a dead worker left an id with two slots, the later one stays.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
             keys = tf.gather(self.noted.ids.value, live)
             tf.raw_ops.LookupTableImportV2(table_handle=self.map, keys=keys, values=live)
@@ -343,7 +344,7 @@ class Shard:
             self.room.assign(tf.size(free, tf.int64))
 
     def shrink(self, live: Sequence[int], capacity: int) -> None:
-        """Keep only the rows of some slots, in their order, and the last one."""
+        """Keep only the rows of some slots, in their order, and the last slot."""
         wanted = np.array([*live, *[self.capacity] * (capacity + 1 - len(live))])
         noted = self.noted
         for each in (noted.rows, noted.ids, noted.used, noted.checks):
@@ -356,15 +357,15 @@ class Shard:
         self.capacity = capacity
         self.free = tf.Variable(np.arange(capacity), dtype=tf.int64, trainable=False)
         self.slots = []
-        self.restored()
+        self.rebuild()
 
     def _find(self, keys: tf.Tensor) -> tf.Tensor:
         found = tf.raw_ops.LookupTableFindV2(table_handle=self.map, keys=keys, default_value=_NEVER)
         found.set_shape(keys.shape)
         return found
 
-    def _verified(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
-        """Give an id that only shares its key with another one no row."""
+    def _check_keys(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
+        """Return the last slot for ids that only share their key with another id."""
         if self.noted.checks is None:
             return found
         there = tf.gather(self.noted.checks.value, tf.maximum(found, 0))
@@ -376,15 +377,15 @@ class Shard:
 
 
 def _those(values: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
-    """Return the values [n] that are wanted: `tf.boolean_mask`, by a sixth of its operations."""
+    """Return the wanted values [n]: `tf.boolean_mask` with a sixth of the operations."""
     return tf.gather(values, tf.where(wanted)[:, 0])
 
 
 def _run_unordered(operation: tf.Operation | None) -> None:
-    """Let a function run an operation before it ends, and wait with no other one for it.
+    """Let a function run an operation before it ends, without ordering it against others.
 
-    TensorFlow runs stateful operations without a resource in the order of the program: the release
-    of one mutex would wait for that of another, which another worker may hold, and so for ever.
+    TensorFlow runs stateful operations without a resource in program order: the release of one
+    mutex would wait for that of another one that another worker may hold, which is a deadlock.
     """
     if not tf.executing_eagerly():
         manager = tf.compat.v1.get_default_graph().experimental_acd_manager
@@ -399,6 +400,6 @@ def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Oper
 
 
 def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:
-    """Give a Keras variable another size, which Keras has no word for."""
+    """Change the size of a Keras variable, which Keras has no method for."""
     variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
     variable._shape = value.shape

@@ -1,7 +1,7 @@
-"""What a strategy does for tables that grow: layers with `grows`.
+"""What strategies do for dynamic tables: layers with `grows`.
 
-Their variables change where they are placed: no worker pulls them, those of a shard are on one
-server, and a row that is given to another id gets new slots of the optimizer.
+Their variables change in place: no worker pulls them, those of a shard are on one server, and a row
+that is given to another id gets new optimizer slots.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.runtime.errors import ConfigError
 
-# What a variable has that got no values: its initializer.
+# The attribute of a variable without values that has its initializer.
 BEGINS = "begins_by"
 log = logging.getLogger(__name__)
 
 
 def list_tables(model: keras.Model) -> list[Any]:
-    """Return the layers of a model that are tables that grow."""
+    """Return the layers of a model that are dynamic tables."""
     return [layer for layer in model._flatten_layers() if getattr(layer, "grows", False)]
 
 
@@ -38,13 +38,13 @@ def list_state(model: keras.Model) -> list[keras.Variable]:
     return [each for each in model.non_trainable_variables if id(each) not in kept]
 
 
-def together(model: keras.Model) -> list[list[tf.Variable]]:
-    """Return groups of variables, each of which has to be on one server."""
-    return [group for table in list_tables(model) for group in table.together()]
+def list_groups(model: keras.Model) -> list[list[tf.Variable]]:
+    """Return groups of variables; each group has to be on one server."""
+    return [group for table in list_tables(model) for group in table.list_groups()]
 
 
 def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf.Variable) -> None:
-    """Give the tables of a built model the counter of steps, and the slots of their rows."""
+    """Connect the tables of a built model to the counter of steps and their optimizer slots."""
     tables = list_tables(model)
     for table in tables:
         table.connect(steps, lambda variable: list(list_slots(optimizer, variable)), tables[0])
@@ -53,19 +53,19 @@ def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf
 def restore_tables(
     model: keras.Model, is_meant: Callable[[str], bool] = lambda _device: True
 ) -> None:
-    """Let tables on such devices find their rows again, after variables were assigned."""
+    """Rebuild the index of the tables on the given devices after variables were assigned."""
     for table in list_tables(model):
-        table.restored(is_meant)
+        table.rebuild(is_meant)
 
 
 def metrics(model: keras.Model) -> Mapping[str, Any]:
-    """Return the metrics of the tables for the history, by their names; empty without one."""
+    """Return the tables' metrics for the history, by name; empty without tables."""
     found = {table.name: table.metrics() for table in list_tables(model)}
     return {"tables": found} if found else {}
 
 
 def require(config: Config, model: keras.Model) -> None:
-    """Raise `ConfigError` where the tables of a model cannot be trained as it is configured."""
+    """Raise `ConfigError` if the tables of a model do not suit the configuration."""
     workers, needed = config.cluster.workers, config.training.replicas_to_aggregate
     may = find_topology(config.training.strategy).capabilities
     for table in list_tables(model):
@@ -90,15 +90,15 @@ def require(config: Config, model: keras.Model) -> None:
         if may.copies:
             raise ConfigError(
                 f"training.strategy: {config.training.strategy} has a copy of the table "
-                f"{table.name} in each worker, which would grow apart; take one with parameter "
-                "servers"
+                f"{table.name} in each worker, and the copies would differ; use one with "
+                "parameter servers"
             )
 
 
 def list_slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
-    """Return what an optimizer has for a variable, and what it begins with: None for its value."""
+    """Yield an optimizer's slots of a variable and their initial value: None means its value."""
     trained = optimizer._trainable_variables
     index = next((i for i, each in enumerate(trained) if each is variable), None)
     if index is None:
@@ -110,7 +110,7 @@ def list_slots(
         slot = slots[index]
         if not isinstance(slot, keras.Variable) or slot is variable:
             continue
-        # Adafactor has a number of each row in one list, and of each column in another.
+        # Adafactor has one slot with a number per row, and one with a number per column.
         if slot.shape != variable.shape and (slot.shape != variable.shape[:1] or name == "_c"):
             continue
         yield slot.value, None if slots is averages else _first_value(slot)

@@ -1,4 +1,4 @@
-"""Rows of a table that were looked up once, at all places of a batch that ask for them."""
+"""Unique rows of a table, spread to all places of a batch that ask for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An exponential moving average of the weights, which is measured and handed on in their place.
+"""An exponential moving average of the weights, which is evaluated and exported in their place.
 
-It begins as the weights of the first update, as with Keras's `use_ema`, and moves on the server by
-an atomic subtraction: no update is left out where workers race.
+It begins with the weights of the first update, as with Keras's `use_ema`, and changes on the server
+by an atomic subtraction, so that no update is lost when workers race.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# What a path in a checkpoint begins with: that of a variable, and that of its average.
+# The prefixes of paths in a checkpoint: of a variable, and of its average.
 MODEL = "model/"
 AVERAGE = "average/"
 
 
 def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float) -> None:
-    """Make an optimizer that is not built yet keep averages of the weights."""
+    """Make an optimizer, not yet built, keep averages of the weights."""
     optimizer.use_ema, optimizer.ema_momentum = True, momentum
 
     def move(distribution: Any, pairs: list[tuple[Any, Any]], part: tf.Tensor) -> None:
@@ -57,8 +57,8 @@ def _pairs(optimizer: keras.optimizers.Optimizer) -> list[tuple[Any, Any]]:
 
 
 def begin_averages(variables: Mapping[str, tf.Variable], restored: Collection[str]) -> None:
-    """Give each average among `variables` that was not restored the value of its variable."""
-    for average, variable in _by_path(variables).items():
+    """Set each average among `variables` that was not restored to the value of its variable."""
+    for average, variable in _map_paths(variables).items():
         if average not in restored:
             with tf.device(variables[average].device):
                 variables[average].assign(variables[variable].read_value())
@@ -66,7 +66,7 @@ def begin_averages(variables: Mapping[str, tf.Variable], restored: Collection[st
 
 @contextmanager
 def swap_averages(variables: Mapping[str, tf.Variable]) -> Iterator[None]:
-    """Exchange weights and averages within the block, in which nothing may be trained or saved."""
+    """Exchange weights and averages in the block, which may not train or save."""
     _exchange(variables)
     try:
         yield
@@ -75,14 +75,14 @@ def swap_averages(variables: Mapping[str, tf.Variable]) -> Iterator[None]:
 
 
 def _exchange(variables: Mapping[str, tf.Variable]) -> None:
-    for average, variable in _by_path(variables).items():
+    for average, variable in _map_paths(variables).items():
         with tf.device(variables[average].device):
             value = variables[variable].read_value()
             variables[variable].assign(variables[average].read_value())
             variables[average].assign(value)
 
 
-def _by_path(variables: Mapping[str, tf.Variable]) -> dict[str, str]:
+def _map_paths(variables: Mapping[str, tf.Variable]) -> dict[str, str]:
     return {
         path: f"{MODEL}{path.removeprefix(AVERAGE)}"
         for path in variables

@@ -1,7 +1,7 @@
-"""Fused updates: one operation a variable, where TensorFlow has a kernel for the optimizer.
+"""Fused updates: one operation per variable, if TensorFlow has a kernel for the optimizer.
 
-Keras implements Adam as thirty small operations a variable. The kernels pass over the values once,
-and lock the variable meanwhile, so that each dense update is atomic.
+Keras implements Adam as thirty small operations per variable. A kernel passes over the values once,
+and locks the variable meanwhile, so that each dense update is atomic.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def fuse(optimizer: keras.optimizers.Optimizer) -> None:
         rest = []
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices) or variable.value.dtype != tf.float32:
-                # Looked up rows, and other precisions, are updated by Keras's formula.
+                # Keras's formula updates embedding rows and other precisions.
                 rest.append((gradient, variable))
                 continue
             with tf.device(variable.value.device):
                 dense = tf.cast(gradient, tf.float32)
-                kernel.apply(dense, variable, rates.on(variable.value.device))
+                kernel.apply(dense, variable, rates.send(variable.value.device))
         if rest:
             by_parts(*map(list, zip(*rest, strict=True)), learning_rate)
 
@@ -124,7 +124,7 @@ class _Rates:
         self._home = home
         self._by_device = {home: values}
 
-    def on(self, device: str) -> list[tf.Tensor]:
+    def send(self, device: str) -> list[tf.Tensor]:
         """Return the scalars on a device."""
         if device not in self._by_device:
             with tf.device(self._home):

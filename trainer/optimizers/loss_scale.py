@@ -1,11 +1,11 @@
-"""The scale of a float16 loss: small gradients would be zero in float16, and large ones infinite.
+"""The scale of a float16 loss: without it small gradients are zero, and large ones infinite.
 
-The loss is multiplied before the gradient and the gradient divided after it (Micikevicius et al.
-2018, "Mixed Precision Training", section 3.2), with the rule of Keras's `LossScaleOptimizer`: half
-the scale where a gradient is not finite, twice the scale after `GROWTH` updates without.
+The loss is multiplied by the scale, and its gradient is divided by it (Micikevicius et al. 2018,
+"Mixed Precision Training", section 3.2), with the rule of Keras's `LossScaleOptimizer`: half the
+scale if a gradient is not finite, twice the scale after `GROWTH` finite ones.
 
-Keras skips a step whose gradient is not finite. Here it is computed again from the same batch with
-half the scale, so that every batch counts, and so does every step.
+Keras skips a step whose gradient is not finite. Here the gradient is computed again from the same
+batch with half the scale, so that every batch and every step counts.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-# What their paths in a checkpoint begin with.
+# The prefix of the scale's paths in a checkpoint.
 LOSS_SCALE = "loss_scale/"
 FIRST = 2.0**15
 GROWTH = 2000
-# A scale has no end where all gradients are zero; the largest number of float32 is near 2**128.
+# If all gradients are zero, a scale grows without end; the largest float32 is near 2**128.
 LARGEST = 2.0**60
-# From the largest scale down to one that shrinks: then the gradient itself is not finite.
+# From the largest scale to one below 1: then the gradient itself is not finite.
 MOST_HALVINGS = 64
 
 
 class _Value(NamedTuple):
-    """A variable, as Keras's have it; `join` makes one value of those of several towers."""
+    """A variable with Keras's attributes; `join` reduces the values of several towers to one."""
 
     value: tf.Variable
     path: str
@@ -34,13 +34,13 @@ class _Value(NamedTuple):
 
 
 class LossScale:
-    """The scale, the number of gradients, and at which of them it was changed: state of a model.
+    """The scale, the number of gradients, and the one at which it last changed: state of a model.
 
-    The number is added to, and the rest is assigned, so that the count is right where workers race.
+    The number is added to, and the others are assigned, so that the count is exact if workers race.
     """
 
     def __init__(self, *, gradients: int = 1, **options: Any) -> None:
-        """Make the variables on the device of the scope; `gradients` of them make an update."""
+        """Create the variables on the device of the scope; an update has `gradients` gradients."""
         self._growth = GROWTH * gradients
         self._scale = tf.Variable(FIRST, trainable=False, name="loss_scale", **options)
         self._count = tf.Variable(0, trainable=False, name="gradients", dtype=tf.int64, **options)
@@ -50,7 +50,7 @@ class LossScale:
 
     @property
     def variables(self) -> list[_Value]:
-        """The scale, the count, and where it was changed; the last ones of a state."""
+        """The scale, the count, and the count at the last change; they end a model's state."""
         # A scale that is too large for one tower is too large.
         joins = tf.reduce_min, tf.reduce_max, tf.reduce_max
         return [
@@ -60,14 +60,14 @@ class LossScale:
 
     @property
     def named(self) -> dict[str, tf.Variable]:
-        """The variables as a checkpoint has them."""
+        """The variables by their paths in a checkpoint."""
         named = {"scale": self._scale, "gradients": self._count, "changed": self._changed}
         return {f"{LOSS_SCALE}{name}": variable for name, variable in named.items()}
 
-    def over(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same function with a scale, whose variables are the last of its state."""
+    def wrap(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `compute` with a loss scale, whose variables are the last of its state."""
 
-        def scaled(weights: Any, state: Any, batch: Any) -> Any:
+        def compute_scaled(weights: Any, state: Any, batch: Any) -> Any:
             *state, first, count, changed = state
             value, found, after = compute(weights, state, batch, first)
             moving = [i for i, old in enumerate(state) if after[i] is not old]
@@ -83,8 +83,8 @@ class LossScale:
                 too_large, halve, (tf.constant(0), first, value, found, after)
             )
             after = [after[i] if i in moving else old for i, old in enumerate(state)]
-            # By a power of two, which changes no digit.
-            found = [_over(each, scale) for each in found]
+            # Division by a power of two is exact.
+            found = [_divide(each, scale) for each in found]
             count += 1
             at = tf.cast(count, changed.dtype)
             halved, grown = halvings > 0, at - changed >= self._growth
@@ -93,7 +93,7 @@ class LossScale:
             scale = tf.where(tf.logical_and(grown, tf.logical_not(halved)), larger, scale)
             return value, found, [*after, scale, count, changed]
 
-        return scaled
+        return compute_scaled
 
 
 def _all_finite(gradients: list[Any]) -> tf.Tensor:
@@ -101,7 +101,7 @@ def _all_finite(gradients: list[Any]) -> tf.Tensor:
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in values])
 
 
-def _over(gradient: Any, scale: tf.Tensor) -> Any:
+def _divide(gradient: Any, scale: tf.Tensor) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
     return gradient / scale

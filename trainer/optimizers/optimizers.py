@@ -1,6 +1,6 @@
 """Keras optimizers by name, with a learning rate schedule over the exact global step.
 
-Gradients of looked up rows (`tf.IndexedSlices`) stay sparse, with each row once;
+Gradients of embedding rows (`tf.IndexedSlices`) stay sparse, with each row once;
 `flotilla.trainer.embeddings.row_updates` makes the update of rows lazy.
 """
 
@@ -21,11 +21,12 @@ from flotilla.trainer.embeddings.batch_rows import RowsOnce
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Two wrap another optimizer; the third one's weights have to be swapped before an evaluation.
+# Two of them wrap another optimizer; the weights of the third have to be swapped before an
+# evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 
-# Arguments of Keras that would be wrong here: they have no effect or another key, which works under
-# every strategy.
+# Keras arguments that are refused: they have no effect, or another key replaces them under every
+# strategy.
 REFUSED: dict[str, str] = {
     "learning_rate": "set training.optimizer.learning_rate",
     "name": "it has no effect",
@@ -37,13 +38,13 @@ REFUSED: dict[str, str] = {
 }
 
 
-# Keras takes any number, by which training diverges.
+# Keras accepts any number, also those with which training diverges.
 _SHARES = ("beta_1", "beta_2", "rho")
 _POSITIVE = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 def available() -> dict[str, type[keras.optimizers.Optimizer]]:
-    """Return Keras's optimizers by their names in lower case."""
+    """Return Keras's optimizers by lower-case name."""
     return {
         name.lower(): value
         for name, value in vars(keras.optimizers).items()
@@ -59,9 +60,9 @@ def build_optimizer(
 ) -> keras.optimizers.Optimizer:
     """Return the optimizer, or the model's own, with its schedule; raises `ConfigError`."""
     if training.optimizer.name == OF_MODEL:
-        optimizer = _made_again(accept_compiled(training, of_model))
+        optimizer = _clone(accept_compiled(training, of_model))
     else:
-        optimizer = _by_name(training)
+        optimizer = _find_keras(training)
     _keep_sparse(optimizer)
     return optimizer
 
@@ -69,7 +70,7 @@ def build_optimizer(
 def accept_compiled(
     training: TrainingConfig, of_model: keras.optimizers.Optimizer | None
 ) -> keras.optimizers.Optimizer:
-    """Return the optimizer of a compiled model; raises `ConfigError` where it cannot be taken."""
+    """Return the optimizer of a compiled model; raises `ConfigError` if it is not supported."""
     key = "training.optimizer.name: model"
     if of_model is None:
         raise ConfigError(
@@ -77,7 +78,7 @@ def accept_compiled(
             f"compiled; compile it, or name one of {', '.join(available())}"
         )
     if isinstance(of_model, keras.optimizers.LossScaleOptimizer):
-        # As Keras wraps every optimizer under float16, where the strategy scales the loss.
+        # Keras wraps every optimizer under float16; here the strategy scales the loss.
         if training.mixed_precision != "float16":
             raise ConfigError(f"{key} scales the loss; set training.mixed_precision: float16")
         of_model = of_model.inner_optimizer
@@ -95,11 +96,11 @@ def accept_compiled(
     return of_model
 
 
-def _made_again(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Return a new optimizer with the settings of another one, on the device of the scope."""
+def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return a new optimizer with the same settings, on the device of the scope."""
     try:
         made = type(optimizer).from_config(optimizer.get_config())
-    # A class of the user's may fail in any way.
+    # A user's class may raise any exception.
     except Exception as error:
         raise ConfigError(
             f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be made "
@@ -110,7 +111,7 @@ def _made_again(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optim
     return made
 
 
-def _by_name(training: TrainingConfig) -> keras.optimizers.Optimizer:
+def _find_keras(training: TrainingConfig) -> keras.optimizers.Optimizer:
     config = training.optimizer
     kind = available()[config.name]
     defaults = {
@@ -129,7 +130,7 @@ def _by_name(training: TrainingConfig) -> keras.optimizers.Optimizer:
 
 
 def each_row_once(gradient: Any) -> Any:
-    """Sum the parts of each row in a gradient of looked up rows; return others unchanged."""
+    """Sum the parts of each row in a sparse gradient; return other gradients unchanged."""
     if not isinstance(gradient, tf.IndexedSlices) or isinstance(gradient, RowsOnce):
         return gradient
     rows, places = tf.unique(gradient.indices)
@@ -138,10 +139,11 @@ def each_row_once(gradient: Any) -> Any:
 
 
 def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make the optimizer treat a gradient of looked up rows as the equal dense one.
+    """Make the optimizer treat a sparse gradient like the equal dense one.
 
-    A row that is looked up twice has its gradient in two parts, which Keras would clip and square
-    one by one. To clip by a norm Keras would make it dense; rows without a gradient change no norm.
+    A row that is looked up twice has two gradients, which Keras would clip and square separately.
+    To clip by norm, Keras would make the gradient dense; rows without a gradient do not change a
+    norm.
     """
     clip = optimizer._clip_gradients
 
@@ -154,7 +156,7 @@ def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
             for clipped, gradient, rows in zip(clip(values), summed, sparse, strict=True)
         ]
 
-    # Keras calls it before anything else, also where nothing is clipped.
+    # Keras calls it before anything else, even if nothing is clipped.
     optimizer._clip_gradients = clip_gradients
 
 
@@ -168,12 +170,12 @@ def _check(optimizer: str, defaults: Mapping[str, Any], argument: str, value: ob
     default = defaults[argument]
     if value is None and default is None:
         return
-    fits, allowed = _expected(argument, default, value)
+    fits, allowed = _check_value(argument, default, value)
     if not fits:
         raise ConfigError(f"{key}: {value!r} is not allowed; it has to be {allowed}")
 
 
-def _expected(argument: str, default: object, value: Any) -> tuple[bool, str]:
+def _check_value(argument: str, default: object, value: Any) -> tuple[bool, str]:
     if argument == "exclude_layers":
         fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
         return fits, "a list of texts"
@@ -193,12 +195,12 @@ def learning_rate(training: TrainingConfig) -> float | Schedule:
     """Return a number, or a schedule over the optimizer's counter of updates."""
     rate = training.optimizer.learning_rate
     warmup = training.schedule.warmup_steps
-    after = _after(training, rate)
+    after = _build_decay(training, rate)
     return Warmup(after=after, rate=rate, steps=warmup) if warmup else after
 
 
-def _after(training: TrainingConfig, rate: float) -> float | Schedule:
-    """Return the schedule after the warm-up, counted from its end."""
+def _build_decay(training: TrainingConfig, rate: float) -> float | Schedule:
+    """Return the schedule after the warm-up, counted from the end of the warm-up."""
     args = training.schedule.parse()
     if isinstance(args, CosineArgs):
         steps = max(1, training.steps - training.schedule.warmup_steps)
@@ -208,7 +210,7 @@ def _after(training: TrainingConfig, rate: float) -> float | Schedule:
             rate, args.decay_steps, args.decay_rate, staircase=args.staircase
         )
     if isinstance(args, PiecewiseArgs):
-        # Keras keeps a value up to and with its boundary; here the next one begins at it.
+        # Keras changes the value after a boundary; here it changes at the boundary.
         boundaries = [boundary - 1 for boundary in args.boundaries]
         return schedules.PiecewiseConstantDecay(boundaries, [rate * f for f in args.factors])
     return rate
@@ -224,7 +226,7 @@ class Warmup(Schedule):
         self._steps = steps
 
     def __call__(self, step: Any) -> tf.Tensor:
-        """Return the learning rate of the update after `step` others."""
+        """Return the learning rate of the update that follows `step` updates."""
         done = tf.cast(tf.convert_to_tensor(step), tf.float32)
         rising = self._rate * (done + 1.0) / self._steps
         later = tf.maximum(done - self._steps, 0.0)

@@ -1,15 +1,16 @@
 """Asynchronous training on parameter servers.
 
 Every worker pulls the variables, computes a gradient and pushes it, without waiting for the others;
-the parameter server applies each as it arrives (Dean et al. 2012, "Large Scale Distributed Deep
-Networks", section 4.1). The chief hands out stretches, up to the next checkpoint or validation:
-TensorFlow's `ClusterCoordinator` sends one closure to each worker, which takes turns of a few
-updates (`Turns`) as long as there are some. About once a second the chief looks what has come of
-them. What a dead worker took and did not apply is handed out again at the end of the stretch.
+the parameter server applies each gradient as it arrives (Dean et al. 2012, "Large Scale Distributed
+Deep Networks", section 4.1). The chief schedules stretches of updates, each up to the next
+checkpoint or validation: TensorFlow's `ClusterCoordinator` sends one closure to each worker, and
+the closure takes turns of a few updates (`Turns`) while turns are left. The chief reads the
+workers' reports about once a second. At the end of the stretch it schedules again the updates that
+a dead worker took and did not apply.
 
-Examples that are lent (`data.partition: dynamic`) belong to the updates that were handed out with
-them. There the chief hands out portions of updates, one closure each, and a portion whose worker
-died is run again as a whole. One that was taken for dead and lives ends its portion.
+With `data.partition: dynamic`, each update has its own range of examples. The chief then schedules
+portions of updates, one closure each, and runs the whole portion again if its worker dies. A worker
+that was taken for dead, but lives, stops working on its portion.
 """
 
 from __future__ import annotations
@@ -40,21 +41,22 @@ from flotilla.trainer.strategies.self_scheduling import (
     TURN,
     UPDATES,
     Turns,
-    alone,
+    adjust_unit,
     choose_unit,
     choose_unroll,
     portions,
+    run_exclusively,
     run_on_workers,
-    unit_of_speed,
 )
 from flotilla.trainer.strategies.strategy import Batch, Loss, Problem, Report
 from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# How often the chief looks at workers that go on, and how often when it waits for the first update.
+# Seconds between two reads of the workers' reports, and between two checks while the chief waits.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# How far ahead turns are dealt: so long do workers go on where a dead chief is still connected.
+# How many seconds of updates are dealt in advance. Workers continue for as long if the chief dies
+# but stays connected.
 AHEAD_SECONDS = 10
 # A turn ends within about a second.
 HALT_SECONDS = 20.0
@@ -66,11 +68,11 @@ class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
     capabilities = find_topology("async_parameter_server").capabilities
-    #: Updates of a turn of the stretch that workers are at; 0 where they rest.
+    #: Updates per turn in the current stretch; 0 while the workers are idle.
     _unit = 0
-    #: The global step at which it began, and the closures that were sent for it.
+    #: The global step at which the stretch began, and the closures that were scheduled for it.
     _began = _sent = 0
-    #: The closures that were ever sent.
+    #: The closures that were scheduled since the attempt began.
     _closure = 0
     #: The mean loss that was reported last.
     _loss = 0.0
@@ -85,14 +87,14 @@ class AsyncParameterServer(Served):
         self.hand_out(make(problem), choose_unroll(training.steps, whole=self.pulls_whole()))
 
     def hand_out(self, update: Update, turn: int) -> None:
-        """Make the closures of the workers, which apply an update of the next of their batches."""
+        """Trace the closures that apply `update` to a worker's next batches."""
         self._tally, self._turn, self._has_turned = self.tally(), turn, False
         with tf.device(server_device(0)):
             self._turns = Turns(self._workers, self.applied, self.state and self.state.permit)
-        self.keep(self._turns.held())
+        self.keep(self._turns.list_variables())
         if self.state and self.state.taken:
             self._turns.extend(0)
-            run_on_workers(self._workers, lambda: alone(lambda: None), HALT_SECONDS)
+            run_on_workers(self._workers, lambda: run_exclusively(lambda: None), HALT_SECONDS)
         self._look()
         self._reported = self._seen.reports
         make = self._portion if self.stream else self._loop
@@ -103,7 +105,7 @@ class AsyncParameterServer(Served):
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Let the workers go on up to a boundary, and return about a second later."""
+        """Let the workers apply updates up to `boundary`; return about a second later."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -111,11 +113,11 @@ class AsyncParameterServer(Served):
         if boundary - self._seen.applied <= steps:
             self._complete(boundary)
         else:
-            self._go_on(steps, boundary)
+            self._deal_ahead(steps, boundary)
         return self._report()
 
     def rest(self) -> Report:
-        """End all workers after their turn, and return what came of it."""
+        """Stop every worker after its current turn; report the updates since the last report."""
         self._end()
         return self._report()
 
@@ -123,9 +125,9 @@ class AsyncParameterServer(Served):
         self._seen = self._turns.look()
         self.read_step = self._seen.applied
 
-    def _go_on(self, steps: int, boundary: int) -> None:
-        """Deal turns for the next seconds, and wait until some are reported."""
-        unit = unit_of_speed(steps, self._workers, self._turn, self._unit)
+    def _deal_ahead(self, steps: int, boundary: int) -> None:
+        """Deal turns for the next seconds, and wait for the first reports."""
+        unit = adjust_unit(steps, self._workers, self._turn, self._unit)
         if self._unit not in {0, unit}:
             self._end()
         self._deal(max(AHEAD_SECONDS * steps // unit, 2 * self._workers), boundary, unit)
@@ -139,17 +141,17 @@ class AsyncParameterServer(Served):
                 break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
-        # Or they were faster than expected, and have made all that was dealt.
+        # The workers were faster than expected and have applied all dealt updates.
         self._join()
 
     def _complete(self, boundary: int) -> None:
-        """Apply all that is left up to a boundary, also what dead workers took."""
+        """Apply all updates up to a boundary, including those that dead workers took."""
         while (left := boundary - self._seen.applied) > 0:
             self._deal(left, boundary, self._unit or choose_unit(left, self._workers, self._turn))
             self._join()
 
     def _deal(self, ahead: int, boundary: int, unit: int) -> None:
-        """Deal turns before a boundary, so many ahead of those that are taken."""
+        """Deal turns before a boundary, `ahead` more than the workers have taken."""
         if not self._unit:
             self._unit, self._began, self._sent = unit, self._seen.applied, 0
             dealt = min(ahead, (boundary - self._began) // unit)
@@ -158,11 +160,11 @@ class AsyncParameterServer(Served):
         else:
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
-            # Who found no turn before there were more has ended.
+            # A worker that found no turn before this call has ended its closure.
             self._look()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
-        # That of a dead worker waits for its return, or for another one that ends.
+        # A dead worker's closure waits until that worker returns or another one is free.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
             arguments = self._iterator, tf.constant(self._closure, tf.int64)
             self.coordinator.schedule(self._closures[unit], args=arguments)
@@ -178,7 +180,7 @@ class AsyncParameterServer(Served):
         self._look()
 
     def _report(self) -> Report:
-        """Return what was reported since the last time."""
+        """Return a report of the updates since the last report."""
         new = self._seen.reports - self._reported
         self._reported = self._seen.reports
         if updates := new[:, UPDATES].sum():
@@ -192,33 +194,34 @@ class AsyncParameterServer(Served):
         return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
     def _count(self, worker: int, updates: int, others: float) -> None:
-        # A worker pulls right after it has pushed: in between are only updates of others.
+        # A worker pulls right after its push, so only updates of other workers lie between.
         steps = updates * self.config.training.pull_every
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 
     def _loop(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return the function that takes turns, each of so many updates, until none is left."""
+        """Return a function that takes turns of `turn` updates until none is left."""
         turns = self._turns
 
         @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
-            # It stays on the server, whatever turn it is.
+            # `own` stays on the server during all turns.
             own, worker = turns.begin(closure), worker_number()
 
             def once(_: tf.Tensor) -> tuple[tf.Tensor]:
-                began, total = turns.began(), tf.constant(0.0)
+                began, total = turns.read_applied(), tf.constant(0.0)
                 for _ in range(turn):
                     total += update(iterator)
                 with tf.control_dependencies([turns.report(worker, total, turn, began)]):
                     return (turns.take(own),)
 
             def turn_by_turn() -> None:
-                # On the worker: where a loop is, TensorFlow puts what it computes.
+                # TensorFlow computes the condition of a loop on the device of the loop: here the
+                # worker.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
 
             if self.state:
                 with tf.control_dependencies([own]):
-                    alone(turn_by_turn)
+                    run_exclusively(turn_by_turn)
             else:
                 turn_by_turn()
             return worker
@@ -226,7 +229,7 @@ class AsyncParameterServer(Served):
         return loop  # type: ignore[no-any-return]
 
     def _portions(self, steps: int) -> Report:
-        """Apply `steps` updates in portions, each with its examples."""
+        """Apply `steps` updates in portions; each portion has its own examples."""
         unit = choose_unit(steps, self._workers, self._turn)
         sizes = portions(steps, self._workers, unit)
         self.warming = unit > 1 and not self._has_turned
@@ -234,7 +237,7 @@ class AsyncParameterServer(Served):
         while left:
             ended = self.dispatch(
                 [
-                    self._lent(size, unit, before * self._batches_of_update())
+                    self._build_call(size, unit, before * self._batches_of_update())
                     for before, size in left
                 ]
             )
@@ -243,11 +246,11 @@ class AsyncParameterServer(Served):
                 total += loss
                 if made:
                     self._count(int(worker), int(made), others)
-                # Where an older run of it, which came late, was taken for the newest one.
+                # The result is that of an older run of the closure, which arrived late.
                 if made < size:
                     again.append((before + int(made), size - int(made)))
             left = again
-        self.pass_over(steps * self._batches_of_update())
+        self.advance_position(steps * self._batches_of_update())
         self._has_turned |= self.warming
         self.warming = False
         return Report(loss=total / steps, metrics=self.metrics())
@@ -255,7 +258,7 @@ class AsyncParameterServer(Served):
     def _batches_of_update(self) -> int:
         return self.config.training.pull_every * self.batches_of_step()
 
-    def _lent(self, steps: int, unit: int, batches: int) -> Call:
+    def _build_call(self, steps: int, unit: int, batches: int) -> Call:
         turn = 1 if steps % TURN else unit
         number = tf.constant(self._closure, tf.int64)
         self._closure += 1
@@ -263,7 +266,7 @@ class AsyncParameterServer(Served):
         return self._closures[turn], arguments
 
     def _portion(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return the function that makes a number of turns from a lease of examples."""
+        """Return a function that applies a number of turns to a lease of examples."""
         applied, turns = self.applied, self._turns
 
         @tf.function(autograph=False)
@@ -271,12 +274,12 @@ class AsyncParameterServer(Served):
             iterator: tf.data.Iterator, count: tf.Tensor, closure: tf.Tensor, *lease: tf.Tensor
         ) -> tf.Tensor:
             own, updates = turns.begin(closure), count * turn
-            iterator = self.lent(iterator, updates * self._batches_of_update(), *lease)
+            iterator = self.lend(iterator, updates * self._batches_of_update(), *lease)
             before = applied.read_value()
 
             def once(_: tf.Tensor, total: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, ...]:
-                # No turn waits for the answer: of a run that is not the newest any more the one
-                # that has begun is made, and at most another one.
+                # A turn does not wait for this answer, so a run that was replaced makes its current
+                # turn and at most one more.
                 holds = turns.holds(own)
                 for _ in range(turn):
                     total += update(iterator)
@@ -285,7 +288,7 @@ class AsyncParameterServer(Served):
             none = turns.holds(own), tf.constant(0.0), tf.constant(0)
             _, total, made = tf.while_loop(lambda found, *_: found, once, none)
             others = applied.read_value() - before - tf.cast(made * turn, tf.int64)
-            # In one tensor: the coordinator fetches results one by one.
+            # One tensor, because the coordinator fetches results one by one.
             results = [total, worker_number(), others, made * turn]
             return tf.stack([tf.cast(each, tf.float64) for each in results])
 
@@ -299,12 +302,12 @@ class AsyncParameterServer(Served):
             apply_and_count(self.optimizer, found, self.model.trainable_variables)
             return value
 
-        # The coordinator's scope is no replica's context, where alone Keras updates a variable.
+        # Keras updates a variable only in a replica context, which the coordinator's scope is not.
         return lambda iterator: self.connected.run(step, args=(self.towers.take(iterator),))
 
     def _local_steps(self, problem: Problem) -> Update:
         training = self.config.training
-        steps = local_steps_of(
+        steps = build_local_steps(
             self.model,
             self.optimizer,
             problem.loss,
@@ -316,7 +319,7 @@ class AsyncParameterServer(Served):
         return lambda iterator: self.connected.run(steps, args=(iterator,))
 
 
-def local_steps_of(  # noqa: PLR0913
+def build_local_steps(  # noqa: PLR0913
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
     loss: Loss,
@@ -336,8 +339,9 @@ def local_steps_of(  # noqa: PLR0913
     compute = towers.pure(pure, pure.state)
 
     def update(iterator: Any) -> tf.Tensor:
-        values = pure.pulled()
-        # The rate of a schedule is on a server, and a loop that reads it there spans machines.
+        values = pure.pull()
+        # A schedule's learning rate is on a server; reading it inside the loop would make the loop
+        # span machines.
         rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
 
         def step(
@@ -355,7 +359,7 @@ def local_steps_of(  # noqa: PLR0913
             (tf.constant(0), values.weights, values.state, zeros, tf.constant(0.0)),
         )
         apply_and_count(optimizer, push(model, total), model.trainable_variables)
-        push_state(pure.state, values.state, pure.moved(values.state, state))
+        push_state(pure.state, values.state, pure.merge_moved(values.state, state))
         return losses / steps
 
     return update

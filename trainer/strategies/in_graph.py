@@ -1,7 +1,7 @@
 """In-graph replication: one client builds a tower for every worker in one function.
 
-All towers pull the same variables; the client averages their gradients and applies one update. It
-is synchronous without queues, and as slow as the slowest worker.
+All towers pull the same variables; the client averages their gradients and applies one update. This
+is synchronous training without queues; each update waits for the slowest worker.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class InGraph(Served):
         self.keep({})
         self._tally = self.tally()
         self._iterators = [self._batches(worker, problem) for worker in self._workers]
-        self._steps_of = self._steps(problem)
+        self._run_steps = self._steps(problem)
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, each the mean of one gradient from every worker."""
-        total = self._steps_of(self._iterators, tf.constant(steps))
-        self.pass_over(steps * len(self._workers) * self.batches_of_step())
+        total = self._run_steps(self._iterators, tf.constant(steps))
+        self.advance_position(steps * len(self._workers) * self.batches_of_step())
         for index in self._workers:
             self._tally.add(str(Task(role="worker", index=index)), steps)
         return Report(loss=float(fetch_value(total)) / steps, metrics=self.metrics())
@@ -49,7 +49,7 @@ class InGraph(Served):
         variables = self.model.trainable_variables
 
         @tf.function
-        def steps_of(iterators: list[Any], steps: tf.Tensor) -> tf.Tensor:
+        def run_steps(iterators: list[Any], steps: tf.Tensor) -> tf.Tensor:
             total = tf.constant(0.0)
             for _ in tf.range(steps):
                 towers = []
@@ -63,7 +63,7 @@ class InGraph(Served):
                 total += tf.add_n(losses) / len(losses)
             return total
 
-        return steps_of  # type: ignore[no-any-return]
+        return run_steps  # type: ignore[no-any-return]
 
 
 def _device(worker: int) -> str:
@@ -71,6 +71,6 @@ def _device(worker: int) -> str:
 
 
 def _mean(gradients: list[Any], of: tf.Variable) -> tf.Tensor:
-    """Return the mean of one variable's gradients, on its server; looked up rows stay sparse."""
+    """Return the mean of a variable's gradients, on its server; sparse gradients stay sparse."""
     with tf.device(of.device):
         return mean(gradients)

@@ -1,13 +1,12 @@
-"""Which examples are trained on next, and which were, for `data.partition: dynamic`.
+"""The input position: which examples were trained on, for `data.partition: dynamic`.
 
-All epochs are one stream of positions. A position is an example: that of number
-`shuffled(position)`, in another order in each epoch. The chief lends ranges of positions to workers
-that are free; what a range means is known to every worker without a message. Between two inner
-loops nothing is lent, so that all visits are a `Position`: how far the stream was visited, and the
-gaps before, whose gradients came too late. It is saved with the variables that saw these examples.
+All epochs form one stream of positions. A position refers to the example of number
+`shuffled(position)`; each epoch has its own order. The chief leases ranges of positions to free
+workers, and a worker computes the examples of a range without asking. No lease is open between two
+inner loops, so a `Position` describes all visits: how far the stream was visited, and the gaps,
+whose gradients came too late. A checkpoint stores it with the variables that saw these examples.
 
-`Tally` counts the steps and examples of each worker, however they were handed out, and how stale
-its updates were.
+`Tally` counts the steps and examples of each worker, and the staleness of its updates.
 """
 
 from __future__ import annotations
@@ -25,29 +24,30 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# The first position of a range, and how many follow; in a plan, where it begins in what is next.
+# The first position of a range and its length. In a plan: an index among the next examples, and its
+# position.
 Range = tuple[int, int]
-# Staleness is that of so many of the last closures: enough for a 95th percentile.
+# The number of recent closures over which staleness is measured; enough for a 95th percentile.
 STALENESS_WINDOW = 400
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """All positions below `visited` were trained on, but for those in `gaps`."""
+    """All positions below `visited` were trained on, except those in `gaps`."""
 
     visited: int = 0
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return what is visited next as pairs: the n-th position, from n on; gaps come first."""
+        """Return pairs (n, position): the n-th next example and those after it; gaps come first."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))
             begin += count
         return [*pairs, (begin, self.visited)]
 
-    def after(self, taken: Iterable[Range]) -> Position:
-        """Return the position after visits, as ranges of `plan`; what was skipped is a gap."""
+    def advance(self, taken: Iterable[Range]) -> Position:
+        """Return the position after visits of ranges of `plan`; skipped ranges become gaps."""
         plan = self.plan()
         known = plan[-1][0]
         missed, end = [], 0
@@ -68,7 +68,7 @@ class Position:
 
     @property
     def examples(self) -> int:
-        """How many visits there were."""
+        """The number of visited examples."""
         return self.visited - sum(count for _, count in self.gaps)
 
 
@@ -81,13 +81,14 @@ def _append(gaps: list[Range], new: Range) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The training split by the numbers of its examples, and where in it training is.
+    """The training split as a stream of example numbers, and the input position.
 
     Attributes:
-        seed: of the orders of the epochs.
-        held: what a worker keeps: a dataset of one element.
-        read: that element and a vector of numbers to a batch of these examples.
-        run: how many examples stay next to each other in all orders.
+        examples: the number of examples in the split.
+        seed: the seed of the orders of the epochs.
+        held: a dataset of one element, which a worker keeps.
+        read: a function from that element and a vector of example numbers to a batch.
+        run: how many examples stay next to each other in every order.
         position: where the attempt begins.
     """
 
@@ -98,14 +99,15 @@ class Stream:
     run: int = 1
     position: Position = field(default_factory=Position)
 
-    def resumed(self, saved: Any, uri: str) -> Stream:
-        """Return it at what a checkpoint says, or, with a line of log, at its beginning."""
+    def resume(self, saved: Any, uri: str) -> Stream:
+        """Return the stream at a saved position; log why and start an epoch if it does not fit."""
         fields = saved if isinstance(saved, Mapping) else {}
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         other = [name for name, value in own.items() if fields.get(name) != value]
         if other:
             log.warning(
-                "%s has no position in this order of the examples (%s differs): an epoch begins",
+                "%s has no input position for this order of the examples (%s differs): an "
+                "epoch begins",
                 uri,
                 other[0],
             )
@@ -114,16 +116,16 @@ class Stream:
         return replace(self, position=Position(visited=int(fields["visited"]), gaps=gaps))
 
     def to_json(self, position: Position) -> dict[str, Any]:
-        """Return what a checkpoint says of a position."""
+        """Return the fields of a position in a checkpoint."""
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         return {**own, **asdict(position)}
 
     def epoch(self, position: Position) -> float:
-        """Return how many epochs were visited."""
+        """Return the number of visited epochs."""
         return round(position.examples / self.examples, 4)
 
     def numbers(self, positions: tf.Tensor) -> tf.Tensor:
-        """Return the numbers of the examples at some positions, int64, as they are shuffled."""
+        """Return the shuffled numbers of the examples at some positions, int64."""
         whole = self.examples // self.run
         epochs, places = positions // self.examples, positions % self.examples
         seeds = tf.stack([tf.fill(tf.shape(epochs), tf.cast(self.seed, tf.int64)), epochs], 1)
@@ -134,32 +136,32 @@ class Stream:
             max_index=tf.constant(max(whole - 1, 0), tf.int64),
             rounds=4,
         )
-        # What is left of a last run stays in its place.
+        # An incomplete last run stays in its place.
         in_runs = shuffled * self.run + places % self.run
         return tf.where(places < whole * self.run, in_runs, places)
 
     def batch(self, held: Any, plan: tf.Tensor, first: tf.Tensor, size: int) -> Any:
-        """Return the batch of what is next, from the `first` one on; see `Position.plan`."""
+        """Return a batch of the next examples from index `first` on; see `Position.plan`."""
         wanted = first + tf.range(size, dtype=tf.int64)
         plan = tf.reshape(tf.io.decode_raw(plan, tf.int64), (-1, 2))
         pair = tf.searchsorted(plan[:, 0], wanted, side="right") - 1
         rows = tf.gather(plan, pair)
         numbers = self.numbers(rows[:, 1] + wanted - rows[:, 0])
         batch = self.read(held, numbers)
-        # The size of a batch is known to a compiled graph.
+        # A compiled graph needs the static size of a batch.
         return tf.nest.map_structure(
             lambda each: tf.ensure_shape(each, [size, *each.shape[1:]]), batch
         )
 
-    def lent(
+    def lend(
         self, held: Any, plan: tf.Tensor, first: tf.Tensor, *, batches: tf.Tensor, size: int
     ) -> tf.data.Dataset:
-        """Return a number of batches of what is next, from the `first` one on."""
+        """Return a dataset of a number of batches of the next examples, from index `first` on."""
         numbers = tf.data.Dataset.range(tf.cast(batches, tf.int64))
         return numbers.map(lambda n: self.batch(held, plan, first + n * size, size))
 
     def endless(self, size: int, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return batch `index`, `index + of`, ... of all that is next."""
+        """Return the endless dataset of batches `index`, `index + of`, ... of the stream."""
         plan = encode_plan(self.position)
         both = tf.data.Dataset.zip((self.held().cache().repeat(), tf.data.Dataset.counter()))
         return both.map(
@@ -168,15 +170,15 @@ class Stream:
 
 
 class Batches:
-    """Batches by their numbers from 0 on, as from an iterator; for `tf.function`."""
+    """An iterator over batches by their numbers from 0 on; for `tf.function`."""
 
     def __init__(self, batch: Callable[[int], Any], parts: int) -> None:
-        """Return stacks of `parts` batches, where that is above 1."""
+        """Create an iterator over batches, or over stacks of `parts` batches if above 1."""
         self._batches = map(batch, itertools.count())
         self._parts = parts
 
     def __next__(self) -> Any:
-        """Return the next one."""
+        """Return the next batch or stack."""
         found = list(itertools.islice(self._batches, self._parts))
         if self._parts == 1:
             return found[0]
@@ -184,21 +186,21 @@ class Batches:
 
 
 def encode_plan(position: Position) -> tf.Tensor:
-    """Return the plan of a position as one text, for which no graph is traced again."""
+    """Return the plan of a position as a string tensor, which never makes a graph retrace."""
     return tf.constant(np.array(position.plan(), "<i8").tobytes())
 
 
 class Tally:
-    """Sums over one attempt of a chief."""
+    """Counts of local steps and staleness over one attempt of a chief."""
 
     def __init__(self, *, batch_size: int) -> None:
-        """Begin at zero; a local step is `batch_size` examples."""
+        """Begin at zero; a local step has `batch_size` examples."""
         self._batch_size = batch_size
         self._steps = Counter[str]()
         self._staleness: deque[float] = deque(maxlen=STALENESS_WINDOW)
 
     def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
-        """Add local steps of a worker and, where it was measured, their mean staleness.
+        """Add local steps of a worker and their mean staleness, if measured.
 
         The staleness of an update is how many others were applied between its pull and its push.
         """
@@ -207,7 +209,7 @@ class Tally:
             self._staleness.append(staleness)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics for the history."""
+        """Return the metrics of the history."""
         workers = {
             name: {"local_steps": steps, "examples": steps * self._batch_size}
             for name, steps in sorted(self._steps.items())

@@ -3,18 +3,17 @@
 Every replica computes the gradient of its own batch; the mean over all replicas is applied to each
 copy, so that the copies stay equal. State that gradients do not change is kept equal here:
 
-- Moving averages (BatchNorm) are averaged over the replicas after each inner loop. That gives the
-  same as averaging them at every step, since they are linear in their inputs.
-- Seeds (Dropout) are made different before the first step, so that no two replicas drop the same
-  units.
+- Moving averages (BatchNorm) are averaged over the replicas after each inner loop. The result
+  equals averaging at every step, since they are linear in their inputs.
+- Seeds (Dropout) are shifted before the first step, so that no two replicas drop the same units.
 
-`Single` has its replicas on the GPUs of one process, or just one. It is the plainest strategy: all
-others are measured and checked against it.
+`Single` has a replica on each GPU of one process, or one replica. It is the simplest strategy and
+the reference for all others.
 
 `MultiWorkerMirrored` has a replica in each worker (or on each of its GPUs). The workers all-reduce
 their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
 clusters of workstations") or by NCCL. Every worker runs the outer loop; worker 0 writes the
-journal. When one worker is lost, all of them begin again from the newest checkpoint.
+journal. When a worker is lost, all workers restart from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from flotilla.trainer.embeddings import row_updates as touched_rows
 from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.optimizers.fused_updates import fuse
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.strategies.gradients import pulled_gradient_of
+from flotilla.trainer.strategies.gradients import build_pulled_gradient
 from flotilla.trainer.strategies.input_position import Tally
 from flotilla.trainer.strategies.placement import is_of_keras
 from flotilla.trainer.strategies.strategy import (
@@ -44,10 +43,10 @@ from flotilla.trainer.strategies.strategy import (
     Problem,
     Report,
     Sums,
+    build_gradient,
+    build_own_step,
     exact_counter,
-    gradient_of,
     has_own_step,
-    own_step_of,
 )
 
 Gradient = Callable[[Batch], tuple[tf.Tensor, list[Any]]]
@@ -58,7 +57,7 @@ class Replicated(KerasStrategy):
 
     @abstractmethod
     def replicate(self) -> tf.distribute.Strategy:
-        """Return TensorFlow's strategy; called before anything else of TensorFlow has run."""
+        """Return TensorFlow's strategy; call it before any other TensorFlow operation."""
 
     def build(self, problem: Problem) -> None:
         """Build model and optimizer on each replica, and the input of this process."""
@@ -67,13 +66,13 @@ class Replicated(KerasStrategy):
             self.model = problem.build_model()
             problem.check(self.model)
             self.optimizer = self.make_optimizer(problem)
-            # Each replica has its own: no gradient is larger or smaller by it.
+            # Each replica has its own scale, which its gradient does not depend on.
             self.scale = self.make_scale(
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
             )
             self.optimizer.build(self.model.trainable_variables)
-        # A kernel cannot update a variable that has copies on several devices.
+        # The fused kernels cannot update a variable with copies on several devices.
         if self.replicas is tf.distribute.get_strategy():
             fuse(self.optimizer)
         own = has_own_step(self.model)
@@ -82,26 +81,28 @@ class Replicated(KerasStrategy):
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
         if not own:
-            # Keras would clip the gradients, which are a mean already, and then sum them.
+            # The gradients are means already; Keras would clip them and then sum them.
             self.optimizer._all_reduce_sum_gradients = list
         self._iterator = self._batches(problem)
-        self._steps_of = self._steps(problem)
+        self._run_steps = self._steps(problem)
         self._has_own_seeds = False
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates."""
         if not self._has_own_seeds:
-            # Not in `build`: a checkpoint restored after it has the seeds of one replica.
+            # `build` is too early: a restored checkpoint overwrites the seeds with those of one
+            # replica.
             self._separate_seeds()
             self._has_own_seeds = True
-        loss = float(self._steps_of(self._iterator, tf.constant(steps))) / steps
+        loss = float(self._run_steps(self._iterator, tf.constant(steps))) / steps
         parts = self.config.training.accumulate
-        self.pass_over(steps * self.replicas.num_replicas_in_sync * parts)
+        self.advance_position(steps * self.replicas.num_replicas_in_sync * parts)
         return Report(loss=loss, metrics=table_state.metrics(self.model))
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:
-            # Otherwise TensorFlow asks all replicas before each step whether they have a batch.
+            # Without a cardinality TensorFlow asks all replicas for their next batch before each
+            # step.
             without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             of = max(1, self.cluster.count("worker"))
             return self.batches(problem, self.task.index, of).apply(without_end)
@@ -117,7 +118,7 @@ class Replicated(KerasStrategy):
             moving = [
                 variable.value
                 for variable in self.model.non_trainable_variables
-                # One that was made to be trained is frozen, and equal everywhere.
+                # A variable that was created as trainable is frozen, and equal on all replicas.
                 if variable.value.dtype.is_floating and not variable.value.trainable
             ]
             means = _mean([variable.read_value() for variable in moving]) if moving else []
@@ -125,7 +126,7 @@ class Replicated(KerasStrategy):
                 variable.assign(mean)
 
         @tf.function
-        def steps_of(iterator: tf.data.Iterator, steps: tf.Tensor) -> tf.Tensor:
+        def run_steps(iterator: tf.data.Iterator, steps: tf.Tensor) -> tf.Tensor:
             total = tf.constant(0.0)
             for _ in tf.range(steps):
                 losses = replicas.run(step, args=(next(iterator),))
@@ -133,18 +134,18 @@ class Replicated(KerasStrategy):
             replicas.run(average)
             return total
 
-        return steps_of  # type: ignore[no-any-return]
+        return run_steps  # type: ignore[no-any-return]
 
     def _step(self, problem: Problem) -> Callable[[Batch], tf.Tensor]:
-        """Return one update, as it runs on each replica: batch to the mean loss of all."""
+        """Return the update of a replica: a function from its batch to the mean loss of all."""
         if has_own_step(self.model):
             with self.replicas.scope():
-                own = own_step_of(self.model, self.optimizer, problem.weighed)
+                own = build_own_step(self.model, self.optimizer, problem.weighed)
             return lambda batch: _mean([own(batch)])[0]
         jit = self.config.training.jit_compile
         alone = self.replicas is tf.distribute.get_strategy()
         if jit and alone and _is_of_keras(self.optimizer, self.model):
-            return self._compiled(self._gradient(problem, jit=False))
+            return self._compile_update(self._gradient(problem, jit=False))
         return self._update(self._gradient(problem, jit=jit))
 
     def _update(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
@@ -156,15 +157,15 @@ class Replicated(KerasStrategy):
 
         return update
 
-    def _compiled(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
-        """Return an update that is one program of XLA, or only its gradient where it moves rows."""
+    def _compile_update(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
+        """Return an update that XLA compiles whole, or only its gradient if it updates rows."""
         compiled_gradient = tf.function(gradient, jit_compile=True, autograph=False)
         update = self._update(compiled_gradient)
         compiled_update = tf.function(update, jit_compile=True, autograph=False)
 
         def step(batch: Batch) -> tf.Tensor:
             _, found = compiled_gradient.get_concrete_function(batch).structured_outputs
-            # XLA lacks the kernels of some optimizers for a few rows of a variable.
+            # XLA has no kernels for sparse updates of some optimizers.
             moves_rows = any(isinstance(each, tf.IndexedSlices) for each in found)
             return (update if moves_rows else compiled_update)(batch)
 
@@ -173,8 +174,8 @@ class Replicated(KerasStrategy):
     def _gradient(self, problem: Problem, *, jit: bool) -> Gradient:
         training = self.config.training
         if training.accumulate == 1 and not self.scale:
-            return gradient_of(self.model, problem.loss, jit=jit)
-        return pulled_gradient_of(
+            return build_gradient(self.model, problem.loss, jit=jit)
+        return build_pulled_gradient(
             self.model,
             problem.loss,
             jit=jit,
@@ -196,16 +197,16 @@ class Replicated(KerasStrategy):
 
 
 def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> bool:
-    """Say whether nothing of an update is the user's, which XLA may not be able to compile."""
+    """Say whether XLA can compile an update because all its code is Keras's."""
     constraints = [variable.constraint for variable in model.trainable_variables]
     parts = [optimizer, optimizer._learning_rate, *constraints]
     return all(is_of_keras(each) for each in parts if each is not None)
 
 
 def _mean(values: list[Any]) -> list[Any]:
-    """Return the mean of each value over all replicas; gradients of looked up rows stay sparse.
+    """Return the mean of each value over all replicas; gradients of embedding rows stay sparse.
 
-    Those of a table in parts stay as they are: each replica has another number of them.
+    Sparse gradients with a dynamic number of rows, which differs between replicas, become dense.
     """
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:
@@ -216,7 +217,7 @@ def _mean(values: list[Any]) -> list[Any]:
 
 
 def _varies(gradient: Any) -> bool:
-    """Say whether the number of its rows is known at a step only."""
+    """Say whether the number of rows of a sparse gradient is dynamic."""
     return isinstance(gradient, tf.IndexedSlices) and gradient.values.shape[0] is None
 
 
@@ -226,7 +227,7 @@ class Single(Replicated):
     capabilities = find_topology("single").capabilities
 
     def replicate(self) -> tf.distribute.Strategy:
-        """Return a strategy over the GPUs, or TensorFlow's default of one device."""
+        """Return a strategy over all GPUs, or TensorFlow's default strategy of one device."""
         gpus = tf.config.list_logical_devices("GPU")
         return tf.distribute.MirroredStrategy() if len(gpus) > 1 else tf.distribute.get_strategy()
 
@@ -261,7 +262,7 @@ class MultiWorkerMirrored(Replicated):
         return strategy
 
     def build(self, problem: Problem) -> None:
-        """Connect to the other workers, and build the copies of this one."""
+        """Connect to the other workers, and build the replicas of this worker."""
         super().build(problem)
         local_replicas = self.replicas.num_replicas_in_sync // self.cluster.count("worker")
         self._tally = Tally(batch_size=self.config.training.step_examples * local_replicas)
@@ -274,29 +275,29 @@ class MultiWorkerMirrored(Replicated):
         return replace(report, metrics=self._tally.metrics())
 
     def totals(self, problem: Problem) -> Sums:
-        """Return the sums over all workers, each of which measures one part on its copy."""
+        """Return the sums over all workers; each worker evaluates one part on its copy."""
         workers = self.cluster.count("worker")
         mine = self.measured_copy(problem).totals(self.variables(), self.task.index, workers)
-        sums: Sums = tf.reduce_sum(self._gathered(tf.constant(mine)), axis=0).numpy()
+        sums: Sums = tf.reduce_sum(self._gather(tf.constant(mine)), axis=0).numpy()
         return sums
 
     def barrier(self, *values: int) -> tuple[int, ...]:
         """Wait for all workers, and return the largest of each value over them."""
-        every = self._gathered(tf.constant(values or (0,), tf.int64))
+        every = self._gather(tf.constant(values or (0,), tf.int64))
         largest = [int(value) for value in tf.reduce_max(every, axis=0)]
         return tuple(largest[: len(values)])
 
     def leave(self) -> None:
         """Return when all other workers know that the last checkpoint is published."""
-        # The first worker that passes this barrier may be gone before the others have passed it.
+        # The first worker past this barrier may exit before the others are past it.
         with suppress(tf.errors.OpError):
             self.barrier()
 
     @tf.function
-    def _gathered(self, values: tf.Tensor) -> tf.Tensor:
-        """Return the vectors of all workers, as rows."""
+    def _gather(self, values: tf.Tensor) -> tf.Tensor:
+        """Return the vectors of all workers as rows."""
 
-        def gathered() -> tf.Tensor:
+        def gather() -> tf.Tensor:
             return tf.distribute.get_replica_context().all_gather(values[tf.newaxis], axis=0)
 
-        return self.replicas.experimental_local_results(self.replicas.run(gathered))[0]
+        return self.replicas.experimental_local_results(self.replicas.run(gather))[0]

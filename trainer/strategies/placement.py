@@ -1,9 +1,8 @@
 """The placement of variables on parameter servers.
 
-Bytes are balanced greedily: the largest variable first, each on the server that holds least so far
-(Graham 1969, "Bounds on Multiprocessing Timing Anomalies": within 4/3 of the best). Variables that
-`cluster.placement` names are placed before. Slots of the optimizer are on the server of their
-variable.
+Bytes are balanced greedily: the largest variable first, each on the least loaded server (Graham
+1969, "Bounds on Multiprocessing Timing Anomalies": within 4/3 of the best). Variables that
+`cluster.placement` names are placed first. An optimizer slot is on the server of its variable.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from keras.src.backend import Variable
 from tensorflow.python.eager import context, executor
 
 from flotilla.trainer.config.cluster import server_number
-from flotilla.trainer.embeddings.table_state import BEGINS, together
+from flotilla.trainer.embeddings.table_state import BEGINS, list_groups
 from flotilla.trainer.optimizers.fused_updates import fuse
 from flotilla.trainer.runtime.errors import ConfigError, describe_out_of_memory, nearest
 
-# A variable of so many bytes has no values in the sketch of a model.
+# A variable of this size has no values in the sketch of a model.
 LARGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
-    """A variable to place: its path and size; those of one named `group` are on one server."""
+    """A variable to place: its path and size. All variables of one `group` are on one server."""
 
     path: str
     bytes: int
@@ -40,7 +39,7 @@ class Sized:
 
 
 class Place(NamedTuple):
-    """The path of a variable, empty where it is not known, and the number of its server."""
+    """The path of a variable, empty if not known, and the number of its server."""
 
     path: str
     server: int
@@ -49,7 +48,7 @@ class Place(NamedTuple):
 def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> list[int]:
     """Return the index of a parameter server for each variable; raises `ConfigError`.
 
-    `named` maps a glob over paths to a server such as "ps:0"; the first that fits counts.
+    `named` maps a glob over paths to a server such as "ps:0"; the first match counts.
     """
     check([variable.path for variable in variables], servers, named)
     load = [0] * servers
@@ -76,9 +75,9 @@ def choose_places(
     servers: int,
     named: Mapping[str, str],
 ) -> list[Place]:
-    """Return the place of each variable, by a sketch that `check` may refuse."""
+    """Return the place of each variable of a model sketch; `check` may refuse the sketch."""
     made: list[tf.Variable] = []
-    sketched = _replaced(Variable, "_initialize_with_initializer", _sketched)
+    sketched = _replace_attribute(Variable, "_initialize_with_initializer", _initialize_sketch)
     with tf.variable_creator_scope(_recording(made)), sketched:
         sketch = build_model()
         check(sketch)
@@ -89,7 +88,7 @@ def choose_places(
             f"model: {escaped[0]} cannot be placed on a parameter server; the function of the "
             "model has to create its layers at each call, without clear_session"
         )
-    groups = {id(v): f"{n}" for n, group in enumerate(together(sketch)) for v in group}
+    groups = {id(v): f"{n}" for n, group in enumerate(list_groups(sketch)) for v in group}
     sizes = [
         Sized(path=paths.get(id(v), ""), bytes=_bytes(v), group=groups.get(id(v), "")) for v in made
     ]
@@ -98,7 +97,7 @@ def choose_places(
 
 
 class KeptValues:
-    """The servers that have values before variables are made; large ones are made without."""
+    """The servers whose variables have values already; large ones are created uninitialized."""
 
     def __init__(self, servers: Collection[int] = ()) -> None:
         """Begin without a variable."""
@@ -106,11 +105,11 @@ class KeptValues:
         self._made: list[tuple[keras.Variable, Any]] = []
 
     @contextmanager
-    def spared(self, server: Callable[[], int]) -> Iterator[None]:
-        """Make them so in the block; `server` returns that of the variable that is made next."""
+    def skip_values(self, server: Callable[[], int]) -> Iterator[None]:
+        """Skip initialization in the block; `server` returns the server of the next variable."""
         initialize = Variable._initialize_with_initializer
 
-        def initialized(variable: Any, initializer: Any) -> None:
+        def initialize_small(variable: Any, initializer: Any) -> None:
             shape, dtype = variable._shape, tf.as_dtype(variable._dtype)
             is_small = math.prod(shape) * dtype.size < LARGE_BYTES
             if is_small or server() not in self._servers:
@@ -118,15 +117,15 @@ class KeptValues:
                 return
             variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
             self._made.append((variable, initializer))
-            # The value that it shows may be a copy of another type.
+            # The displayed value may be a copy of another dtype.
             for each in (variable, variable._value):
                 setattr(each, BEGINS, initializer)
 
-        with _replaced(Variable, "_initialize_with_initializer", initialized):
+        with _replace_attribute(Variable, "_initialize_with_initializer", initialize_small):
             yield
 
     def give_others(self, kept: Collection[tf.Variable]) -> None:
-        """Give their first values to those that have none, and are not among `kept`."""
+        """Initialize the variables that were skipped and are not among `kept`."""
         has_values = {id(each) for each in kept}
         for variable, initializer in self._made:
             if id(variable.value) not in has_values:
@@ -137,25 +136,28 @@ class KeptValues:
 NONE_KEPT = KeptValues()
 
 
-def build_at(
+def build_placed_model(
     build_model: Callable[[], keras.Model],
     places: Sequence[Place],
     kept: KeptValues = NONE_KEPT,
 ) -> keras.Model:
-    """Build a model with each variable on its server; raises `ConfigError` or `ValueError`."""
+    """Build a model with each variable at its place; raises `ConfigError` or `ValueError`."""
     left, more = deque(places), 0
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         nonlocal more
-        # Without a place it is not an error here, where it would be one of the user's function.
+        # Raising here would look like an error of the user's model function.
         more += not left
         place = left.popleft() if left else Place("", 0)
-        with tf.device(server_device(place.server)), _memory_for(place.path or "a variable"):
+        with (
+            tf.device(server_device(place.server)),
+            _explain_memory(place.path or "a variable"),
+        ):
             return next_creator(**kwargs)
 
     with (
         tf.variable_creator_scope(create),
-        kept.spared(lambda: left[0].server if left else -1),
+        kept.skip_values(lambda: left[0].server if left else -1),
     ):
         model = build_model()
     if more or left:
@@ -167,22 +169,22 @@ def build_at(
 def build_slots(
     optimizer: keras.optimizers.Optimizer, model: keras.Model, kept: KeptValues = NONE_KEPT
 ) -> None:
-    """Create the optimizer's slots, each on the server of its variable, where updates run."""
+    """Create each optimizer slot on the server of its variable, where updates run."""
     add = optimizer.add_variable_from_reference
 
-    # The name of the argument is Keras's own: some optimizers use it.
-    def on_its_server(
+    # Keras's argument name stays, because some optimizers pass it by keyword.
+    def create_slot(
         reference_variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> keras.Variable:
         slot = f"a slot of {reference_variable.path}"
         device = reference_variable.value.device
         server = tf.DeviceSpec.from_string(device).task
-        with tf.device(device), _memory_for(slot), kept.spared(lambda: server):
+        with tf.device(device), _explain_memory(slot), kept.skip_values(lambda: server):
             return add(reference_variable, *args, **kwargs)
 
-    # A slot of another shape (the factors of Adafactor) names no variable.
+    # A slot of another shape (the factors of Adafactor) refers to no variable.
     with (
-        _replaced(optimizer, "add_variable_from_reference", on_its_server),
+        _replace_attribute(optimizer, "add_variable_from_reference", create_slot),
         tf.device(optimizer.iterations.value.device),
     ):
         optimizer.build(model.trainable_variables)
@@ -195,7 +197,7 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     rate = optimizer._get_current_learning_rate
 
     def current_learning_rate() -> Any:
-        # A schedule reads the counter of updates: from another machine by a message each way.
+        # A schedule reads the step counter; from another machine that costs a message each way.
         with tf.device(optimizer.iterations.value.device):
             return rate()
 
@@ -214,7 +216,7 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def is_of_keras(each: object) -> bool:
-    """Say whether the class of an object is one of Keras's or of this package, and not a user's."""
+    """Say whether the class of an object comes from Keras or this package, and not from a user."""
     return type(each).__module__.partition(".")[0] in {"keras", "flotilla"}
 
 
@@ -229,8 +231,8 @@ def worker_device(index: int) -> str:
 
 
 @contextmanager
-def _memory_for(what: str) -> Iterator[None]:
-    """Turn the error of a task that has none into one line, which names what it is for."""
+def _explain_memory(what: str) -> Iterator[None]:
+    """Turn an out-of-memory error into one line that names what the memory was for."""
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
@@ -240,10 +242,10 @@ def _memory_for(what: str) -> Iterator[None]:
 
 
 def optimize_once() -> None:
-    """Let TensorFlow go through each graph of this process once to optimize it, and not twice.
+    """Let TensorFlow's optimizer make one pass over each graph of this process instead of two.
 
-    The second time took half a second of each worker whenever a task comes back, and made no step
-    faster. Nor do the passes of MLIR and of memory that are left out.
+    The second pass took half a second of each worker at every restart, and made no step faster. Nor
+    did the MLIR and memory passes, which are disabled too.
     """
     here = context.context()
     options = here.config
@@ -253,16 +255,16 @@ def optimize_once() -> None:
     if not tf.config.list_logical_devices("GPU"):
         passes.memory_optimization = passes.NO_MEM_OPT
     here._config = options
-    # Those of this thread are kept otherwise.
+    # This thread caches its own options.
     here.function_call_options = None
 
 
 @contextmanager
 def run_separately() -> Iterator[None]:
-    """Run operations not in line with those of other threads.
+    """Run operations outside of the executor that all threads share.
 
-    In one line TensorFlow aborts all that are on their way with the first one that fails, also
-    those on other servers than the lost one.
+    When one operation in a shared executor fails, TensorFlow aborts all pending ones, including
+    those on other servers.
     """
     own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
     with context.executor_scope(own):
@@ -271,30 +273,30 @@ def run_separately() -> Iterator[None]:
 
 @contextmanager
 def run_on_device(device: str) -> Iterator[None]:
-    """Run operations on a device, not in line with those of other threads."""
+    """Run operations on a device, outside of the executor that all threads share."""
     with run_separately(), tf.device(device):
         yield
 
 
 def fetch_value(value: tf.Tensor) -> Any:
-    """Return the value of an eager tensor, which may be on a server, as `Tensor.numpy` does.
+    """Return the value of an eager tensor, also of one on a server.
 
-    TensorFlow 2.21 leaves some 3 KB on a server for each tensor that `numpy` itself copies from
-    there, and nothing for one that an operation of this task has copied.
+    TensorFlow 2.21 leaks about 3 KB on a server for each tensor that `numpy` copies from there, and
+    nothing for a tensor that an operation of this task has copied.
     """
     return tf.identity(value).numpy()
 
 
 def _recording(made: list[tf.Variable]) -> Callable[..., tf.Variable]:
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        made.append(next_creator(**{**kwargs, "initial_value": _untouched(kwargs)}))
+        made.append(next_creator(**{**kwargs, "initial_value": _sketch_value(kwargs)}))
         return made[-1]
 
     return create
 
 
-def _sketched(variable: Any, initializer: Any) -> None:
-    """Initialize a variable of Keras's as `_untouched` would, which would trace its initializer."""
+def _initialize_sketch(variable: Any, initializer: Any) -> None:
+    """Initialize a Keras variable of a sketch, without tracing its initializer."""
     shape, dtype = variable._shape, tf.as_dtype(variable._dtype)
     if math.prod(shape) * dtype.size < LARGE_BYTES:
         variable._initialize(initializer(shape, dtype=variable._dtype))
@@ -302,17 +304,17 @@ def _sketched(variable: Any, initializer: Any) -> None:
         variable._initialize(tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
 
 
-def _untouched(kwargs: dict[str, Any]) -> Any:
-    """Return the initial value of a variable, or of a large one such that takes no memory.
+def _sketch_value(kwargs: dict[str, Any]) -> Any:
+    """Return the initial value of a variable, which takes no memory if the variable is large.
 
-    Nothing asks a sketch for values, and a table may be larger than the memory of this machine.
+    The values of a sketch are never read, and a table may exceed the memory of this machine.
     """
     initial = kwargs.get("initial_value")
     if not callable(initial):
         return initial
     try:
         traced = tf.function(initial, autograph=False).get_concrete_function().outputs[0]
-    # An initializer of the user's may work outside of a graph alone.
+    # A user's initializer may work only outside of a graph.
     except Exception:
         return initial
     count = traced.shape.num_elements()
@@ -323,7 +325,7 @@ def _untouched(kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+def _replace_attribute(owner: object, name: str, value: object) -> Iterator[None]:
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -337,7 +339,7 @@ def _bytes(variable: tf.Variable) -> int:
 
 
 def check(paths: Sequence[str], servers: int, named: Mapping[str, str]) -> None:
-    """Raise `ConfigError` where `named` has a server, or a glob, that fits nothing."""
+    """Raise `ConfigError` if a server of `named` does not exist or a glob matches no variable."""
     for glob, name in named.items():
         if not 0 <= server_number(name) < servers:
             raise ConfigError(

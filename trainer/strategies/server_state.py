@@ -1,17 +1,16 @@
-"""The variables of a run on parameter servers, by names: servers outlive an attempt of a chief.
+"""The variables of a run on parameter servers, which keep them between attempts of a chief.
 
-TensorFlow's variables have no names, and end with the process that made them. So a chief gives all
-that servers hold for a run names: the variables of a checkpoint, what tables that grow have
-besides, and turns. A random token is in them, so that no two runs of values share any. The next
-attempt takes what is there, whether the chief died, or some of the servers with what they held. No
-value is sent.
+TensorFlow's variables have no names, and end with the process that created them. Therefore a chief
+names all variables that servers hold for a run: those of the checkpoint, the bookkeeping of dynamic
+tables, and the turns. The names contain a random token, so that two generations of values never
+share a variable. If the chief or some of the servers die, the next attempt takes the variables that
+are left, without sending their values.
 
-Two more variables say what it is:
+Two more kinds of variables describe them:
 
-- A `State` on each server, of a name that is known from the run alone. A server that was started
-  again has none.
-- The permit of the chief, on `ps-0`. What it changes itself, and not by its workers, needs the
-  permit: one that was taken for dead, and lives, fails there when the next one has removed it.
+- A `State` on each server, whose name depends only on the run. A restarted server has none.
+- The permit of the chief on `ps-0`, a fencing token. The chief's own changes need the permit: a
+  chief that was taken for dead, but lives, fails once the next chief has removed it.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from flotilla.trainer.strategies.placement import (
 )
 
 log = logging.getLogger(__name__)
-# Of a `State`, and of what has names: the chief of a version with another form looks for other
-# ones, as servers may be older than it. To be counted up with each change.
+# The version of `State` and of the named variables; increase it with each change. Servers may be
+# older than the chief, which looks only for variables of its own version.
 FORM = 6
-# What does not answer for so long is taken as gone.
+# A server that does not answer for this long is taken as gone.
 ANSWER_SECONDS = 10.0
-# So many servers have a note of the global step, as that of its counter may be lost.
+# The number of servers that note the global step, as the server of its counter may be lost.
 NOTED_ON = 3
 # The counter of steps, whose number is 0.
 STEP = "global_step"
-# What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
+# What TensorFlow raises in the chief when a server that it needs is gone or was restarted.
 _LOST = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -58,20 +57,20 @@ _LOST = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
 )
-# What it says of a server that was restarted, and connected again with a worker that was restarted:
-# to the chief itself, and in the closure of a worker; see `_is_ps_failure` of its coordinator.
+# What TensorFlow says of a restarted server that is connected again with a restarted worker: in the
+# chief, and in the closure of a worker; see `_is_ps_failure` of its coordinator.
 _RESTARTED = "some remote workers have been restarted"
 _GONE = (
     ("remote target /job:ps", "unable to find the relevant tensor remote_handle"),
-    # Also where a worker is connected again meanwhile, so that the chief knows no such device.
+    # The chief does not know the device while a worker reconnects.
     ("/job:ps", "unknown device"),
 )
 
 
 def is_lost(error: Exception) -> bool:
-    """Say whether an error means that a task, or a message to one, is gone; and not a bad step."""
+    """Say whether an error means that a task or message was lost, and not that a step failed."""
     if isinstance(error, tf.errors.InternalError):
-        # A message that was damaged on its way, so that the server cannot parse it.
+        # The message was damaged on its way, and the server cannot parse it.
         return "Unable to parse request" in str(error)
     if isinstance(error, tf.errors.InvalidArgumentError):
         text = str(error).lower()
@@ -81,21 +80,22 @@ def is_lost(error: Exception) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a server says of the variables of a run.
+    """What a server records about the variables of a run.
 
     Attributes:
-        token: in their names.
-        writer: in the name of the permit of the chief that had them last.
-        layout: says which variables they are, and on which servers.
-        variables: how many there are, on all servers.
-        maps: how many shards of tables that grow, on all servers.
-        held: how many variables of a checkpoint this server holds, without the counter of steps.
-        is_whole: 1 where those of this server have values to go on from; 0 while the chief assigns
-            some.
-        reached: the global step that was read last, on the first few servers.
-        saved: that of the newest checkpoint that was published by then; -1: of none.
-        noted: when that was noted, in seconds since 1970.
-        back_to: the global step to which the values of this server went back since then; -1: none.
+        token: the token in the names of the variables.
+        writer: the number in the name of the last chief's permit.
+        layout: a digest of the variables and their servers.
+        variables: the number of variables on all servers.
+        maps: the number of shards of dynamic tables on all servers.
+        held: the number of checkpoint variables on this server, without the counter of steps.
+        is_whole: 1 if the values of this server can be continued from; 0 while the chief assigns
+            some of them.
+        reached: the last read global step; on the first few servers.
+        saved: the global step of the newest published checkpoint; -1 if none.
+        noted: when `saved` was noted, in seconds since 1970.
+        back_to: the global step to which the values of this server went back since then; -1 if
+            none.
     """
 
     token: int
@@ -112,40 +112,40 @@ class State:
 
 
 class MisfitError(Exception):
-    """What was on the servers is of other variables than those of this chief, and is removed."""
+    """The servers held other variables than those of this chief; they have been removed."""
 
 
 class ServerState:
-    """What earlier attempts of a run have left on the servers, and what this one leaves."""
+    """The variables that earlier attempts of a run left on the servers, and those of this one."""
 
     def __init__(self, uri: str, servers: int) -> None:
-        """Look for what is there of a run; the cluster has to be connected.
+        """Find the state of a run; the cluster has to be connected.
 
         Args:
-            uri: of its checkpoints.
-            servers: how many there are.
+            uri: the URI of the run's checkpoints.
+            servers: the number of servers.
 
         Raises:
-            OpError: of TensorFlow, where a server is gone.
+            OpError: TensorFlow's error if a server is gone.
         """
         self._run = f"run-{FORM}-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
         self._servers = range(servers)
         #: The numbers of all servers.
         self.servers = frozenset(self._servers)
         self._states = [
-            with_name([len(fields(State))], tf.int64, server_device(n), f"{self._run}-{n}")
+            open_variable([len(fields(State))], tf.int64, server_device(n), f"{self._run}-{n}")
             for n in self._servers
         ]
         self._writer, self._token = secrets.randbits(60), secrets.randbits(60)
-        #: Of this chief. Its value does not matter.
+        #: The permit of this chief. Its value is not used.
         self.permit = self._permit(self._writer)
-        #: What is there on each server that has something.
+        #: The state of each server that has one.
         self.found = self._find()
         for each in self.found.values():
-            # From here on nobody else changes what is there.
+            # From here on, no other chief changes the variables.
             _destroy(self._permit(each.writer))
         self.found = self._find() if self.found else {}
-        #: The servers of which this attempt takes the values.
+        #: The servers whose values this attempt takes.
         self.taken = frozenset[int]()
         self._variables: Sequence[tf.Variable] = ()
         self._said: dict[int, State] = {}
@@ -155,49 +155,49 @@ class ServerState:
 
     @property
     def living(self) -> frozenset[int]:
-        """The servers whose variables have values of one run that training may go on from."""
+        """The servers whose variables belong to one run and hold complete values."""
         tokens = {each.token for each in self.found.values()}
         whole = {number for number, each in self.found.items() if each.is_whole}
         return frozenset(whole if len(tokens) == 1 else ())
 
-    def reached(self) -> int:
-        """Return the global step that the living servers have reached.
+    def read_reached(self) -> int:
+        """Return the global step that the living servers have reached; -1 if not known.
 
-        It is exact where `ps-0` lives, and otherwise what its last chief has noted; -1: nothing.
+        It is exact if `ps-0` lives; otherwise it is the last step that the last chief noted.
         """
         if 0 not in self.living:
             return max((each.reached for each in self.found.values()), default=-1)
-        step = with_name([], tf.int64, server_device(0), self._name(self.found[0].token, 0))
+        step = open_variable([], tf.int64, server_device(0), self._name(self.found[0].token, 0))
         with run_on_device(step.device):
             return int(fetch_value(step.read_value()))
 
-    def go_on_with(self, servers: Collection[int]) -> None:
-        """Take the values of these servers with the next `take`; free what others have."""
+    def select(self, servers: Collection[int]) -> None:
+        """Take the values of these servers in the next `take`; free those of the others."""
         self.taken = frozenset(servers)
         self._free(self.found.keys() - self.taken)
 
     def remove(self, reason: str) -> None:
-        """Free all that is there, and say why."""
-        log.warning("what the servers have of an attempt before is not used: %s", reason)
+        """Free all variables, and log the reason."""
+        log.warning("the servers' variables of an earlier attempt are not used: %s", reason)
         self.taken = frozenset()
         self._free(self.found)
 
     def take(
         self, variables: Mapping[str, tf.Variable], parts: Sequence[Any], described: Any, saved: Any
     ) -> None:
-        """Give variables their names; those on the servers that are taken have the values there.
+        """Name the variables; those on the taken servers get the values that are there.
 
-        To be called before anything is traced with them.
+        Call it before anything is traced with the variables.
 
         Args:
-            variables: of this chief on the servers, by what they are; that of `STEP` first.
-            parts: the shards of tables that grow.
-            described: what else has to be the same for them to be the same, as JSON has it.
-            saved: the paths of those that a checkpoint has.
+            variables: the variables of this chief on the servers by path; `STEP` comes first.
+            parts: the shards of dynamic tables.
+            described: other settings, as JSON, that have to be equal for values to be reused.
+            saved: the paths of the variables that a checkpoint has.
 
         Raises:
-            OpError: of TensorFlow, where a server is gone.
-            MisfitError: what is there is of other variables.
+            OpError: TensorFlow's error if a server is gone.
+            MisfitError: if the servers hold other variables.
         """
         if next(iter(variables)) != STEP:
             raise AssertionError("the counter of steps is not the first one")
@@ -206,13 +206,13 @@ class ServerState:
         with run_separately():
             before = next((self.found[number] for number in self.taken), None)
             if before and before.layout != layout:
-                self.remove("it is of other variables, workers or training.freeze")
+                self.remove("variables, workers or training.freeze differ")
                 raise MisfitError
             said = replace(before, writer=self._writer) if before else self._new(layout, len(parts))
             with tf.device(server_device(0)):
                 self.permit.assign(1)
-            held = [_server_of(variables[path].device) for path in saved if path != STEP]
-            # Before there is anything that nobody else would find.
+            held = [_find_server(variables[path].device) for path in saved if path != STEP]
+            # Register first, so that a later chief finds and frees what this one creates.
             self._register(
                 {
                     n: replace(
@@ -226,7 +226,7 @@ class ServerState:
             )
             self._rename_all(said.token)
             for number, part in enumerate(parts):
-                part.rename(*_of_map(self._name(said.token, number)))
+                part.rename(*_name_map(self._name(said.token, number)))
 
     def _new(self, layout: int, maps: int) -> State:
         return State(
@@ -244,76 +244,77 @@ class ServerState:
         )
 
     def is_taken(self, device: str) -> bool:
-        """Say whether what is on a device has the values of an attempt before."""
-        return _server_of(device) in self.taken
+        """Say whether the variables on a device have values of an earlier attempt."""
+        return _find_server(device) in self.taken
 
     def went_back(self, step: int) -> None:
-        """Note that the values of the servers that are not taken are of an earlier global step.
+        """Note that servers that are not taken hold the values of an earlier global step.
 
         Raises:
-            OpError: as of `settle`.
+            OpError: as for `settle`.
         """
         self._change(self.servers - self.taken, back_to=step)
 
-    def back_to(self) -> dict[int, int]:
+    def list_reverted(self) -> dict[int, int]:
         """Return the servers whose values went back since the newest published checkpoint.
 
-        With each comes the global step to which they did.
+        The result maps each of them to the global step of its values.
         """
         return {n: each.back_to for n, each in self._said.items() if each.back_to >= 0}
 
     def settle(self, *, is_whole: bool) -> None:
-        """Say whether the variables have values that training may go on from.
+        """Record whether training may continue from the values of the variables.
 
         Raises:
-            OpError: of TensorFlow, where a server is gone, or another chief has taken them.
+            OpError: TensorFlow's error if a server is gone or another chief has taken the
+                variables.
         """
         self._change(is_whole=int(is_whole))
 
     def note(self, saved: int, reached: int) -> None:
-        """Note the global step of the newest published checkpoint, and the one that was reached.
+        """Note the global step of the newest published checkpoint, and the step reached.
 
         Raises:
-            OpError: as of `settle`.
+            OpError: as for `settle`.
         """
         if self._said and saved > self._said[0].saved:
             self._change(saved=saved, noted=int(time.time()))
-            # Not of the checkpoint to which they went back, which was on its way then.
-            if known := [n for n, step in self.back_to().items() if step < saved]:
+            # Only if the checkpoint is newer than the one that the values went back to.
+            if known := [n for n, step in self.list_reverted().items() if step < saved]:
                 self._change(known, back_to=-1)
-        # Of a single server nothing is left without its counter.
+        # A single server keeps nothing if its counter is lost.
         if len(self._servers) > 1:
             self._change(self._servers[:NOTED_ON], reached=reached)
 
     def seconds_since_save(self) -> float:
-        """Return how long ago the newest checkpoint was noted, if this attempt takes values."""
+        """Return the seconds since the newest checkpoint was noted; 0 if no values are taken."""
         noted = [self.found[number].noted for number in self.taken]
         return max(0.0, time.time() - max(noted)) if noted else 0.0
 
     def forget(self) -> None:
-        """Free the memory of what has names, where servers answer, and no other chief took it."""
+        """Free the named variables on servers that answer, unless another chief has taken them."""
 
         def free() -> None:
             with suppress(tf.errors.OpError):
-                # The next chief, which has removed the permit, may have said nothing yet.
+                # The next chief may have removed the permit, but not yet registered.
                 with run_on_device(self.permit.device):
                     fetch_value(self.permit.read_value())
                 self.found = self._find()
                 if 0 in self.found and self.found[0].writer == self._writer:
                     self._free(self.found)
 
-        # Where a job is stopped, its servers may be gone without a word.
+        # When a job is stopped, its servers may disappear without closing the connection.
         thread = threading.Thread(target=free, name="forget", daemon=True)
         thread.start()
         thread.join(ANSWER_SECONDS)
 
     def _rename_all(self, token: int) -> None:
-        """Give the variables of each server their names, in one message; no value is copied."""
+        """Name the variables of each server in one message, without copying values."""
         on = dict[str, list[int]]()
         for number, each in enumerate(self._variables):
             on.setdefault(each.device, []).append(number)
         for device, numbers in on.items():
-            # As arguments: a graph would keep what it was traced with.
+            # Passed as arguments, because a graph would keep the handles that it was traced with.
             held = [self._variables[n].handle for n in numbers]
             before = [] if self.is_taken(device) else held
             del held
@@ -321,7 +322,7 @@ class ServerState:
                 handles = tf.function(self._handles, autograph=False)(token, tuple(numbers), before)
             for number, handle in zip(numbers, handles, strict=True):
                 variable = self._variables[number]
-                variable._handle = _with_data(handle, variable.shape, variable.dtype)
+                variable._handle = _attach_data(handle, variable.shape, variable.dtype)
 
     def _handles(
         self, token: int, numbers: Sequence[int], before: Sequence[tf.Tensor]
@@ -345,7 +346,7 @@ class ServerState:
                 each.assign(tf.constant(astuple(said[number]), tf.int64), read_value=False)
 
     def _change(self, servers: Collection[int] = (), **values: int) -> None:
-        """Change what all servers say, or some; `ps-0` comes first, where the permit is."""
+        """Change the records of all servers or of `servers`; `ps-0` with the permit is first."""
         said = {
             number: replace(each, **values) if number in (servers or self.servers) else each
             for number, each in self._said.items()
@@ -375,7 +376,8 @@ class ServerState:
 
     def _free(self, servers: Collection[int]) -> None:
         gone = {server: self.found.pop(server) for server in list(servers)}
-        # Who still writes fails first; who dies here leaves what the next one frees.
+        # Destroy the permit first, so that a chief that still writes fails; if this one dies here,
+        # the next frees the rest.
         for server, said in gone.items():
             _destroy(self._permit(said.writer))
             with run_on_device(server_device(server)):
@@ -392,8 +394,8 @@ class ServerState:
             tf.raw_ops.VarHandleOp(shape=[], dtype=tf.float32, shared_name=name)
             for name in names[: said.variables]
         ]
-        for ids, mutex in map(_of_map, names[: said.maps]):
-            # As a shard makes it; one of another kind would be another resource.
+        for ids, mutex in map(_name_map, names[: said.maps]):
+            # The types have to be those of the shard, or this would be another resource.
             handles.append(
                 tf.raw_ops.MutableHashTableV2(
                     key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids
@@ -407,15 +409,15 @@ class ServerState:
         return f"{self._run}-{token}-{number}"
 
     def _permit(self, writer: int) -> tf.Variable:
-        return with_name([], tf.int64, server_device(0), f"{self._run}-by-{writer}")
+        return open_variable([], tf.int64, server_device(0), f"{self._run}-by-{writer}")
 
 
-def with_name(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Variable:
-    """Return the variable of a device that has a name, with its value if any, and that stays."""
+def open_variable(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Variable:
+    """Return the variable of that name on a device; it outlives this process."""
     with tf.device(device):
         handle = tf.raw_ops.VarHandleOp(shape=shape, dtype=dtype, shared_name=name)
     return BaseResourceVariable(
-        handle=_with_data(handle, shape, dtype),
+        handle=_attach_data(handle, shape, dtype),
         shape=shape,
         dtype=dtype,
         trainable=False,
@@ -424,13 +426,13 @@ def with_name(shape: Any, dtype: tf.DType, device: str, name: str) -> tf.Variabl
     )
 
 
-def _with_data(handle: tf.Tensor, shape: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return the handle of a variable, with what TensorFlow notes of those that it makes itself."""
+def _attach_data(handle: tf.Tensor, shape: Any, dtype: tf.DType) -> tf.Tensor:
+    """Return a variable's handle with the shape and dtype that TensorFlow attaches to its own."""
     handle._handle_data = handle_data_util.create_handle_data(tf.TensorShape(shape), dtype)
     return handle
 
 
-def _server_of(device: str) -> int | None:
+def _find_server(device: str) -> int | None:
     spec = tf.DeviceSpec.from_string(device)
     return spec.task if spec.job == "ps" else None
 
@@ -444,7 +446,7 @@ def _layout(variables: Mapping[str, tf.Variable], parts: Sequence[Any], describe
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
-def _of_map(name: str) -> tuple[str, str]:
+def _name_map(name: str) -> tuple[str, str]:
     return f"{name}-ids", f"{name}-mutex"
 
 

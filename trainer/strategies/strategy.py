@@ -1,12 +1,12 @@
-"""The interface of a strategy, and what all strategies are built from.
+"""The interface of strategies, and the functions that they share.
 
 A strategy builds the model on its devices, applies updates (the inner loop), and sums up a
 validation. It never saves, logs or decides: `flotilla.trainer.training.loop` does.
 
-The functions of this module make gradients, the exact counter of steps, and the variables of a
-checkpoint by path, which is the same under every strategy. `MeasuredCopy` is a copy of the model in
-this process, which is measured with the variables of a strategy. `create` makes the configured
-strategy, a built-in one or the user's own.
+This module also has the gradient of a batch, the exact counter of steps, and the variables of a
+checkpoint by path, which are the same under every strategy. `MeasuredCopy` is a copy of the model
+in this process, for validation with the variables of a strategy. `create` creates the configured
+strategy, a built-in one or a user's.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.input_position import Position, Stream
 from flotilla.trainer.strategies.server_state import ServerState
 
-# As Keras has it: inputs and labels, and the weights of the examples where they have some.
+# As in Keras: inputs, labels and, if there are any, the weights of the examples.
 Batch = tuple[Any, ...]
-# The model, a batch and the model's outputs for it, to a scalar: the mean loss of the batch, with
-# the losses of layers.
+# A function from the model, a batch and the model's outputs for it to a scalar: the mean loss of
+# the batch with the losses of layers.
 Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
-# The model, and the numbers of a part and of all parts, to a vector of sums over its examples.
+# A function from the model, the number of a part and the count of parts to a vector of sums over
+# the examples of the part.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
-# How the path of a seed ends; the second of its two numbers counts the draws.
+# The end of the path of a seed; the second of its two numbers counts the draws.
 SEED = "seed_generator_state"
 
 
@@ -52,17 +53,17 @@ class Problem:
 
     Attributes:
         build_model: builds the model; called once on each device that needs a copy.
-        build_optimizer: makes the optimizer, not yet built.
-        check: raises `ConfigError` where what is configured cannot be done with the model.
-        loss: a model, a batch and the model's outputs to the mean loss; see `Loss`.
-        chance_loss: the loss of a blind guess; a loss far above it has diverged.
+        build_optimizer: creates the optimizer, not yet built.
+        check: raises `ConfigError` if the configuration does not suit the model.
+        loss: the mean loss of a batch; see `Loss`.
+        chance_loss: the loss of a blind guess; training with a loss far above it has diverged.
         batches: the endless training examples of one task, as `Batch`. It is traced, and runs in
-            the working folder of a worker.
+            the working directory of a worker.
         totals: a vector of sums over a part of the validation examples, all of which every worker
             has; traced and run like `batches`.
-        stream: the training examples by their positions, for `data.partition: dynamic`, where
-            `batches` is not used.
-        weighed: a batch as a `train_step` of the model's own takes it: with all weights.
+        stream: the training examples by position, for `data.partition: dynamic`, which does not use
+            `batches`.
+        weighed: adds all weights to a batch, for a model with its own `train_step`.
     """
 
     build_model: Callable[[], keras.Model]
@@ -84,7 +85,7 @@ class Report:
         loss: the mean loss over the updates.
         metrics: JSON values for the history: staleness, dropped gradients, and `workers`, which
             maps a worker to its local steps and examples.
-        global_step: the step of the report where workers go on meanwhile; None where all rest.
+        global_step: the step of the report if workers continue meanwhile; None if they are idle.
     """
 
     loss: float
@@ -95,57 +96,57 @@ class Report:
 class Strategy(ABC):
     """Applies updates to one model on one cluster."""
 
-    #: Where checkpoints are written and read: always on the task that leads.
+    #: The device that reads and writes checkpoints: on the task that leads.
     io_device: str | None = None
-    #: What it may do; see the class.
+    #: The capabilities of the strategy; see the class.
     capabilities = Capabilities()
-    #: Whether a graph runs for the first time, in which it is traced, compiled and placed.
+    #: Whether a graph is running for the first time, in which it is traced, compiled and placed.
     warming: bool = False
-    #: The global step that was read last; -1 before.
+    #: The global step that was read last; -1 before the first read.
     read_step: int = -1
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
-        """Describe the strategy; nothing is connected before `build`."""
+        """Store the arguments; `build` connects to the cluster."""
         self.config, self.cluster, self.task = config, cluster, task
         self._copy: MeasuredCopy | None = None
         self.stream: Stream | None = None
         self.position = Position()
 
     def begin_visits(self, stream: Stream | None) -> None:
-        """Take the examples from where an attempt begins in a stream, if there is one."""
+        """Begin at the input position of a stream, if there is one."""
         self.stream = stream
         self.position = stream.position if stream else Position()
 
-    def pass_over(self, batches: int) -> None:
-        """Note that so many batches, those next in the stream, were trained on."""
+    def advance_position(self, batches: int) -> None:
+        """Advance the input position by `batches` batches that were trained on."""
         if self.stream:
             examples = batches * self.config.training.batch_size
-            self.position = self.position.after([(0, examples)])
+            self.position = self.position.advance([(0, examples)])
 
-    def visited(self) -> dict[str, Any]:
-        """Return the position in the examples for a checkpoint; nothing without a stream."""
+    def describe_position(self) -> dict[str, Any]:
+        """Return the input position for a checkpoint; empty without a stream."""
         return self.stream.to_json(self.position) if self.stream else {}
 
     @property
     def publishes(self) -> bool:
-        """Whether this task writes the journal: one of those that run the outer loop does."""
+        """Whether this task, one of those that run the outer loop, writes the journal."""
         return True
 
     def barrier(self, *values: int) -> tuple[int, ...]:
-        """Wait for all tasks that run the outer loop; return the largest of each value over them.
+        """Wait for all tasks that run the outer loop; return the maximum of each value over them.
 
-        Each has to call it with as many values. A task that is gone raises TensorFlow's error.
+        Each task has to pass the same number of values. A lost task raises TensorFlow's error.
         """
         return values
 
     def batches(self, problem: Problem, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return the batches of one task, like `problem.batches`: every `of`-th of a stream."""
+        """Return the batches of one task: those of `problem`, or every `of`-th of a stream."""
         if not self.stream:
-            return self.stacked(problem.batches())
-        return self.stacked(self.stream.endless(self.config.training.batch_size, index, of))
+            return self.stack(problem.batches())
+        return self.stack(self.stream.endless(self.config.training.batch_size, index, of))
 
-    def stacked(self, batches: tf.data.Dataset) -> tf.data.Dataset:
-        """Return stacks of `training.accumulate` batches where that is set."""
+    def stack(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Return stacks of `training.accumulate` batches, if set."""
         parts = self.config.training.accumulate
         return batches.batch(parts, drop_remainder=True).prefetch(1) if parts > 1 else batches
 
@@ -160,13 +161,13 @@ class Strategy(ABC):
     def advance(self, steps: int, boundary: int) -> Report:
         """Apply about `steps` updates, at most up to the global step `boundary`.
 
-        Workers may go on when it returns, up to the boundary, where all rest, or until `rest`.
+        Workers may continue after it returns, until they reach the boundary or `rest` is called.
         """
         del boundary
         return self.run(steps)
 
     def rest(self) -> Report:
-        """End what workers go on with, after a report that says they do, and report it."""
+        """Stop workers that continue after a report, and return the final report."""
         raise AssertionError("no worker continues")
 
     def totals(self, problem: Problem) -> Sums:
@@ -174,7 +175,7 @@ class Strategy(ABC):
         return self.measured_copy(problem).totals(self.variables(), 0, 1)
 
     def measured_copy(self, problem: Problem) -> MeasuredCopy:
-        """Return the copy of the model in this process, which is built once."""
+        """Return the copy of the model in this process; it is built once."""
         if self._copy is None:
             self._copy = MeasuredCopy(problem.build_model, problem.totals)
         return self._copy
@@ -187,22 +188,22 @@ class Strategy(ABC):
     def variables(self) -> Mapping[str, tf.Variable]:
         """Return the variables of a checkpoint: `model/...`, `optimizer/...`, `global_step`."""
 
-    def restored(self) -> None:  # noqa: B027
-        """Take notice that values were assigned to the variables: of a checkpoint, or others."""
+    def refresh(self) -> None:  # noqa: B027
+        """Update derived state after values were assigned to the variables."""
 
     @abstractmethod
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
 
     def leave(self) -> None:  # noqa: B027
-        """Leave the other tasks that run the outer loop, after the last checkpoint is published."""
+        """Wait, after the last checkpoint, until the other tasks with an outer loop may end."""
 
     def find_state(self, uri: str) -> ServerState | None:  # noqa: ARG002
-        """Look before `build` for what an earlier attempt has left on the servers, if any."""
+        """Return the state that an earlier attempt left on the servers; called before `build`."""
         return None
 
     def settle(self, *, is_whole: bool) -> None:  # noqa: B027
-        """Take notice whether all variables have values to go on from."""
+        """Record whether training may continue from the values of the variables."""
 
     def close(self) -> None:  # noqa: B027
         """Disconnect from the cluster."""
@@ -214,25 +215,25 @@ class KerasStrategy(Strategy):
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
     applied: tf.Variable
-    #: Where the loss is scaled.
+    #: The loss scale, if the loss is scaled.
     scale: LossScale | None = None
 
     def make_optimizer(self, problem: Problem) -> keras.optimizers.Optimizer:
-        """Make the optimizer, not yet built, which averages the weights if so configured."""
+        """Create the optimizer, not yet built; it averages the weights if so configured."""
         optimizer = problem.build_optimizer()
         if self.config.training.ema:
             keep_averages(optimizer, self.config.training.ema)
         return optimizer
 
     def make_scale(self, *, gradients: int = 1, **options: Any) -> LossScale | None:
-        """Make the loss scale on the device of the scope, where the precision needs one."""
+        """Create the loss scale on the device of the scope, if the precision needs one."""
         training = self.config.training
         if training.mixed_precision != "float16":
             return None
         return LossScale(gradients=gradients * training.accumulate, **options)
 
     def resolver(self, **accelerators: int) -> tf.distribute.cluster_resolver.ClusterResolver:
-        """Return what tells TensorFlow the cluster, this task, and its accelerators by kind."""
+        """Return a resolver of the cluster, this task, and its number of accelerators by kind."""
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(self.cluster.spec()),
             task_type=self.task.role,
@@ -242,17 +243,17 @@ class KerasStrategy(Strategy):
         )
 
     def global_step(self) -> int:
-        """Return the exact counter, from the device that holds it."""
+        """Return the exact counter, read from its device."""
         self.read_step = int(self.applied.numpy())
         return self.read_step
 
     def variables(self) -> Mapping[str, tf.Variable]:
-        """Return the variables; a read of one with copies reads the first in this process."""
+        """Return the variables; reading a mirrored one reads the first copy in this process."""
         named = checkpoint_variables(self.model, self.optimizer)
         return named | (self.scale.named if self.scale else {})
 
-    def restored(self) -> None:
-        """Let tables that grow find their rows by the values that were assigned."""
+    def refresh(self) -> None:
+        """Rebuild the index of each dynamic table from the assigned values."""
         table_state.restore_tables(self.model)
 
     def learning_rate(self) -> float:
@@ -260,32 +261,33 @@ class KerasStrategy(Strategy):
         return float(tf.convert_to_tensor(self.optimizer.learning_rate))
 
 
-def gradient_of(
+def build_gradient(
     model: keras.Model, loss: Loss, *, jit: bool = False
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
-    """Return the function from a batch to its loss and the gradient of each trainable variable.
+    """Return a function from a batch to its loss and the gradient of each trainable variable.
 
-    A gradient of looked up rows is `IndexedSlices`. `jit` needs the variables in this process.
+    The gradient of a lookup is `IndexedSlices`. `jit` needs the variables in this process.
     """
 
-    # Not converted, but for functions that the model gives to `tf.map_fn`.
+    # AutoGraph converts only functions that the model passes to `tf.map_fn`.
     @api.call_with_unspecified_conversion_status
     def gradient(batch: Batch) -> tuple[tf.Tensor, list[Any]]:
         with tf.GradientTape() as tape:
             value = tf.cast(loss(model, batch, model(batch[0], training=True)), tf.float32)
         weights = [variable.value for variable in model.trainable_variables]
-        # A variable that the loss does not use gets zeros, so that all replicas average the same.
+        # A variable that the loss does not use gets zeros, so that all replicas average the same
+        # list.
         unknown = tf.UnconnectedGradients.ZERO
         return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 
     return tf.function(gradient, jit_compile=True, autograph=False) if jit else gradient  # type: ignore[no-any-return]
 
 
-def step_of(
+def build_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, loss: Loss, *, jit: bool = False
 ) -> Callable[[Batch], tf.Tensor]:
-    """Return the function that computes one gradient and applies it: batch to loss."""
-    gradient = gradient_of(model, loss, jit=jit)
+    """Return a function that applies the gradient of a batch and returns the loss."""
+    gradient = build_gradient(model, loss, jit=jit)
 
     def step(batch: Batch) -> tf.Tensor:
         value, gradients = gradient(batch)
@@ -300,17 +302,17 @@ def has_own_step(model: keras.Model) -> bool:
     return type(model).train_step is not keras.Model.train_step
 
 
-def own_step_of(
+def build_own_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
 ) -> Callable[[Batch], tf.Tensor]:
-    """Return the function that runs the model's own `train_step`, as one update."""
-    # Not the model's own method, which may take other arguments. The loss stays.
+    """Return a function that runs the model's own `train_step` as one update."""
+    # Call Keras's method, as the model's own may take other arguments. It keeps the loss.
     keras.Model.compile(model, optimizer)
     counter = optimizer.iterations.value
 
     def step(batch: Batch) -> tf.Tensor:
         before = counter.read_value()
-        # What it returns are means since the last reset.
+        # The logs of `train_step` are means since the last reset.
         model.reset_metrics()
         logs = model.train_step(weighed(batch))
         counter.assign(before + 1)
@@ -318,7 +320,7 @@ def own_step_of(
             raise ConfigError(f"its train_step returns no loss, but {', '.join(logs) or 'nothing'}")
         return tf.cast(tf.convert_to_tensor(logs["loss"]), tf.float32)
 
-    # As in `fit`, which leaves the user's code as it is.
+    # As in `fit`, AutoGraph does not convert the user's code.
     as_it_is: Callable[[Batch], tf.Tensor] = tf.autograph.experimental.do_not_convert(step)
     return as_it_is
 
@@ -326,8 +328,8 @@ def own_step_of(
 def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:
     """Make the optimizer count every update once, and return its counter: the global step.
 
-    Keras reads, adds and assigns: 1,000 steps of two workers count 650 to 700. TensorFlow's own
-    `assign_add` is atomic on the parameter server.
+    Keras reads, adds and assigns: two workers that applied 1,000 steps counted 650 to 700.
+    TensorFlow's own `assign_add` is atomic on the parameter server.
     """
     counter: tf.Variable = optimizer.iterations.value
     optimizer.iterations.assign_add = counter.assign_add
@@ -352,21 +354,21 @@ def checkpoint_variables(
 
 
 def _free(path: str, taken: Mapping[str, object]) -> str:
-    """Return the path, with a number if it is taken: Adafactor names all row factors `kernel`."""
+    """Return the path, with a number if taken: Adafactor names all row factors `kernel`."""
     names = (f"{path}-{number}" if number else path for number in count())
     return next(name for name in names if name not in taken)
 
 
 class MeasuredCopy:
-    """A copy of the model on one device, whatever strategy trains the original."""
+    """A copy of the model on one device, under any strategy."""
 
     def __init__(self, build_model: Callable[[], keras.Model], totals: Totals) -> None:
-        """Build the copy, after the cluster is connected: its devices are lost otherwise."""
+        """Build the copy; connecting to the cluster afterwards would remove its devices."""
         self._model = build_model()
         self._graph = tf.function(partial(totals, self._model))
 
     def totals(self, variables: Mapping[str, tf.Variable], part: int, of: int) -> Sums:
-        """Return the sums over one of `of` parts; `variables` are those of a checkpoint."""
+        """Return the sums over one of `of` parts, with the checkpoint `variables`."""
         for variable in self._model.variables:
             variable.assign(variables[f"model/{variable.path}"])
         table_state.restore_tables(self._model)
@@ -399,7 +401,7 @@ def find_class(config: Config) -> type[Strategy]:
 
 
 def require_updates(config: Config, model: keras.Model) -> None:
-    """Raise `ConfigError` where an update of the model cannot be made as it is configured."""
+    """Raise `ConfigError` if the model does not support the configured updates."""
     table_state.require(config, model)
     if has_own_step(model):
         _refuse_updates(config, f"{type(model).__name__}.train_step makes its updates itself")

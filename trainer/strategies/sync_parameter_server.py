@@ -1,14 +1,14 @@
 """Synchronous training on parameter servers, with backup workers.
 
-One update is the mean of the first N gradients of M workers; later ones are stale and dropped, so
-that M - N slow or lost workers delay nothing (Chen et al. 2016, "Revisiting Distributed
+One update is the mean of the first N gradients of M workers; later gradients are stale and dropped,
+so that M - N slow or lost workers delay nothing (Chen et al. 2016, "Revisiting Distributed
 Synchronous SGD", section 3).
 
 After each update the chief opens the next step: it puts a token into the queue of every worker. A
-worker takes it, computes one gradient of that step, stages it on the servers (`Staging`), and only
-then announces it. The first N announcements of the open step are the update; a gradient is taken as
-a whole or dropped as a whole. In one inner loop each worker runs one function over all steps, and
-so does the chief, whose function runs on the servers.
+worker takes the token, computes one gradient of that step, stages it on the servers (`Staging`),
+and then announces it. The first N announcements of the open step are the update; a gradient is used
+whole or dropped whole. In an inner loop each worker runs one function over all steps, and the chief
+runs one too, whose operations are on the servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.embeddings import table_state
-from flotilla.trainer.strategies.gradients import Gradient, over, plus
+from flotilla.trainer.strategies.gradients import Gradient, add_gradients, divide_gradient
 from flotilla.trainer.strategies.input_position import Batches, encode_plan
 from flotilla.trainer.strategies.parameter_server import LoopWatch, Served, worker_number
 from flotilla.trainer.strategies.placement import fetch_value, server_device
@@ -30,15 +30,15 @@ from flotilla.trainer.strategies.strategy import Problem, Report
 
 # The device of tokens and announcements, and of the loop of the chief.
 HUB = server_device(0)
-# Steps that are unrolled in the graph of a worker. Whether a loop goes on is a message to every
-# device in it, and what begins an iteration there another one.
+# Unrolled steps in the graph of a worker. The condition of a loop costs a message to every device
+# in it, and each iteration another one.
 TURN = 10
 # The fields of an announcement, next to the loss.
 STEP, NUMBER, WORKER, LOOP = range(4)
 
 
 class SyncParameterServer(Served):
-    """One chief, parameter servers, and workers of which the first N give an update."""
+    """One chief, parameter servers, and workers; the first N gradients make an update."""
 
     capabilities = find_topology("sync_parameter_server").capabilities
 
@@ -50,7 +50,7 @@ class SyncParameterServer(Served):
         self.keep({})
         self._tally = self.tally()
         self._dropped = 0
-        # Servers outlive a chief, and functions of a dead one still wait there: names are unique.
+        # Names are unique, because servers keep the waiting functions of a dead chief.
         attempt = uuid.uuid4().hex
         with tf.device(HUB):
             self._open = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -62,7 +62,7 @@ class SyncParameterServer(Served):
                 NamedQueue([tf.int64], [[]], name=f"tokens-{index}-{attempt}")
                 for index in range(self._workers)
             ]
-        self._staging = self._staging_of(f"gradients-{attempt}")
+        self._staging = self._create_staging(f"gradients-{attempt}")
         self._iterator = self.worker_batches(problem)
         self._loop = self._loop_of_worker(problem)
         self._updates = self._updates_of_chief()
@@ -72,12 +72,14 @@ class SyncParameterServer(Served):
         """Apply `steps` updates, each the mean of the first gradients of its step."""
         begin = tf.constant(self.global_step(), tf.int64)
         self._open.assign(begin)
-        # Whoever is late in the inner loop before takes numbers too, and its gradient is dropped.
+        # A worker that is late from the previous inner loop takes numbers too; its gradient is
+        # dropped.
         numbers = self._numbers.read_value()
         lease = (encode_plan(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
             own = tokens.handle, tf.constant(number, tf.int64), begin + steps
-            # Nothing waits for them: a slow or dead worker finds its loop ended later.
+            # The chief does not wait for the loops: a slow or dead worker finds its loop ended
+            # later.
             self.coordinator.schedule(self._loop, args=(self._iterator, *own, *lease))
         self._watch.begin()
         try:
@@ -91,11 +93,11 @@ class SyncParameterServer(Served):
         if self.stream:
             size = self.config.training.batch_size * self.batches_of_step()
             each = fetch_value(used).ravel() - fetch_value(numbers)
-            self.position = self.position.after((int(n) * size, size) for n in each)
+            self.position = self.position.advance((int(n) * size, size) for n in each)
         metrics = {**self.metrics(), "dropped_gradients": self._dropped}
         return Report(loss=float(fetch_value(loss)) / steps, metrics=metrics)
 
-    def _staging_of(self, name: str) -> Staging:
+    def _create_staging(self, name: str) -> Staging:
         state = [*table_state.list_state(self.model), *(self.scale.variables if self.scale else ())]
         return Staging(
             [each.value for each in self.model.trainable_variables],
@@ -104,7 +106,7 @@ class SyncParameterServer(Served):
         )
 
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
-        computed, turn = self._gradient_of_step(problem), self._turn()
+        compute_announced, turn = self._gradient_of_step(problem), self._turn()
 
         @tf.function(autograph=False)
         def loop(
@@ -117,84 +119,88 @@ class SyncParameterServer(Served):
             held = next(iterator) if lease else ()
             own, tokens = tf.stack([worker_number(), loop_number]), self._tokens[0].like(handle)
 
-            def made(step: tf.Tensor, *before: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-                """Announce a gradient; return a later step and the loss, which is on the worker."""
+            def announce(step: tf.Tensor, *before: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+                """Announce a gradient; return a later step, and the loss on the worker."""
                 number = self._number(step)
-                loss, sent, found = computed(iterator, held, number, before, *lease)
+                loss, sent, found = compute_announced(iterator, held, number, before, *lease)
                 with tf.control_dependencies([self._announce(step, number, own, sent, found)]):
                     return self._later(tokens, step), loss
 
-            def of_turn(step: tf.Tensor) -> tuple[tf.Tensor]:
+            def run_turn(step: tf.Tensor) -> tuple[tf.Tensor]:
                 before: list[tf.Tensor] = []
                 for _ in range(turn):
-                    step, *before = made(step, *before)
+                    step, *before = announce(step, *before)
                 return (step,)
 
             with tf.device(HUB):
-                # Sent once, and not with every announcement.
+                # Send it once instead of with every announcement.
                 own = tf.identity(own)
-                # A loop that is restarted after its worker died finds a step open and its token
-                # taken; and the dead one may still wait for a token, which it gets here.
+                # A loop that restarts after its worker died finds a step open and its token taken.
+                # The dead worker's loop may still wait for a token, and takes this one.
                 step = self._open.read_value()
                 tokens.put(step)
-            # Controlled on the worker: where it is, TensorFlow puts what it computes.
+            # TensorFlow computes the condition of a loop on the device of the loop: here the
+            # worker.
             if turn > 1:
-                (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, of_turn, (step,))
-            (step,) = tf.while_loop(lambda step: step < end, lambda each: made(each)[:1], (step,))
+                (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, run_turn, (step,))
+            (step,) = tf.while_loop(
+                lambda step: step < end, lambda each: announce(each)[:1], (step,)
+            )
             with tf.device(HUB):
-                # A slow worker's loop may have taken it from the next loop on the same tokens.
+                # Replace a token that a slow worker's loop may have taken from the next loop.
                 tokens.put(step)
             return step
 
         return loop  # type: ignore[no-any-return]
 
     def _gradient_of_step(self, problem: Problem) -> Callable[..., Any]:
-        """Return the function that gives the loss, the loss to announce, and the gradient."""
+        """Return a function that returns the loss, the loss to announce, and the gradient."""
         whole = self.pulls_whole()
-        # The hub, as its variables spell it.
+        # The device of `HUB`, as its variables spell it.
         gradient = self.gradient(problem, loss_on=self.applied.device)
 
-        def computed(
+        def compute_announced(
             iterator: Any, held: Any, number: tf.Tensor, before: Any, *lease: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, list[Gradient]]:
             def compute() -> tuple[tf.Tensor, list[Gradient]]:
-                # Not before the step before: the batches of a turn are not in memory at once.
+                # Wait for the previous step, so that the batches of a turn are not in memory at
+                # once.
                 with tf.control_dependencies(before):
-                    batch = self._taken(iterator, held, number, *lease)
-                # No variable is read before its step is open.
+                    batch = self._take_input(iterator, held, number, *lease)
+                # Read the variables only after their step is open.
                 if whole:
-                    # Only servers wait for that.
+                    # Only the servers wait.
                     return gradient(batch, [number])
                 with tf.control_dependencies([number]):
                     return gradient(batch)
 
-            # The coordinator traces in the scope of its strategy, where Keras updates state
-            # (moving averages, seeds) in a replica's context only.
+            # Keras updates state (moving averages, seeds) only in a replica context; the
+            # coordinator traces in its strategy's scope.
             loss, found = self.connected.run(compute)
             return loss, found.pop() if whole else loss, found
 
-        return computed
+        return compute_announced
 
     def _turn(self) -> int:
-        """Return how many steps are unrolled; 1: none.
+        """Return how many steps to unroll; 1 for none.
 
-        Only where every worker is needed: one that skipped a step would be out of steps before the
-        end. For rows that are looked up the gradient would be traced again for each step.
+        Only if every worker is needed: one that skips a step would run out of steps before the end.
+        If rows are looked up, the gradient would be traced again for each step.
         """
         everyone = self._needed == self._workers and not self.stream
         long = self.config.training.steps >= LONG_RUN
         return TURN if everyone and long and self.pulls_whole() else 1
 
     def _number(self, step: tf.Tensor) -> tf.Tensor:
-        """Return the number of the next gradient, once a step is open."""
-        # Atomic on the server, unlike an addition and a read.
+        """Return the number of the next gradient, after a step is open."""
+        # This counter is atomic on the server, unlike an addition and a read.
         with tf.device(HUB), tf.control_dependencies([step]):
             return tf.raw_ops.ResourceCountUpTo(
                 resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
             )
 
-    def _taken(self, iterator: Any, held: Any, number: tf.Tensor, *lease: tf.Tensor) -> Any:
-        """Return what one step takes: of a stream, that of the number of its gradient."""
+    def _take_input(self, iterator: Any, held: Any, number: tf.Tensor, *lease: tf.Tensor) -> Any:
+        """Return the input of one step; from a stream, the batches that belong to its number."""
         stream = self.stream
         if not (stream and lease):
             return self.towers.take(iterator)
@@ -220,16 +226,16 @@ class SyncParameterServer(Served):
             return self._announced.put(tf.concat([[step, number], own], 0), loss)
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
-        """Wait for the token of a later step, and skip those of steps that are not open."""
+        """Wait for the token of a later step, skipping tokens of steps that are not open."""
         with tf.device(HUB):
             (token,) = tf.while_loop(
-                lambda token: token < tf.maximum(step + 1, self._opened(token)),
+                lambda token: token < tf.maximum(step + 1, self._read_open(token)),
                 lambda _: tokens.take(),
                 tokens.take(),
             )
             return token
 
-    def _opened(self, after: tf.Tensor) -> tf.Tensor:
+    def _read_open(self, after: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([after]):
             return self._open.read_value()
 
@@ -237,7 +243,7 @@ class SyncParameterServer(Served):
         def update(index: Any, total: Any, accepted: Any, dropped: Any, used: Any) -> Any:
             loss, means, taken, refused, numbers = self._first(self._next_step())
             used = used.write(index, numbers)
-            # The counter moves only when there is something to apply.
+            # Count only after there is a gradient to apply.
             with tf.control_dependencies([loss]):
                 self.optimizer.apply(means, self.model.trainable_variables)
             return index + 1, total + loss, accepted + taken, dropped + refused, used
@@ -270,19 +276,18 @@ class SyncParameterServer(Served):
             what, loss, stale = self._next(step, given)
             gradient = self._staging.take(what[NUMBER])
             numbers.append(what[NUMBER])
-            total = list(map(plus, total, gradient)) if total else gradient
+            total = list(map(add_gradients, total, gradient)) if total else gradient
             losses += loss
-            taken += self._one_of(what[WORKER])
-            given += self._one_of(what[LOOP])
+            taken += self._one_hot(what[WORKER])
+            given += self._one_hot(what[LOOP])
             refused += stale
-        means = [over(each, self._needed) for each in total]
+        means = [divide_gradient(each, self._needed) for each in total]
         return losses / self._needed, means, taken, refused, tf.stack(numbers)
 
     def _next(self, step: tf.Tensor, given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the next announcement of an open step, its loss, and the drops before it.
 
-        A loop that begins again announces the same step once more; the second gradient does not
-        count.
+        A restarted loop announces its step once more; the second gradient is dropped.
         """
 
         def is_dropped(what: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
@@ -290,20 +295,20 @@ class SyncParameterServer(Served):
 
         def drop(what: tf.Tensor, _: tf.Tensor, refused: tf.Tensor) -> tuple[tf.Tensor, ...]:
             self._staging.take(what[NUMBER])
-            return *self._announced.take(), refused + self._one_of(what[WORKER])
+            return *self._announced.take(), refused + self._one_hot(what[WORKER])
 
         none = tf.zeros([self._workers], tf.int64)
         found = tf.while_loop(is_dropped, drop, (*self._announced.take(), none))
         return tuple(found)
 
-    def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
+    def _one_hot(self, worker: tf.Tensor) -> tf.Tensor:
         return tf.one_hot(worker, self._workers, dtype=tf.int64)
 
 
 class NamedQueue:
-    """A first in, first out queue on a server, by a unique name.
+    """A first in, first out queue on a server, with a unique name.
 
-    `tf.queue.FIFOQueue` ignores its name: a later process would share the queue.
+    `tf.queue.FIFOQueue` ignores its name, and a later process would share the queue.
     """
 
     def __init__(
@@ -314,7 +319,7 @@ class NamedQueue:
         name: str = "",
         handle: tf.Tensor | None = None,
     ) -> None:
-        """Create a queue on the device of the scope, or use that of `handle`."""
+        """Create a queue on the device of the scope, or wrap `handle`."""
         self._dtypes = list(dtypes)
         self._shapes = [list(shape) for shape in shapes]
         self.handle = handle
@@ -346,17 +351,17 @@ class NamedQueue:
 class Staging:
     """Gradients that wait on the servers until an update takes or drops them; for `tf.function`.
 
-    The gradient of each variable waits on the server of that variable, in TensorFlow's keyed
-    staging area; all parts of one gradient have one number. Nothing is added up before, so that a
-    gradient of which only a part has arrived, as its worker was killed, never counts in part.
+    The gradient of each variable waits on that variable's server in TensorFlow's keyed staging
+    area; all parts of one gradient share a number. Gradients are not added up before an update
+    takes them, so a gradient of a killed worker that arrived in part never counts.
     """
 
     def __init__(
         self, variables: Sequence[tf.Variable], *, name: str, state: Sequence[tf.Variable] = ()
     ) -> None:
-        """Use a name that is unique, also among those of other attempts of the chief.
+        """Create the staging area; the name has to be unique across attempts of the chief.
 
-        Changes of `state` in the graph of a worker are done when a gradient is staged.
+        Staging a gradient waits for the changes of `state` in the graph of the worker.
         """
         self._variables = variables
         self._name = name
@@ -371,11 +376,11 @@ class Staging:
     def put(self, number: tf.Tensor, gradients: Sequence[Gradient]) -> list[tf.Operation]:
         """Send a gradient to the servers; it is staged when all returned operations are done."""
         self._sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
-        changed = {device: self._changed(device) for device in self._state}
+        changed = {device: self._wait_for_state(device) for device in self._state}
         sent = [each for device, each in changed.items() if device not in self._by_device]
         for device, indices in self._by_device.items():
             values = [part for i in indices for part in _parts(gradients[i])]
-            # There, as it is one more message to wait for what is done on another server.
+            # Per device, because waiting for another server takes one more message.
             before = [changed[device]] if device in changed else []
             with tf.device(device), tf.control_dependencies(before):
                 sent.append(
@@ -389,13 +394,13 @@ class Staging:
                 )
         return sent
 
-    def _changed(self, device: str) -> tf.Operation:
-        # In a graph a read waits for what was written before, however deep in it that was.
+    def _wait_for_state(self, device: str) -> tf.Operation:
+        # A read in a graph waits for all earlier writes to the variable.
         with tf.device(device):
             return tf.group(*(each.read_value() for each in self._state[device]))
 
     def take(self, number: tf.Tensor) -> list[Gradient]:
-        """Remove a staged gradient, and return it, once `put` has been traced."""
+        """Remove a staged gradient, and return it; `put` has to be traced first."""
         gradients: list[Gradient] = [None] * len(self._variables)
         for device, indices in self._by_device.items():
             dtypes = [dtype for i in indices for dtype in self._dtypes(i)]

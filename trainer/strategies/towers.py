@@ -1,8 +1,8 @@
 """Towers: a worker with several devices computes one gradient on all of them.
 
-Each device takes a batch of its own, from the same weights, pulled once. The mean of their
-gradients is one push. Moving averages are averaged over the towers, and seeds differ; other state
-may say how it is joined.
+Each device takes its own batch, and all use the same weights, which are pulled once. The mean of
+their gradients is one push. Moving averages are averaged over the towers, and seeds differ; other
+state variables may define how their values are joined.
 """
 
 from __future__ import annotations
@@ -17,47 +17,48 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.strategies.strategy import SEED, Batch
 
 Tensors = list[tf.Tensor]
-# A dense tensor, or `IndexedSlices` of looked up rows.
+# A dense tensor, or `IndexedSlices` of embedding rows.
 Gradient = Any
-# Weights, state and a batch to the loss, a gradient for each weight, and the state after the batch.
+# A function from weights, state and a batch to the loss, a gradient for each weight, and the new
+# state.
 Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Towers:
-    """The devices of every worker, such as `/device:GPU:0`; with one device nothing changes."""
+    """The devices of every worker, such as `/device:GPU:0`; often a single one."""
 
     devices: tuple[str, ...] = ("/device:CPU:0",)
 
     def __len__(self) -> int:
-        """Return how many batches one step takes."""
+        """Return the number of batches of one step."""
         return len(self.devices)
 
     def take(self, iterator: Any) -> Any:
-        """Return what one step takes: a batch, or a list with a batch for each of the devices."""
+        """Return the input of one step: a batch, or a list with a batch for each device."""
         return next(iterator) if len(self) == 1 else [next(iterator) for _ in self.devices]
 
     def gradient(self, gradient: Callable[[Batch], Any]) -> Callable[[Any], Any]:
-        """Return the function from what `take` returns to the mean loss and the mean gradient."""
+        """Return a function from the result of `take` to the mean loss and the mean gradient."""
         if len(self) == 1:
             return gradient
 
-        def over_all(batches: Sequence[Batch]) -> tuple[tf.Tensor, list[Gradient]]:
+        def compute_all(batches: Sequence[Batch]) -> tuple[tf.Tensor, list[Gradient]]:
             found = []
             for device, batch in zip(self.devices, batches, strict=True):
                 with tf.device(device):
                     found.append(gradient(batch))
             return _means(found)
 
-        return over_all
+        return compute_all
 
     def pure(self, compute: Compute, state_of: Sequence[Any]) -> Compute:
-        """Return a function as `compute`, of what `take` returns; `state_of` are its variables."""
+        """Return `compute` for the result of `take`; `state_of` are the variables of its state."""
         if len(self) == 1:
             return compute
         seeds = [variable.path.endswith(SEED) for variable in state_of]
 
-        def over_all(weights: Tensors, state: Tensors, batches: Any) -> Any:
+        def compute_all(weights: Tensors, state: Tensors, batches: Any) -> Any:
             ended = []
             for number, (device, batch) in enumerate(zip(self.devices, batches, strict=True)):
                 own = list(state)
@@ -69,21 +70,21 @@ class Towers:
                         ]
                     ended.append(compute(weights, own, batch))
             after = [
-                each[0] if each[0] is old else _joined(variable, each)
+                each[0] if each[0] is old else _join(variable, each)
                 for variable, old, *each in zip(
                     state_of, state, *(moved for *_, moved in ended), strict=True
                 )
             ]
             return *_means([(value, found) for value, found, _ in ended]), after
 
-        return over_all
+        return compute_all
 
 
 ONE = Towers()
 
 
 def list_towers(devices: Sequence[str]) -> Towers:
-    """Return the towers of all workers from the names of devices; raises `UserError`."""
+    """Return the towers of all workers from their device names; raises `UserError`."""
     specs = [tf.DeviceSpec.from_string(name) for name in devices]
     of_workers = [each for each in specs if each.job == "worker"]
     kind = "GPU" if any(each.device_type == "GPU" for each in of_workers) else "CPU"
@@ -100,7 +101,7 @@ def list_towers(devices: Sequence[str]) -> Towers:
 
 
 def mean(gradients: Sequence[Gradient]) -> Gradient:
-    """Return the mean of one variable's gradients; looked up rows stay sparse."""
+    """Return the mean of a variable's gradients; sparse gradients stay sparse."""
     if isinstance(gradients[0], tf.IndexedSlices):
         values = tf.concat([each.values for each in gradients], 0) / len(gradients)
         indices = tf.concat([each.indices for each in gradients], 0)
@@ -108,8 +109,8 @@ def mean(gradients: Sequence[Gradient]) -> Gradient:
     return tf.add_n(list(gradients)) / len(gradients)
 
 
-def _joined(variable: Any, values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Return one value of a variable of the state from those of all towers."""
+def _join(variable: Any, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return one value of a state variable from the values of all towers."""
     first = values[0]
     join = getattr(variable, "join", mean if first.dtype.is_floating else None)
     return join(values) if join else first

@@ -1,1 +1,1 @@
-"""Sweeps: what is tried, its state on this machine, and which trial is the best."""
+"""Sweeps: the search space, their state on this machine, and the ranking of trials."""

@@ -1,6 +1,6 @@
-"""The search space of a sweep, and its trials where they are known beforehand: a grid, or draws.
+"""The search space of a sweep, and its trials if they are known beforehand: a grid, or draws.
 
-A key of `--set` with several values, `key=a,b,c`, or a range, `key=low..high`, is searched by a
+A key of `--set` with several values, `key=a,b,c`, or a range, `key=low..high`, becomes a
 distribution of Optuna. Commas within brackets and quotes belong to a value.
 """
 
@@ -28,17 +28,18 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.sweeps.sweep import Settings, list_assignments, make_config
 
-#: More than these nobody waits for, and no table shows.
+#: The most trials of a sweep; more would take too long, and fit no table.
 MOST_TRIALS = 1000
-# Of a number: more digits say nothing and are not read.
+# The digits of a drawn number; further digits have no effect on the result.
 _DIGITS = 4
-# So often a draw is repeated until it is a new one.
+# The most draws for one new trial.
 _MOST_REPEATS = 100
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"^\s*({_NUMBER})\.\.({_NUMBER})(:log)?\s*$")
 _WHOLE = re.compile(r"[-+]?\d+")
 _OPEN, _CLOSE = "[{(", "]})"
-# Trials are compared by one measure on the same examples, and promoted by one policy.
+# Sections that all trials share: they are compared by one measure on the same examples, and
+# promoted by one policy.
 _SAME = {
     "name": "the registry compares models of one name",
     "data": "trials are compared on the same examples of validation",
@@ -53,14 +54,14 @@ _SEARCHED_OF_DATA = ("data.partition",)
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """What is searched: of the configuration `base`, the `keys` by their distributions."""
+    """The search space: distributions of `keys` over the configuration `base`."""
 
     base: Config
     keys: Mapping[str, BaseDistribution]
 
 
 def parse_space(config: Config, assignments: Iterable[str]) -> Space:
-    """Return the space of `section.key=value` texts over a configuration; raises `ConfigError`."""
+    """Parse `section.key=value` texts over a configuration; raises `ConfigError`."""
     fixed: list[str] = []
     keys: dict[str, BaseDistribution] = {}
     for assignment in assignments:
@@ -91,7 +92,7 @@ def parse_space(config: Config, assignments: Iterable[str]) -> Space:
     return Space(base=base, keys=keys)
 
 
-# Of each model what changes most of its quality, as texts of `--set`.
+# For each model, the texts of `--set` that change most of its quality.
 _WIDTHS = "[64],[128],[256],[64, 64],[128, 128],[256, 256],[128, 128, 128]"
 _SHARES = "0.0,0.1,0.2,0.3,0.5"
 _TOWERS = {"dimension": "8,16,32,64", "hidden_units": "[],[64],[64, 64]"}
@@ -112,7 +113,7 @@ _LEAST_BATCH = 8
 
 
 def is_searched(assignment: str) -> bool:
-    """Return whether a text of `--set` has several values, or a range."""
+    """Say whether a text of `--set` has several values, or a range."""
     text = assignment.partition("=")[2]
     return len(_split(text)) > 1 or bool(_RANGE.match(text))
 
@@ -120,8 +121,8 @@ def is_searched(assignment: str) -> bool:
 def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     """Return a search space for the model of a configuration, as texts of `--set`.
 
-    It has rate, weight decay, batch size, and of a model that is built in width, depth and dropout.
-    A key that is among the `given` texts, in whole or in part, is left to these.
+    It has learning rate, weight decay, batch size, and for a built-in model width, depth and
+    dropout. Keys among the `given` texts, in whole or in part, are left to those texts.
     """
     training = config.training
     rate = _or(training.optimizer.learning_rate, 0.001)
@@ -142,12 +143,12 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def _or(value: Any, usual: Any) -> Any:
-    """Return the value, or the usual one where it is chosen by the number of examples."""
+    """Return the value, or `usual` if the number of examples determines the value."""
     return usual if value == AUTOMATIC else value
 
 
 def grid(space: Space) -> tuple[Settings, ...]:
-    """Return the settings of each trial, those of an equal result once; raises `ConfigError`."""
+    """Return the settings of each trial, equal configurations once; raises `ConfigError`."""
     lists: dict[str, Sequence[Any]] = {}
     for key, values in space.keys.items():
         if not isinstance(values, CategoricalDistribution):
@@ -162,7 +163,9 @@ def grid(space: Space) -> tuple[Settings, ...]:
             "of them by --random N"
         )
     combined = itertools.product(*lists.values())
-    return _checked(space.base, (dict(zip(lists, each, strict=True)) for each in combined), count)
+    return _check_trials(
+        space.base, (dict(zip(lists, each, strict=True)) for each in combined), count
+    )
 
 
 def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
@@ -182,33 +185,33 @@ def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
                 yield settings
 
     corners(space)
-    return _checked(space.base, draws(), count)
+    return _check_trials(space.base, draws(), count)
 
 
 def corners(space: Space) -> tuple[Settings, ...]:
-    """Return each value, or end of a range, next to the first ones of the other keys."""
+    """Return each value, or end of a range, with the first values of the other keys."""
     ends = {
         key: [format_setting(values, each) for each in _ends(values)]
         for key, values in space.keys.items()
     }
     first = {key: values[0] for key, values in ends.items()}
     every = [{**first, key: value} for key, values in ends.items() for value in values]
-    return _checked(space.base, every, len(every))
+    return _check_trials(space.base, every, len(every))
 
 
 def make_settings(keys: Mapping[str, BaseDistribution], params: Mapping[str, Any]) -> Settings:
-    """Return the settings of a trial for what was sampled."""
+    """Return the settings of a trial from sampled parameters."""
     return {key: format_setting(values, params[key]) for key, values in keys.items()}
 
 
 def to_parameters(keys: Mapping[str, BaseDistribution], settings: Settings) -> dict[str, Any]:
-    """Return the settings of a trial as a sampler takes them."""
+    """Return the settings of a trial as parameters of a sampler."""
     kinds = {IntDistribution: int, FloatDistribution: float}
     return {key: kinds.get(type(values), str)(settings[key]) for key, values in keys.items()}
 
 
 def format_setting(values: BaseDistribution, value: Any) -> str:
-    """Return a value as it is given to `--set`."""
+    """Format a value for `--set`."""
     if not isinstance(values, FloatDistribution):
         return str(value)
     short = float(f"{value:.{_DIGITS}g}")
@@ -222,8 +225,8 @@ def _ends(values: BaseDistribution) -> Sequence[Any]:
     return values.choices
 
 
-def _checked(base: Config, every: Iterable[Settings], count: int) -> tuple[Settings, ...]:
-    """Return the first `count` that are allowed and have a configuration of their own."""
+def _check_trials(base: Config, every: Iterable[Settings], count: int) -> tuple[Settings, ...]:
+    """Return the first `count` trials that are allowed and have different configurations."""
     found: dict[str, Settings] = {}
     for settings in every:
         found.setdefault(check_trial(base, settings).model_dump_json(), settings)
@@ -250,7 +253,7 @@ def _require_searchable(key: str, assignment: str) -> None:
 
 
 def _require_apart(keys: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Refuse a key that is also set as a whole or in part: what holds would depend on order."""
+    """Refuse a key that is also set as a whole or in part: the result would depend on the order."""
     names = [each.partition("=")[0].strip() for each in fixed]
     for key in keys:
         for other in (*names, *keys):
@@ -285,7 +288,7 @@ def _range(assignment: str, low: str, high: str, log: str | None) -> BaseDistrib
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas outside of brackets and quotes."""
+    """Split a text at the commas outside of brackets and quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:

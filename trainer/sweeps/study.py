@@ -1,7 +1,8 @@
-"""The state of a sweep on this machine: a study of Optuna, in a journal in its folder.
+"""The state of a sweep on this machine: an Optuna study, in a journal in its folder.
 
-What Optuna does not know of a trial, such as its run, is an attribute of it. A trial that failed or
-was interrupted still runs for Optuna until the end of the sweep: `--resume` tries it again.
+What Optuna does not store for a trial, such as its run, is a user attribute. For Optuna, a trial
+that failed or was interrupted is running until the end of the sweep, so that `--resume` can retry
+it.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from flotilla.trainer.sweeps.sweep import (
 )
 
 FILE = "sweep.journal"
-#: That of an earlier version, which is not read any more.
+#: The file of an earlier version, which is not supported any more.
 OLD_FILE = "sweep.json"
-# TPE draws the first trials at random: a fourth of them, and so many at most.
+# The most trials that TPE draws at random first; otherwise a fourth of all trials.
 _MOST_RANDOM = 10
 _PLAN, _END, _TRIAL = "plan", "end", "trial"
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Study:
-    """A sweep that is worked on; every method raises `UserError` where the journal is not kept."""
+    """A running sweep; every method raises `UserError` if the journal cannot be written."""
 
     def __init__(self, folder: Path, plan: Sweep | None = None) -> None:
-        """Lay out the planned sweep, or go on with the one of this folder; raises `ConfigError`."""
+        """Create the planned sweep, or continue the one in the folder; raises `ConfigError`."""
         self.folder, self.workdir, self._path = folder, folder.parent, folder / FILE
-        self._lock = _locked(folder)
+        self._lock = _lock(folder)
         try:
             self._begin(plan)
         except UserError:
@@ -58,37 +59,37 @@ class Study:
             raise
 
     def close(self) -> None:
-        """Let another process resume it."""
+        """Close the journal, so that another process may resume the sweep."""
         os.close(self._lock)
 
     def _begin(self, plan: Sweep | None) -> None:
-        with self._kept():
+        with self._report_errors():
             if plan:
                 self._storage = _storage(self._path)
-                self._study = _created(self._storage, plan)
+                self._study = _create(self._storage, plan)
             else:
                 _repair(self._path)
-                self._storage, self._study = _opened(self.folder)
-        self._plan = _plan_of(self._study, self.folder)
+                self._storage, self._study = _open(self.folder)
+        self._plan = _read_plan(self._study, self.folder)
         self._space = {key: json_to_distribution(each) for key, each in self._plan.space.items()}
         self._asked: dict[int, optuna.Trial] = {}
-        with self._kept():
+        with self._report_errors():
             self._configure()
             for each in () if plan else self._study.get_trials(states=[TrialState.RUNNING]):
                 self._wait_again(each)
 
     @property
     def sweep(self) -> Sweep:
-        """The sweep so far."""
-        return _sweep_of(self._study, self._plan)
+        """The current state of the sweep."""
+        return _read_sweep(self._study, self._plan)
 
     def begin(self) -> Trial | None:
-        """Return the next trial to train: one that waits, or one that is sampled; None: no more."""
+        """Return the next trial to train, waiting or newly sampled; None if there is none."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(each.state == TrialState.WAITING for each in trials)
         if not is_waiting and len(trials) == len(self._plan.trials):
             return None
-        with self._kept():
+        with self._report_errors():
             asked = self._study.ask(self._space)
             self._asked[asked.number + 1] = asked
             known = parse_record(Trial, asked.user_attrs.get(_TRIAL))
@@ -99,24 +100,24 @@ class Study:
         return trial
 
     def keep(self, trial: Trial) -> None:
-        """Keep what has become of a trial."""
-        with self._kept():
+        """Store the state of a trial."""
+        with self._report_errors():
             self._asked[trial.number].set_user_attr(_TRIAL, tree_of(trial))
 
-    def _directed(self, result: Result) -> float:
-        """Return a value that is better in the direction of the study."""
+    def _sign(self, result: Result) -> float:
+        """Return a value with the sign of the study's direction."""
         is_higher = self._study.direction == StudyDirection.MAXIMIZE
         return -result.by.rank(result.value) if is_higher else result.by.rank(result.value)
 
-    def goes_on(self, trial: Trial, result: Result) -> bool:
-        """Report what a trial has reached; return whether it goes on, else it has ended."""
+    def report(self, trial: Trial, result: Result) -> bool:
+        """Report the result of a trial on a rung; return whether it continues, else end it."""
         asked, is_last = self._asked[trial.number], result.rung == len(self._plan.rungs) - 1
-        with self._kept():
+        with self._report_errors():
             known = self._study.get_trials(deepcopy=False)[asked.number].intermediate_values
             if result.steps not in known:
-                asked.report(self._directed(result), result.steps)
+                asked.report(self._sign(result), result.steps)
             if is_last:
-                self._study.tell(asked, self._directed(result))
+                self._study.tell(asked, self._sign(result))
             elif asked.should_prune():
                 self._study.tell(asked, state=TrialState.PRUNED)
             else:
@@ -124,18 +125,18 @@ class Study:
         return False
 
     def choose(self, best: Trial) -> None:
-        """Keep which trial is the best: none of the others is trained any more."""
+        """Store the best trial; no other trial is trained any more."""
         self._end(best=best.number)
 
     def end(self, verdict: str, message: str, test: dict[str, Any]) -> None:
-        """Keep how the sweep ended."""
+        """Store how the sweep ended."""
         self._end(verdict=verdict, message=message, test=test)
         if self.sweep.best:
             for each in self._study.get_trials(states=[TrialState.RUNNING]):
                 self._study.tell(each.number, state=TrialState.FAIL)
 
     def _end(self, **more: Any) -> None:
-        with self._kept():
+        with self._report_errors():
             self._study.set_user_attr(_END, {**self._study.user_attrs.get(_END, {}), **more})
 
     def _wait_again(self, frozen: optuna.trial.FrozenTrial) -> None:
@@ -149,7 +150,7 @@ class Study:
 
     def _configure(self) -> None:
         count, rungs = len(self._plan.trials), self._plan.rungs
-        # Of one seed alone a resumed sweep would draw again what it has drawn.
+        # With the same seed, a resumed sweep would repeat its earlier draws.
         seed = self._plan.seed + len(self._study.get_trials(deepcopy=False))
         sampler: BaseSampler = RandomSampler(seed)
         if self._plan.sampler == "tpe":
@@ -162,7 +163,7 @@ class Study:
         )
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def _report_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -171,7 +172,7 @@ class Study:
             ) from None
 
 
-def _locked(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     try:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as error:
@@ -187,13 +188,13 @@ def _locked(folder: Path) -> int:
 
 
 def read(folder: Path) -> Sweep:
-    """Return the sweep of a folder; raises `ConfigError` where there is none, or it is damaged."""
-    study = _opened(folder)[1]
-    return _sweep_of(study, _plan_of(study, folder))
+    """Return the sweep of a folder; raises `ConfigError` if it is missing or damaged."""
+    study = _open(folder)[1]
+    return _read_sweep(study, _read_plan(study, folder))
 
 
-def _created(storage: JournalStorage, plan: Sweep) -> optuna.Study:
-    # Of the main metric of the trials the direction is not known yet.
+def _create(storage: JournalStorage, plan: Sweep) -> optuna.Study:
+    # The direction of the trials' main metric is not known yet.
     is_higher = plan.objective.better == "higher"
     direction = StudyDirection.MAXIMIZE if is_higher else StudyDirection.MINIMIZE
     study = optuna.create_study(study_name=plan.sweep_id, storage=storage, direction=direction)
@@ -206,7 +207,7 @@ def _created(storage: JournalStorage, plan: Sweep) -> optuna.Study:
     return study
 
 
-def _opened(folder: Path) -> tuple[JournalStorage, optuna.Study]:
+def _open(folder: Path) -> tuple[JournalStorage, optuna.Study]:
     path = folder / FILE
     if (folder / OLD_FILE).exists() and not path.exists():
         raise ConfigError(
@@ -221,16 +222,16 @@ def _opened(folder: Path) -> tuple[JournalStorage, optuna.Study]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AssertionError):
-        raise _damaged(folder) from None
+        raise _damage_error(folder) from None
 
 
-def _plan_of(study: optuna.Study, folder: Path) -> Sweep:
+def _read_plan(study: optuna.Study, folder: Path) -> Sweep:
     if plan := parse_record(Sweep, study.user_attrs.get(_PLAN)):
         return plan
-    raise _damaged(folder)
+    raise _damage_error(folder)
 
 
-def _sweep_of(study: optuna.Study, plan: Sweep) -> Sweep:
+def _read_sweep(study: optuna.Study, plan: Sweep) -> Sweep:
     frozen = study.get_trials(deepcopy=False)
     known = [parse_record(Trial, each.user_attrs.get(_TRIAL)) for each in frozen]
     asked = {each.number: each for each in known if each}
@@ -238,7 +239,7 @@ def _sweep_of(study: optuna.Study, plan: Sweep) -> Sweep:
     return replace(plan, trials=trials, **study.user_attrs.get(_END, {}))
 
 
-def _damaged(folder: Path) -> ConfigError:
+def _damage_error(folder: Path) -> ConfigError:
     return ConfigError(
         f"{folder / FILE} is damaged: start another sweep; the runs of its trials are kept"
     )
@@ -249,7 +250,7 @@ def _storage(path: Path) -> JournalStorage:
 
 
 def _repair(path: Path) -> None:
-    """Remove what a killed process leaves: its lock of the journal, and a line cut short."""
+    """Remove a killed process's lock of the journal, and its incomplete line."""
     Path(f"{path}.lock").unlink(missing_ok=True)
     if path.is_file():
         with path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""What is known of a sweep and of its trials, and which of them is the best by validation."""
+"""The data of a sweep and its trials, and the choice of the best one by validation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from flotilla.trainer.runtime.json_records import is_number
 
 Settings = Mapping[str, str]
 
-#: One of so many trials goes on from each rung.
+#: One of this many trials continues from each rung.
 REDUCTION = 3
-#: Fewer steps than these say nothing about a trial.
+#: The fewest steps that tell trials apart.
 LEAST_STEPS = 10
-# Whatever changes what the loss is, and by which metric trials are compared.
+# Keys that change the loss, or the metric by which trials are compared.
 _OF_LOSS = ("task", "training.class_weights")
 _OF_METRIC = ("task.main_metric", "task.name", "task.outputs", "task.positive")
-# A measure that ends like this is better when it is higher.
+# The endings of metrics that are better when higher.
 _HIGHER = (*SHARES, "ndcg", "mrr", "r2", "iou")
 _LOWER = ("loss", "error", "mae", "mse", "rmse")
 WAITING, RUNNING, DONE, FAILED, INTERRUPTED = "waiting", "running", "done", "failed", "interrupted"
@@ -36,9 +36,9 @@ WAITING, RUNNING, DONE, FAILED, INTERRUPTED = "waiting", "running", "done", "fai
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """The metric of validation by which trials are compared; `higher` or `lower` is better.
+    """The validation metric that compares trials; `higher` or `lower` is better.
 
-    Without a name it is the main one, which the records of the trials say.
+    An empty name means the main metric, which the records of the trials name.
     """
 
     metric: str = ""
@@ -54,7 +54,7 @@ _NOT_SAID, _LOSS = Objective(), Objective(metric=BY_LOSS.column, better=BY_LOSS.
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a trial has reached on one rung: a metric of validation after so many global steps."""
+    """The result of a trial on a rung: a validation metric at a global step."""
 
     rung: int
     steps: int
@@ -68,12 +68,12 @@ class Trial:
 
     Attributes:
         number: from 1 on.
-        settings: what it has of its own, as texts by key.
+        settings: its values of the searched keys, as texts by key.
         status: `waiting`, `running`, `done`, `failed` or `interrupted`, on its last rung.
-        rung: the last one that it began.
-        results: what it reached on each rung.
-        metrics: of validation and training, the last ones.
-        checkpoint: URI of the one that training handed on, or empty.
+        rung: the last rung that it began.
+        results: its results by rung.
+        metrics: the last metrics of validation and training.
+        checkpoint: the URI of the selected checkpoint, or empty.
     """
 
     number: int
@@ -91,31 +91,33 @@ class Trial:
         """Return the number, the settings and the status."""
         return f"Trial({self.number} {self.status}, {dict(self.settings)})"
 
-    def on(self, rung: int) -> Result | None:
-        """Return what it reached on a rung; None where it did not end there."""
+    def get_result(self, rung: int) -> Result | None:
+        """Return the result on a rung; None if the trial did not end there."""
         return next((each for each in self.results if each.rung == rung), None)
 
     @property
     def last(self) -> Result | None:
-        """What it reached on its last rung; None where it reached nothing."""
+        """The result on the last rung; None without results."""
         return max(self.results, key=lambda each: each.rung, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A sweep so far.
+    """The state of a sweep.
 
     Attributes:
-        config: what all trials share, as JSON keys.
-        source: the file of the configuration as it was given, for the command; or empty.
-        fixed: `section.key=value` texts that were given for all trials, likewise.
-        rungs: global steps of each; a single zero without halving.
-        best: number of the trial that goes through the gate; 0 until it is chosen.
-        verdict: how that ended: `blessed`, `refused`, `failed` and so on; empty before.
+        config: the configuration that all trials share, as JSON keys.
+        source: the file of that configuration, for the command; or empty.
+        fixed: `section.key=value` texts for all trials, for the command.
+        rungs: the global steps of each rung; a single zero without halving.
+        best: the number of the trial that goes through the gate; 0 until it is chosen.
+        verdict: the result of the best trial's run: `blessed`, `refused`, `failed` and so on; empty
+            before.
         test: metrics of the best trial on the test split.
         sampler: `grid` or `random`, whose trials are known beforehand, or `tpe`, with its seed.
-        minutes: after which no trial is begun; 0 for no end. A sweep that is resumed has them anew.
-        space: the distribution of each searched key, as Optuna writes it; none on a cluster.
+        minutes: the time after which no trial is begun; 0 for no limit. It starts again when a
+            sweep is resumed.
+        space: the distribution of each searched key in Optuna's format; empty on a cluster.
     """
 
     sweep_id: str
@@ -137,18 +139,18 @@ class Sweep:
 
     @property
     def base(self) -> Config:
-        """The configuration that all trials share; raises `ConfigError` where it is damaged."""
+        """The configuration that all trials share; raises `ConfigError` if it is damaged."""
         return parse_config(self.config)
 
     @property
     def compared_by(self) -> Objective:
-        """The metric that was chosen, or that of the trials so far; raises `ConfigError`."""
+        """The chosen metric, or that of the trials so far; raises `ConfigError`."""
         return find_objective(self.trials, self.objective)
 
     def share(self, running: Mapping[int, float]) -> float:
-        """Return which share of all training is done; `running` has that of trials on their rung.
+        """Return the share of all training that is done; `running` has that of running trials.
 
-        Of each rung one of `REDUCTION` trials goes on to the next.
+        One of `REDUCTION` trials of each rung continues on the next.
         """
         steps = [each - before for each, before in zip(self.rungs, (0, *self.rungs), strict=False)]
         sizes = steps if any(steps) else [1]
@@ -165,22 +167,22 @@ class Sweep:
 
     @property
     def chosen(self) -> Trial | None:
-        """The best trial, once it was chosen."""
+        """The best trial, once it is chosen."""
         return next((each for each in self.trials if each.number == self.best), None)
 
-    def config_on(self, trial: Trial, rung: int, base: Config) -> Config:
-        """Return the configuration of a trial on a rung, laid over `base`; raises `ConfigError`."""
+    def configure(self, trial: Trial, rung: int, base: Config) -> Config:
+        """Return the configuration of a trial on a rung, based on `base`; raises `ConfigError`."""
         config = make_config(base, trial.settings)
         if not self.rungs[rung]:
             return config
         training = config.training.model_copy(update={"steps": self.rungs[rung]})
         return config.model_copy(update={"training": training})
 
-    def reached(self, trial: Trial, rung: int, main: MainMetric | None) -> Trial:
-        """Return a trial with what its metrics say that it reached on a rung.
+    def add_result(self, trial: Trial, rung: int, main: MainMetric | None) -> Trial:
+        """Return a trial with the result on a rung that its metrics contain.
 
-        `main` is the metric by which its training has selected; None where it does not say so.
-        Raises `ConfigError` where the metric was not measured.
+        `main` is the metric by which its training selected; None if it is not known. Raises
+        `ConfigError` if the metric was not measured.
         """
         by = self.objective
         if not by.metric:
@@ -215,7 +217,8 @@ def list_assignments(settings: Settings) -> list[str]:
 def make_objective(config: Config, keys: Iterable[str], metric: str, better: str) -> Objective:
     """Return the objective of a sweep; raises `ConfigError`.
 
-    `metric` is of validation, empty for the main one; `better` is empty where its name says it.
+    `metric` is a validation metric, empty for the main one; `better` may be empty if the name of
+    the metric implies it.
     """
     training = config.training
     if not config.data.validation and not config.data.source:
@@ -252,7 +255,7 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
 
 
 def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
-    """Return the objective, or that of the trials where it names none; raises `ConfigError`."""
+    """Return the objective, or that of the trials if it names no metric; raises `ConfigError`."""
     results = (result for each in trials for result in each.results if result.by.metric)
     found = dict.fromkeys(each.by for each in results)
     if len(found) > 1:
@@ -264,8 +267,8 @@ def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
 
 
 def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
-    """Return the value of a trial; raises `ConfigError` where it was not measured."""
-    # An evaluator may not have measured the last checkpoint, where that is handed on.
+    """Return the value of a trial; raises `ConfigError` if it was not measured."""
+    # An evaluator may not have measured the last checkpoint, even if that is selected.
     value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
     if is_number(value):
         return float(value)
@@ -280,7 +283,7 @@ def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
 def list_rungs(
     base: Config, every: Sequence[Settings], count: int, *, halving: bool
 ) -> tuple[int, ...]:
-    """Return the global steps of each rung; one of zero where each trial has its own steps."""
+    """Return the global steps of each rung; a single zero if each trial has its own steps."""
     if not halving:
         return (0,)
     if any(key == "training.steps" for settings in every for key in settings):
@@ -314,20 +317,20 @@ def list_rungs(
 
 
 def count_on_rung(rung: int, trials: int) -> int:
-    """Return how many of the trials of a sweep get to a rung, where none fails; at least one."""
+    """Return how many trials of a sweep reach a rung if none fails; at least one."""
     return max(1, trials // int(REDUCTION**rung))
 
 
 def rank_trials(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Trial]:
-    """Return the trials that ended on a rung, the best first, and of equal ones the earlier."""
-    found = [(result.value, each) for each in trials if (result := each.on(rung))]
+    """Return the trials that ended on a rung, best first; of equal ones the earlier first."""
+    found = [(result.value, each) for each in trials if (result := each.get_result(rung))]
     return [each for _, each in sorted(found, key=lambda x: (objective.rank(x[0]), x[1].number))]
 
 
 def find_best(trials: Sequence[Trial], objective: Objective) -> Trial | None:
-    """Return the best trial of the highest rung that one has ended; None where all failed.
+    """Return the best trial of the highest rung with a result; None if all failed.
 
-    Raises `ConfigError` where they were compared by several metrics.
+    Raises `ConfigError` if they were compared by several metrics.
     """
     objective = find_objective(trials, objective)
     ended = [each for each in trials if each.status == DONE and each.last]
@@ -336,7 +339,7 @@ def find_best(trials: Sequence[Trial], objective: Objective) -> Trial | None:
 
 
 def make_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and rows of the trials, the best and the highest rungs first."""
+    """Return header and rows of the table of trials, the best and the highest rungs first."""
     objective = sweep.compared_by
 
     def order(trial: Trial) -> tuple[int, float, int]:
@@ -353,7 +356,7 @@ def make_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
             "best" if each.number == sweep.best else each.status,
         ]
         for each in sorted(sweep.trials, key=order)
-        # Of a sweep by time most are never sampled.
+        # In a sweep with a time limit, most trials are never sampled.
         if each.settings or not sweep.minutes
     ]
     metric = spell_metric(objective.metric)
@@ -366,7 +369,7 @@ def make_table(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 
 
 def to_markdown(sweep: Sweep) -> bytes:
-    """Return the table of the trials as Markdown, with the best one and its command above it."""
+    """Return the table of trials as Markdown, preceded by the best trial and its command."""
     count, best = len(sweep.trials), sweep.chosen
     lines = [f"Trial {best.number} is the best of {count}." if best else f"{count} trials."]
     if best:

@@ -1,1 +1,1 @@
-"""What a task reports while it trains: metrics for Prometheus, summaries for TensorBoard."""
+"""What a task reports while it trains: Prometheus metrics and TensorBoard summaries."""

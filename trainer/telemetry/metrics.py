@@ -1,7 +1,7 @@
 """The metrics of a run, from its state in the leading task.
 
 Names, units and types are Prometheus's conventions (https://prometheus.io/docs/practices/naming). A
-scrape is on a thread of its own, and no step waits for it. What has no value yet is not served.
+separate thread serves scrapes, and no step waits for it. A metric without a value is not served.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _GAUGES = {
 
 
 class RunMetrics(Collector):
-    """The metrics of one attempt; `registry` is what is served."""
+    """The metrics of one attempt, which `registry` serves."""
 
     def __init__(self, config: Config, run_id: str) -> None:
         """Begin without values."""
@@ -89,26 +89,26 @@ class RunMetrics(Collector):
         self.registry.register(self)
 
     def take(self, event: Event) -> None:
-        """Take an event of the run."""
+        """Process an event of the run."""
         self._state.take(event)
         if isinstance(event, Saved):
             self._pause += event.seconds
         elif isinstance(event, CheckpointPublished):
-            self.checkpoint_at(event.global_step, event.time)
+            self.set_checkpoint(event.global_step, event.time)
 
-    def checkpoint_at(self, step: int, published: float) -> None:
+    def set_checkpoint(self, step: int, published: float) -> None:
         """Set the newest checkpoint, and when it was published in seconds since 1970."""
         self._checkpoint = max(self._checkpoint or (0.0, 0), (published, step))
 
     def tasks(self, alive: Counts, expected: Counts, restarts: Counts) -> None:
-        """Set how many tasks of each role there are, and how often one has begun again."""
+        """Set the number of living and expected tasks of each role, and their restarts."""
         self._alive, self._expected = dict(alive), dict(expected)
         self._restarts = {
             role: max(self._restarts.get(role, 0), restarts.get(role, 0)) for role in expected
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is known now; called at each scrape."""
+        """Yield the current metrics; called at each scrape."""
         run = GaugeMetricFamily("flotilla_run_info", "The run; 1", labels=list(self._about))
         run.add_metric(list(self._about.values()), 1)
         yield run
@@ -130,10 +130,10 @@ class RunMetrics(Collector):
         for role, count in self._restarts.items():
             by_role.add_metric([role], count)
         yield by_role
-        for name, value in {**self._of_training(), **self._of_checkpoints()}.items():
+        for name, value in {**self._collect_training(), **self._collect_checkpoint()}.items():
             if is_number(value):
                 yield GaugeMetricFamily(f"flotilla_{name}", _GAUGES[name], value)
-        for name, label, values in self._of_parts():
+        for name, label, values in self._collect_labelled():
             family = GaugeMetricFamily(f"flotilla_{name}", _GAUGES[name], labels=[label])
             for key, value in values.items():
                 if is_number(value):
@@ -141,11 +141,11 @@ class RunMetrics(Collector):
             if family.samples:
                 yield family
 
-    def _of_training(self) -> dict[str, Any]:
+    def _collect_training(self) -> dict[str, Any]:
         state = self._state
         values: dict[str, float] = {"global_step_target": self._target}
         if state.moved:
-            # From the beginning of an attempt on no progress is a standstill.
+            # At the beginning of an attempt, a lack of progress is a stall.
             values |= {"global_step": state.global_step, "progress_timestamp_seconds": state.moved}
         if progress := state.newest(Progress):
             workers = progress.metrics.get("workers") or {}
@@ -163,7 +163,7 @@ class RunMetrics(Collector):
             values["validation_global_step"] = validation.global_step
         return values
 
-    def _of_checkpoints(self) -> dict[str, Any]:
+    def _collect_checkpoint(self) -> dict[str, Any]:
         if not self._checkpoint:
             return {}
         published, step = self._checkpoint
@@ -173,8 +173,8 @@ class RunMetrics(Collector):
             "checkpoint_age_seconds": max(0.0, time.time() - published),
         }
 
-    def _of_parts(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-        """Yield what has a value for each of some names: the metric, its label, the values."""
+    def _collect_labelled(self) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+        """Yield a metric, its label, and its values by that label."""
         if progress := self._state.newest(Progress):
             yield "strategy_metric", "metric", progress.metrics
         if validation := self._state.newest(Validation):
@@ -190,7 +190,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
-    """Serve the metrics of a run in this block, where `cluster.metrics_port` is set."""
+    """Serve the metrics of a run in this block, if `cluster.metrics_port` is set."""
     port = job.config.cluster.metrics_port
     if not port:
         yield
@@ -212,9 +212,9 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
 
 
 def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
-    """Serve a registry on threads; None, with a warning, where it cannot be. Port 0: any."""
+    """Serve a registry on threads; None, with a warning, if that fails. Port 0: any."""
     host = os.environ.get(METRICS_HOST, "") or LOOPBACK
-    # One socket for the addresses of both families, where the system has both.
+    # One socket serves IPv4 and IPv6 if the system has both.
     tried = ("::", "0.0.0.0") if host == EVERY_HOST else (host,)
     try:
         with suppress(OSError) if len(tried) > 1 else nullcontext():
@@ -228,7 +228,7 @@ def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
 
 
 def _read_newest(job: Job, metrics: RunMetrics) -> None:
-    """Set the checkpoint that a resumed run begins with; of a new run there is none."""
+    """Set the checkpoint that a resumed run begins with; a new run has none."""
     try:
         found = [
             (int(manifest.fields["global_step"]), manifest.created_at)
@@ -236,7 +236,7 @@ def _read_newest(job: Job, metrics: RunMetrics) -> None:
         ]
         if found:
             step, created = max(found)
-            metrics.checkpoint_at(step, created.timestamp())
+            metrics.set_checkpoint(step, created.timestamp())
     except (UserError, KeyError, ValueError, TypeError) as error:
-        # The next one that is published is known in any case.
+        # The next published checkpoint sets it in any case.
         log.warning("the age of the newest checkpoint is not known: %s", error)

@@ -1,7 +1,7 @@
-"""The profile of a few global steps, as `training.profile` asks for it.
+"""The profile of a few global steps, as `training.profile` sets them.
 
-This process is traced from the first to the last of them; the servers of TensorFlow are asked for a
-trace of the time that they should take. Nothing that a profiler raises ends training.
+This process is traced from the first to the last of them; TensorFlow's servers are asked for a
+trace of the expected duration. Errors of the profiler do not end training.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.strategies.strategy import Strategy
 from flotilla.trainer.telemetry.scalars import TRAIN
 
-# Of one trace of the other tasks, in milliseconds; what they are asked for is kept in memory.
+# The bounds of a trace of the other tasks, in milliseconds; they keep it in memory.
 SHORTEST, LONGEST = 100, 10_000
-# As many other tasks are traced: each gives a file of megabytes.
+# The most other tasks that are traced: each writes a file of megabytes.
 MOST_TASKS = 8
 # How long training waits for the files of the other tasks after the last step.
 FILES_SECONDS = 30.0
@@ -33,13 +33,13 @@ class Profiler:
     def __init__(self, steps: tuple[int, ...], folder: Path | None, servers: list[str]) -> None:
         """Trace `steps` (none, or first and last) into `folder`; `servers` are `grpc://` URLs."""
         self._first, self._last = steps or (0, 0)
-        # As Keras's: beside the curves of training.
+        # As Keras does: next to the curves of training.
         self._folder = folder / TRAIN if folder and steps else None
         self._servers = servers
         self._is_tracing = False
         self._others: threading.Thread | None = None
 
-    def at(self, step: int, steps_per_second: float = 0.0) -> None:
+    def update(self, step: int, steps_per_second: float = 0.0) -> None:
         """Begin or end the trace between updates; the next one is `step + 1`."""
         if not self._folder:
             return
@@ -49,16 +49,16 @@ class Profiler:
             self._begin(self._folder, step, steps_per_second)
 
     def end(self) -> None:
-        """End the trace that goes on, if there is one, and write its files."""
+        """End the trace, if one is running, and write its files."""
         if not self._is_tracing:
             return
         self._is_tracing = False
-        self._tried("written", tf.profiler.experimental.stop)
+        self._try("written", tf.profiler.experimental.stop)
         if self._others:
             self._others.join(FILES_SECONDS)
 
     def _begin(self, folder: Path, step: int, steps_per_second: float) -> None:
-        self._is_tracing = self._tried("begun", lambda: tf.profiler.experimental.start(str(folder)))
+        self._is_tracing = self._try("begun", lambda: tf.profiler.experimental.start(str(folder)))
         if not self._is_tracing:
             self._folder = None
         elif self._servers:
@@ -70,14 +70,14 @@ class Profiler:
             self._others.start()
 
     def _trace_others(self, folder: Path, milliseconds: int) -> None:
-        self._tried(
+        self._try(
             "taken of the other tasks",
             lambda: tf.profiler.experimental.client.trace(
                 ",".join(self._servers), str(folder), milliseconds, num_tracing_attempts=1
             ),
         )
 
-    def _tried(self, what: str, act: Callable[[], object]) -> bool:
+    def _try(self, what: str, act: Callable[[], object]) -> bool:
         try:
             act()
         except (tf.errors.OpError, RuntimeError, OSError) as error:
@@ -87,7 +87,7 @@ class Profiler:
 
 
 def make_profiler(training: TrainingConfig, strategy: Strategy, folder: Path | None) -> Profiler:
-    """Return the profiler of the task that publishes; that of another one traces nothing."""
+    """Return the profiler of the task that publishes; for other tasks it does nothing."""
     steps = training.profile if strategy.publishes else ()
     return Profiler(steps, folder, list_servers(strategy.cluster, strategy.task))
 

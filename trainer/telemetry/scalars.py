@@ -1,11 +1,11 @@
-"""The files of TensorBoard, as those of Keras's own callback: a run has `train` and `validation`.
+"""TensorBoard files in the layout of Keras's callback: `train` and `validation`.
 
     logs/RUN-ID/train/events.out.tfevents...        loss, learning_rate, steps_per_second, ...
     logs/RUN-ID/validation/events.out.tfevents...   loss and the metrics, by the same names
     logs/RUN-ID/events.out.tfevents...              the configuration, for the page HParams
 
-Curves of one name are in one chart. The folders of several runs can be copied into one, as each has
-a name of its own.
+Curves of the same name share a chart. The folders of several runs can be copied into one, because
+their names differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flotilla.trainer.config.schema import Config
 
 TRAIN, VALIDATION = "train", "validation"
 _PREFIX = f"{VALIDATION}_"
-# Of where a run is, and not of what is learned.
+# Keys that say where a run is and do not affect training.
 _LEFT_OUT = ("cluster.kubernetes", "storage.root")
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class TensorBoardLog:
     """Writes one run for TensorBoard; without a folder it writes nothing."""
 
     def __init__(self, logs: Path | None, run_id: str) -> None:
-        """Write below `logs`, into a folder of the run; no file is made before there is a row."""
+        """Write into the folder of the run below `logs`; files are created with the first row."""
         self.folder = logs / run_id if logs else None
         self._run_id = run_id
         self._is_broken = False
@@ -54,7 +54,7 @@ class TensorBoardLog:
         self.add_validation(step, of_validation)
 
     def add_validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write what a validation at a global step has measured."""
+        """Write the metrics of a validation at a global step."""
         self._write(VALIDATION, step, metrics)
 
     def add_configuration(self, config: Config) -> None:
@@ -80,7 +80,7 @@ class TensorBoardLog:
 
     @contextmanager
     def _unless_unwritable(self) -> Iterator[None]:
-        """Stop writing where the disk is full, or the like: that is no reason to end a run."""
+        """Stop writing on a full disk or a similar error, which must not end a run."""
         try:
             yield
         except tf.errors.OpError as error:
@@ -108,7 +108,7 @@ def _leaves(section: Section, path: str) -> Iterator[tuple[str, bool | int | flo
 
 
 def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a row; one in a mapping is named `outer/inner`."""
+    """Yield the numbers of a row; a number in a mapping is named `outer/inner`."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{name}/")

@@ -1,7 +1,7 @@
-"""How many tasks of the cluster are alive, and how often one has begun again.
+"""The number of living tasks of the cluster, and of their restarts.
 
-The leading task asks each other one on its port, every two seconds: a task that has died takes that
-long to load TensorFlow. For itself, and for the forked tasks of a local run, files in the folders
+The leading task probes each other task on its port every two seconds: a task that has died takes
+longer to load TensorFlow. For itself, and for the forked tasks of a local run, files in the folders
 of the tasks count the starts.
 """
 
@@ -21,16 +21,17 @@ from flotilla.trainer.cluster.process import STARTS
 from flotilla.trainer.config.topology import Cluster, Task
 
 FILE = "restarts.json"
-# The pause between two rounds; of many tasks it is longer, so that this many are asked a second.
+# The pause between two rounds; it grows with the number of tasks, so that at most this many are
+# probed a second.
 PAUSE_SECONDS, TASKS_PER_SECOND = 2.0, 32
-# At the end of an attempt, to see what has ended it.
+# The timeout at the end of an attempt, to see which task ended it.
 LAST_SECONDS = 1.0
 Counts = Mapping[str, int]
 log = logging.getLogger(__name__)
 
 
 class TaskWatch:
-    """Counts the tasks that answer, and those that have begun again, by role."""
+    """Counts by role the tasks that answer, and those that have restarted."""
 
     def __init__(
         self,
@@ -39,9 +40,9 @@ class TaskWatch:
         folder: Path,
         report: Callable[[Counts, Counts, Counts], None],
     ) -> None:
-        """Watch from the task `this`; `report` gets the living, all, and the restarts."""
+        """Watch from the task `this`; `report` gets the living, the expected, and the restarts."""
         self._cluster, self._this, self._report = cluster, this, report
-        # This process changes into its folder.
+        # This process changes its working directory to the folder.
         self._file = folder.absolute() / FILE
         self._tasks = [
             Task(role=role, index=index)
@@ -50,18 +51,18 @@ class TaskWatch:
         ]
         self._expected = Counter(task.role for task in self._tasks)
         self._restarts: Counter[str] = Counter()
-        # By the launcher, where that says so.
+        # The launcher's counts of restarts, if it has them.
         self._started_again: Counter[str] | None = None
-        # Those that have answered before, and of them those that did not the last time.
+        # Tasks that have answered before, and those of them that did not answer last time.
         self._seen, self._lost = set[str](), set[str]()
         self._over = threading.Event()
         self._once = threading.Lock()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch in this block, and look once more where an error ends it."""
+        """Watch in this block, and once more if an error ends it."""
         self._begin_again()
-        self._report({self._this.role: 1}, self._expected, self._counted())
+        self._report({self._this.role: 1}, self._expected, self._count_restarts())
         threading.Thread(target=self._watch, name="metrics-tasks", daemon=True).start()
         try:
             yield
@@ -74,7 +75,7 @@ class TaskWatch:
             self._over.set()
 
     def look(self, timeout: float | None = None) -> None:
-        """Ask all tasks once, and report."""
+        """Probe all tasks once, and report."""
         with self._once:
             self.note(
                 probe_peers(self._cluster, self._this, timeout)
@@ -83,7 +84,7 @@ class TaskWatch:
             )
 
     def note(self, peers: Peers) -> None:
-        """Count what one round has found."""
+        """Count the result of one round."""
         absent = {str(task) for task in (*peers.silent, *peers.gone)}
         alive = [task for task in self._tasks if str(task) not in absent]
         before = (set(self._seen), set(self._lost))
@@ -95,15 +96,15 @@ class TaskWatch:
         self._lost = self._seen - here
         if (self._seen, self._lost) != before:
             self._keep()
-        self._report(Counter(task.role for task in alive), self._expected, self._counted())
+        self._report(Counter(task.role for task in alive), self._expected, self._count_restarts())
 
-    def _counted(self) -> Counter[str]:
-        """Return how often tasks have begun again; it becomes no less while a count is written."""
-        self._started_again = self._of_launcher() or self._started_again
+    def _count_restarts(self) -> Counter[str]:
+        """Return the number of restarts of tasks; it never decreases while a count is written."""
+        self._started_again = self._read_launcher() or self._started_again
         return self._started_again or self._restarts
 
-    def _of_launcher(self) -> Counter[str] | None:
-        """Return how often the launcher has started tasks again; None where it does not say so."""
+    def _read_launcher(self) -> Counter[str] | None:
+        """Return the launcher's counts of starts of tasks; None if it has none."""
         found = Counter[str]()
         try:
             for task in self._tasks:
@@ -124,7 +125,7 @@ class TaskWatch:
             self._over.wait(pause)
 
     def _begin_again(self) -> None:
-        """Take over the counts of this task's earlier attempts under the same launcher."""
+        """Take over the counts of earlier attempts of this task under the same launcher."""
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             kept = json.loads(self._file.read_text(encoding="utf-8"))
             if kept["launcher"] == _launcher():
@@ -140,17 +141,17 @@ class TaskWatch:
             "seen": sorted(self._seen),
             "lost": sorted(self._lost),
         }
-        # On a full disk the counts begin again with the next attempt.
+        # On a full disk the next attempt begins its counts at zero.
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(json.dumps(kept), encoding="utf-8")
 
 
 def _launcher() -> str:
-    """Return what differs for another launcher: its process, and when that was started."""
+    """Return the identity of the launcher: its process id and its start time."""
     parent = os.getppid()
     with suppress(OSError, IndexError):
-        # proc(5): the name of the program, in brackets, may have spaces in it.
+        # proc(5): the name of the program, in brackets, may contain spaces.
         fields = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return f"{parent} {fields[19]}"
     return str(parent)

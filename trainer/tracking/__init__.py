@@ -1,1 +1,1 @@
-"""Trackers outside of Flotilla: MLflow, and Kubeflow's Model Registry; none can end a run."""
+"""External trackers: MLflow and Kubeflow's Model Registry; their errors never end a run."""

@@ -1,4 +1,4 @@
-"""Where the trackers are: the variables of MLflow, and the address of Kubeflow's Model Registry."""
+"""The addresses of trackers: MLflow's variables, and the address of Kubeflow's Model Registry."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from flotilla.trainer.runtime.masking import find_credentials
 
 URI, RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 EXPERIMENT, EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"
-# What the pods of a training job get as values. KFP sets all but the name of the experiment.
+# Variables that the pods of a training job get as values. KFP sets all except the experiment's
+# name.
 PLAIN = (URI, RUN, EXPERIMENT, EXPERIMENT_NAME, "MLFLOW_WORKSPACE", "MLFLOW_TRACKING_AUTH")
-# The secret that KFP's plugin for MLflow reads its credentials from, and the keys that its own
-# installation gives it. A key of another name is set by `cluster.kubernetes.pod.secret_env`.
+# The secret from which KFP's plugin for MLflow reads its credentials, and its default keys.
+# `cluster.kubernetes.pod.secret_env` sets other keys.
 KFP_SECRET = "kfp-mlflow-credentials"
 SECRET_KEYS = {
     "MLFLOW_TRACKING_TOKEN": "token",
     "MLFLOW_TRACKING_USERNAME": "username",
     "MLFLOW_TRACKING_PASSWORD": "password",
 }
-#: What a manifest may have of a tracker.
+#: All variables of a tracker that a manifest may have.
 VARIABLES = frozenset((*PLAIN, *SECRET_KEYS))
-# The address of the Model Registry where `registry.hub` is empty.
+# The address of the Model Registry if `registry.hub` is empty.
 HUB = "FLOTILLA_MODEL_REGISTRY"
 log = logging.getLogger(__name__)
 
 
 def is_tracked() -> bool:
-    """Return whether the environment names a tracker."""
+    """Say whether the environment names a tracker."""
     return bool(os.environ.get(URI))
 
 
 def is_given_run() -> bool:
-    """Return whether the environment names a run of MLflow, as KFP does for each step."""
+    """Say whether the environment names an MLflow run, as KFP does for each step."""
     return bool(os.environ.get(RUN))
 
 
 def writes_itself() -> bool:
-    """Return whether this process writes to the tracker, and no command line follows it."""
+    """Say whether this process writes to the tracker because no command line follows it."""
     return is_tracked() and not os.environ.get(events.VARIABLE)
 
 

@@ -1,6 +1,6 @@
-"""Kubeflow's Model Registry (Hub): a second address of a promotion, by its REST API v1alpha3.
+"""Kubeflow's Model Registry (Hub), which receives promotions by its REST API v1alpha3.
 
-What is there already is left as it is, so that a retry adds nothing.
+Existing entries are not changed, so a retry adds nothing.
 https://github.com/kubeflow/hub/blob/main/api/openapi/model-registry.yaml
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import requests
 
 PATH = "/api/model_registry/v1alpha3"
-# As the registry's own Python client has it: the variable names a file, and a pod has the other.
+# As in the registry's own Python client: the variable names a file, and a pod has the other file.
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 _POD_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 # Seconds to connect, and for each answer.
@@ -31,7 +31,7 @@ _PAGE = 100
 
 @dataclass(frozen=True, kw_only=True)
 class PromotedModel:
-    """One version in Flotilla's registry; `properties` are numbers and texts of its lineage."""
+    """A version in Flotilla's registry; `properties` are numbers and texts of its lineage."""
 
     name: str
     version: int
@@ -45,7 +45,7 @@ class Hub:
     """A client of one registry."""
 
     def __init__(self, address: str) -> None:
-        """Take the address, such as `http://model-registry-service.kubeflow:8080`."""
+        """Store the address, such as `http://model-registry-service.kubeflow:8080`."""
         self._home = f"{address.rstrip('/')}{PATH}"
         import requests
 
@@ -59,14 +59,14 @@ class Hub:
             self._session.headers["Authorization"] = f"Bearer {token}"
 
     def check(self) -> str:
-        """Return in words that the registry answers; raises `UserError` where it does not."""
+        """Return a line that says that the registry answers; raises `UserError` if it does not."""
         self._ask("GET", "registered_models", query={"pageSize": "1"})
         return f"the model registry answers at {mask(self._home)}"
 
     def announce(self, model: PromotedModel) -> str:
-        """Have the registry know a promoted version; return its id there; raises `UserError`."""
+        """Register a promoted version; return its id in the registry; raises `UserError`."""
         owner = {"name": model.name, "state": "LIVE", "owner": "flotilla"}
-        parent = self._ensured("registered_models", owner)["id"]
+        parent = self._ensure("registered_models", owner)["id"]
         wanted = {
             "name": str(model.version),
             "registeredModelId": parent,
@@ -75,7 +75,7 @@ class Hub:
             "customProperties": _properties(model.properties),
         }
         listed = f"registered_models/{parent}/versions"
-        version = str(self._ensured("model_versions", wanted, listed)["id"])
+        version = str(self._ensure("model_versions", wanted, listed)["id"])
         artifact = {
             "artifactType": "model-artifact",
             "name": f"{model.name}-{model.version}",
@@ -86,7 +86,7 @@ class Hub:
             "modelSourceId": model.run_id,
             "state": "LIVE",
         }
-        found = self._ensured(f"model_versions/{version}/artifacts", artifact)
+        found = self._ensure(f"model_versions/{version}/artifacts", artifact)
         if found.get("uri") != model.uri:
             raise UserError(
                 f"the registry at {mask(self._home)} has another {model.name}, version "
@@ -95,21 +95,21 @@ class Hub:
             )
         return version
 
-    def _ensured(self, kind: str, wanted: Mapping[str, Any], listed: str = "") -> dict[str, Any]:
+    def _ensure(self, kind: str, wanted: Mapping[str, Any], listed: str = "") -> dict[str, Any]:
         listed = listed or kind
-        found = self._found(listed, wanted["name"])
+        found = self._find(listed, wanted["name"])
         found = found or self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)
-        # Another run may have made it meanwhile.
-        found = found or self._found(listed, wanted["name"])
+        # Another run may have created it meanwhile.
+        found = found or self._find(listed, wanted["name"])
         if not found or "id" not in found:
             raise self._strange(f"no id for {wanted['name']}")
         return found
 
-    def _found(self, place: str, name: str) -> dict[str, Any] | None:
-        # To find by name is no way: its server compares by LIKE, and `my_model` is `my-model`.
-        return next((each for each in self._listed(place) if each.get("name") == name), None)
+    def _find(self, place: str, name: str) -> dict[str, Any] | None:
+        # The server's search by name compares by LIKE, which takes `my_model` for `my-model`.
+        return next((each for each in self._list(place) if each.get("name") == name), None)
 
-    def _listed(self, place: str) -> Iterator[dict[str, Any]]:
+    def _list(self, place: str) -> Iterator[dict[str, Any]]:
         query = {"pageSize": str(_PAGE)}
         while True:
             page = self._ask("GET", place, query=query) or {}
@@ -131,7 +131,7 @@ class Hub:
         body: Mapping[str, Any] | None = None,
         unless: HTTPStatus | None = None,
     ) -> dict[str, Any] | None:
-        """Return the answer; None where it is refused with the status `unless`."""
+        """Return the answer; None if the request is refused with the status `unless`."""
         import requests
 
         url = f"{self._home}/{place}"

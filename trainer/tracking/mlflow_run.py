@@ -1,7 +1,7 @@
-"""One run in MLflow: finds or makes it, and writes what is pending.
+"""One run in MLflow: find or create it, and write pending points and tags.
 
-A run is found again by the tag `flotilla.run_id`. MLflow only appends to a curve: the steps that it
-has are asked for before the first point is written, and after each failure.
+A run is found by the tag `flotilla.run_id`. MLflow only appends to a curve, so the existing steps
+are queried before the first point is written, and after each failure.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.tracking import addresses
 
 OWN_ID = "flotilla.run_id"
-# Seconds for one request; a tracker that is away is asked again later.
+# Seconds for one request; an unavailable tracker is retried later.
 REQUEST_SECONDS = 10
-# MLflow's own limits for one request, and for the value of a parameter in all of its versions.
+# MLflow's limits for one request, and the shortest limit of any version for the value of a
+# parameter.
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_TAGS, _LONGEST_PARAMETER = 1000, 100, 100, 500
 _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(REQUEST_SECONDS),
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # A run sends nothing to anyone but the tracker that it was given.
+    # A run sends data only to its configured tracker.
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-# Of all curves, while the tracker is away.
+# The most pending points of all curves, while the tracker is unavailable.
 MOST_WAITING = 20_000
 _Item = TypeVar("_Item")
 
 
 class Point(NamedTuple):
-    """One value of a curve, at milliseconds since 1970; `repeats`: it may be measured again."""
+    """A value of a curve, at milliseconds since 1970; `repeats`: it may be measured again."""
 
     name: str
     value: float
@@ -60,8 +61,8 @@ class Pending:
         """Say whether there is anything to write."""
         return bool(self.points or self.tags or self.status)
 
-    def after(self, earlier: Pending) -> Pending:
-        """Return this together with what was to be written before it."""
+    def merge(self, earlier: Pending) -> Pending:
+        """Return this together with the `earlier` pending values."""
         points = deque([*earlier.points, *self.points], maxlen=MOST_WAITING)
         tags = {**earlier.tags, **self.tags}
         return Pending(points=points, tags=tags, status=self.status or earlier.status)
@@ -78,12 +79,12 @@ def client_of_mlflow() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunName:
-    """What a run is called: its id, and the experiment where the environment names none.
+    """The name of a run: its id, and the experiment if the environment names none.
 
     Attributes:
-        run_id: Flotilla's; empty in a step that knows the run of MLflow alone.
-        parameters: by key; empty where another process writes them.
-        ends: whether this process also ends the run. KFP ends those that it has made.
+        run_id: Flotilla's id; empty in a step that knows only the MLflow run.
+        parameters: by key; empty if another process writes them.
+        ends: whether this process also ends the run. KFP ends the runs that it has created.
     """
 
     run_id: str = ""
@@ -93,7 +94,7 @@ class RunName:
 
 
 def list_parameters(config: Config) -> dict[str, str]:
-    """Return the configuration as parameters, without what is empty and what a cluster needs."""
+    """Return the configuration as parameters, without empty values and cluster settings."""
     tree = config.model_dump(mode="json")
     tree["cluster"].pop("kubernetes", None)
     return dict(_leaves(tree, ""))
@@ -110,47 +111,47 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 class MlflowRun:
-    """Writes into one run; every call may raise whatever the client does."""
+    """Writes into one run; every call may raise the client's errors."""
 
     def __init__(self, name: RunName) -> None:
-        """Connect at the first call."""
+        """Store the name; the first call connects."""
         self._name = name
         self._client: Any = None
         self._id = ""
-        # The steps that each curve has, as far as they were asked for.
+        # The steps that each curve is known to have.
         self._steps: dict[str, set[int]] = {}
 
     @property
     def url(self) -> str:
-        """The address of the tracker, to be read in a message."""
+        """The address of the tracker, for messages."""
         return mask(os.environ.get(addresses.URI, ""))
 
     def open(self) -> None:
-        """Find the run, or make it, and write the parameters that it lacks."""
+        """Find or create the run, and write its missing parameters."""
         if self._id:
             return
         self._client = self._client or client_of_mlflow()
         experiment, run = find_run(self._client, self._name)
-        run = run or self._made(experiment)
+        run = run or self._create(experiment)
         if self._name.ends and run.info.status != "RUNNING":
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._write_parameters(run)
         self._id = run.info.run_id
 
     def write(self, pending: Pending) -> None:
-        """Write all of it."""
+        """Write all pending values."""
         self.open()
         try:
             self._write_points(pending.points)
         except BaseException:
-            # Whether the tracker has them is not known.
+            # It is not known whether the tracker has them.
             self._steps.clear()
             raise
         self._write_tags(self._id, pending.tags)
         if pending.status and self._name.ends:
             self._client.set_terminated(self._id, pending.status)
 
-    def _made(self, experiment: str) -> Any:
+    def _create(self, experiment: str) -> Any:
         tags = {OWN_ID: self._name.run_id, "mlflow.source.name": "flotilla"}
         if parent := os.environ.get(addresses.RUN):
             tags["mlflow.parentRunId"] = parent
@@ -179,7 +180,7 @@ class MlflowRun:
         fresh: list[Point] = []
         seen: dict[str, set[int]] = {}
         for point in points:
-            steps = seen.setdefault(point.name, set(self._known(point.name)))
+            steps = seen.setdefault(point.name, set(self._query_steps(point.name)))
             newest = max(steps, default=-1) if point.repeats else -1
             if point.step > newest and point.step not in steps:
                 steps.add(point.step)
@@ -190,7 +191,7 @@ class MlflowRun:
             for each in some:
                 self._steps[each.name].add(each.step)
 
-    def _known(self, name: str) -> set[int]:
+    def _query_steps(self, name: str) -> set[int]:
         if name not in self._steps:
             history = self._client.get_metric_history(self._id, name)
             self._steps[name] = {each.step for each in history}
@@ -207,9 +208,9 @@ class MlflowRun:
 
 
 def find_run(client: Any, name: RunName) -> tuple[str, Any]:
-    """Return the id of the experiment, and the run of MLflow: None where there is none yet.
+    """Return the id of the experiment, and the MLflow run, or None if there is none yet.
 
-    It is the run that the environment names, unless that is another run's: then it is one below it.
+    It is the run that the environment names, or a child of it if that is another run's.
     """
     if given := os.environ.get(addresses.RUN):
         run = client.get_run(given)
@@ -218,14 +219,14 @@ def find_run(client: Any, name: RunName) -> tuple[str, Any]:
             return experiment, run
     else:
         experiment = find_experiment(client, name.experiment)
-    # The id of a run has no quotes.
+    # The id of a run contains no quotes.
     chosen = f"tags.`{OWN_ID}` = '{name.run_id}'"
     runs = client.search_runs([experiment], chosen, max_results=1, order_by=["start_time ASC"])
     return experiment, client.get_run(runs[0].info.run_id) if runs else None
 
 
 def find_experiment(client: Any, default: str) -> str:
-    """Return the id of the experiment that the environment names, or of the one of this name."""
+    """Return the id of the experiment that the environment names, or of that called `default`."""
     if given := os.environ.get(addresses.EXPERIMENT):
         return given
     name = os.environ.get(addresses.EXPERIMENT_NAME) or default
@@ -236,7 +237,7 @@ def find_experiment(client: Any, default: str) -> str:
         try:
             return str(client.create_experiment(name))
         except MlflowException:
-            # Another run may have made it meanwhile.
+            # Another run may have created it meanwhile.
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -250,7 +251,7 @@ def _parts(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
 
 
 def health() -> str:
-    """Return what answers at `MLFLOW_TRACKING_URI`; raises `UserError`."""
+    """Return a line on the server at `MLFLOW_TRACKING_URI`; raises `UserError`."""
     import requests
 
     if find_spec("mlflow") is None:
@@ -258,7 +259,7 @@ def health() -> str:
     address = os.environ[addresses.URI]
     if not address.startswith(("http://", "https://")):
         return f"MLflow writes to {mask(address)}"
-    # The server of MLflow answers this without a token.
+    # MLflow's server answers this request without a token.
     url = f"{address.rstrip('/')}/health"
     try:
         answer = requests.get(url, timeout=REQUEST_SECONDS / 2, allow_redirects=False)

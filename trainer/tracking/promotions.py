@@ -1,4 +1,4 @@
-"""The second addresses of a promotion: MLflow's registry, and Kubeflow's Model Registry."""
+"""Announcements of a promotion to MLflow's registry and Kubeflow's Model Registry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flotilla.trainer.tracking.hub import Hub, PromotedModel
 from flotilla.trainer.tracking.mlflow_run import RunName, client_of_mlflow, find_run
 from flotilla.trainer.tracking.tracker import MISSING
 
-# For each address; a model of a local run is uploaded in it.
+# The timeout of each address; it includes the upload of a local run's model.
 SECONDS = 120.0
 CHAMPION = "champion"
 _VERSION = "flotilla.version_uri"
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def announce(model: PromotedModel, hub: str, *, seconds: float = SECONDS) -> None:
-    """Announce a promotion wherever there is an address; never raises."""
+    """Announce a promotion to all configured addresses; never raises."""
     wanted: dict[str, Callable[[], object]] = {}
     if addresses.is_tracked():
         wanted["MLflow"] = lambda: register_in_mlflow(model)
@@ -34,7 +34,7 @@ def announce(model: PromotedModel, hub: str, *, seconds: float = SECONDS) -> Non
     answers: dict[str, queue.SimpleQueue[str]] = {}
     for name, call in wanted.items():
         answers[name] = queue.SimpleQueue()
-        # One that is late is left behind.
+        # A late answer is not waited for.
         work = functools.partial(_answer, call, answers[name])
         threading.Thread(target=work, name="promotion", daemon=True).start()
     for name, answer in answers.items():
@@ -53,7 +53,7 @@ def announce(model: PromotedModel, hub: str, *, seconds: float = SECONDS) -> Non
 
 
 def _answer(call: Callable[[], object], answer: queue.SimpleQueue[str]) -> None:
-    """Put why a call failed, or an empty text."""
+    """Put the reason of a failed call, or an empty text."""
     words = ""
     try:
         call()
@@ -65,15 +65,15 @@ def _answer(call: Callable[[], object], answer: queue.SimpleQueue[str]) -> None:
 
 
 def register_in_mlflow(model: PromotedModel) -> str:
-    """Register a version in MLflow, linked to its run, as its `champion`; return its number there.
+    """Register a version in MLflow, linked to its run, as its `champion`; return its number.
 
-    A model in a folder of this machine is uploaded to the run: the server of MLflow takes no path.
+    A model in a local folder is uploaded to the run, because MLflow's server takes no path.
     """
     client = client_of_mlflow()
     _ensure_model(client, model.name)
     known = client.search_model_versions(f"name = '{model.name}'")
     version = next((each for each in known if each.tags.get(_VERSION) == model.uri), None)
-    version = version or _made(client, model)
+    version = version or _create(client, model)
     if model.is_champion:
         client.set_registered_model_alias(model.name, CHAMPION, version.version)
     return str(version.version)
@@ -82,7 +82,7 @@ def register_in_mlflow(model: PromotedModel) -> str:
 def _ensure_model(client: Any, name: str) -> None:
     from mlflow.exceptions import MlflowException
 
-    # Any other failure is of the server: it is not asked again.
+    # Any other failure is the server's, which is not asked again.
     try:
         client.get_registered_model(name)
     except MlflowException as error:
@@ -91,12 +91,12 @@ def _ensure_model(client: Any, name: str) -> None:
         try:
             client.create_registered_model(name)
         except MlflowException as late:
-            # Another run may have made it meanwhile.
+            # Another run may have created it meanwhile.
             if late.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
 
 
-def _made(client: Any, model: PromotedModel) -> Any:
+def _create(client: Any, model: PromotedModel) -> Any:
     name = RunName(run_id=model.run_id, experiment=model.name, parameters={})
     _, run = find_run(client, name)
     source, folder = model.uri.partition("?")[0], storage.local_path(model.uri)

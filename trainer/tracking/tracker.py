@@ -1,8 +1,8 @@
-"""Follows the events of a run and writes them to MLflow, from a thread of its own.
+"""Write the events of a run to MLflow, from a separate thread.
 
-Nothing here can end a run or make it wait. While the tracker is away the notes wait, within a
-limit; at the end the last of them are waited for, for seconds. MLflow's own queue drops what a
-server that is away did not take, and keeps the process from ending.
+Errors here never end a run, and do not delay it. While the tracker is unavailable, a limited number
+of values wait; the end of a run waits for them for some seconds. MLflow's own queue drops the
+values that an unavailable server did not take, and keeps the process from ending.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ MISSING = (
     "MLFLOW_TRACKING_URI is set, and the package for it is not installed: nothing is tracked; "
     "install the extra mlflow: pip install 'kfp-flotilla[mlflow]'"
 )
-# As many points of a curve as a history has rows.
+# The most points of a curve, as many as the rows of a history.
 MOST_POINTS = 2000
 _LONGEST_TAG = 4000
 _TEST = "evaluation"
-# Of these events the curves are made.
+# The events with points of curves.
 _CURVES = (AttemptBegin, Progress, Validation)
-# MLflow's word for how a run ended; a refused one is finished.
+# MLflow's words for how a run ended; a refused run is finished.
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED"}
 log = logging.getLogger(__name__)
 
 
 class Reader:
-    """Turns the events of a run into what is to be written."""
+    """Converts the events of a run to pending points and tags."""
 
     def __init__(self) -> None:
-        """Begin before the first event."""
+        """Create a reader that has seen no event."""
         self._state = RunState()
         # The global step of the last point of training.
         self._last = 0
 
     def read(self, event: Event) -> Pending:
-        """Return what one event adds."""
+        """Return the points and tags of an event."""
         pending = Pending()
         self._state.take(event)
         if isinstance(event, AttemptBegin):
-            # The tracker passes over what a repeated stretch has again.
+            # The tracker ignores the repeated points of a stretch.
             self._last = min(self._last, event.global_step)
             pending.tags["flotilla.attempt_from"] = str(event.global_step)
         elif isinstance(event, Progress):
@@ -120,8 +120,8 @@ def _add(pending: Pending, prefix: str, values: Mapping[str, Any], step: int, ti
             pending.points.append(point)
 
 
-def ended(status: str, message: str = "", verdict: str = "") -> Pending:
-    """Return the end of a run: MLflow's `status`, why, and the verdict of the gate."""
+def describe_end(status: str, message: str = "", verdict: str = "") -> Pending:
+    """Return the end of a run: MLflow's `status`, the reason, and the verdict of the gate."""
     tags = {"flotilla.verdict": verdict, "flotilla.message": _tag(message)}
     return Pending(tags={key: value for key, value in tags.items() if value}, status=status)
 
@@ -138,10 +138,10 @@ def _tag(text: str) -> str:
 
 
 class Tracker:
-    """Writes what it hears. Its thread begins with the first event that says something."""
+    """Writes the events that it receives. Its thread starts with the first relevant event."""
 
     def __init__(self, target: MlflowRun, *, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
-        """Wait for `first_pause` seconds after a first failure, and longer after each next one."""
+        """Wait `first_pause` seconds after a first failure, and longer after each further one."""
         self._target = target
         self._reader = Reader()
         self._pending = Pending()
@@ -151,7 +151,7 @@ class Tracker:
         self._is_closing = self._is_over = self._is_warned = False
 
     def hear(self, event: Event) -> None:
-        """Take a note of an event; never waits for the tracker, and never raises."""
+        """Add an event; never waits for the tracker, and never raises."""
         try:
             with self._changed:
                 self._note(self._reader.read(event))
@@ -159,7 +159,7 @@ class Tracker:
             self._warn(error)
 
     def close(self, end: Pending | None = None, seconds: float | None = None) -> bool:
-        """Write `end` and what waits, for so many seconds; return whether all is written."""
+        """Write `end` and the pending values within `seconds`; return whether all is written."""
         seconds = CLOSE_SECONDS if seconds is None else seconds
         with self._changed:
             self._is_closing = True
@@ -179,7 +179,7 @@ class Tracker:
     def _note(self, more: Pending) -> None:
         if not more or self._is_over:
             return
-        self._pending = more.after(self._pending)
+        self._pending = more.merge(self._pending)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
             self._thread.start()
@@ -203,10 +203,10 @@ class Tracker:
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _again(self, batch: Pending, error: Exception, pause: float, *, is_last: bool) -> bool:
-        """Put back what was not written, and wait; return whether to try again."""
+        """Put back unwritten values, and wait; return whether to try again."""
         self._warn(error)
         with self._changed:
-            self._pending = self._pending.after(batch)
+            self._pending = self._pending.merge(batch)
             self._is_over = self._is_over or isinstance(error, ImportError)
             if self._is_over or is_last:
                 return False
@@ -222,15 +222,15 @@ class Tracker:
             return
         words = " ".join(mask(f"{type(error).__name__}: {error}").split())[:160]
         log.warning(
-            "MLflow at %s does not take what this run sends (%s); the run continues, and "
-            "sends what is missing when MLflow answers again",
+            "MLflow at %s does not accept the data of this run (%s); the run continues, and "
+            "sends the missing data when MLflow answers again",
             self._target.url,
             words,
         )
 
 
 class LocalRun:
-    """A run on this machine: what it says is passed on to who asked for it, and to the tracker."""
+    """A run on this machine: it passes events to the caller and to the tracker."""
 
     def __init__(
         self,
@@ -239,37 +239,37 @@ class LocalRun:
         history: Path,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
-        """Begin with what the file `history` says of earlier starts: the tracker may lack some."""
+        """Replay the earlier starts in the file `history`, which the tracker may lack."""
         self._on_event = on_event
         self._tracker: Tracker | None = None
         if addresses.is_tracked():
-            self._tracker = Tracker(MlflowRun(_named(config, run_id, ends=True)))
+            self._tracker = Tracker(MlflowRun(_name_run(config, run_id, ends=True)))
             for event in events.read(history, every=_CURVES):
                 if isinstance(event, _CURVES):
                     self._tracker.hear(event)
 
     def hear(self, event: Event) -> None:
-        """Pass one event on."""
+        """Pass an event on."""
         if self._tracker:
             self._tracker.hear(event)
         if self._on_event:
             self._on_event(event)
 
     def end(self, status: str, message: str) -> None:
-        """Write how the run ended, in its own words; takes seconds at most."""
+        """Write the status and message of the run's end; takes a few seconds at most."""
         if self._tracker:
             word = _STATUS.get(status, "FINISHED")
-            self._tracker.close(ended(word, message, status))
+            self._tracker.close(describe_end(word, message, status))
 
 
 @contextmanager
 def following_training(job: Job, *, leads: bool) -> Iterator[None]:
-    """Track what this process says of training, unless the command line follows it."""
+    """Track the events of this process's training, unless the command line follows it."""
     if not addresses.writes_itself():
         yield
         return
     ends = leads and not addresses.is_given_run()
-    tracker = Tracker(MlflowRun(_named(job.config, job.run_id, ends=ends)))
+    tracker = Tracker(MlflowRun(_name_run(job.config, job.run_id, ends=ends)))
     failure: BaseException | None = None
     try:
         with events.listen(tracker.hear):
@@ -279,12 +279,12 @@ def following_training(job: Job, *, leads: bool) -> Iterator[None]:
         raise
     finally:
         goes_on = isinstance(failure, ClusterLostError) or not ends
-        tracker.close(None if goes_on else ended(mlflow_status(failure)))
+        tracker.close(None if goes_on else describe_end(mlflow_status(failure)))
 
 
 @contextmanager
 def following_step() -> Iterator[None]:
-    """Track what a step on a KFP instance says of itself, in the run that KFP has made for it."""
+    """Track the events of a step on a KFP instance, in the MLflow run that KFP created for it."""
     if not (addresses.writes_itself() and addresses.is_given_run()):
         yield
         return
@@ -296,7 +296,7 @@ def following_step() -> Iterator[None]:
         tracker.close()
 
 
-def _named(config: Config, run_id: str, *, ends: bool) -> RunName:
+def _name_run(config: Config, run_id: str, *, ends: bool) -> RunName:
     return RunName(
         run_id=run_id, experiment=config.name, parameters=list_parameters(config), ends=ends
     )

@@ -1,6 +1,6 @@
-"""The task that leads: prepares an attempt of training, and runs it to the end.
+"""The task that leads: it prepares an attempt of training, and runs it to the end.
 
-`lead` is the whole of it. What the outer loop calls back is in `Hooks`
+`lead` does all of it. The callbacks of the outer loop are in `Hooks`
 (`flotilla.trainer.training.loop`).
 """
 
@@ -70,12 +70,12 @@ log = logging.getLogger(__name__)
 def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     """Train from the newest valid checkpoint to the end.
 
-    `lease` is that of the checkpoints, which this task holds where it publishes them.
+    `lease` is the lease of the checkpoints, which this task holds if it publishes them.
 
     Raises:
         UserError: training fails for good; see `flotilla.trainer.training.loop.train`.
         RunInterruptedError: SIGINT or SIGTERM came; a last checkpoint is published.
-        ClusterLostError: a task that the strategy cannot do without is gone; a new attempt helps.
+        ClusterLostError: a task that the strategy needs is gone; a new attempt helps.
     """
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     stop_requested = signals.catch_stop_signals()
@@ -91,7 +91,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     checkpoints = _open_checkpoints(job, task, dataset, lease)
     if servers := cluster.count("ps"):
         training = job.config.training
-        checkpoints.by_parts(
+        checkpoints.enable_parts(
             PartServers(servers, strategy.io_device),
             training.checkpoint_parts_mb * 10**6,
         )
@@ -101,13 +101,13 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
         spec = tasks.set_positive(job.config.task, DatasetSpec.from_manifest(dataset))
         events.emit(events.DataNote(text=tasks.describe_task(job.config.task, spec)))
     if find_topology(job.config.training.strategy).workers:
-        # The strategy makes a server when it connects to the cluster.
+        # The strategy starts a server when it connects to the cluster.
         loopback.close_to_others(cluster.address(task))
     watch.begin()
     fed = feed.reporting() if feed else nullcontext()
     publishes = export_metrics(job, cluster, task) if strategy.publishes else nullcontext()
     with fed, publishes, _lost_cluster(strategy), report_bad_input():
-        with checkpoints.flushed():
+        with checkpoints.flush_at_end():
             train(job.config, strategy, checkpoints, hooks)
         _end(job, strategy, checkpoints, stop_requested)
 
@@ -120,7 +120,7 @@ def _end(
         checkpoints.lease.check()
         completion.record(job, checkpoints.last)
         cluster = job.config.cluster
-        # On this machine the launcher waits, which sees when the evaluator fails for good.
+        # With the local launcher, the launcher waits for the evaluator, and sees it fail for good.
         if cluster.evaluator and cluster.launcher != "local":
             await_validation(checkpoints, stop_requested)
     strategy.leave()
@@ -131,16 +131,16 @@ def _end(
 def await_validation(
     checkpoints: Checkpoints, stop_requested: Callable[[], bool], poll: float = 1.0
 ) -> None:
-    """Wait until the evaluator has measured the last checkpoint: an engine ends it with this task.
+    """Wait until the evaluator has measured the last checkpoint; the engine ends it with this task.
 
-    It has `EVALUATION_SECONDS` for each checkpoint.
+    The evaluator has `EVALUATION_SECONDS` for each checkpoint.
     """
     created = storage.read_manifest(checkpoints.last).created
     measured, since = -1, 0.0
-    # A store sends no event for a new row.
+    # A store does not notify about new rows.
     pause = threading.Event()
     while not stop_requested():
-        rows = checkpoints.measured()
+        rows = checkpoints.read_validations()
         if rows and rows[-1]["created"] == created:
             return
         if len(rows) > measured:
@@ -175,10 +175,10 @@ def make_hooks(  # noqa: PLR0913, PLR0917
     stop_requested: Callable[[], bool],
     streaming: Streaming | None = None,
 ) -> Hooks:
-    """Return what the outer loop calls; see `Hooks`. Without `streaming` all shards are staged."""
+    """Return the hooks of the outer loop. Without `streaming`, all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
     spec = tasks.set_positive(config.task, spec)
-    # A dataset is found again whatever its buckets are.
+    # An existing dataset is reused with any buckets, so they are checked here.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.make_objective(config, spec)
     require_task(objective.task, spec.features)
@@ -212,7 +212,7 @@ def _lost_cluster(strategy: Strategy) -> Iterator[None]:
             raise UserError(line) from error
         if not is_lost(error):
             raise
-        # The line after the stack of the graph; the names of the tasks are on the next one.
+        # The line after the stack trace of the graph; the names of the tasks are on the next one.
         text = user_code.full_message(error).strip().split("\n\n")[-1]
         first, *more = text.splitlines() or [type(error).__name__]
         line = f"{first} {more[0]}" if more and first.endswith(":") else first
@@ -239,7 +239,7 @@ def _problem(
     return Problem(
         build_model=partial(_build_model, config, spec, objective),
         check=lambda model: dry_run.require(config, model, objective),
-        # Known once a model was built.
+        # The optimizer is known only after a model was built.
         build_optimizer=lambda: build_optimizer(training, objective.optimizer),
         loss=objective.loss,
         chance_loss=objective.task.chance_loss(),
@@ -259,23 +259,23 @@ def _stream(spec: DatasetSpec, seed: int) -> Stream:
 def _batches(
     config: Config, spec: DatasetSpec, streaming: Streaming | None, start: int
 ) -> tf.data.Dataset:
-    """Return the batches of the task in whose working folder this graph runs."""
-    taken = _taken(config, start)
-    # Where it is not known what was taken, a resumed attempt shuffles differently.
+    """Return the batches of the task in whose working directory this graph runs."""
+    taken = _count_taken(config, start)
+    # If the count of taken examples is not known, a resumed attempt shuffles differently.
     seed = config.training.seed + (0 if taken else start)
     return training_batches(
         spec,
         streaming or PATTERN,
         batch_size=config.training.batch_size,
         buckets=config.data.buckets,
-        # Two workers on the same examples shuffle differently.
+        # Two workers with the same examples shuffle differently.
         seed=seed + 7919 * worker_number(),
         taken=taken,
     )
 
 
-def _taken(config: Config, start: int) -> int:
-    """Return about how many examples each worker has taken before a global step; 0: not known."""
+def _count_taken(config: Config, start: int) -> int:
+    """Return about how many examples each worker took before a global step; 0 if not known."""
     if not find_topology(config.training.strategy).capabilities.mixes_steps:
         return 0
     return start * examples_of_step(config) // config.cluster.workers
@@ -303,6 +303,6 @@ def _validate(objective: Objective, problem: Problem, strategy: Strategy) -> dic
 
 def _evaluator_sees_no_gain(config: Config, checkpoints: Checkpoints, objective: Objective) -> bool:
     patience = config.training.patience
-    rows = checkpoints.measured() if config.cluster.evaluator and patience else []
+    rows = checkpoints.read_validations() if config.cluster.evaluator and patience else []
     stopping = EarlyStopping(patience=patience, main=MainMetric.of(objective.judged_by))
     return any(stopping.update(row) for row in rows)

@@ -1,10 +1,10 @@
-"""Whether model, task, dataset and configuration fit, before a cluster starts: `trainer fit`.
+"""The dry run: whether model, task, dataset and configuration fit, before a cluster starts.
 
-The dataset is known by its first rows, or by what its builder says of itself. The model is built
-for one example; of a large one most variables get no values. One that is not large is tried: one
-step and one validation of two examples, the first ones or made up, and an export.
-Made-up values are such as nothing should fail on: bytes of any value, numbers from 0 to 1, whole
-numbers 0 and 1, each class in turn, short texts.
+The dataset is described by its first rows, or by its builder. The model is built for one example;
+most variables of a large model get no values. A model that is not large is tried: one step and one
+validation on two examples, the first ones or made-up ones, and an export. Made-up values should not
+make any model fail: arbitrary bytes, numbers from 0 to 1, the whole numbers 0 and 1, each class in
+turn, short texts.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from flotilla.trainer.optimizers import optimizers
 from flotilla.trainer.optimizers.loss_scale import LossScale
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies import placement
-from flotilla.trainer.strategies.gradients import pulled_gradient_of
+from flotilla.trainer.strategies.gradients import build_pulled_gradient
 from flotilla.trainer.strategies.strategy import (
+    build_gradient,
+    build_own_step,
     find_class,
-    gradient_of,
     has_own_step,
-    own_step_of,
     require_updates,
 )
 from flotilla.trainer.tasks import registry as tasks
@@ -62,30 +62,30 @@ from flotilla.trainer.training.task_contract import (
     LENGTH,
     call_user_code,
     is_built_in,
-    naming,
     number_rows,
+    prefix_errors,
     require_task,
 )
 
-# Numbers in the variables of a model that is tried with values: 40 MB of them, and as much again
-# for a gradient.
+# The largest number of values in the variables of a model that is tried: 40 MB, and as much for a
+# gradient.
 MOST_TRIED = 10_000_000
-# Of a model of the user's that is written and read back: of 150 layers that takes five seconds.
+# The most layers of a user's model that is written and read back: 150 layers take five seconds.
 MOST_LAYERS = 50
-# Each replica has the whole model there, which an update of the model's own needs.
+# The strategies that support a custom train_step: each replica has a whole model.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
-# Examples of a step, and of another one where these say nothing.
+# The number of examples of a step, and of a second step if the first one is inconclusive.
 EXAMPLES, MORE_EXAMPLES = 2, 64
-# Of a shard that is fetched for its first examples, in a step that asks for little disk.
+# The largest shard that is fetched for its first examples, as the step requests little disk.
 MOST_BYTES = 1 << 30
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What fits: model, features of one example, task, why that, and the numbers in variables.
+    """A model that fits: features of an example, task and its reason, number of parameters.
 
-    `notes` say what first rows suggest otherwise.
+    `notes` say what the first rows suggest instead.
     """
 
     model: str
@@ -98,11 +98,11 @@ class Fit:
 
 
 def require(config: Config, model: keras.Model, objective: Objective) -> None:
-    """Raise `ConfigError` where what is configured cannot be done with the model."""
+    """Raise `ConfigError` if the configuration does not suit the model."""
     name = config.model.name
     registry.require_trainable(name, model)
     if has_own_step(model):
-        # First, since another strategy or another model is what it asks for.
+        # First, because this error asks for another strategy or another model.
         _require_own_step(config, model)
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)
@@ -110,7 +110,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     if config.training.jit_compile:
         registry.require_compilable(model)
         _require_known_lengths(model)
-    # What is built in can be read back.
+    # Built-in models can always be read back.
     if "keras" in config.export.formats and ":" in name:
         registry.require_readable(name, model)
     if any(form.startswith("tflite") for form in config.export.formats):
@@ -132,7 +132,7 @@ def _require_known_lengths(model: keras.Model) -> None:
 
 
 def _require_memory(config: Config, model: keras.Model) -> None:
-    """Refuse pods that could not hold the variables of the model, and nothing else."""
+    """Refuse pods whose memory is smaller than the model's variables."""
     cluster, topology = config.cluster, find_topology(config.training.strategy)
     role = "ps" if topology.servers else "worker" if topology.workers else "chief"
     limit = cluster.kubernetes.of(role).resources.limits.get("memory", "")
@@ -169,7 +169,7 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
 
 
 def _require_compiler(config: Config, objective: Objective) -> None:
-    """Refuse XLA that only the model asks for, and an optimizer of its own that cannot be used."""
+    """Refuse XLA or an optimizer that only `compile` of the model sets and that is not used."""
     found = objective.compiled
     if found and found.jit_compile and not config.training.jit_compile:
         raise ConfigError(
@@ -188,7 +188,7 @@ def _require_compiler(config: Config, objective: Objective) -> None:
 
 
 def require_metrics(config: Config, objective: Objective) -> None:
-    """Raise `ConfigError` where the gate or the task asks for a metric that is not measured."""
+    """Raise `ConfigError` if the gate or the task needs a metric that is not measured."""
     known, main = objective.directions, config.task.main_metric
     bounds = {"min": config.gate.min, "max": config.gate.max}
     rules = [(f"gate.{bound}.{rule}", rule) for bound, found in bounds.items() for rule in found]
@@ -210,47 +210,46 @@ def require_metrics(config: Config, objective: Objective) -> None:
         )
     if main and not known[main]:
         raise ConfigError(
-            f"task.main_metric: it is not known which value of {main!r} is better; say it by "
+            f"task.main_metric: it is not known which value of {main!r} is better; set "
             f"gate.champion: {{metric: {main}, better: higher}}, or lower"
         )
 
 
 def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> Fit:
-    """Build the model of a configuration for its dataset, and try it where it is not large.
+    """Build the model of a configuration for its dataset; try it unless it is large.
 
-    `uri` is empty before the dataset is prepared; `scratch` is removed. What does not fit a dataset
-    of first rows, which is not `whole`, has to fit nothing else that it may be of. Raises
-    `UserError`.
+    `uri` is empty before the dataset is prepared; `scratch` is removed. If only first rows are
+    known (not `whole`), a misfit counts only if no possible whole dataset fits. Raises `UserError`.
     """
     dataset = find_dataset(config, scratch, uri)
     config = resolve(config, Splits(*map(dataset.examples, Splits._fields)))
     if whole:
-        return _fitted(config, dataset, uri)
+        return _fit_dataset(config, dataset, uri)
     errors = []
     for reading in _readings(config, dataset):
-        # The first of sorted rows may all be alike, or weigh nothing: made-up ones do not.
+        # The first of sorted rows may be all alike or have no weight; made-up ones do not.
         for examples in (uri, ""):
             try:
-                return _fitted(config, reading, examples)
+                return _fit_dataset(config, reading, examples)
             except ConfigError as error:
                 errors.append(error)
                 if not isinstance(error, _NoGradientError):
                     break
-    refused = max(errors, key=_line_reached)
+    refused = max(errors, key=_find_line)
     with suppress(ConfigError):
-        # Its examples have classes.
-        found = _fitted(config, _as_numbers(config, dataset), "")
+        # In this reading of the labels, the first rows show classes.
+        found = _fit_dataset(config, _read_as_numbers(config, dataset), "")
         return replace(found, notes=(f"in the first rows: {refused}",))
     raise refused
 
 
-def _line_reached(error: ConfigError) -> int:
-    """Return the line of `_fitted` that has raised it: the later one, the more fits before."""
+def _find_line(error: ConfigError) -> int:
+    """Return the line of `_fit_dataset` that raised the error; the later, the more fits."""
     below = error.__traceback__ and error.__traceback__.tb_next
     return below.tb_lineno if below else 0
 
 
-def _fitted(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
+def _fit_dataset(config: Config, dataset: DatasetSpec, uri: str) -> Fit:
     config = choice.with_model(config, dataset)
     dataset = tasks.set_positive(config.task, dataset)
     require_slices(config, dataset.features, dataset.targets)
@@ -287,7 +286,7 @@ def _objective(config: Config, dataset: DatasetSpec) -> Objective:
 
 
 def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
-    """Return the dataset of a configuration: as it is published, or as its builder says."""
+    """Return the dataset of a configuration: published, or as its builder describes it."""
     if uri:
         learnt = index.learnt_of_dataset(uri)
         return DatasetSpec.from_manifest(storage.read_manifest(uri), learnt)
@@ -303,19 +302,19 @@ def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 
 
 def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
-    """Yield what a dataset may be of which first rows are known: labels may have more classes."""
-    # What few rows have too little of says nothing.
-    sample = replace(sample, target_moments={}, target_counts=_without_counts(sample))
+    """Yield the possible whole datasets of some first rows: labels may have more classes."""
+    # Moments and counts of a few rows prove nothing.
+    sample = replace(sample, target_moments={}, target_counts=_drop_class_counts(sample))
     for least in (TWO, TWO + 1):
-        yield _with_classes(config, sample, least)
-    if width := _width(config, _with_classes(config, sample, TWO)):
-        yield _with_classes(config, sample, width)
+        yield _add_classes(config, sample, least)
+    if width := _width(config, _add_classes(config, sample, TWO)):
+        yield _add_classes(config, sample, width)
 
 
-def _as_numbers(config: Config, sample: DatasetSpec) -> DatasetSpec:
-    """Return a dataset whose labels are quantities where few whole numbers seem to be classes.
+def _read_as_numbers(config: Config, sample: DatasetSpec) -> DatasetSpec:
+    """Return the dataset with labels as quantities that look like classes in a few rows.
 
-    Further rows may have more of them, or a fraction. Raises `ConfigError` if there is no such one.
+    Further rows may have more values, or fractions. Raises `ConfigError` if there is no such label.
     """
     features, said = dict(sample.features), config.data.types
     for name in sample.targets if config.data.source and not config.data.map else ():
@@ -333,14 +332,14 @@ def _is_number(text: str) -> bool:
     return False
 
 
-def _without_counts(sample: DatasetSpec) -> dict[str, Any]:
-    # Of whole numbers without names they say how many classes there are.
+def _drop_class_counts(sample: DatasetSpec) -> dict[str, Any]:
+    # The counts of whole numbers without names determine the number of classes.
     counts = sample.target_counts
     return {name: each for name, each in counts.items() if not sample.features[name].num_classes}
 
 
-def _with_classes(config: Config, sample: DatasetSpec, least: int) -> DatasetSpec:
-    """Return a dataset whose labels have at least so many classes, and those that are named."""
+def _add_classes(config: Config, sample: DatasetSpec, least: int) -> DatasetSpec:
+    """Return the dataset with the configured classes and at least `least` in its labels."""
     features, counts = dict(sample.features), dict(sample.target_counts)
     for name in sample.targets:
         feature = features[name]
@@ -350,14 +349,14 @@ def _with_classes(config: Config, sample: DatasetSpec, least: int) -> DatasetSpe
             }
         if not feature.labels or feature.dtype == "bool":
             continue
-        labels = [*feature.labels, *_named_classes(config, name, feature.labels, least)]
+        labels = [*feature.labels, *_find_configured(config, name, feature.labels, least)]
         labels += [f"(class {number})" for number in range(len(labels), least)]
         features[name] = replace(feature, labels=tuple(labels), num_classes=len(labels))
     return replace(sample, features=features, target_counts=counts)
 
 
-def _named_classes(config: Config, label: str, known: Sequence[str], least: int) -> Iterator[str]:
-    """Yield classes that the configuration names, and the first rows do not have."""
+def _find_configured(config: Config, label: str, known: Sequence[str], least: int) -> Iterator[str]:
+    """Yield classes that the configuration names and the first rows lack."""
     said = config.task.outputs.get(label, OutputConfig())
     named = [said.positive or config.task.positive] if len(known) < TWO else []
     if least > TWO:
@@ -370,7 +369,7 @@ def _named_classes(config: Config, label: str, known: Sequence[str], least: int)
 
 
 def _width(config: Config, dataset: DatasetSpec) -> int:
-    """Return the size of the last axis of what the model gives; 0 where that is not known."""
+    """Return the size of the last axis of the model's output; 0 if it is not known."""
     found = []
 
     def see(_: keras.Model, outputs: Any) -> None:
@@ -384,24 +383,24 @@ def _width(config: Config, dataset: DatasetSpec) -> int:
 
 @contextmanager
 def _few_values() -> Iterator[None]:
-    """Give the variables that are made within values until these are `MOST_TRIED` numbers."""
+    """Give values to new variables until they have `MOST_TRIED` numbers."""
     initialize, assign = Variable._initialize_with_initializer, Variable._direct_assign
     left = MOST_TRIED
 
-    def initialized(self: Variable, initializer: Any) -> None:
+    def initialize_few(self: Variable, initializer: Any) -> None:
         nonlocal left
         left -= math.prod(self._shape)
         if left >= 0:
             initialize(self, initializer)
         else:
-            # Keras makes a value of it wherever one is read; no graph of shapes alone does.
+            # Keras creates the value when a variable is read, which a symbolic graph does not do.
             self._value, self._initializer = None, initializer
 
-    def assigned(self: Variable, value: Any) -> None:
+    def assign_existing(self: Variable, value: Any) -> None:
         if self._value is not None:
             assign(self, value)
 
-    Variable._initialize_with_initializer, Variable._direct_assign = initialized, assigned
+    Variable._initialize_with_initializer, Variable._direct_assign = initialize_few, assign_existing
     try:
         yield
     finally:
@@ -411,21 +410,21 @@ def _few_values() -> Iterator[None]:
 def _try_out(
     config: Config, dataset: DatasetSpec, model: keras.Model, objective: Objective, uri: str = ""
 ) -> None:
-    """Train, measure and export the model on the first examples, or on made-up ones."""
+    """Train, validate and export the model on the first examples, or on made-up ones."""
     with tempfile.TemporaryDirectory(prefix="flotilla-try-") as name:
         folder = Path(name)
         batches = make_batch(dataset, folder, uri)
-        with naming(f"model {config.model.name}"):
+        with prefix_errors(f"model {config.model.name}"):
             try:
                 _require_step(config.training, model, objective, batches)
             except _NumbersError:
-                # Two may be alike, or weigh nothing.
+                # Two examples may be alike, or have no weight.
                 more = make_batch(dataset, folder, uri, MORE_EXAMPLES)
                 _require_step(config.training, model, objective, more)
         subject = Subject(model=model, task=objective.task, spec=dataset)
         (batch,) = batches
-        calibration = {name: _inputs_of(dataset, batch)[name].numpy() for name in dataset.inputs}
-        # What is built in can be served, and read back.
+        calibration = {name: _get_inputs(dataset, batch)[name].numpy() for name in dataset.inputs}
+        # Built-in models can be served and read back.
         parts = objective.task.parts.values()
         own = ":" in config.model.name or not all(map(is_built_in, parts))
         if own:
@@ -437,19 +436,19 @@ def _try_out(
                 parity.check_form(form, subject, path, calibration)
 
 
-def _inputs_of(spec: DatasetSpec, batch: Any) -> dict[str, tf.Tensor]:
+def _get_inputs(spec: DatasetSpec, batch: Any) -> dict[str, tf.Tensor]:
     return dict(batch[0]) if isinstance(batch[0], Mapping) else {spec.inputs[0]: batch[0]}
 
 
 def describe_feature(feature: FeatureSpec) -> str:
-    """Return type, shape and classes of a feature, as a person reads them."""
+    """Return type, shape and classes of a feature for display."""
     classes = f" of {feature.num_classes} classes" if feature.num_classes else ""
     sizes = ", ".join("any" if size is None else str(size) for size in feature.shape)
     return f"{feature.dtype} [{sizes}]{classes}"
 
 
 def examples(spec: DatasetSpec, count: int = EXAMPLES) -> dict[str, Any]:
-    """Return made-up examples, an array for each feature that a batch is made of."""
+    """Return made-up examples: an array for each feature of a batch."""
     random = np.random.default_rng(0)
     found = {name: _values(spec.features[name], random, count) for name in spec.roles}
     for name in spec.roles:
@@ -473,7 +472,7 @@ def _values(feature: FeatureSpec, random: np.random.Generator, count: int) -> An
 def make_batch(
     spec: DatasetSpec, folder: Path, uri: str = "", count: int = EXAMPLES
 ) -> tf.data.Dataset:
-    """Return one batch: of the first shard of a dataset, or of examples that are made up."""
+    """Return one batch of a dataset's first shard, or of made-up examples."""
     if uri and _first_bytes(spec, uri) <= MOST_BYTES:
         shards = stage_shards(uri, folder, "train", of=len(spec.shards["train"]))
         return evaluation_batches(spec, shards, batch_size=count).take(1)
@@ -493,7 +492,7 @@ def _first_bytes(spec: DatasetSpec, uri: str) -> int:
 def _require_step(
     training: TrainingConfig, model: keras.Model, objective: Objective, batches: tf.data.Dataset
 ) -> None:
-    """Take one step, and measure; the model has values, and keeps them but for an own step."""
+    """Take one step, and validate; the model keeps its values unless it has its own step."""
     (batch,) = batches
     loss, gradients = call_user_code(
         "a step on a few examples", _step, training, model, objective, batch
@@ -523,12 +522,14 @@ def _step(
     optimizer = optimizers.build_optimizer(training, objective.optimizer)
     if has_own_step(model):
         optimizer.build(model.trainable_variables)
-        step = own_step_of(model, optimizer, objective.weighed)
+        step = build_own_step(model, optimizer, objective.weighed)
         return tf.function(step, autograph=False)(batch), []
-    gradient = gradient_of(model, objective.loss)
+    gradient = build_gradient(model, objective.loss)
     if training.mixed_precision == "float16":
         scale = LossScale()
-        gradient = pulled_gradient_of(model, objective.loss, jit=False, scale=scale, in_place=True)
+        gradient = build_pulled_gradient(
+            model, objective.loss, jit=False, scale=scale, in_place=True
+        )
     value, gradients = tf.function(gradient, autograph=False)(batch)
     return value, gradients
 
@@ -550,7 +551,7 @@ def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any], w
 
 
 class _NumbersError(ConfigError):
-    """What a step on a few examples gives is no number, or zero."""
+    """A step on a few examples gives a result that is not finite, or zero."""
 
 
 class _NoGradientError(_NumbersError):

@@ -1,4 +1,4 @@
-"""The evaluator: measures each new checkpoint of a run; training never waits for it."""
+"""The evaluator measures each new checkpoint of a run; training does not wait for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
-# A store sends no event for a new checkpoint.
+# A store does not notify about new checkpoints.
 POLL_SECONDS = 1.0
 log = logging.getLogger(__name__)
 Measure = Callable[[str, Path], dict[str, float]]
@@ -37,7 +37,7 @@ Measure = Callable[[str, Path], dict[str, float]]
 def watch(job: Job) -> None:
     """Measure each checkpoint on the validation split, until training is over.
 
-    That is when the newest one has all steps, or the launcher has created `OVER`. Raises
+    It is over when the newest checkpoint has all steps, or the launcher has created `OVER`. Raises
     `UserError`.
     """
     measure = _measure(job)
@@ -46,7 +46,7 @@ def watch(job: Job) -> None:
     board = TensorBoardLog(files.folder, job.run_id)
     pause = threading.Event()
     while True:
-        # Read before the listing, so that no checkpoint that was published before is missed.
+        # Read the flag before the listing, so that no published checkpoint is missed.
         is_over = (job.workdir / OVER).exists()
         newest = 0
         for uri, manifest in storage.list_published(job.checkpoints, KIND):
@@ -70,12 +70,12 @@ def watch(job: Job) -> None:
 
 
 def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
-    """Return the metrics of a checkpoint; empty where it has to be passed over."""
+    """Return the metrics of a checkpoint; empty if it has to be skipped."""
     try:
         metrics = measure(uri, scratch)
     except UserError as error:
-        # One that is damaged, or was deleted since the listing, is passed over. Any other error
-        # would come back with every checkpoint.
+        # A damaged checkpoint, or one deleted since the listing, is skipped. Any other error would
+        # recur with every checkpoint.
         if not isinstance(error, storage.Corrupt) and storage.is_published(uri):
             raise
         log.warning("passed over %s: %s", uri, error)
@@ -87,7 +87,7 @@ def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, 
 
 
 def _log_files(job: Job) -> LogFiles:
-    """Return where this task writes for TensorBoard: at once in place, where that is a folder."""
+    """Return the folder of TensorBoard's files: the final one, if it is a local folder."""
     uri = storage.join(job.checkpoints, "logs")
     return LogFiles(storage.local_path(uri) or job.workdir / "scratch" / "logs", uri)
 

@@ -1,6 +1,6 @@
-"""The journal of an attempt: rows of the history, TensorBoard, events and checkpoints.
+"""The journal of an attempt: history rows, TensorBoard, events and checkpoints.
 
-Of several tasks that run the outer loop one writes it; the others keep the rows in memory
+If several tasks run the outer loop, one writes the journal; the others keep the rows in memory
 (`UnpublishedJournal`), so that all make the same decisions.
 """
 
@@ -26,19 +26,19 @@ from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 2000
-# The field of a checkpoint that says which examples were trained on.
+# The field of a checkpoint with the input position.
 INPUT_POSITION = "input_position"
 
 _PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "seconds", "epoch")
 
 
 class Journal:
-    """The rows and checkpoints of a run, going on from a global step."""
+    """The rows and checkpoints of a run, continued from a global step."""
 
     def __init__(
         self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
     ) -> None:
-        """Read the rows up to global step `start`; an `epoch` has so many steps, 0 if unknown."""
+        """Read the rows up to global step `start`; `epoch` counts its steps, 0 if unknown."""
         self._config = config
         self._steps = config.training.steps
         self._epochs = self._steps / epoch if epoch else 0.0
@@ -53,7 +53,7 @@ class Journal:
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
         last = self._history.rows[-1] if self._history.rows else {}
         if last.get("global_step") != start:
-            # What a chief has left is of a later step than its row, and what was validated is not.
+            # The values on the servers are newer than this row, so its validation is outdated.
             last = {name: each for name, each in last.items() if not name.startswith(VALIDATION)}
         self._newest = last
         self._board = TensorBoardLog(checkpoints.logs, find_run_id(checkpoints.uri))
@@ -65,16 +65,16 @@ class Journal:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Return all rows so far."""
+        """All rows so far."""
         return self._history.rows
 
     @property
     def last_checkpoint(self) -> str:
-        """Return the URI of the newest checkpoint, or an empty text."""
+        """The URI of the newest checkpoint, or an empty text."""
         return self._checkpoints.last
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
-        """Emit that an attempt begins, with fields of its checkpoints; the newest is `saved`."""
+        """Emit that an attempt begins, with checkpoint fields; `saved` is the newest checkpoint."""
         self._fields |= fields
         events.emit(
             events.AttemptBegin(
@@ -96,12 +96,12 @@ class Journal:
         known |= {"steps": self._steps, "epochs": self._epochs, "seconds_left": left}
         events.emit(events.Progress(metrics=metrics, **known))
 
-    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Emit what a validation at a global step measured."""
+    def emit_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Emit the metrics of a validation at a global step."""
         events.emit(events.Validation(global_step=step, metrics=metrics))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add one row to the history, which has at most `MAX_ROWS` and those with a validation."""
+        """Add a row to the history, which keeps at most `MAX_ROWS` and those with a validation."""
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         asked_for = VALIDATION_LOSS in row or row["global_step"] >= self._steps
         if asked_for or since * MAX_ROWS >= self._steps:
@@ -112,7 +112,7 @@ class Journal:
         self._newest = row
 
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Make what the first save of these variables would take longer for."""
+        """Do the slow preparation of the first save of these variables."""
         self._checkpoints.prepare(variables, io_device)
 
     def save(
@@ -134,7 +134,7 @@ class Journal:
 
 
 class UnpublishedJournal(Journal):
-    """The journal of a task that does not publish: nothing is written or emitted."""
+    """The journal of a task that does not publish: it writes and emits nothing."""
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
         """Emit nothing."""
@@ -142,7 +142,7 @@ class UnpublishedJournal(Journal):
     def progress(self, row: Mapping[str, Any]) -> None:
         """Emit nothing."""
 
-    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def emit_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Emit nothing."""
 
     def add(self, row: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ class UnpublishedJournal(Journal):
         self._history.rows.append(row)
 
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Make nothing, as nothing is saved."""
+        """Do nothing, as this task does not save."""
 
     def save(
         self,
@@ -159,34 +159,34 @@ class UnpublishedJournal(Journal):
         visited: Mapping[str, Any],  # noqa: ARG002
         recovered: Mapping[str, Any],  # noqa: ARG002
     ) -> str:
-        """Save nothing; return the URI of what the publishing task saves."""
-        self._checkpoints.last = self._checkpoints.uri_of(variables)
+        """Save nothing; return the URI at which the publishing task saves."""
+        self._checkpoints.last = self._checkpoints.build_uri(variables)
         return self.last_checkpoint
 
 
 def read_origin(found: RestoredCheckpoint | None) -> dict[str, str]:
-    """Return what the manifests of the run say about the weights that it began with."""
+    """Return what the manifests of the run say about its initial weights."""
     fields = found.fields if found else {}
     return {name: str(fields.get(name, "")) for name in ("warmed_from", "warm_start")}
 
 
 def open_stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
-    """Return the stream of the problem at the position of the checkpoint."""
+    """Return the stream of the problem at the input position of the checkpoint."""
     saved = found.fields.get(INPUT_POSITION) if found else None
     if not problem.stream:
         if found and saved:
-            log.warning("the position of %s in the examples is not used: data.partition", found.uri)
+            log.warning("the input position of %s is not used: data.partition", found.uri)
         return None
-    return problem.stream.resumed(saved, found.uri) if found else problem.stream
+    return problem.stream.resume(saved, found.uri) if found else problem.stream
 
 
 def _warn_of_empty_tables(tables: Mapping[str, Mapping[str, int]]) -> None:
-    """Emit which tables have no row, by what a strategy says of each."""
+    """Emit the tables without rows, with the reason from the strategy's counts."""
     for name, table in tables.items():
         if table["rows"]:
             continue
         if table["evicted"]:
-            why = "all of its rows were given up by their age: raise max_age"
+            why = "all of its rows were evicted by age: raise max_age"
         elif away := table["turned_away"]:
             why = f"training turned ids away {away} times: lower min_count, or train longer"
         else:

@@ -1,18 +1,18 @@
 """The outer loop of all strategies: checkpoints, validation, history and early stopping.
 
 The inner loop is `Strategy.advance`: it applies steps, and never saves, logs or evaluates. The
-outer loop does all of that between two inner loops, in this order:
+outer loop does these between two inner loops, in this order:
 
-1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on what comes next: stop,
-   stop early, save a checkpoint, and how many steps the inner loop runs. Nothing else decides.
+1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on what to do next: stop,
+stop early, save a checkpoint, and how many steps the inner loop runs. No other code decides this.
 2. The inner loop, about a second of steps, never across a boundary of `checkpoint_every` or
-   `validate_every`. Short of a boundary, workers of an asynchronous strategy go on meanwhile.
-   What was reached is noted on the servers.
-3. A validation and a row of the history, then a checkpoint, where a boundary was reached.
+`validate_every`. Between boundaries, the workers of an asynchronous strategy continue meanwhile.
+The servers note the step that was reached. 3. At a boundary: a validation and a row of the history,
+then a checkpoint.
 
-Whatever is saved or validated has all workers at rest (`Strategy.rest`). A checkpoint ends with a
-barrier of its own: no task continues or leaves before it is written. A request to stop is noticed
-at the next barrier; a last checkpoint is saved before `RunInterruptedError` is raised.
+All workers are idle during a save or a validation (`Strategy.rest`). A checkpoint ends with its own
+barrier: no task continues or leaves before it is written. A request to stop takes effect at the
+next barrier; a last checkpoint is saved before `RunInterruptedError` is raised.
 """
 
 from __future__ import annotations
@@ -46,32 +46,33 @@ from flotilla.trainer.training.journal import Journal, UnpublishedJournal, open_
 from flotilla.trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
-# Long enough that what is done between two inner loops costs little, also where workers wait for
-# each other; short enough that progress is visible and a request to stop is noticed soon.
+# Long enough that the work between two inner loops costs little, even if workers wait for each
+# other; short enough that progress is visible and a request to stop takes effect soon.
 INNER_LOOP_SECONDS = 1.0
-# An inner loop that no boundary cuts short is a multiple of it, and so of the turns of a strategy.
+# The length of an inner loop without a boundary is a multiple of this, and so of a strategy's
+# turns.
 STEP_MULTIPLE = 20
-# A mean loss this many times the loss of a blind guess counts as diverged, as one that is not
-# finite does: weights that Adam has thrown far away still give finite losses, and never recover.
+# A mean loss that is not finite, or this many times the loss of a blind guess, has diverged:
+# weights that Adam has moved far away still give finite losses, and never recover.
 DIVERGED = 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """What the outer loop calls outside of the strategy and the checkpoints.
+    """The callbacks of the outer loop, outside of the strategy and the checkpoints.
 
     Attributes:
         make_problem: called once, with the global step at which the attempt begins.
         validate: measures the current variables of the strategy, at each boundary of
             `training.validate_every`; None without a validation split.
         should_stop: called before each barrier; true ends training with a last checkpoint. May
-            raise, as where the lease of the checkpoints is lost.
-        should_stop_early: called after each checkpoint; true where the validations of another task
+            raise, for example if the lease of the checkpoints is lost.
+        should_stop_early: called after each checkpoint; true if the validations of another task
             (the evaluator) no longer improve.
-        judged_by: called once the model is built; what checkpoints say of the metric by which
-            validations are compared, as `MainMetric.of` reads it.
-        watch_steps: entered around each inner loop, to see that its steps make progress.
-        steps_of_epoch: 0 where the examples are not known.
+        judged_by: called after the model is built; the fields of checkpoints that name the metric
+            of validations, as `MainMetric.of` reads them.
+        watch_steps: entered around each inner loop, to check that its steps make progress.
+        steps_of_epoch: 0 if the number of examples is not known.
     """
 
     make_problem: Callable[[int], Problem]
@@ -85,21 +86,23 @@ class Hooks:
 
 @dataclass(kw_only=True)
 class Pace:
-    """The length of the next inner loop, from the speed of the one before."""
+    """The length of the next inner loop, from the speed of the last one."""
 
     training: TrainingConfig
     steps_per_second: float = 0.0
 
     def next_steps(self, step: int) -> int:
-        """Return how many steps to run from global step `step`, at most to the next boundary."""
+        """Return how many steps to run from global step `step`, up to the next boundary at most."""
         turns = int(self.steps_per_second * INNER_LOOP_SECONDS / STEP_MULTIPLE)
         return min(self.boundary(step) - step, max(1, turns) * STEP_MULTIPLE)
 
     def boundary(self, step: int) -> int:
-        """Return the next global step after `step` at which nothing may go on."""
+        """Return the next global step after `step` at which all workers have to be idle."""
         training = self.training
         validations = Interval(steps=training.validate_every, last_step=training.steps)
-        boundaries = [each.next_after(step) for each in (SaveInterval.of(training), validations)]
+        boundaries = [
+            each.find_next(step) for each in (SaveInterval.from_config(training), validations)
+        ]
         if profile := self.training.profile:
             # The trace begins before the first of its steps.
             boundaries += [edge for edge in (profile[0] - 1, profile[1]) if edge > step]
@@ -108,7 +111,7 @@ class Pace:
 
 @dataclass(kw_only=True)
 class EarlyStopping:
-    """Whether no validation was better than the best `patience` times in a row; 0 never stops."""
+    """Stops after `patience` validations in a row without a new best; 0 never stops."""
 
     patience: int
     main: MainMetric = BY_LOSS
@@ -116,7 +119,7 @@ class EarlyStopping:
     without_gain: int = 0
 
     def update(self, row: Mapping[str, Any]) -> bool:
-        """Take the row of one validation, and return whether training should end."""
+        """Add the row of a validation, and return whether training should end."""
         order = self.main.order(row)
         self.without_gain = 0 if order < self.best else self.without_gain + 1
         self.best = min(self.best, order)
@@ -126,22 +129,22 @@ class EarlyStopping:
 def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: Hooks) -> int:
     """Train to `training.steps` from the newest valid checkpoint; return the global step reached.
 
-    A run without a checkpoint begins with the weights of `training.warm_start`, where it is set.
-    The final checkpoint is published when this returns.
+    A run without a checkpoint begins with the weights of `training.warm_start`, if set. The final
+    checkpoint is published when this returns.
 
     Raises:
         UserError: the loss is not finite, or a checkpoint does not fit.
         RunInterruptedError: `hooks.should_stop` returned true; a last checkpoint is published.
-        ClusterLostError: the strategy lost a task that it cannot do without, or the tasks that run
-            the outer loop found different checkpoints.
+        ClusterLostError: the strategy lost a task that it needs, or the tasks that run the outer
+            loop found different checkpoints.
     """
     found = checkpoints.newest()
     recovery = Recovery(config, strategy, checkpoints)
-    with recovery.lasting():
-        return _begun(found, config, strategy, checkpoints, hooks, recovery).run(found)
+    with recovery.free_at_end():
+        return _begin_loop(found, config, strategy, checkpoints, hooks, recovery).run(found)
 
 
-def _begun(  # noqa: PLR0913, PLR0917
+def _begin_loop(  # noqa: PLR0913, PLR0917
     found: RestoredCheckpoint | None,
     config: Config,
     strategy: Strategy,
@@ -149,14 +152,14 @@ def _begun(  # noqa: PLR0913, PLR0917
     hooks: Hooks,
     recovery: Recovery,
 ) -> _OuterLoop:
-    """Return the loop of an attempt, whose variables have values; see `Recovery`."""
-    # A resumed run has weights of its own.
+    """Return the loop of an attempt, after its variables have values; see `Recovery`."""
+    # A resumed run has its own weights.
     warm = (
         None if found else warm_start.fetch_weights(config.training.warm_start, checkpoints.scratch)
     )
     start = found.global_step if found else -1
     with ending_at_once():
-        problem = hooks.make_problem(recovery.begins_at(found))
+        problem = hooks.make_problem(recovery.find_begin(found))
         strategy.begin_visits(open_stream(problem, found))
         strategy.build(problem)
     if strategy.barrier(start, -start) != (start, -start):
@@ -169,7 +172,7 @@ def _begun(  # noqa: PLR0913, PLR0917
         )
     begin_averages(strategy.variables(), kept)
     if found or warm:
-        strategy.restored()
+        strategy.refresh()
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step(), hooks.steps_of_epoch)
     judged_by = hooks.judged_by()
@@ -192,7 +195,7 @@ class _Decision(NamedTuple):
 
 
 class _InnerResult(NamedTuple):
-    """What one inner loop returned, and how long it took."""
+    """The report of one inner loop, and its duration."""
 
     global_step: int
     loss: float
@@ -216,14 +219,14 @@ class _OuterLoop:
         self._hooks, self._recovery, self._max_loss = hooks, recovery, max_loss
         self._profiler = make_profiler(training, strategy, journal.logs)
         self._pace = Pace(training=training)
-        self._saves = SaveInterval.of(training)
+        self._saves = SaveInterval.from_config(training)
         self._validations = Interval(steps=training.validate_every, last_step=training.steps)
         self._early_stopping = early_stopping
         self._stop_early = self._goes_by_loss = False
         self._owes_save = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = self._stepped_at = time.monotonic()
-        # When workers that go on were reported last; None where all of them rest.
+        # When workers were last reported to continue; None while all of them are idle.
         self._goes_on_since: float | None = None
         for row in journal.rows:
             self._note_validation(row)
@@ -238,7 +241,7 @@ class _OuterLoop:
             self._profiler.end()
 
     def _catch_up(self, found: RestoredCheckpoint) -> None:
-        """Do what an attempt before has not done of a boundary that it reached."""
+        """Finish a boundary that the previous attempt reached."""
         step, saved = self._strategy.global_step(), found.global_step
         self._owes_save = self._saves.is_due(saved, step)
         self._saved_at -= self._recovery.seconds_since_save()
@@ -253,8 +256,8 @@ class _OuterLoop:
         while step < self._training.steps:
             decision = self._decide(step)
             if self._goes_on_since and (decision.stop or decision.stop_early or decision.save):
-                # What comes of it until all workers rest may be the end of training.
-                step = self._after(step, self._inner_loop(step, self._strategy.rest))
+                # Training may end with the updates that workers apply until they are idle.
+                step = self._process(step, self._inner_loop(step, self._strategy.rest))
                 continue
             if decision.stop:
                 self._profiler.end()
@@ -265,20 +268,20 @@ class _OuterLoop:
                 break
             if decision.save:
                 self.save()
-            self._profiler.at(step, self._pace.steps_per_second)
+            self._profiler.update(step, self._pace.steps_per_second)
             boundary = self._pace.boundary(step)
             advance = partial(self._strategy.advance, decision.steps, boundary)
-            step = self._after(step, self._inner_loop(step, advance))
+            step = self._process(step, self._inner_loop(step, advance))
             if self._goes_on_since and step < self._training.steps:
-                # They would wait for it at the first save.
+                # The variables' first save would wait for this.
                 self._journal.prepare_save(variables, self._strategy.io_device)
-        # Its files go with the last checkpoint.
+        # The files of the trace are uploaded with the last checkpoint.
         self._profiler.end()
         self.save()
         return step
 
-    def _after(self, step: int, result: _InnerResult) -> int:
-        """Do what follows an inner loop that began at `step`; return the step reached."""
+    def _process(self, step: int, result: _InnerResult) -> int:
+        """Process the result of an inner loop that began at `step`; return the step reached."""
         if not result.loss <= self._max_loss:
             self._raise_diverged(f"the loss is {result.loss:g}", result.global_step)
         if result.global_step == step:
@@ -286,7 +289,7 @@ class _OuterLoop:
             return step
         before, step = step, result.global_step
         self._owes_save = self._saves.is_due(before, step)
-        # Before anybody is told of it.
+        # Note it before it is reported elsewhere.
         self._recovery.note(step)
         self._record(before, result)
         if self._owes_save:
@@ -296,22 +299,22 @@ class _OuterLoop:
 
     def save(self) -> str:
         self._owes_save = True
-        visited = self._strategy.visited()
+        visited = self._strategy.describe_position()
         uri = self._journal.save(
             self._strategy.variables(),
             self._strategy.io_device,
             visited,
-            self._recovery.recovered(),
+            self._recovery.list_recovered(),
         )
         self._saved_at = time.monotonic()
         self._stop_early = self._stop_early or self._hooks.should_stop_early()
-        # A task that did not wait could not begin again together with a publisher that dies here.
+        # Without this barrier, a task could not restart together with a publisher that dies here.
         self._strategy.barrier()
         self._owes_save = False
         return uri
 
     def _decide(self, step: int) -> _Decision:
-        # First the workers of an attempt get to work.
+        # Until the first inner loop of an attempt has ended, no save is due by time.
         since = time.monotonic() - self._saved_at if self._pace.steps_per_second else 0.0
         own = _Decision(
             stop=int(self._hooks.should_stop()),
@@ -322,7 +325,7 @@ class _OuterLoop:
         return _Decision(*self._strategy.barrier(*own))
 
     def _inner_loop(self, step: int, advance: Callable[[], Report]) -> _InnerResult:
-        """Apply steps and measure how long they take; nothing is saved, logged or evaluated."""
+        """Apply steps and measure the time; nothing is saved, logged or evaluated."""
         began = self._goes_on_since or time.monotonic()
         with self._hooks.watch_steps():
             report = advance()
@@ -349,7 +352,7 @@ class _OuterLoop:
             )
 
     def _record(self, before: int, result: _InnerResult) -> None:
-        """Report and keep what an inner loop brought."""
+        """Report the result of an inner loop, and add it to the history."""
         step = result.global_step
         self._pace.steps_per_second = result.steps_per_second
         self._seconds += result.seconds
@@ -372,7 +375,7 @@ class _OuterLoop:
         self._journal.add(row)
 
     def _make_up_validation(self, step: int) -> None:
-        """Validate where a boundary before has none: a task died then, or before."""
+        """Validate now if a task died before the validation of the last boundary."""
         rows = [row for row in self._journal.rows if VALIDATION_LOSS in row]
         before = rows[-1]["global_step"] if rows else 0
         if not self._validations.is_due(before, step):
@@ -393,7 +396,7 @@ class _OuterLoop:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._raise_diverged(f"the validation {name} is {value}", step)
-        self._journal.validated(step, metrics)
+        self._journal.emit_validation(step, metrics)
         main = self._early_stopping.main
         if main.name not in metrics and not self._goes_by_loss:
             self._goes_by_loss = True

@@ -1,12 +1,11 @@
-"""What an attempt begins with: it takes what lives on the servers, and restores what is lost.
+"""Recovery: an attempt takes the values of living servers, and restores the lost ones.
 
-So it is whether the chief died, or parameter servers with what they held. The variables of servers
-that live are newer than those of any checkpoint, and stay
-(`flotilla.trainer.strategies.server_state`). Those of a server that was started again come from the
-newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR: Understanding and Improving Failure
-Tolerant Training for Deep Learning Recommendation with Partial Recovery"). Where values of several
-steps may not be side by side, or nothing lives, all variables come from the newest checkpoint: full
-recovery.
+This applies whether the chief or parameter servers died. The variables of living servers are newer
+than those of any checkpoint, and stay (`flotilla.trainer.strategies.server_state`). Those of a
+restarted server come from the newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR:
+Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial
+Recovery"). If variables of different steps may not be combined, or no server lives, all variables
+come from the newest checkpoint: full recovery.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from flotilla.trainer.strategies.server_state import STEP, ServerState, is_lost
 from flotilla.trainer.strategies.strategy import Strategy
 
 
-def whole_only(config: Config, strategy: Strategy) -> str:
-    """Return why no variables may have values of another step than the others, or nothing."""
+def explain_full_recovery(config: Config, strategy: Strategy) -> str:
+    """Return why all variables have to be of the same step; empty if they need not be."""
     wanted = config.cluster.recovery
     reasons = {
         "cluster.recovery is full": wanted == "full",
@@ -43,27 +42,27 @@ def whole_only(config: Config, strategy: Strategy) -> str:
 
 
 class Recovery:
-    """The values of an attempt: those that an attempt before left on the servers, and others."""
+    """The initial values of an attempt: taken from the servers, or restored."""
 
     def __init__(self, config: Config, strategy: Strategy, checkpoints: Checkpoints) -> None:
-        """Describe an attempt of a run, whose strategy is not built yet."""
+        """Store the arguments; the strategy is not built yet."""
         self._config, self._strategy, self._checkpoints = config, strategy, checkpoints
         self._state: ServerState | None = None
         self._begins = 0
 
-    def begins_at(self, found: RestoredCheckpoint | None) -> int:
-        """Look for what lives, before the strategy is built; return the step to begin at."""
+    def find_begin(self, found: RestoredCheckpoint | None) -> int:
+        """Find living servers before the strategy is built; return the step to begin at."""
         self._begins = found.global_step if found else 0
         state = self._state = self._strategy.find_state(self._checkpoints.uri)
         if not state or not state.found:
             return self._begins
-        living, reached = state.living, state.reached()
-        if reason := self._refused(state, found, reached):
+        living, reached = state.living, state.read_reached()
+        if reason := self._refuse(state, found, reached):
             lost = state.servers - state.found.keys()
             state.remove(reason)
         else:
             lost = state.servers - living
-            state.go_on_with(living)
+            state.select(living)
         if lost:
             events.emit(
                 events.ServersLost(
@@ -78,9 +77,9 @@ class Recovery:
             self._begins = reached
         return self._begins
 
-    def _refused(self, state: ServerState, found: RestoredCheckpoint | None, reached: int) -> str:
-        """Return why the checkpoint counts for all variables, or an empty text."""
-        if reason := whole_only(self._config, self._strategy):
+    def _refuse(self, state: ServerState, found: RestoredCheckpoint | None, reached: int) -> str:
+        """Return why all variables are restored from the checkpoint; empty if they are not."""
+        if reason := explain_full_recovery(self._config, self._strategy):
             return reason
         if not found:
             return "no checkpoint is published"
@@ -90,21 +89,21 @@ class Recovery:
         reasons = {
             "the chief was assigning values": not living,
             "no other server has variables": not any(each.held for each in living),
-            # Who deletes a checkpoint does not want what came of it.
+            # A user who deletes a checkpoint does not want the values that followed from it.
             "a checkpoint that was published before no longer exists": max(
                 (each.saved for each in living), default=-1
             )
             > self._checkpoints.newest_step(),
-            "no server that lives has the global step": reached < 0,
+            "no living server has the global step": reached < 0,
             "the newest checkpoint is newer": reached < found.global_step,
-            # What the lost server held would end with fewer updates than it had.
-            "cluster.recovery is auto, and fewer steps are left than its values go back": auto_loses
-            and left < back,
+            # The lost server's variables would end with fewer updates than they had.
+            "cluster.recovery is auto, and its values go back further than the steps that "
+            "are left": auto_loses and left < back,
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def restore(self, found: RestoredCheckpoint | None) -> Mapping[str, tf.Variable]:
-        """Assign the checkpoint to what does not live, and return it; raises `UserError`."""
+        """Restore the variables that do not live, and return them; raises `UserError`."""
         variables, state = self._strategy.variables(), self._state
         if not found:
             return {}
@@ -128,7 +127,7 @@ class Recovery:
                 lost[STEP].assign(self._begins)
         return {path: variables[path] for path in variables.keys() - lost.keys() | restored.keys()}
 
-    def recovered(self) -> dict[str, Any]:
+    def list_recovered(self) -> dict[str, Any]:
         """Return the values that went back since the newest published checkpoint, by server."""
         return {
             f"ps-{number}": {
@@ -139,21 +138,21 @@ class Recovery:
                     if path != STEP and tf.DeviceSpec.from_string(each.device).task == number
                 ),
             }
-            for number, step in (self._state.back_to() if self._state else {}).items()
+            for number, step in (self._state.list_reverted() if self._state else {}).items()
         }
 
     def seconds_since_save(self) -> float:
-        """Return how long ago the newest checkpoint was published, if values of then live."""
+        """Return the seconds since the newest checkpoint, if values since then live; else 0."""
         return self._state.seconds_since_save() if self._state else 0.0
 
     def note(self, global_step: int) -> None:
-        """Note on the servers what was reached, between two inner loops; raises `OpError`."""
+        """Note on the servers the step reached, between two inner loops; raises `OpError`."""
         if self._state:
             self._state.note(self._checkpoints.published_step, global_step)
 
     @contextmanager
-    def lasting(self) -> Iterator[None]:
-        """Free what is on the servers at the end of the block, unless an attempt may follow."""
+    def free_at_end(self) -> Iterator[None]:
+        """Free the servers' variables at the end of the block, unless an attempt may follow."""
         try:
             yield
         except BaseException as error:

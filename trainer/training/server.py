@@ -1,6 +1,6 @@
-"""The role of a worker or a parameter server: serves TensorFlow's runtime to the chief.
+"""The role of a worker or a parameter server: it serves TensorFlow's runtime to the chief.
 
-Free of Keras, whose import costs more than TensorFlow's own: a server only runs graphs.
+This module does not import Keras, which takes longer than TensorFlow: a server only runs graphs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from flotilla.trainer.data.shards.shard_store import (
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError
 
-# With fewer threads between operators, servers that wait for each other in one process hang.
+# With fewer inter-op threads, servers in one process that wait for each other hang.
 IN_PROCESS_THREADS = 16
 _SERVERS: list[tf.distribute.Server] = []
 
 
 def configure_gpus(config: Config, task: Task) -> None:
-    """Limit this process to the configured GPU memory, before it is used; raises `ConfigError`."""
+    """Limit the GPU memory of this process, before its first use; raises `ConfigError`."""
     wanted = gpu_count(config, task)
     seen = tf.config.list_physical_devices("GPU")
     if len(seen) < wanted:
@@ -58,15 +58,15 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     """Stage this worker's shards, then serve on the task's address; never returns.
 
     The chief's input pipelines run here, and find the shards of this worker as `shards/*.tfrecord`.
-    Raises `UserError` where the shards cannot be fetched, now or later.
+    Raises `UserError` if shards cannot be fetched, now or later.
     """
     configure_gpus(job.config, task)
     feed = stage_input(job, cluster, task)
     loopback.close_to_others(cluster.address(task))
-    # It cleans its folder, in which graphs of the chief write as soon as the server is there.
+    # It cleans its folder first, as graphs of the chief write there once the server runs.
     if task.role == "ps" and not PartServer(Path(), str(task)).start():
-        # A record of an earlier process may be left there. The graphs would read it, and wait for
-        # ever for somebody who answers.
+        # An earlier process may have left its record there. The graphs would read it and wait for
+        # ever for a process that does not exist.
         os.chdir("/")
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()),
@@ -80,7 +80,7 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
 
 
 def serve_in_process(config: Config, cluster: Cluster) -> None:
-    """Start every parameter server and worker in this process, with one working folder."""
+    """Start every parameter server and worker in this process, in one working directory."""
     settings = server_settings(config)
     settings.inter_op_parallelism_threads = IN_PROCESS_THREADS
     for role in ("ps", "worker"):
@@ -105,8 +105,8 @@ def server_settings(config: Config) -> tf.compat.v1.ConfigProto:
     return settings
 
 
-# Graphs of the chief run in the process of a worker, and read the number of the worker from its
-# working folder.
+# Graphs of the chief run in the process of a worker, and read its number from its working
+# directory.
 NUMBER_FILE = "number.txt"
 SHARDS = "shards"
 PATTERN = f"{SHARDS}/*.tfrecord"
@@ -114,7 +114,7 @@ VALIDATION_PATTERN = "validation/*.tfrecord"
 
 
 def find_streaming(job: Job, cluster: Cluster) -> Streaming | None:
-    """Return how shards come and go on the workers, if they do; raises `ConfigError`."""
+    """Return the streaming of shards to workers; None if all are staged; raises `ConfigError`."""
     manifest = storage.read_manifest(job.dataset)
     return plan_streaming(job.config, manifest, cluster.count("worker"))
 
@@ -122,15 +122,15 @@ def find_streaming(job: Job, cluster: Cluster) -> Streaming | None:
 def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
     """Fetch the shards that `task` trains on to `<workdir>/shards`; raises `UserError`.
 
-    The validation split goes to `<workdir>/validation`. Where `data.disk` does not hold all that,
-    nothing is fetched, and what is returned feeds the graphs of this process.
+    The validation split goes to `<workdir>/validation`. If `data.disk` is too small for both,
+    nothing is fetched, and the returned feed serves the graphs of this process.
     """
     workers = cluster.count("worker")
     elsewhere = workers and not job.config.cluster.in_process
     if task.role == "ps" or (task.role == "chief" and elsewhere):
         return None
     (job.workdir / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
-    # In one process all workers share one folder, and each reads all of it.
+    # In one process all workers share one folder, and each reads all shards.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
     if streaming := find_streaming(job, cluster):
@@ -149,9 +149,12 @@ def _feed(job: Job, streaming: Streaming, index: int, of: int, workers: int) -> 
     mine = spec.files(TRAIN)[index::of]
     size = job.config.evaluation.batch_size
 
-    def measured(_: int, part: int) -> list[str]:
+    def order_parts(_: int, part: int) -> list[str]:
         where = part_range(spec.shards[VALIDATION], size, part, max(1, workers))
         return spec.files(VALIDATION)[where.first : where.last]
 
-    orders = {TRAIN: lambda seed, epoch: shuffle_shards(mine, seed, epoch), VALIDATION: measured}
+    orders = {
+        TRAIN: lambda seed, epoch: shuffle_shards(mine, seed, epoch),
+        VALIDATION: order_parts,
+    }
     return ShardFeed(job.dataset, job.workdir, limit=streaming.limit, orders=orders)

@@ -1,7 +1,7 @@
-"""Stall detection: ends a process whose training makes no step for `training.stall_timeout`.
+"""Stall detection: it ends a process whose training makes no step for `training.stall_timeout`.
 
-A task that is stopped keeps its connections, and TensorFlow waits on them without end. Progress is
-read from the exact counter, so that a long inner loop of slow steps is no stall.
+A stopped task keeps its connections, and TensorFlow waits on them for ever. Progress is read from
+the exact counter, so a long inner loop of slow steps is no stall.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from flotilla.trainer.runtime.output.streams import say
 from flotilla.trainer.strategies.strategy import Strategy
 
-# How often the counter is read within the timeout.
+# The number of reads of the counter within the timeout.
 _READS = 4
 _REMEDY = "raise training.stall_timeout if a step takes longer"
 
 
 class StallWatch:
-    """Ends this process with `BEGIN_AGAIN` when training is stalled by another task."""
+    """Ends this process with `BEGIN_AGAIN` if another task stalls training."""
 
     def __init__(self, strategy: Strategy, probe: Callable[[], Peers], folder: Path) -> None:
-        """Watch the steps; `probe` asks the other tasks, `folder` gets the message."""
+        """Watch the steps; `probe` asks the other tasks; the message is written to `folder`."""
         self._strategy = strategy
         self._seconds = strategy.config.training.stall_timeout
         self._probe = probe
@@ -45,14 +45,14 @@ class StallWatch:
         self._stepping = threading.Event()
 
     def begin(self) -> None:
-        """Watch from now on, until the process ends."""
+        """Start the thread, which watches until the process ends."""
         threading.Thread(target=self._wait, name="stall", daemon=True).start()
         pause = self._seconds / _READS
         Loop(self._read_counter, pause, name="steps", failing="steps are not counted").start()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Expect steps in this block; outside of it only a task that is silent is a stall."""
+        """Expect steps in this block; outside of it, only a silent task is a stall."""
         self._moved.set()
         self._stepping.set()
         try:
@@ -63,8 +63,8 @@ class StallWatch:
             self._moved.set()
 
     def _read_counter(self) -> None:
-        # Without a connected cluster there is no counter to read. On a stopped server the read does
-        # not return.
+        # Before the cluster is connected there is no counter to read. Reading from a stopped server
+        # does not return.
         with suppress(Exception):
             step = self._strategy.global_step()
             if step != self._seen:
@@ -92,18 +92,18 @@ class StallWatch:
                 self._end(f"{', '.join(names)} {verb} not answer", self._seconds)
         elif self._stepping.is_set() and not peers.gone and self._is_warm():
             self._waits += 1
-            # A task that was restarted answers before it reaches its first step.
+            # A restarted task answers before it reaches its first step.
             if self._waits > 1:
                 self._end(f"every task answers; {_REMEDY}", self._waits * self._seconds)
 
     def _is_warm(self) -> bool:
-        """Say whether all graphs have been traced and compiled, or should have been by now."""
+        """Say whether all graphs have been traced and compiled, or had enough time for it."""
         warm = self._has_stepped and not self._strategy.warming
         return warm or time.monotonic() - self._began > STARTING_SECONDS
 
     def _end(self, why: str, seconds: float) -> NoReturn:
         message = f"no progress for {seconds:g} s: {why}"
-        # The main thread waits inside TensorFlow, where no exception would reach it.
+        # The main thread waits inside TensorFlow, where an exception would not reach it.
         termination.write(self._folder, message)
         say(f"flotilla: {message}")
         os._exit(BEGIN_AGAIN)

@@ -1,8 +1,8 @@
 """One task of a training cluster: which task this process is, and what its role does.
 
-Without a chief in the strategy, every worker leads. Published examples have parameter servers and
-workers only: there worker 0 becomes the chief. Coordinator and server cannot share a process, so it
-starts itself again, as worker 0, in a child process.
+In a strategy without a chief, every worker leads. Published examples have only parameter servers
+and workers: there worker 0 becomes the chief. A coordinator and a server cannot share a process, so
+worker 0 starts a child process that serves as worker 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the task that flags or TF_CONFIG name; a server never returns; raises `UserError`."""
+    """Run the task of the flags or TF_CONFIG; a server never returns; raises `UserError`."""
     config = length.resolve_for_dataset(load_config(options.config), options.dataset)
     bundle.enter(config.code)
     tasks, this = _cluster(options)
@@ -68,13 +68,13 @@ def run(options: argparse.Namespace) -> None:
     # For the parts of TensorFlow that read it: without the evaluator, and with the chief.
     os.environ["TF_CONFIG"] = tasks.tf_config(this)
     liveness.find_tasks_soon()
-    # Graphs that run in this process find its shards by paths relative to its folder.
+    # Graphs in this process find its shards by paths relative to its folder.
     _enter(job.workdir)
     if used.leads(this):
         from flotilla.trainer.training.chief import lead
 
         liveness.begin()
-        # The lease is held by the task that publishes.
+        # The task that publishes holds the lease.
         publishes = this == leader(tasks)
         if not publishes:
             lead(job, tasks, this, lease.NoLease())
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
 def train_here(job: Job) -> None:
     """Train in this process, without graphs, for a debugger; raises `UserError`.
 
-    An error of the user's code keeps its frames, which a graph does not have.
+    An error of the user's code keeps its frames, which are lost in a graph.
     """
     import keras
     import tensorflow as tf
@@ -119,8 +119,8 @@ def add_chief(cluster: Cluster) -> Cluster:
 
 
 def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> None:
-    """Serve as worker 0 in a child process, started again up to `restarts` times."""
-    # Heartbeats are for the process that started this one.
+    """Serve as worker 0 in a child process, and restart it up to `restarts` times."""
+    # The heartbeats belong to the process that started this one.
     inherited = {name: value for name, value in os.environ.items() if name != liveness.VARIABLE}
     settings = {
         **inherited,
@@ -130,7 +130,7 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
         "TF_USE_LEGACY_KERAS": "1",
     }
 
-    # Before this process changes into its folder: paths of the command line may be relative.
+    # Read it before this process changes its folder: the command line may have relative paths.
     here = os.getcwd()
 
     def supervise() -> None:
@@ -143,7 +143,7 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
 def _evaluate(job: Job) -> None:
     from flotilla.trainer.training.evaluator import watch
 
-    # It belongs to no cluster of TensorFlow.
+    # This process belongs to no TensorFlow cluster.
     os.environ.pop("TF_CONFIG", None)
     _enter(job.workdir)
     liveness.begin()
@@ -172,7 +172,7 @@ def _require_roles(config: Config, tasks: Cluster) -> None:
 
 
 def _enter(folder: Path) -> None:
-    # The user's own modules are in the folder that this process leaves.
+    # The user's modules are in the folder that this process leaves.
     os.environ.update(user_code.environment())
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Whether a user's learning task keeps to the contract of `flotilla.trainer.tasks.base.Task`.
+"""The check of a user's learning task against the contract of `flotilla.trainer.tasks.base.Task`.
 
-It is tried on made-up examples: it would otherwise fail in the export, or not at all, with metrics
-that do not add up.
+It runs the task on made-up examples. Without the check an error would appear in the export, or as
+metrics that do not add up.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from flotilla.trainer.tasks.base import Array, Direction, Part, Target, Task
 from flotilla.trainer.tasks.objective import Objective
 
 BUILT_IN = "flotilla.trainer.tasks."
-# Made-up examples; the length of what varies in length.
+# The number of made-up examples, and the length of features that vary in length.
 EXAMPLES, LENGTH = 8, 4
-# Sums in single precision, of values of any size.
+# The tolerance for sums in single precision, of values of any size.
 _CLOSE = 1e-3
 _DISPLAYED = {"tables": {"title", "columns", "rows"}, "charts": {"title", "x", "y", "series"}}
 
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """Examples in two parts, of which an evaluation has any number."""
+    """Examples in two parts, as an evaluation reads them in any number of parts."""
 
     whole: Part
     count: int = EXAMPLES
 
     def parts(self) -> Iterator[Part]:
-        """Read them."""
+        """Yield the parts."""
         whole = self.whole
         for rows in (slice(0, 3), slice(3, None)):
             columns = {name: each[rows] for name, each in whole.columns.items()}
@@ -49,22 +49,22 @@ class _MadeUp:
 
 
 def require_task(task: Task, features: Mapping[str, FeatureSpec]) -> None:
-    """Raise `ConfigError` where a task of the user's, or one of several, does not keep to it."""
+    """Raise `ConfigError` if a user's task, or one of several outputs, breaks the contract."""
     for name, part in task.parts.items():
         if not is_built_in(part):
             where = f"task.outputs.{name}" if name else "task"
-            with naming(f"{where} {type(part).__module__}:{type(part).__name__}"):
+            with prefix_errors(f"{where} {type(part).__module__}:{type(part).__name__}"):
                 require_contract(part, features)
 
 
 def is_built_in(task: Task) -> bool:
-    """Say whether a task is of Flotilla."""
+    """Say whether a task is built in."""
     return type(task).__module__.startswith(BUILT_IN)
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Begin a `ConfigError` with what it is about."""
+def prefix_errors(what: str) -> Iterator[None]:
+    """Prefix the message of a `ConfigError` with `what`."""
     try:
         yield
     except ConfigError as error:
@@ -72,12 +72,12 @@ def naming(what: str) -> Iterator[None]:
 
 
 def call_user_code(what: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Call code of the user's; raises `ConfigError`, whatever it raises."""
+    """Call a user's code; turn any error into a `ConfigError`."""
     try:
         return call(*args)
     except UserError:
         raise
-    # Code of the user's may fail in any way.
+    # A user's code may raise any exception.
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{what} fails: {user_code.format_error(error)}") from error
 
@@ -88,7 +88,7 @@ def _require(holds: Any, otherwise: str) -> None:
 
 
 def require_contract(task: Task, features: Mapping[str, FeatureSpec]) -> None:
-    """Raise `ConfigError` where a task of one output does not keep to its contract."""
+    """Raise `ConfigError` if the task of one output breaks its contract."""
     _require_attributes(task)
     examples = _MadeUp(_task_examples(task, features))
     _require_loss(task, examples.whole)
@@ -151,7 +151,7 @@ def _require_loss(task: Task, whole: Part) -> None:
 
 
 def _require_metrics(task: Task, examples: _MadeUp) -> None:
-    """Refuse metrics that are not named, or that parts of the examples do not add up to."""
+    """Refuse metrics without names, or that do not add up over parts of the examples."""
     for each in call_user_code("metrics()", task.metrics):
         kind = type(each).__name__
         is_metric = isinstance(each, keras.Metric)
@@ -205,7 +205,7 @@ def _require_answers(task: Task, outputs: Array) -> None:
 
 
 def _require_displayed(task: Task, examples: _MadeUp) -> None:
-    """Refuse what no report could draw."""
+    """Refuse results that a report cannot draw."""
     whole = examples.whole
     cells = call_user_code("described()", task.described, whole.labels[0], whole.outputs[0])
     lacking = {"label", "predicted"}.difference(cells)
@@ -216,12 +216,12 @@ def _require_displayed(task: Task, examples: _MadeUp) -> None:
             lacking = keys.difference(each)
             _require(not lacking, f"details(): one of {kind} has no {' and no '.join(lacking)}")
 
-    def tallied() -> dict[str, Any]:
+    def run_tally() -> dict[str, Any]:
         tally = task.tally()
         tally.add(whole)
         return tally.result()
 
-    tally = call_user_code("tally()", tallied)
+    tally = call_user_code("tally()", run_tally)
     for what, tree in (("described()", cells), ("details()", details), ("tally()", tally)):
         _require_plain(what, tree)
         _require_directions(task, tree.get("metrics", {}), what)
@@ -239,7 +239,7 @@ def _require_plain(what: str, tree: Any) -> None:
 def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
     random = np.random.default_rng(0)
     labels = _labels(task.target, random)
-    # An axis of any size is as long as the label's.
+    # An axis of any size has the length of the label's.
     known = dict(enumerate(labels.shape[1:]))
     sizes = [
         size if size > 0 else known.get(axis, 2) for axis, size in enumerate(task.output_shape)
@@ -257,7 +257,7 @@ def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
 
 
 def number_rows(shape: tuple[int, ...], dtype: np.dtype[Any], count: int = 2) -> Array:
-    """Return the numbers below `count`, one after the other."""
+    """Return an array of whole numbers below `count`, in turn."""
     return (np.arange(math.prod(shape)).reshape(shape) % count).astype(dtype)
 
 

@@ -324,7 +324,7 @@ def test_a_space_is_made_and_the_best_by_time_is_promoted(machine, tmp_path, mon
     assert "training.optimizer.learning_rate" in result.sweep.keys
     assert "training.batch_size" not in result.sweep.keys
     best = load_config(tmp_path / result.sweep.sweep_id / local.BEST)
-    assert best == result.sweep.config_on(result.sweep.chosen, 0, result.sweep.base).model_copy(
+    assert best == result.sweep.configure(result.sweep.chosen, 0, result.sweep.base).model_copy(
         update={"training": best.training}
     )
     assert best.training.batch_size == 32

@@ -72,7 +72,7 @@ def in_bucket(gcs: Any, tmp_path: Path, two_servers: PartServers) -> Callable[..
     def make(scratch: str = "chief") -> Checkpoints:
         uri = f"gs://{bucket}/run/checkpoints"
         made = open_checkpoints(uri, keep=3, scratch=tmp_path / scratch, alone=True)
-        made.by_parts(two_servers, 0)
+        made.enable_parts(two_servers, 0)
         return made
 
     return make
@@ -83,7 +83,7 @@ def saved(
 ) -> Checkpoints:
     """Save a checkpoint by parts below a folder, and wait until it is published."""
     made = opened(folder, two)
-    with made.flushed():
+    with made.flush_at_end():
         made.save(held, io_device=None, fields=dict(fields))
     return made
 
@@ -91,5 +91,5 @@ def saved(
 def opened(folder: Path, two: PartServers | None) -> Checkpoints:
     made = Checkpoints(storage.uri_of(folder / "checkpoints"), keep=2, scratch=folder / "scratch")
     if two:
-        made.by_parts(two, 0)
+        made.enable_parts(two, 0)
     return made

@@ -29,7 +29,7 @@ from tests.trainer.checkpoints.test_index import publish
 def test_it_is_due_at_each_multiple_and_at_the_last_step(steps, before, after, due, following):
     every = Interval(steps=steps, last_step=250)
     assert every.is_due(before, after) is due
-    assert every.next_after(after) == following
+    assert every.find_next(after) == following
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_it_is_due_at_each_multiple_and_at_the_last_step(steps, before, after, d
 )
 def test_a_save_may_be_late(every, seconds, late):
     training = TrainingConfig(checkpoint_seconds=every)
-    assert SaveInterval.of(training).is_late(seconds) is late
+    assert SaveInterval.from_config(training).is_late(seconds) is late
 
 
 AUC = MainMetric(name="auc", better="higher")
@@ -50,7 +50,7 @@ def row(step, loss=None, auc=None):
 
 
 def left(found, newest=1, unmeasured=0):
-    gone = Retention(newest=newest, unmeasured=unmeasured).outdated(found)
+    gone = Retention(newest=newest, unmeasured=unmeasured).list_outdated(found)
     return [each.global_step for each in found if each.uri not in gone]
 
 
@@ -81,7 +81,7 @@ def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
     assert left(found) == [0, 19]
 
 
-class TestHandedOn:
+class TestSelectedCheckpoint:
     @pytest.fixture
     def run(self, tmp_path, monkeypatch):
         """Return a function that publishes checkpoints with these losses, and what it emitted."""

@@ -68,7 +68,7 @@ def test_tensorflow_itself_reads_it(tmp_path, two_servers):
 @pytest.mark.parametrize("read_by_parts", [False, True])
 def test_either_form_is_read_either_way(tmp_path, two_servers, by_parts, read_by_parts):
     made = opened(tmp_path, two_servers if by_parts else None)
-    with made.flushed():
+    with made.flush_at_end():
         made.save(variables(10, 2.0), io_device=None, fields={})
     again = opened(tmp_path, two_servers if read_by_parts else None)
     found = again.newest()
@@ -98,7 +98,7 @@ def test_what_is_updated_after_a_save_is_not_in_it(tmp_path, two_servers):
     # TensorFlow copies at once what was looked up by rows, and all else at its next update.
     held[ON_FIRST].scatter_add(tf.IndexedSlices(tf.zeros([1, 4]), [0]))
     made = opened(tmp_path, two_servers)
-    with made.flushed():
+    with made.flush_at_end():
         made.save(held, io_device=None, fields={})
         for path in held.keys() - {"global_step"}:
             held[path].assign_add(tf.ones_like(held[path]))
@@ -111,7 +111,7 @@ def test_what_is_updated_after_a_save_is_not_in_it(tmp_path, two_servers):
 
 def test_a_damaged_part_is_passed_over_by_name(tmp_path, two_servers, caplog):
     made = saved(tmp_path, two_servers, variables(10))
-    with made.flushed():
+    with made.flush_at_end():
         made.save(variables(20), io_device=None, fields={})
     part = storage.local_path(made.last) / "variables.data-00001-of-00002"
     part.write_bytes(part.read_bytes()[:-1] + b"!")
@@ -119,7 +119,7 @@ def test_a_damaged_part_is_passed_over_by_name(tmp_path, two_servers, caplog):
     assert again.newest().global_step == 10
     assert "variables.data-00001-of-00002 has crc32c" in caplog.text
     # The one that was passed over is replaced.
-    with again.flushed():
+    with again.flush_at_end():
         again.save(variables(20), io_device=None, fields={})
     assert opened(tmp_path, two_servers).newest().global_step == 20
 
@@ -213,7 +213,7 @@ def test_a_server_that_cannot_publish_says_why(tmp_path, two_servers, monkeypatc
 
     made = saved(tmp_path, two_servers, variables(10))
     monkeypatch.setattr(storage, "add_file", refuse)
-    with pytest.raises(UserError, match="no space on the disk of the server"), made.flushed():
+    with pytest.raises(UserError, match="no space on the disk of the server"), made.flush_at_end():
         made.save(variables(20), io_device=None, fields={})
     assert storage.names(made.uri) == ["step-00000010"]
 
@@ -230,7 +230,7 @@ def test_a_chief_whose_disk_is_full_says_so(tmp_path, two_servers, monkeypatch, 
 
     monkeypatch.setattr(made.parts, "_add_small", add_small)
     expected = {"parts": "cannot save file:.*: File too large; raise", "whole": "cannot write a ch"}
-    with pytest.raises(UserError, match=expected[of]), made.flushed():
+    with pytest.raises(UserError, match=expected[of]), made.flush_at_end():
         made.save(variables(10), io_device=None, fields={})
     assert storage.names(made.uri) == []
 
@@ -246,20 +246,20 @@ def test_no_place_for_a_draft_is_one_line(tmp_path, two_servers):
 def test_retention_holds_for_parts(tmp_path, two_servers):
     made = opened(tmp_path, two_servers)
     for step in (10, 20, 30):
-        with made.flushed():
+        with made.flush_at_end():
             made.save(variables(step), io_device=None, fields={})
     assert storage.names(made.uri) == ["step-00000020", "step-00000030"]
 
 
 def test_few_bytes_are_written_by_the_chief(tmp_path, two_servers):
     made = opened(tmp_path, None)
-    made.by_parts(two_servers, 10**6)
+    made.enable_parts(two_servers, 10**6)
     made.save(variables(10), io_device=None, fields={})
     assert len(contents(made.uri).parts) == 1
 
 
 def save_steps(made, *steps):
-    with made.flushed():
+    with made.flush_at_end():
         for step in steps:
             made.save(variables(step, float(step)), io_device=None, fields={})
 
@@ -292,7 +292,7 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
 
 def saved_during_an_upload(made, gcs, *steps):
     """Save the first, and the others while it is uploaded."""
-    with uploading(made, gcs, steps[0]) as free, made.flushed():
+    with uploading(made, gcs, steps[0]) as free, made.flush_at_end():
         for step in steps[1:]:
             made.save(variables(step), io_device=None, fields={})
         made.parts.settle()
@@ -328,7 +328,7 @@ def test_training_does_not_wait_for_uploads_of_which_the_newest_counts(in_bucket
 
 def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs, tmp_path):
     made = in_bucket()
-    with made.flushed(), uploading(made, gcs, 10) as free:
+    with made.flush_at_end(), uploading(made, gcs, 10) as free:
         for step in (20, 30, 40):
             made.save(variables(step), io_device=None, fields={})
         made.parts.settle()

@@ -49,7 +49,7 @@ def of(uri, tmp_path):
     yield _of
     # An upload of an attempt that is over for the test ends with the server.
     for kept in made:
-        with suppress(UserError, ZeroDivisionError), kept.flushed():
+        with suppress(UserError, ZeroDivisionError), kept.flush_at_end():
             pass
 
 
@@ -71,7 +71,7 @@ def blocked(of, server):
 
 
 def save_and_end(kept, step, end=None):
-    with kept.flushed():
+    with kept.flush_at_end():
         save(kept, step)
         if end:
             raise end
@@ -89,7 +89,7 @@ def test_a_file_system_needs_no_upload_queue(tmp_path):
 
 def test_what_is_saved_is_published_when_the_block_is_left(of, uri):
     kept = of()
-    with kept.flushed():
+    with kept.flush_at_end():
         at = save(kept, 1500, strategy="counting")
         kept.history.begin([ROW])
     assert at == storage.join(uri, "step-00001500")
@@ -103,7 +103,7 @@ def test_what_is_saved_is_published_when_the_block_is_left(of, uri):
 def test_saving_does_not_wait_for_the_store(of, uri, blocked):
     free, came = blocked
     kept = of()
-    with kept.flushed():
+    with kept.flush_at_end():
         for step in range(1, 6):
             save(kept, step)
             assert came.wait(60)
@@ -119,7 +119,7 @@ def test_what_was_not_published_is_found_on_this_machine_and_published(of, uri, 
     monkeypatch.setattr(first, "_queue", lambda _name: None)
     save(first, 10)
     second = of()
-    with second.flushed():
+    with second.flush_at_end():
         found = second.newest()
         assert found.global_step == 10
         assert restored(found)["global_step"] == 10
@@ -133,7 +133,7 @@ def test_tasks_side_by_side_take_only_what_all_of_them_can_find(of, blocked):
     save(kept, 10)
     assert of(alone=False).newest() is None
     blocked[0].set()
-    with kept.flushed():
+    with kept.flush_at_end():
         save(kept, 20)
     assert of(alone=False).newest().global_step == 20
     assert of("another machine", alone=False).newest().global_step == 20
@@ -142,7 +142,7 @@ def test_tasks_side_by_side_take_only_what_all_of_them_can_find(of, blocked):
 def test_the_oldest_go_and_what_was_published_does_not_stay_here(of, uri, tmp_path):
     kept = of(keep=2)
     for step in (1, 2, 3, 4):
-        with kept.flushed():
+        with kept.flush_at_end():
             save(kept, step)
     assert steps(uri) == [3, 4]
     assert not list((tmp_path / "chief-0" / "unpublished").glob("step-*"))
@@ -152,7 +152,7 @@ def test_a_flipped_bit_is_passed_over_and_said(of, uri, server, tmp_path, monkey
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     kept = of()
     for step in (1, 2):
-        with kept.flushed():
+        with kept.flush_at_end():
             save(kept, step)
     bucket, _, key = uri.partition("://")[2].partition("/")
     for name in ("variables.index", "variables.data-00000-of-00001"):
@@ -170,7 +170,7 @@ def test_a_flipped_bit_is_passed_over_and_said(of, uri, server, tmp_path, monkey
         server.replace(bucket, at, whole)
     server.replace(bucket, f"{key}/step-00000002/variables.index", b"other")
     again = of()
-    with again.flushed():
+    with again.flush_at_end():
         again.newest()
         save(again, 2)
     assert of().newest().global_step == 2
@@ -182,7 +182,7 @@ def test_a_store_that_is_away_for_a_while_does_not_end_training(
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     kept = of()
-    with kept.flushed():
+    with kept.flush_at_end():
         server.plan.add(Fault(503, times=10_000))
         save(kept, 1)
         kept.uploads._change.acquire()
@@ -238,7 +238,7 @@ def test_logs_that_cannot_be_uploaded_end_no_training(of, uri, monkeypatch, capl
 
     monkeypatch.setattr(storage, "write_bytes", write)
     for step in (1, 2, 3):
-        with kept.flushed():
+        with kept.flush_at_end():
             save(kept, step)
     assert steps(uri) == [1, 2, 3]
     said = [each for each in caplog.messages if "no more room for logs" in each]
@@ -249,7 +249,7 @@ def test_logs_go_with_a_checkpoint(of, uri):
     kept = of()
     kept.logs.mkdir(parents=True)
     (kept.logs / "events.1").write_bytes(b"figures")
-    with kept.flushed():
+    with kept.flush_at_end():
         save(kept, 1)
     assert storage.read_bytes(storage.join(uri, "logs", "events.1")) == b"figures"
 
@@ -279,8 +279,8 @@ def test_a_bug_in_the_background_ends_training(of, monkeypatch):
     def bug(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(RemoteCheckpoints, "published", bug)
-    with pytest.raises(ZeroDivisionError), kept.flushed():
+    monkeypatch.setattr(RemoteCheckpoints, "note_published", bug)
+    with pytest.raises(ZeroDivisionError), kept.flush_at_end():
         kept.save(variables(1), io_device=None, fields={})
 
 
@@ -302,11 +302,11 @@ class Checked(NoLease):
 def test_only_the_holder_of_the_lease_replaces_a_checkpoint(of, uri, lost_at, stored):
     """The second look comes after an upload, which may have taken long."""
     other, kept = of("another machine"), of()
-    with other.flushed():
+    with other.flush_at_end():
         save(other, 10, strategy="of the other")
     kept.lease = Checked(lost_at)
     expected = pytest.raises(LeaseLostError) if stored != "mine" else nullcontext()
-    with expected, kept.flushed():
+    with expected, kept.flush_at_end():
         save(kept, 10, strategy="mine")
     assert storage.verify(storage.join(uri, "step-00000010")).fields["strategy"] == stored
 
@@ -316,7 +316,7 @@ def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):
     held.acquire()
     kept = of()
     kept.lease = held
-    with kept.flushed():
+    with kept.flush_at_end():
         save(kept, 100)
     assert steps(uri) == [100]
     for number in holders(uri):

@@ -237,7 +237,7 @@ def test_a_server_without_room_for_its_answer_is_asked_again(tmp_path, two_serve
 
     monkeypatch.setattr(part_server, "_write", write)
     made = opened(tmp_path, two_servers)
-    with made.flushed():
+    with made.flush_at_end():
         made.save(variables(10), io_device=None, fields={})
     assert storage.names(made.uri) == ["step-00000010"]
 

@@ -135,7 +135,7 @@ def published(folder, variables):
         ({"model/weight": tf.Variable([1.0, 2.0])}, "weight is [2] there and [] in this model"),
         (
             {"model/weight": tf.Variable(1.0), "model/v1.0/bias": tf.Variable([0.0])},
-            "it has v1.0/bias [1], which this model has not",
+            "it has v1.0/bias [1], which this model lacks",
         ),
     ],
 )
@@ -306,8 +306,8 @@ def test_a_glob_that_takes_nothing_is_refused(begin, checkpoint):
     with pytest.raises(UserError) as caught:
         begin(net_parts(head="outs"), {"from": checkpoint, "include": ["hidden/*", "outs/*"]})
     assert str(caught.value) == (
-        f"training.warm_start: {checkpoint} has nothing to take of what 'outs/*' fits in this "
-        "model; did you mean 'out/kernel'?"
+        f"training.warm_start: {checkpoint} has none of the variables that 'outs/*' matches "
+        "in this model; did you mean 'out/kernel'?"
     )
 
 
@@ -336,7 +336,9 @@ class TestOfKeras:
         parts = [net_parts(sequential=True, name=name) for name in ("one", "two")]
         inputs = keras.Input((3,))
         model = keras.Model(inputs, keras.layers.Concatenate()([part(inputs) for part in parts]))
-        with pytest.raises(UserError, match=r"nothing to take of what '\*' fits in this model"):
+        with pytest.raises(
+            UserError, match=r"none of the variables that '\*' matches in this model"
+        ):
             begin(model, {"from": str(file), "include": ["*"]})
 
     def test_an_exported_model_is_read_by_its_file(self, begin, tmp_path):

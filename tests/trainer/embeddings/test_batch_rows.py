@@ -17,8 +17,8 @@ from flotilla.trainer.embeddings.row_updates import read_rows
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.models.registry import reset_uids
 from flotilla.trainer.optimizers.optimizers import each_row_once
-from flotilla.trainer.strategies.gradients import rows_gradient_of
-from flotilla.trainer.strategies.strategy import gradient_of
+from flotilla.trainer.strategies.gradients import build_rows_gradient
+from flotilla.trainer.strategies.strategy import build_gradient
 
 # Ids of several in an example, one beyond the table, and one counted from the end.
 BATCH = (
@@ -54,14 +54,14 @@ def refused(_batch, why):
 
 def of_rows(model, **named):
     lookups = find_lookups(model)
-    found = rows_gradient_of(model, loss, lookups, otherwise=refused, **named)
+    found = build_rows_gradient(model, loss, lookups, otherwise=refused, **named)
     # Without what makes graphs of Python's branches, which takes most of the time.
     return tf.function(found, autograph=False)
 
 
 def test_the_gradient_is_that_of_lookups_one_by_one():
     plain, model = model_of(), model_of()
-    expected_loss, expected = tf.function(gradient_of(plain, loss), autograph=False)(BATCH)
+    expected_loss, expected = tf.function(build_gradient(plain, loss), autograph=False)(BATCH)
     value, found = of_rows(model)(BATCH)
     assert float(value) == pytest.approx(float(expected_loss), rel=1e-6)
     for one, other in zip(found, expected, strict=True):

@@ -61,7 +61,7 @@ def test_rows_that_are_younger_or_older_than_their_count_are_counted_again(count
     trained(layer, [1, 2])
     tally = layer.parts()[0].noted.tally
     tally.assign(tf.tensor_scatter_nd_update(tally.value, [[GIVEN]], [counted]))
-    layer.restored()
+    layer.rebuild()
     assert layer.metrics() == {"rows": 2, "evicted": max(0, counted - 2), "turned_away": 0}
     assert known(layer, [1, 2, 3]) == [True, True, False]
 
@@ -255,7 +255,7 @@ def test_it_is_found_again_by_its_variables(keys):
     trained(second, [7, 7, 8, 8])
     for one, other in zip(second.variables, first.variables, strict=True):
         one.assign(other)
-    second.restored()
+    second.rebuild()
     asked = ids_of(first, [1, 2, 3, 4, 7, 8, 9])
     np.testing.assert_array_equal(second(asked).numpy(), first(asked).numpy())
     for layer in (first, second):

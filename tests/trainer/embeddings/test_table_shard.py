@@ -159,7 +159,7 @@ def test_rows_of_a_longer_run_grow_old_in_this_one():
     trained(layer, [1, 2])
     # As at a warm start.
     steps.assign(0)
-    layer.restored()
+    layer.rebuild()
     steps.assign(112)
     trained(layer, [2])
     assert known(layer, [1, 2]) == [False, True]
@@ -174,7 +174,7 @@ def test_rows_that_an_earlier_run_used_last_stay_longest():
     for step in (0, 40):
         # As at a warm start, and as where this run begins again from a checkpoint of its own.
         steps.assign(step)
-        layer.restored()
+        layer.rebuild()
         trained(layer, [2])
     (shard,) = layer._parts
     assert shard.earlier.numpy() == 200
@@ -191,7 +191,7 @@ def test_ages_go_on_where_all_rows_of_an_earlier_run_were_given_up():
     assert layer.metrics() == {"rows": 0, "evicted": 1, "turned_away": 0}
     # As at a warm start.
     steps.assign(0)
-    layer.restored()
+    layer.rebuild()
     for step, ids in ((10, [1, 1]), (20, [2, 2]), (115, [2])):
         steps.assign(step)
         trained(layer, ids)
@@ -312,7 +312,7 @@ def test_of_two_slots_of_an_id_the_later_one_stays():
     # As a worker leaves it that died before the map had the slot of 3.
     shard.noted.ids.value.scatter_nd_update([[later]], [1])
     trained(layer, [1])
-    layer.restored()
+    layer.rebuild()
     np.testing.assert_array_equal(layer(tf.constant([1])).numpy()[0], expected)
     assert shard.noted.used.numpy()[later] == -1
     trained(layer, [4, 5, 6, 7])

@@ -95,7 +95,7 @@ def test_the_table_is_trained_saved_and_resumed(training, tmp_path):
     again, _ = built(**training)
     kept = select_resumed(found, again.variables(), config_of(**training).training)
     restore(found, kept, io_device=None)
-    again.restored()
+    again.rebuild()
     np.testing.assert_array_equal(answers(again.model), expected)
     assert again.run(1).metrics["tables"]["table"]["rows"] == 20
     reset_uids()
@@ -121,7 +121,7 @@ def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
         found = checkpoints.newest()
         kept = select_resumed(found, again.variables(), config_of().training)
         restore(found, kept, io_device=None)
-        again.restored()
+        again.rebuild()
         np.testing.assert_array_equal(answers(again.model), expected)
         assert again.run(1).metrics["tables"]["table"]["rows"] == 20
         reset_uids()
@@ -131,7 +131,7 @@ def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
         warmed, _ = built(min_count=2)
         source = warm_start.fetch_weights(uri, tmp_path / "warm")
         line = warm_start.load(source, warmed.variables(), io_device=None)["warm_start"]
-        warmed.restored()
+        warmed.rebuild()
         np.testing.assert_array_equal(answers(warmed.model), expected)
         assert "2 absent there (table/shard_0_sieve, table/shard_1_sieve)" in line
         assert ("2 not in this model (table/shard_0_seen" in line) == earlier
@@ -217,7 +217,7 @@ def test_a_table_waits_for_every_worker(needed):
 def test_a_model_without_tables_is_left_alone():
     model = keras.Sequential([keras.Input((2,)), keras.layers.BatchNormalization()])
     assert table_state.metrics(model) == {}
-    assert table_state.together(model) == []
+    assert table_state.list_groups(model) == []
     assert table_state.list_state(model) == model.non_trainable_variables
 
 
@@ -232,7 +232,7 @@ def test_all_that_a_shard_needs_is_placed_with_it():
         table = EmbeddingTable(40, 3, keys="string", shards=2, min_count=2)
         table.build((None,))
     model = keras.Sequential([keras.Input((), dtype="string"), table])
-    groups = [{id(each) for each in group} for group in table_state.together(model)]
+    groups = [{id(each) for each in group} for group in table_state.list_groups(model)]
     for shard, group in zip(table.parts(), groups, strict=True):
         assert {id(each) for each in (shard.free, shard.room, shard.earlier, shard.window)} < group
     assert {id(each) for each in made} == set.union(*groups)

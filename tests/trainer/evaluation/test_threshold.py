@@ -204,5 +204,5 @@ def test_a_champion_of_before_with_two_logits_is_compared(run, measured, tmp_pat
 def test_a_checkpoint_of_before_with_two_logits_says_what_to_set(run, tmp_path):
     before = replace(run, root=tmp_path, config=with_task(run, name="classification"))
     checkpoint = publish_checkpoint(tmp_path / "checkpoints", before.built()[2])
-    with pytest.raises(UserError, match=r"two classes have one logit now, and set task\.name"):
+    with pytest.raises(UserError, match=r"two classes share one logit now: set task\.name"):
         run.evaluation(checkpoint)

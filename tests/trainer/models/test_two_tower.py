@@ -20,7 +20,7 @@ from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.strategies.strategy import step_of
+from flotilla.trainer.strategies.strategy import build_step
 from tests.trainer.objectives import cross_entropy
 
 PAIRS = InputSpec(
@@ -176,7 +176,7 @@ def test_it_learns_tastes_that_popularity_does_not_show():
     training = parse_config(
         {"training": {"optimizer": {"name": "adam", "learning_rate": 0.01}}}
     ).training
-    step = tf.function(step_of(model, build_optimizer(training), cross_entropy))
+    step = tf.function(build_step(model, build_optimizer(training), cross_entropy))
     examples = (pairs(users, items), labels)
     train = tf.data.Dataset.from_tensor_slices(examples).take(clicks.TRAINING)
     for batch in train.shuffle(clicks.TRAINING, seed=0).repeat().batch(512).take(250):

@@ -15,7 +15,7 @@ from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.strategies.strategy import step_of
+from flotilla.trainer.strategies.strategy import build_step
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 from tests.trainer.tasks.measuring import InParts, target
@@ -188,7 +188,7 @@ def test_it_learns_what_is_clicked_and_what_is_found():
     model = build(spec_of(*names), own, **args)
     optimizer = {"name": "adam", "learning_rate": 0.02}
     training = parse_config({"training": {"optimizer": optimizer}}).training
-    step = tf.function(step_of(model, build_optimizer(training), own.loss))
+    step = tf.function(build_step(model, build_optimizer(training), own.loss))
     for begin in range(0, 40_000, 500):
         rows = slice(begin, begin + 500)
         inputs = {name: tf.constant(train[name][rows]) for name in names}

@@ -10,7 +10,7 @@ import tensorflow as tf
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.optimizers import loss_scale
 from flotilla.trainer.optimizers.loss_scale import FIRST, MOST_HALVINGS, LossScale
-from flotilla.trainer.strategies.gradients import pulled_gradient_of, push_state
+from flotilla.trainer.strategies.gradients import build_pulled_gradient, push_state
 from flotilla.trainer.strategies.strategy import create
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import CHIEF, NOBODY, dense, problem_of
@@ -78,7 +78,7 @@ def test_it_grows_after_so_many_finite_updates(monkeypatch):
 def test_gradients_of_several_workers_make_one_update(monkeypatch):
     monkeypatch.setattr(loss_scale, "GROWTH", 3)
     scale = LossScale(gradients=2)
-    compute = scale.over(lambda _w, state, _b, factor: (tf.constant(1.0), [factor], state))
+    compute = scale.wrap(lambda _w, state, _b, factor: (tf.constant(1.0), [factor], state))
     state = [each.value.read_value() for each in scale.variables]
     counts = []
     for _ in range(6):
@@ -92,7 +92,7 @@ def test_workers_that_change_it_at_once_change_it_once(monkeypatch):
     monkeypatch.setattr(loss_scale, "GROWTH", 3)
     workers = 4
     scale = LossScale(gradients=workers)
-    compute = scale.over(lambda _w, state, _b, factor: (tf.constant(1.0), [factor], state))
+    compute = scale.wrap(lambda _w, state, _b, factor: (tf.constant(1.0), [factor], state))
     seen = []
     for _ in range(8):
         # All pull, and then all push.
@@ -113,7 +113,7 @@ def test_what_no_scale_makes_finite_is_given_up(value):
 
     scale = LossScale()
     state = [each.value.read_value() for each in scale.variables]
-    _, found, _ = scale.over(compute)([], state, ())
+    _, found, _ = scale.wrap(compute)([], state, ())
     assert not np.isfinite(found[0])
     # A loss that is not finite has diverged, whatever its scale.
     assert len(calls) == (1 + MOST_HALVINGS if np.isfinite(value) else 1)
@@ -127,7 +127,7 @@ def test_rows_that_overflow_stay_rows():
     # Infinite at the first scale, as a gradient of float16 would be.
     loss = lambda *args: cross_entropy(*args) * 1e35  # noqa: E731
     scale = LossScale()
-    gradient = pulled_gradient_of(model, loss, jit=False, scale=scale, parts=1, in_place=True)
+    gradient = build_pulled_gradient(model, loss, jit=False, scale=scale, parts=1, in_place=True)
     _, found = tf.function(gradient)(batch)
     assert isinstance(found[0], tf.IndexedSlices)
     assert np.isfinite(found[0].values).all()

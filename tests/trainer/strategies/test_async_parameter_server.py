@@ -15,10 +15,10 @@ from flotilla.trainer.strategies.self_scheduling import (
     MAX_PORTION,
     TURN,
     Turns,
+    adjust_unit,
     choose_unit,
     choose_unroll,
     portions,
-    unit_of_speed,
 )
 from tests.trainer.strategies.fleet import LOSS, Fleet, Led
 
@@ -88,7 +88,7 @@ class Lent(Led):
         self.applied = tf.Variable(0, dtype=tf.int64)
         self._turns = Turns(2, self.applied)
 
-    def lent(self, iterator, batches, *lease):
+    def lend(self, iterator, batches, *lease):
         del batches, lease
         return iterator
 
@@ -134,7 +134,7 @@ class CutShort(Led):
             ended.append((2.0 * made, 1, 0, made))
         return ended
 
-    def pass_over(self, batches):
+    def advance_position(self, batches):
         self.visited_updates = batches
 
 
@@ -189,7 +189,7 @@ def test_long_runs_of_what_is_pulled_whole_make_turns(steps, whole, turn):
     [(79, 1, 1), (80, 1, TURN), (80, TURN, TURN), (40, TURN, TURN), (39, TURN, 1)],
 )
 def test_turns_are_unrolled_for_fast_workers_until_they_are_slow(steps, now, unit):
-    assert unit_of_speed(steps, 2, TURN, now) == unit
+    assert adjust_unit(steps, 2, TURN, now) == unit
 
 
 @given(

@@ -11,9 +11,9 @@ from tensorflow.python.autograph.impl import api
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
-from flotilla.trainer.strategies.gradients import pulled_gradient_of
+from flotilla.trainer.strategies.gradients import build_pulled_gradient
 from flotilla.trainer.strategies.self_scheduling import Turns
-from flotilla.trainer.strategies.strategy import create, gradient_of
+from flotilla.trainer.strategies.strategy import build_gradient, create
 from tests.trainer.plain import CHIEF, NOBODY, problem_of
 
 NUMBERS = tf.data.Dataset.counter()
@@ -48,7 +48,7 @@ def test_of_a_step_the_loop_is_converted(converted, accumulate):
     strategy = create(parse_config({"training": training}), NOBODY, CHIEF)
     strategy.build(problem_of()(0))
     strategy.run(2)
-    assert converted() == {"steps_of"}
+    assert converted() == {"run_steps"}
 
 
 def test_of_turns_nothing_is_converted(converted, tmp_path, monkeypatch):
@@ -88,11 +88,11 @@ def loss(_model, _batch, outputs):
 
 
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("make", [gradient_of, partial(pulled_gradient_of, parts=2)])
+@pytest.mark.parametrize("make", [build_gradient, partial(build_pulled_gradient, parts=2)])
 def test_what_a_model_and_a_loss_map_over_examples_is_converted(make, jit):
     twice = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(2))
     model = keras.Sequential([keras.Input((1,)), Turned(), twice])
     batch = tf.constant([[-1.0], [2.0]])
-    stack = (batch if make is gradient_of else tf.stack([batch, batch]),)
+    stack = (batch if make is build_gradient else tf.stack([batch, batch]),)
     value, _ = tf.function(make(model, loss, jit=jit), autograph=False)(stack)
     assert float(value) == 6.0

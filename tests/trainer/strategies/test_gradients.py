@@ -14,22 +14,22 @@ from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.models.registry import reset_uids
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.strategies.async_parameter_server import local_steps_of
+from flotilla.trainer.strategies.async_parameter_server import build_local_steps
 from flotilla.trainer.strategies.gradients import (
     Messages,
     apply_and_count,
+    build_pulled_gradient,
     pull,
-    pulled_gradient_of,
     push_state,
 )
 from flotilla.trainer.strategies.parameter_server import looks_up
 from flotilla.trainer.strategies.placement import build_slots
 from flotilla.trainer.strategies.strategy import (
+    build_gradient,
+    build_step,
     create,
     exact_counter,
-    gradient_of,
     require_updates,
-    step_of,
 )
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, examples, problem_of
@@ -69,8 +69,8 @@ def packed(function):
 def test_a_loss_for_the_server_of_the_variables_is_part_of_the_message_of_their_gradient():
     model, _ = built()
     where = model.trainable_variables[0].value.device
-    stays = pulled_gradient_of(model, cross_entropy, jit=False)
-    sent = pulled_gradient_of(model, cross_entropy, jit=False, loss_on=where)
+    stays = build_pulled_gradient(model, cross_entropy, jit=False)
+    sent = build_pulled_gradient(model, cross_entropy, jit=False, loss_on=where)
     weights = len(model.trainable_variables)
     assert weights in packed(lambda: stays(examples()))
     of_sent = packed(lambda: sent(examples()))
@@ -83,7 +83,7 @@ def test_a_loss_for_the_server_of_the_variables_is_part_of_the_message_of_their_
 def test_an_update_is_counted_after_its_gradient_has_come():
     model, optimizer = built(optimizer="adam")
     counter = exact_counter(optimizer)
-    gradient = pulled_gradient_of(model, cross_entropy, jit=False)
+    gradient = build_pulled_gradient(model, cross_entropy, jit=False)
 
     @tf.function
     def turn():
@@ -117,8 +117,8 @@ def test_what_is_pulled_does_not_move_with_the_variables():
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_pulled_gradient_is_the_gradient(jit):
     plain, pulled = dense(), dense()
-    loss, expected = gradient_of(plain, cross_entropy)(examples())
-    value, found = pulled_gradient_of(pulled, cross_entropy, jit=jit)(examples())
+    loss, expected = build_gradient(plain, cross_entropy)(examples())
+    value, found = build_pulled_gradient(pulled, cross_entropy, jit=jit)(examples())
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
     # The statistics of the batch have moved as well.
@@ -127,7 +127,7 @@ def test_a_pulled_gradient_is_the_gradient(jit):
 
 def test_a_compiled_gradient_is_the_plain_one():
     (value, found), (other, compiled) = (
-        gradient_of(dense(), cross_entropy, jit=jit)(examples()) for jit in (False, True)
+        build_gradient(dense(), cross_entropy, jit=jit)(examples()) for jit in (False, True)
     )
     assert float(other) == pytest.approx(float(value), rel=1e-5)
     close(compiled, found, 1e-5)
@@ -144,7 +144,7 @@ def test_what_a_batch_does_not_reach_has_a_gradient_of_zero():
         return model
 
     model = apart()
-    _, found = pulled_gradient_of(model, cross_entropy, jit=False)(examples())
+    _, found = build_pulled_gradient(model, cross_entropy, jit=False)(examples())
     idle = [i for i, v in enumerate(model.trainable_variables) if "idle" in v.path]
     assert idle
     assert all(float(tf.reduce_max(tf.abs(found[index]))) == 0 for index in idle)
@@ -156,8 +156,8 @@ def test_a_gradient_of_looked_up_rows_is_dense():
         [keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 4), keras.layers.Flatten()]
     )
     batch = tf.constant([[1, 1], [2, 5]]), tf.constant([0, 3])
-    loss, expected = gradient_of(table, cross_entropy)(batch)
-    value, found = pulled_gradient_of(table, cross_entropy, jit=False)(batch)
+    loss, expected = build_gradient(table, cross_entropy)(batch)
+    value, found = build_pulled_gradient(table, cross_entropy, jit=False)(batch)
     assert isinstance(found[0], tf.Tensor)
     assert float(value) == pytest.approx(float(loss))
     close(found, [tf.convert_to_tensor(expected[0])])
@@ -221,8 +221,8 @@ def test_a_model_that_is_a_class_of_its_own_trains_as_in_place(jit):
 
     plain, pulled = own(), own()
     before = [each.numpy() for each in plain.non_trainable_variables]
-    loss, expected = gradient_of(plain, cross_entropy)(examples())
-    value, found = pulled_gradient_of(pulled, cross_entropy, jit=jit)(examples())
+    loss, expected = build_gradient(plain, cross_entropy)(examples())
+    value, found = build_pulled_gradient(pulled, cross_entropy, jit=jit)(examples())
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
     close(pulled.get_weights(), plain.get_weights(), 1e-5)
@@ -241,14 +241,14 @@ def test_losses_of_layers_may_have_any_shape_and_precision():
         keras.utils.set_random_seed(0)
         return keras.Sequential([keras.Input((2,)), Loud(), keras.layers.Dense(3)])
 
-    loss, expected = gradient_of(loud(), cross_entropy)(examples())
-    value, found = pulled_gradient_of(loud(), cross_entropy, jit=False)(examples())
+    loss, expected = build_gradient(loud(), cross_entropy)(examples())
+    value, found = build_pulled_gradient(loud(), cross_entropy, jit=False)(examples())
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
 
 
 def run_local(model, optimizer, steps, *, jit=False, count=1):
-    update = local_steps_of(model, optimizer, cross_entropy, steps=steps, jit=jit)
+    update = build_local_steps(model, optimizer, cross_entropy, steps=steps, jit=jit)
     iterator = iter(batches(count))
     return float(tf.function(lambda: update(iterator))())
 
@@ -257,7 +257,7 @@ def run_local(model, optimizer, steps, *, jit=False, count=1):
 @pytest.mark.parametrize("jit", [False, True])
 def test_one_local_step_is_a_plain_step(jit):
     plain, optimizer = built()
-    loss = step_of(plain, optimizer, cross_entropy)(examples())
+    loss = build_step(plain, optimizer, cross_entropy)(examples())
     local, updates = built()
     assert run_local(local, updates, 1, jit=jit) == pytest.approx(float(loss), rel=1e-5)
     close(local.get_weights(), plain.get_weights(), 1e-5)
@@ -266,7 +266,7 @@ def test_one_local_step_is_a_plain_step(jit):
 @pytest.mark.parametrize("steps", [2, 5])
 def test_local_steps_under_gradient_descent_are_as_many_plain_ones(steps):
     plain, optimizer = built()
-    step, iterator = step_of(plain, optimizer, cross_entropy), iter(batches(3))
+    step, iterator = build_step(plain, optimizer, cross_entropy), iter(batches(3))
     losses = [float(step(next(iterator))) for _ in range(steps)]
     local, updates = built()
     mean = run_local(local, updates, steps, count=3)
@@ -296,7 +296,7 @@ def test_state_that_no_layer_moves_is_not_pushed_after_local_steps():
     model = keras.Sequential([keras.Input((2,)), frozen, norm, keras.layers.Dense(3)])
     optimizer = keras.optimizers.SGD(RATE)
     optimizer.build(model.trainable_variables)
-    update = local_steps_of(model, optimizer, cross_entropy, steps=4, jit=False)
+    update = build_local_steps(model, optimizer, cross_entropy, steps=4, jit=False)
     iterator = iter(batches())
     graph = tf.function(lambda: update(iterator)).get_concrete_function().graph
     places = {id(outer): inner for outer, inner in graph.captures}
@@ -317,7 +317,7 @@ def test_the_loop_of_local_steps_stays_on_the_worker():
     worker = "/job:worker/task:1"
     model, optimizer = dense(), keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(1, 9))
     build_slots(optimizer, model)
-    update = local_steps_of(model, optimizer, cross_entropy, steps=4, jit=False)
+    update = build_local_steps(model, optimizer, cross_entropy, steps=4, jit=False)
     iterator = iter(batches())
 
     @tf.function
@@ -358,8 +358,10 @@ def stacked(batch):
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_the_mean_over_parts_is_the_gradient_of_the_whole(in_place, jit):
-    loss, expected = gradient_of(linear(), cross_entropy)(examples())
-    of_parts = pulled_gradient_of(linear(), cross_entropy, jit=jit, parts=PARTS, in_place=in_place)
+    loss, expected = build_gradient(linear(), cross_entropy)(examples())
+    of_parts = build_pulled_gradient(
+        linear(), cross_entropy, jit=jit, parts=PARTS, in_place=in_place
+    )
     value, found = tf.function(of_parts)(stacked(examples()))
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     for mine, theirs in zip(found, expected, strict=True):
@@ -369,8 +371,10 @@ def test_the_mean_over_parts_is_the_gradient_of_the_whole(in_place, jit):
 def test_rows_stay_rows():
     points, labels = examples()
     batch = tf.cast(tf.abs(points) * 2, tf.int64) % 5, labels
-    _, expected = gradient_of(looked_up(), cross_entropy)(batch)
-    of_parts = pulled_gradient_of(looked_up(), cross_entropy, jit=False, parts=PARTS, in_place=True)
+    _, expected = build_gradient(looked_up(), cross_entropy)(batch)
+    of_parts = build_pulled_gradient(
+        looked_up(), cross_entropy, jit=False, parts=PARTS, in_place=True
+    )
     _, found = tf.function(of_parts)(stacked(batch))
     assert isinstance(found[0], tf.IndexedSlices)
     for mine, theirs in zip(found, expected, strict=True):
@@ -381,10 +385,10 @@ def test_rows_stay_rows():
 def test_state_goes_through_all_parts():
     one_by_one, of_parts = dense(), dense()
     batches = stacked(examples())
-    step = gradient_of(one_by_one, cross_entropy)
+    step = build_gradient(one_by_one, cross_entropy)
     for part in range(PARTS):
         step(tuple(each[part] for each in batches))
-    tf.function(pulled_gradient_of(of_parts, cross_entropy, jit=False, parts=PARTS))(batches)
+    tf.function(build_pulled_gradient(of_parts, cross_entropy, jit=False, parts=PARTS))(batches)
     for mine, theirs in zip(of_parts.variables, one_by_one.variables, strict=True):
         np.testing.assert_allclose(mine.numpy(), theirs.numpy(), atol=1e-6, err_msg=mine.path)
 
@@ -460,22 +464,22 @@ def operations(function, kind):
 
 
 def test_pulled_values_are_those_of_the_variables(variables):
-    for value, variable in zip(Messages(variables).pulled(), variables, strict=True):
+    for value, variable in zip(Messages(variables).pull(), variables, strict=True):
         assert (value.dtype, value.shape) == (variable.dtype, variable.shape)
         np.testing.assert_array_equal(value, variable)
 
 
 def test_pushed_values_are_those_that_were_sent(variables):
     sent = [tf.cast(numbers(v.shape, 7.0), v.dtype) for v in variables]
-    for value, given in zip(Messages(variables).pushed(sent), sent, strict=True):
+    for value, given in zip(Messages(variables).push(sent), sent, strict=True):
         assert (value.dtype, value.shape) == (given.dtype, given.shape)
         np.testing.assert_array_equal(value, given)
 
 
 def test_there_is_one_message_for_each_type(variables):
     messages = Messages(variables)
-    assert len(operations(messages.pulled, "ConcatV2")) == 2
-    assert len(operations(lambda: messages.pushed(messages.pulled()), "ConcatV2")) == 4
+    assert len(operations(messages.pull, "ConcatV2")) == 2
+    assert len(operations(lambda: messages.push(messages.pull()), "ConcatV2")) == 4
 
 
 def test_there_is_one_message_for_each_device():
@@ -488,7 +492,7 @@ def test_there_is_one_message_for_each_device():
                 made.append(tf.Variable([1.0, 2.0]))
         messages = Messages(made)
         with tf.device("/job:worker/device:CPU:0"):
-            messages.pushed(messages.pulled())
+            messages.push(messages.pull())
     packed = [each for each in graph.get_operations() if each.type == "ConcatV2"]
     assert [each.device for each in packed[:2]] == [devices[0], devices[2]]
     assert {each.device for each in packed[2:]} == {"/job:worker/device:CPU:0"}
@@ -499,15 +503,15 @@ def test_there_is_one_message_for_each_device():
 
 def test_a_gradient_of_half_precision_is_pushed_in_the_type_of_its_variable():
     variable = tf.Variable([1.0, 2.0])
-    (value,) = Messages([variable]).pushed([tf.constant([0.5, 0.25], tf.bfloat16)])
+    (value,) = Messages([variable]).push([tf.constant([0.5, 0.25], tf.bfloat16)])
     assert value.dtype == tf.float32
     np.testing.assert_array_equal(value, [0.5, 0.25])
 
 
 def test_nothing_travels_of_no_variables():
     messages = Messages([])
-    assert messages.pulled() == []
-    assert messages.pushed([]) == []
+    assert messages.pull() == []
+    assert messages.push([]) == []
 
 
 def test_state_that_has_not_moved_is_not_pushed():

@@ -61,11 +61,11 @@ def test_what_comes_next_begins_with_the_gaps():
     position = Position(visited=20, gaps=((3, 2), (8, 1)))
     assert position.plan() == [(0, 3), (2, 8), (3, 20)]
     assert position.examples == 17
-    assert position.after([(0, 3)]) == Position(visited=20)
-    assert position.after([(0, 5)]) == Position(visited=22)
-    assert position.after([(1, 2), (4, 2)]) == Position(visited=23, gaps=((3, 1), (20, 1)))
-    assert position.after([]) == position
-    assert Position(visited=4).after([(0, 2), (4, 2)]) == Position(visited=10, gaps=((6, 2),))
+    assert position.advance([(0, 3)]) == Position(visited=20)
+    assert position.advance([(0, 5)]) == Position(visited=22)
+    assert position.advance([(1, 2), (4, 2)]) == Position(visited=23, gaps=((3, 1), (20, 1)))
+    assert position.advance([]) == position
+    assert Position(visited=4).advance([(0, 2), (4, 2)]) == Position(visited=10, gaps=((6, 2),))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -80,7 +80,7 @@ def test_whatever_is_taken_each_position_is_visited_once(seed):
             for place in range(number * size, (number + 1) * size):
                 begin, first = [pair for pair in plan if pair[0] <= place][-1]
                 seen.append(first + place - begin)
-        position = position.after((number * size, size) for number in wanted)
+        position = position.advance((number * size, size) for number in wanted)
     missing = {place for first, count in position.gaps for place in range(first, first + count)}
     assert len(seen) == len(set(seen)) == position.examples
     assert set(seen) == set(range(position.visited)) - missing
@@ -90,7 +90,7 @@ def test_a_resumed_stream_goes_on_where_the_checkpoint_was(caplog):
     lent = stream(10)
     position = Position(visited=14, gaps=((2, 3),))
     saved = lent.to_json(position)
-    assert lent.resumed(saved, "file:///c").position == position
+    assert lent.resume(saved, "file:///c").position == position
     assert lent.epoch(position) == 1.1
     assert not caplog.records
 
@@ -105,9 +105,9 @@ def test_a_resumed_stream_goes_on_where_the_checkpoint_was(caplog):
     ],
 )
 def test_the_position_in_another_order_is_not_used(saved, what, caplog):
-    assert stream(10).resumed(saved, "file:///c").position == Position()
+    assert stream(10).resume(saved, "file:///c").position == Position()
     (line,) = caplog.messages
-    assert line.startswith("file:///c has no position in this order of the examples")
+    assert line.startswith("file:///c has no input position for this order of the examples")
     assert f"({what} differs)" in line
 
 
@@ -123,7 +123,7 @@ def test_lent_batches_are_those_of_the_range():
     lent = stream(30)
     (held,) = lent.held()
     plan, first = encode_plan(Position(visited=6)), tf.constant(10, tf.int64)
-    batches = lent.lent(held, plan, first, batches=tf.constant(3), size=5)
+    batches = lent.lend(held, plan, first, batches=tf.constant(3), size=5)
     seen = [number for inputs, _ in batches.as_numpy_iterator() for number in inputs.tolist()]
     assert seen == taken(lent, Position(visited=16), 0, 15)
 

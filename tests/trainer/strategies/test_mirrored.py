@@ -40,7 +40,7 @@ def test_it_makes_the_updates_of_a_plain_loop(optimizer, jit):
 
 def programs(strategy):
     """Return the operations of each program of XLA in the graph of the steps."""
-    graph = strategy._steps_of.get_concrete_function(strategy._iterator, tf.constant(1)).graph
+    graph = strategy._run_steps.get_concrete_function(strategy._iterator, tf.constant(1)).graph
     functions = {each.signature.name: each for each in graph.as_graph_def().library.function}
 
     def operations(name, seen):

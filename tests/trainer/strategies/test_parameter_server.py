@@ -96,6 +96,6 @@ def test_a_server_that_is_gone_is_no_fault_of_the_model(built, monkeypatch, caus
     def fails(*_):
         raise ConfigError("model two_tower: it fails") from cause
 
-    monkeypatch.setattr(parameter_server, "build_at", fails)
+    monkeypatch.setattr(parameter_server, "build_placed_model", fails)
     with pytest.raises(raised):
         built(())

@@ -24,7 +24,7 @@ from flotilla.trainer.strategies.placement import (
     Place,
     Sized,
     assign,
-    build_at,
+    build_placed_model,
     build_slots,
     choose_places,
     optimize_once,
@@ -125,7 +125,7 @@ def two_layers():
 
 
 def placed_on(build, servers, named):
-    return build_at(build, choose_places(build, lambda _model: None, servers, named))
+    return build_placed_model(build, choose_places(build, lambda _model: None, servers, named))
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_large_variable_has_no_values_in_the_sketch_of_a_model(monkeypatch):
 
 def test_the_initializer_of_a_large_variable_is_not_asked_for_a_sketch(monkeypatch):
     monkeypatch.setattr(placement, "LARGE_BYTES", 400)
-    monkeypatch.setattr(Variable, "_initialize_with_initializer", placement._sketched)
+    monkeypatch.setattr(Variable, "_initialize_with_initializer", placement._initialize_sketch)
     asked = []
 
     def initial(shape, dtype):
@@ -261,7 +261,7 @@ def test_places_say_where_a_model_is_built_without_a_sketch(devices):
         built.append(1)
         return two_layers()
 
-    model = build_at(build, [Place("", server) for server in (1, 0, 0, 1)])
+    model = build_placed_model(build, [Place("", server) for server in (1, 0, 0, 1)])
     assert (len(built), devices) == (1, [1, 0, 0, 1])
     for mine, theirs in zip(model.get_weights(), two_layers().get_weights(), strict=True):
         assert (mine == theirs).all()
@@ -271,7 +271,7 @@ def test_places_say_where_a_model_is_built_without_a_sketch(devices):
 @pytest.mark.usefixtures("devices")
 def test_a_model_of_more_or_fewer_variables_than_places_is_refused(count, words):
     with pytest.raises(ValueError, match=words):
-        build_at(two_layers, [Place("", 0)] * count)
+        build_placed_model(two_layers, [Place("", 0)] * count)
 
 
 def test_a_sketch_may_be_refused():
@@ -286,7 +286,7 @@ def test_a_sketch_may_be_refused():
 def test_large_variables_of_servers_with_values_have_none_and_say_what_they_begin_with(monkeypatch):
     monkeypatch.setattr(placement, "LARGE_BYTES", 40)
     kept = KeptValues([1])
-    model = build_at(two_layers, [Place("", server) for server in (1, 0, 0, 1)], kept)
+    model = build_placed_model(two_layers, [Place("", server) for server in (1, 0, 0, 1)], kept)
     # The kernel of 3 x 4; the one of 4 x 2 has 32 bytes.
     assert [each.path for each, _ in kept._made] == [model.variables[0].path]
     begins = getattr(model.variables[0].value, BEGINS)
@@ -299,7 +299,7 @@ def test_a_large_variable_that_shows_a_copy_says_what_it_begins_with(monkeypatch
     monkeypatch.setattr(placement, "LARGE_BYTES", 12)
     kept = KeptValues([1])
     scope = keras.src.backend.common.variables.AutocastScope("float16")
-    with kept.spared(lambda: 1), scope:
+    with kept.skip_values(lambda: 1), scope:
         large = keras.Variable(keras.initializers.Constant(4.0), shape=[3])
         assert large.value.dtype == tf.float16
     kept.give_others([])
@@ -337,7 +337,9 @@ def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
     monkeypatch.setattr(placement, "server_device", lambda _index: "/device:CPU:0")
     words = r"\(CPU\) has no memory for \S+/users/embeddings of type float and shape \[\d+, 16\]"
     with pytest.raises(ConfigError, match=words):
-        placement.build_at(build, placement.choose_places(build, lambda _model: None, 1, {}))
+        placement.build_placed_model(
+            build, placement.choose_places(build, lambda _model: None, 1, {})
+        )
 
 
 @pytest.mark.parametrize("rows", [1000, 1001, 1_000_000])

@@ -15,7 +15,7 @@ from flotilla.trainer.strategies.self_scheduling import (
     OTHERS,
     UPDATES,
     Turns,
-    alone,
+    run_exclusively,
     run_on_workers,
 )
 
@@ -146,7 +146,7 @@ def test_two_runs_of_a_closure_at_once_make_exactly_what_is_dealt(turns):
 def test_each_worker_has_its_sums(turns, applied):
     @tf.function
     def report(worker, loss, others):
-        began = turns.began()
+        began = turns.read_applied()
         applied.assign_add(20 + others)
         turns.report(worker, loss, 20, began)
 
@@ -166,7 +166,7 @@ def test_each_worker_has_its_sums(turns, applied):
 def alone_with(work):
     """Return a graph in which a worker does some work of Python's for a chief."""
     return tf.function(
-        partial(alone, lambda: [tf.py_function(work, [], tf.int32)]), autograph=False
+        partial(run_exclusively, lambda: [tf.py_function(work, [], tf.int32)]), autograph=False
     )
 
 
@@ -238,6 +238,8 @@ def test_one_that_is_gone_has_done_its_own(waited):
 
 def test_one_that_does_not_end_ends_the_attempt(waited):
     ends = threading.Event()
-    with pytest.raises(ClusterLostError, match=r"worker-0 has not ended after 0.2 s what it did"):
+    with pytest.raises(
+        ClusterLostError, match=r"worker-0 has not finished its work .* after 0.2 s"
+    ):
         waited(lambda: ends.wait(60) and None, 0.2)
     ends.set()

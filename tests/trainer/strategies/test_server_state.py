@@ -26,7 +26,7 @@ SERVERS = range(2)
 def _here(monkeypatch):
     """Let this process be every server."""
     monkeypatch.setattr(server_state, "server_device", lambda _: "/device:CPU:0")
-    monkeypatch.setattr(server_state, "_server_of", lambda _: 0)
+    monkeypatch.setattr(server_state, "_find_server", lambda _: 0)
 
 
 class Attempt(Served):
@@ -65,14 +65,14 @@ class Attempt(Served):
         """Begin with what is there; return the servers of which values are taken."""
         state = self.find_state(self.uri)
         if takes:
-            state.go_on_with(state.living)
+            state.select(state.living)
         elif state.found:
             state.remove("why")
         self.turns = Turns(1, self.held[STEP], state.permit)
         try:
-            self.keep(self.turns.held())
+            self.keep(self.turns.list_variables())
         except MisfitError:
-            self.keep(self.turns.held())
+            self.keep(self.turns.list_variables())
         if state.taken:
             self.turns.extend(0)
         return sorted(state.taken)
@@ -131,7 +131,7 @@ def test_the_next_attempt_goes_on_with_the_values(uri):
     first = begun(uri, 10, 20)
     attempt = Attempt(uri)
     assert attempt.begin() == [0, 1]
-    assert attempt.state.reached() == 20
+    assert attempt.state.read_reached() == 20
     assert attempt.values() == {STEP: [20], "table": [20.0], "slot": [20.0]}
     # Its graphs and those of the first one are of the same variables.
     first.held["slot"].assign(tf.fill([ROWS], 7.0))
@@ -146,7 +146,7 @@ def test_a_table_that_grows_has_its_ids_without_looking_through_its_rows(uri):
     assert places == first.places()
     assert sorted(places) == [1, 2]
     # Nothing of it is made again, as workers of the first one may have been at it.
-    attempt.restored()
+    attempt.refresh()
     assert attempt.places() == places
     attempt.train(30)
     assert first.grown.metrics()["rows"] == 4
@@ -160,7 +160,7 @@ def test_it_is_found_itself_also_before_it_trains(uri):
     third.train(30)
     last = Attempt(uri)
     assert last.begin() == [0, 1]
-    assert last.state.reached() == 30
+    assert last.state.read_reached() == 30
 
 
 def test_no_turn_of_the_first_one_is_taken_any_more(uri):
@@ -190,7 +190,7 @@ def test_what_is_of_other_variables_is_removed(uri, caplog, given):
     names = names_of(first)
     attempt = Attempt(uri, **given)
     assert attempt.begin() == []
-    assert "it is of other variables, workers or training.freeze" in caplog.text
+    assert "variables, workers or training.freeze differ" in caplog.text
     assert attempt.values() == {STEP: [0], "table": [0.0], "slot": [0.0]}
     assert not any(map(is_there, names))
     assert attempt.places() == [-1, -1]
@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_built_for_what_is_there_is_built_anew(uri, caplo
     begun(uri, 10)
     attempt, taken = Attempt(uri), []
     state = attempt.find_state(uri)
-    state.go_on_with(state.living)
+    state.select(state.living)
 
     def build(_problem):
         taken.append(sorted(state.taken))
@@ -218,7 +218,7 @@ def test_what_is_not_wanted_is_removed(uri, caplog):
     names = names_of(begun(uri, 10))
     attempt = Attempt(uri)
     assert attempt.begin(takes=False) == []
-    assert "of an attempt before is not used: why" in caplog.text
+    assert "of an earlier attempt are not used: why" in caplog.text
     assert attempt.values() == {STEP: [0], "table": [0.0], "slot": [0.0]}
     assert not any(map(is_there, names))
 
@@ -240,7 +240,7 @@ def test_values_that_the_chief_was_assigning_do_not_live(uri, steps):
     attempt.settle(is_whole=False)
     state = Attempt(uri).find_state(uri)
     assert set(state.found) == set(SERVERS)
-    assert (state.living, state.reached()) == (frozenset(), 10)
+    assert (state.living, state.read_reached()) == (frozenset(), 10)
 
 
 @pytest.mark.parametrize("lost", SERVERS)
@@ -260,7 +260,7 @@ def test_the_step_stays_also_without_the_server_of_its_counter(uri, lost, reache
     first = begun(uri, 10)
     first.state.note(5, 9)
     lose(first, lost)
-    assert Attempt(uri).find_state(uri).reached() == reached
+    assert Attempt(uri).find_state(uri).read_reached() == reached
 
 
 def test_a_chief_that_dies_while_it_restores_leaves_what_is_alive(uri):
@@ -279,13 +279,13 @@ def test_what_went_back_is_noted_until_a_checkpoint_is_published(uri):
     second = Attempt(uri)
     second.begin()
     second.state.went_back(5)
-    assert second.state.back_to() == {1: 5}
+    assert second.state.list_reverted() == {1: 5}
     second.settle(is_whole=True)
     third = Attempt(uri)
     third.begin()
-    assert third.state.back_to() == {1: 5}
+    assert third.state.list_reverted() == {1: 5}
     third.state.note(12, 12)
-    assert third.state.back_to() == {}
+    assert third.state.list_reverted() == {}
 
 
 def test_a_checkpoint_that_was_on_its_way_does_not_have_what_went_back_to_it(uri):
@@ -294,9 +294,9 @@ def test_a_checkpoint_that_was_on_its_way_does_not_have_what_went_back_to_it(uri
     second.begin()
     second.state.went_back(5)
     second.state.note(5, 12)
-    assert second.state.back_to() == {1: 5}
+    assert second.state.list_reverted() == {1: 5}
     second.state.note(12, 14)
-    assert second.state.back_to() == {}
+    assert second.state.list_reverted() == {}
 
 
 def test_what_servers_have_of_different_runs_of_values_does_not_live(uri):

@@ -20,10 +20,10 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
 from flotilla.trainer.strategies.strategy import (
     Strategy,
+    build_step,
     checkpoint_variables,
     create,
     exact_counter,
-    step_of,
 )
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
@@ -77,7 +77,7 @@ def test_one_update_is_gradient_descent():
     logits = points.numpy() @ kernel + bias
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     wrong = (shares - np.eye(3)[labels.numpy()]) / len(labels)
-    loss = step_of(model, optimizer, cross_entropy)((points, labels))
+    loss = build_step(model, optimizer, cross_entropy)((points, labels))
     expected = -np.log(shares[np.arange(len(labels)), labels.numpy()]).mean()
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     rate = float(optimizer.learning_rate)
@@ -94,7 +94,7 @@ def test_losses_of_layers_count():
     )
     weighed.set_weights(plain.get_weights())
     kernel = plain.get_weights()[0]
-    loss = step_of(weighed, optimizer, cross_entropy)(batch)
+    loss = build_step(weighed, optimizer, cross_entropy)(batch)
     without = float(cross_entropy(plain, batch, plain(batch[0])))
     assert float(loss) == pytest.approx(without + 0.5 * (kernel**2).sum(), rel=1e-5)
 
@@ -103,7 +103,7 @@ def test_layers_are_in_training():
     model, optimizer = built(model=dense)
     mean = next(v for v in model.variables if v.path.endswith("moving_mean"))
     before = mean.numpy()
-    step_of(model, optimizer, cross_entropy)(examples())
+    build_step(model, optimizer, cross_entropy)(examples())
     assert not np.array_equal(mean.numpy(), before)
 
 
@@ -112,7 +112,7 @@ def test_layers_are_in_training():
 def test_every_update_of_every_optimizer_is_counted_once(name):
     model, optimizer = built(name, linear)
     counter = exact_counter(optimizer)
-    step = tf.function(step_of(model, optimizer, cross_entropy))
+    step = tf.function(build_step(model, optimizer, cross_entropy))
     for _ in range(3):
         step(examples())
     assert int(counter) == 3
@@ -122,7 +122,7 @@ def test_every_update_of_every_optimizer_is_counted_once(name):
 def test_no_update_is_left_uncounted_when_workers_race():
     model, optimizer = built("sgd", linear)
     counter = exact_counter(optimizer)
-    step = step_of(model, optimizer, cross_entropy)
+    step = build_step(model, optimizer, cross_entropy)
     batch = examples()
 
     @tf.function
@@ -315,23 +315,23 @@ def test_what_the_evaluator_measured_is_asked_for_in_the_background(kept, uri, g
 
     gcs.plan.before = before
     try:
-        assert kept.measured() == []
+        assert kept.read_validations() == []
         assert asked.wait(60)
-        assert kept.measured() == []
+        assert kept.read_validations() == []
     finally:
         answered.set()
         gcs.plan.before = None
-    with kept.flushed():
+    with kept.flush_at_end():
         pass
-    assert kept.measured() == [row]
+    assert kept.read_validations() == [row]
 
 
 def test_training_goes_on_where_the_evaluator_cannot_be_asked(kept, gcs, monkeypatch, caplog):
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
     gcs.plan.add(Fault(503, path="validation.jsonl", times=-1))
     try:
-        with kept.flushed():
-            assert kept.measured() == []
+        with kept.flush_at_end():
+            assert kept.read_validations() == []
     finally:
         gcs.plan.clear()
     assert "has not been available" in caplog.text

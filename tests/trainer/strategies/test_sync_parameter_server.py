@@ -8,8 +8,12 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.strategies import sync_parameter_server
-from flotilla.trainer.strategies.gradients import over, plus, pulled_gradient_of
-from flotilla.trainer.strategies.strategy import gradient_of
+from flotilla.trainer.strategies.gradients import (
+    add_gradients,
+    build_pulled_gradient,
+    divide_gradient,
+)
+from flotilla.trainer.strategies.strategy import build_gradient
 from flotilla.trainer.strategies.sync_parameter_server import (
     TURN,
     NamedQueue,
@@ -135,7 +139,7 @@ class Announcing(SyncParameterServer):
     def __init__(self, name: str, layer: keras.layers.Layer):
         self.model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
         self._announced = NamedQueue([tf.int64, tf.float32], [[4], []], name=name)
-        self._staging = self._staging_of(name)
+        self._staging = self._create_staging(name)
 
     def announces(self, gradient: Any) -> tf.Graph:
         @tf.function
@@ -155,9 +159,9 @@ def loss_of(_model, batch, outputs):
 def test_an_announcement_comes_after_the_moving_averages(request, pulled):
     worker = Announcing(request.node.name, keras.layers.BatchNormalization())
     gradient = (
-        pulled_gradient_of(worker.model, loss_of, jit=False)
+        build_pulled_gradient(worker.model, loss_of, jit=False)
         if pulled
-        else gradient_of(worker.model, loss_of)
+        else build_gradient(worker.model, loss_of)
     )
     operations = worker.announces(gradient).get_operations()
     moved = {each for each in operations if each.type.startswith("Assign")}
@@ -244,8 +248,8 @@ def test_places_do_not_share_their_gradients(variables):
 
 
 def test_the_mean_keeps_rows_as_rows():
-    sums = map(plus, gradient(1.0, [0, 2]), gradient(3.0, [2]))
-    dense, rows, scalar = (over(each, 2) for each in sums)
+    sums = map(add_gradients, gradient(1.0, [0, 2]), gradient(3.0, [2]))
+    dense, rows, scalar = (divide_gradient(each, 2) for each in sums)
     assert dense.numpy().tolist() == [2.0, 4.0]
     assert tf.convert_to_tensor(rows).numpy().tolist() == [[0.5, 0.5], [0.0, 0.0], [2.0, 2.0]]
     assert rows.indices.shape == [3]

@@ -7,9 +7,9 @@ import tensorflow as tf
 
 from flotilla.trainer.optimizers.loss_scale import FIRST, LossScale
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.strategies.async_parameter_server import local_steps_of
-from flotilla.trainer.strategies.gradients import pulled_gradient_of
-from flotilla.trainer.strategies.strategy import gradient_of
+from flotilla.trainer.strategies.async_parameter_server import build_local_steps
+from flotilla.trainer.strategies.gradients import build_pulled_gradient
+from flotilla.trainer.strategies.strategy import build_gradient
 from flotilla.trainer.strategies.towers import ONE, Towers, list_towers
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
@@ -48,8 +48,8 @@ def close(found, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 def test_two_towers_are_one_with_both_batches(jit):
-    loss, expected = pulled_gradient_of(plain(), cross_entropy, jit=False)(examples())
-    towers = tf.function(pulled_gradient_of(plain(), cross_entropy, jit=jit, towers=TWO))
+    loss, expected = build_pulled_gradient(plain(), cross_entropy, jit=False)(examples())
+    towers = tf.function(build_pulled_gradient(plain(), cross_entropy, jit=jit, towers=TWO))
     value, found = towers(halves(examples()))
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected)
@@ -57,7 +57,7 @@ def test_two_towers_are_one_with_both_batches(jit):
 
 def test_each_tower_computes_on_its_device_and_variables_are_read_once():
     model = plain()
-    towers = tf.function(pulled_gradient_of(model, cross_entropy, jit=False, towers=TWO))
+    towers = tf.function(build_pulled_gradient(model, cross_entropy, jit=False, towers=TWO))
     graph = towers.get_concrete_function(halves(examples())).graph
     calls = [each for each in graph.get_operations() if "PartitionedCall" in each.type]
     assert [each.device[-5:] for each in calls] == ["CPU:0", "CPU:1"]
@@ -66,8 +66,8 @@ def test_each_tower_computes_on_its_device_and_variables_are_read_once():
 
 
 def test_looked_up_rows_of_all_towers_stay_sparse():
-    loss, expected = gradient_of(table(), cross_entropy)(rows())
-    towers = tf.function(TWO.gradient(gradient_of(table(), cross_entropy)))
+    loss, expected = build_gradient(table(), cross_entropy)(rows())
+    towers = tf.function(TWO.gradient(build_gradient(table(), cross_entropy)))
     value, found = towers(halves(rows()))
     assert isinstance(found[0], tf.IndexedSlices)
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
@@ -79,7 +79,9 @@ def test_local_steps_take_a_batch_for_each_device():
     def updated(towers, size):
         model, optimizer = plain(), keras.optimizers.SGD(RATE)
         optimizer.build(model.trainable_variables)
-        update = local_steps_of(model, optimizer, cross_entropy, steps=3, jit=False, towers=towers)
+        update = build_local_steps(
+            model, optimizer, cross_entropy, steps=3, jit=False, towers=towers
+        )
         data = iter(tf.data.Dataset.from_tensor_slices(examples()).batch(size).repeat())
         return float(tf.function(lambda: update(data))()), model.get_weights()
 
@@ -100,7 +102,7 @@ def test_moving_averages_are_averaged_and_the_first_towers_draws_count():
     def moved(batch, **towers):
         model = normed()
         before = [np.array(each) for each in model.non_trainable_variables]
-        tf.function(pulled_gradient_of(model, cross_entropy, jit=False, **towers))(batch)
+        tf.function(build_pulled_gradient(model, cross_entropy, jit=False, **towers))(batch)
         return before, [np.array(each) for each in model.non_trainable_variables]
 
     first, second = halves(examples())
@@ -135,7 +137,7 @@ def test_no_two_towers_drop_the_same_units():
 
     for devices in (ONE, TWO):
         taken = batch if devices is ONE else [batch, batch]
-        gradient = pulled_gradient_of(model, total, jit=False, towers=devices)
+        gradient = build_pulled_gradient(model, total, jit=False, towers=devices)
         _, (found,) = tf.function(gradient)(taken)
         kept.append(set(np.unique(found.numpy()).tolist()))
     # Kept by one tower of two: half of what both give.
@@ -148,7 +150,7 @@ def test_towers_accumulate_and_scale_on_their_own(whole):
     parts, factor = 2, 1e35
     model, batch = (plain, examples()) if whole else (table, rows())
     model, single = model(), model()
-    _, expected = gradient_of(single, cross_entropy)(batch)
+    _, expected = build_gradient(single, cross_entropy)(batch)
     expected = list(map(tf.convert_to_tensor, expected))
     scale = LossScale()
 
@@ -156,7 +158,7 @@ def test_towers_accumulate_and_scale_on_their_own(whole):
         # Its gradient is infinite at the first scale.
         return cross_entropy(*args) * factor
 
-    gradient = pulled_gradient_of(
+    gradient = build_pulled_gradient(
         model, loss, jit=False, parts=parts, scale=scale, in_place=not whole, towers=TWO
     )
     stacks = [

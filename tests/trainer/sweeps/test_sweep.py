@@ -71,11 +71,11 @@ def test_the_best_is_the_highest_where_higher_is_better():
 
 def test_the_steps_of_a_trial_are_those_of_its_rung():
     sweep = a_sweep()
-    config = sweep.config_on(sweep.trials[1], 0, sweep.base)
+    config = sweep.configure(sweep.trials[1], 0, sweep.base)
     assert config.training.steps == 30
     assert config.training.optimizer.learning_rate == 0.003
     alone = a_sweep(rungs=(0,))
-    assert alone.config_on(alone.trials[1], 0, alone.base).training.steps == 1500
+    assert alone.configure(alone.trials[1], 0, alone.base).training.steps == 1500
 
 
 def test_the_command_of_the_best_is_quoted():
@@ -110,7 +110,7 @@ def test_halving_that_is_not_possible_is_refused(tree, settings, count, message)
 def reached(sweep, trial, rung, value, main=None):
     """Return a trial that has this value of the metric by which it selects."""
     trial = replace(trial, metrics={(main or BY_LOSS).column: value})
-    return sweep.reached(trial, rung, main)
+    return sweep.add_result(trial, rung, main)
 
 
 def test_the_objective_is_of_validation():

@@ -114,8 +114,8 @@ def test_validation_and_checkpoints_are_served(metrics, monkeypatch):
 
 
 def test_an_older_checkpoint_that_is_found_late_changes_nothing(metrics):
-    metrics.checkpoint_at(40, 2000.0)
-    metrics.checkpoint_at(20, 1000.0)
+    metrics.set_checkpoint(40, 2000.0)
+    metrics.set_checkpoint(20, 1000.0)
     assert of(metrics)["flotilla_checkpoint_global_step",] == 40
 
 

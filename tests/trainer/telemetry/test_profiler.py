@@ -95,15 +95,15 @@ def test_exactly_the_steps_asked_for_are_traced(run, recorded, profile, found):
 
 def test_an_attempt_that_begins_within_traces_the_rest(recorded, tmp_path):
     profiler = Profiler((100, 110), tmp_path, [])
-    profiler.at(104)
-    profiler.at(110)
-    profiler.at(120)
+    profiler.update(104)
+    profiler.update(110)
+    profiler.update(120)
     assert [name for name, *_ in recorded.calls] == ["start", "stop"]
 
 
 def test_an_attempt_that_begins_after_traces_nothing(recorded, tmp_path):
     profiler = Profiler((100, 110), tmp_path, [])
-    profiler.at(110)
+    profiler.update(110)
     profiler.end()
     assert recorded.calls == []
 
@@ -120,8 +120,8 @@ def test_training_that_fails_ends_its_trace(run, recorded):
 def test_the_other_tasks_are_asked_for_as_long_as_the_steps_take(recorded, tmp_path):
     for speed, milliseconds in [(20.0, 550), (1e6, 100), (0.01, 10_000), (0.0, 1000)]:
         profiler = Profiler((100, 110), tmp_path, ["grpc://a:1", "grpc://b:2"])
-        profiler.at(99, speed)
-        profiler.at(110)
+        profiler.update(99, speed)
+        profiler.update(110)
         expected = ("grpc://a:1,grpc://b:2", str(tmp_path / "train"), milliseconds)
         assert recorded.asked.pop() == expected
 
@@ -154,7 +154,7 @@ def test_the_trace_has_the_operations_of_the_steps(tmp_path):
     profiler = Profiler((2, 3), tmp_path, [])
     weight = tf.Variable(tf.ones([64, 64]))
     for step in range(4):
-        profiler.at(step)
+        profiler.update(step)
         weight.assign(tf.linalg.matmul(weight, weight) / 64)
     [path] = (tmp_path / "train/plugins/profile").glob("*/*.xplane.pb")
     space = xplane_pb2.XSpace.FromString(path.read_bytes())

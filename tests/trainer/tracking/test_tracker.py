@@ -18,7 +18,7 @@ from flotilla.trainer.tracking.tracker import (
     MOST_POINTS,
     Reader,
     Tracker,
-    ended,
+    describe_end,
     mlflow_status,
 )
 
@@ -102,11 +102,11 @@ def test_a_decision_a_failure_and_restarts_are_tags():
 def test_what_waits_is_bounded_and_in_order():
     reader = Reader()
     first, second = reader.read(progress(20)), reader.read(progress(40))
-    assert [each.step for each in second.after(first).points] == [20] * 3 + [40] * 3
-    assert ended("FAILED").after(Pending(status="")).status == "FAILED"
+    assert [each.step for each in second.merge(first).points] == [20] * 3 + [40] * 3
+    assert describe_end("FAILED").merge(Pending(status="")).status == "FAILED"
     last = Point("last", 1.0, 99, 0, repeats=True)
     waiting = Pending(points=deque([*first.points] * MOST_WAITING))
-    bounded = Pending(points=deque([last])).after(waiting)
+    bounded = Pending(points=deque([last])).merge(waiting)
     assert (len(bounded.points), bounded.points[-1]) == (MOST_WAITING, last)
 
 
@@ -141,7 +141,7 @@ class Target:
         self.gate.wait(120)
         if self.faults:
             raise self.faults.pop(0)
-        self.written = pending.after(self.written)
+        self.written = pending.merge(self.written)
         self.taken.release()
 
     @property
@@ -160,7 +160,7 @@ def test_all_is_written_in_order_and_the_end_last(warnings):
     follower = Tracker(target)
     for step in (20, 40, 60):
         follower.hear(progress(step))
-    assert follower.close(ended("FINISHED", "", "blessed"))
+    assert follower.close(describe_end("FINISHED", "", "blessed"))
     assert (target.steps, target.written.status) == ([20, 40, 60], "FINISHED")
     assert target.written.tags == {"flotilla.verdict": "blessed"}
     assert warnings() == []
@@ -172,7 +172,7 @@ def test_what_was_not_taken_is_sent_again_and_said_once(warnings):
     follower.hear(progress(20))
     assert target.taken.acquire(timeout=120)
     follower.hear(progress(40))
-    assert follower.close(ended("FINISHED"))
+    assert follower.close(describe_end("FINISHED"))
     assert (target.steps, target.written.status) == ([20, 40], "FINISHED")
     (line,) = warnings()
     assert "MLflow at http://mlflow does not take" in line
@@ -188,7 +188,7 @@ def test_a_silent_tracker_makes_nobody_wait(warnings):
     # The thread hangs in the tracker from here on.
     for step in range(21, 40):
         follower.hear(progress(step))
-    assert not follower.close(ended("FINISHED"), seconds=0.01)
+    assert not follower.close(describe_end("FINISHED"), seconds=0.01)
     (line,) = warnings()
     assert "no answer within 0.01 s" in line
     follower.hear(progress(60))
@@ -201,7 +201,7 @@ def test_at_the_end_a_tracker_that_is_away_is_asked_once_more():
     follower = Tracker(target, first_pause=3600)
     follower.hear(progress(20))
     assert target.asked.acquire(timeout=120)
-    assert not follower.close(ended("FINISHED"))
+    assert not follower.close(describe_end("FINISHED"))
     assert len(target.faults) in (7, 8)
 
 
@@ -209,7 +209,7 @@ def test_without_the_package_the_warning_names_the_extra(warnings):
     target = Target(ModuleNotFoundError("No module named 'mlflow'"))
     follower = Tracker(target)
     follower.hear(progress(20))
-    assert not follower.close(ended("FINISHED"))
+    assert not follower.close(describe_end("FINISHED"))
     assert warnings() == [MISSING]
     assert "mlflow" in MISSING
 

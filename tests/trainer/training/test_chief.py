@@ -102,7 +102,7 @@ def hooks():
 
     def build(*, validation=1, evaluator=False, patience=0, losses=()):
         checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
-        checkpoints.measured.return_value = [
+        checkpoints.read_validations.return_value = [
             {"validation_loss": -loss, "validation_accuracy": -loss} for loss in losses
         ]
         config = parse_config(
@@ -244,15 +244,15 @@ def published(tmp_path):
 def test_the_chief_waits_until_the_last_checkpoint_is_measured(published):
     checkpoints, last = published
     before = {"global_step": 0, "created": "2026"}
-    checkpoints.measured.side_effect = [[], [before], [before], [before, last]]
+    checkpoints.read_validations.side_effect = [[], [before], [before], [before, last]]
     await_validation(checkpoints, lambda: False, poll=0)
-    assert checkpoints.measured.call_count == 4
+    assert checkpoints.read_validations.call_count == 4
 
 
 @pytest.mark.parametrize(("stops", "left"), [(True, 0), (False, 1)])
 def test_an_evaluator_that_never_measures_is_left(published, monkeypatch, stops, left):
     checkpoints, _ = published
-    checkpoints.measured.return_value = []
+    checkpoints.read_validations.return_value = []
     monkeypatch.setattr(chief, "EVALUATION_SECONDS", 0)
     seen = []
     with events.listen(seen.append):

@@ -396,7 +396,7 @@ def test_a_metric_that_nothing_measures_is_refused():
         ("accuracy@label=2", "classification and the model measure no 'accuracy@label=2'"),
         (
             "share",
-            "it is not known which value of 'share' is better; say it by gate",
+            "it is not known which value of 'share' is better; set gate",
         ),
         ("accuracy", ""),
     ],

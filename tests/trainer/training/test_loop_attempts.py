@@ -160,11 +160,11 @@ def left(monkeypatch):
 
             state = create_autospec(ServerState, instance=True, servers={0}, living={0}, taken={0})
             state.found = {0: SimpleNamespace(held=1, saved=-1)}
-            state.reached.return_value = step
-            state.go_on_with.side_effect = lambda servers: asked.append(sorted(servers))
+            state.read_reached.return_value = step
+            state.select.side_effect = lambda servers: asked.append(sorted(servers))
             state.is_taken.side_effect = is_taken
             state.seconds_since_save.return_value = seconds
-            state.back_to.return_value = {}
+            state.list_reverted.return_value = {}
             state.forget.side_effect = lambda: asked.append("end")
             return state
 

@@ -39,12 +39,12 @@ def state_of(lost, whole, reached, saved, held):
         ServerState, instance=True, servers=frozenset(range(3)), found=found, living=living
     )
     state.taken = frozenset()
-    state.reached.return_value = reached if living else -1
-    state.go_on_with.side_effect = lambda servers: setattr(state, "taken", servers)
+    state.read_reached.return_value = reached if living else -1
+    state.select.side_effect = lambda servers: setattr(state, "taken", servers)
     state.is_taken.side_effect = lambda device: (
         tf.DeviceSpec.from_string(device).task in state.taken
     )
-    state.back_to.return_value = {}
+    state.list_reverted.return_value = {}
     return state
 
 
@@ -81,7 +81,7 @@ def begin(monkeypatch):
         monkeypatch.setattr(recovery, "restore", lambda _found, given, **_: restored.extend(given))
         made = Recovery(parse_config(tree or {}), led(strategy, state, variables), checkpoints)
         with listen(heard.append):
-            begins = made.begins_at(found)
+            begins = made.find_begin(found)
         kept = made.restore(found)
         return SimpleNamespace(
             heard=heard,
@@ -104,7 +104,7 @@ def test_what_is_alive_is_taken_and_what_is_lost_is_restored(begin):
     ]
     assert (found.begins, found.why, found.restored) == (510, "", ["b"])
     assert found.kept == sorted(PLACES)
-    found.state.go_on_with.assert_called_once_with(frozenset({0, 2}))
+    found.state.select.assert_called_once_with(frozenset({0, 2}))
     found.state.went_back.assert_called_once_with(400)
     assert found.variables[STEP].value is None
 
@@ -159,7 +159,7 @@ def test_what_is_configured_and_the_strategy_decide(begin, tree, strategy, why):
         ({"held": (0, 2, 0), "lost": (1,)}, "no other server has variables"),
         ({"saved": 500}, "a checkpoint that was published before no longer exists"),
         ({"reached": 399}, "the newest checkpoint is newer"),
-        ({"reached": -1}, "no server that lives has the global step"),
+        ({"reached": -1}, "no living server has the global step"),
         ({"found": None}, "no checkpoint is published"),
     ],
 )
@@ -172,7 +172,7 @@ def test_where_it_is_not_possible_all_go_back(begin, given, why):
 
 def test_near_the_end_all_go_back_so_that_no_server_ends_behind(begin):
     near = {"reached": 1000}
-    assert "fewer steps are left" in begin(**near).why
+    assert "further than the steps" in begin(**near).why
     assert begin({"cluster": {"recovery": "partial"}}, **near).why == ""
     assert begin(**near, lost=()).why == ""
 
@@ -185,10 +185,10 @@ def test_a_run_whose_servers_have_nothing_begins_with_the_checkpoint(begin):
 
 def test_a_checkpoint_says_which_values_went_back(begin):
     found = begin()
-    found.state.back_to.return_value = {1: 400}
-    assert found.made.recovered() == {"ps-1": {"global_step": 400, "variables": ["b"]}}
-    found.state.back_to.return_value = {}
-    assert found.made.recovered() == {}
+    found.state.list_reverted.return_value = {1: 400}
+    assert found.made.list_recovered() == {"ps-1": {"global_step": 400, "variables": ["b"]}}
+    found.state.list_reverted.return_value = {}
+    assert found.made.list_recovered() == {}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_checkpoint_says_which_values_went_back(begin):
 def test_values_stay_on_the_servers_where_an_attempt_may_follow(begin, error, frees):
     found = begin(lost=())
     try:
-        with found.made.lasting():
+        with found.made.free_at_end():
             if error:
                 raise error
     except type(error or Exception()):

@@ -1,1 +1,1 @@
-"""Processes that are forked from one that has TensorFlow loaded already."""
+"""Processes forked from a server that has loaded TensorFlow."""

@@ -1,7 +1,7 @@
-"""What a fork server is asked, and how the request passes a Unix socket.
+"""Requests to a fork server, and their transfer over a Unix socket.
 
-The server writes the id of the process, a descriptor of it, and at last its exit code into the
-connection. Whoever ends the connection before ends the process.
+The server writes the id of the process, its descriptor, and finally its exit code into the
+connection. If the client closes the connection before, the server ends the process.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _NUMBER = struct.Struct("!q")
 _MOST_DESCRIPTORS = 16
 _MOST_BYTES = 1 << 26
 _PART_BYTES = 1 << 16
-# Both ends are on this machine.
+# Client and server are on the same machine.
 _SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A process: `python -m MODULE ...`.
+    """A process to fork: `python -m MODULE ...`.
 
     Attributes:
         command: the whole command line; the third word is the module.
-        loaded: the module that a server has loaded before it forks; empty: not to be forked.
-        environment: all of its environment.
-        descriptors: what it inherits, under the same numbers.
+        loaded: the module that a server has to have loaded; empty: do not fork.
+        environment: the whole environment.
+        descriptors: the descriptors that it inherits, under the same numbers.
     """
 
     command: Sequence[str]
@@ -44,7 +44,7 @@ class Request:
 
 
 def send(connection: socket.socket, request: Request, output: int) -> None:
-    """Send a request with its descriptors; `output` is the first. Raises `OSError`."""
+    """Send a request with its descriptors; `output` is the first; raises `OSError`."""
     connection.settimeout(_SECONDS)
     text = json.dumps(asdict(request)).encode()
     own = [output, *request.descriptors]
@@ -54,10 +54,10 @@ def send(connection: socket.socket, request: Request, output: int) -> None:
 
 
 class Arriving:
-    """A request on its way: nobody waits for a caller that sends no more of it."""
+    """An incoming request; the server does not wait for a client that stops sending."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Read from a connection, which does not block meanwhile."""
+        """Read from a connection, which becomes non-blocking meanwhile."""
         connection.setblocking(False)
         self._connection = connection
         self._data = bytearray()
@@ -66,7 +66,7 @@ class Arriving:
 
     @property
     def is_late(self) -> bool:
-        """Whether the caller has had the time for all of it."""
+        """Whether the client has exceeded the time for a request."""
         return time.monotonic() > self._until
 
     def read(self) -> tuple[Request, list[int]] | None:
@@ -86,7 +86,7 @@ class Arriving:
         return None
 
     def close(self) -> None:
-        """Close the descriptors that have come."""
+        """Close the received descriptors."""
         for each in self._descriptors:
             os.close(each)
         self._descriptors.clear()
@@ -117,7 +117,7 @@ def send_number(connection: socket.socket, number: int, descriptor: int | None =
 
 
 def receive_number(connection: socket.socket) -> tuple[int, int | None]:
-    """Return the next number and the descriptor that comes with it; raises `OSError`."""
+    """Return the next number and its descriptor; raises `OSError`."""
     head, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
     (number,) = _NUMBER.unpack(_whole(connection, _NUMBER.size, head))
     return number, descriptors[0] if descriptors else None

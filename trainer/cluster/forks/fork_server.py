@@ -1,17 +1,17 @@
-"""The fork server of a run: a process that has loaded TensorFlow once, and is forked for each task.
+"""The fork server of a run: a process that loads TensorFlow once, and is forked for each task.
 
-`python -m flotilla.trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are
-the descriptors of two listening sockets. It loads the modules AT_ONCE, forks a second server, which
-goes on to load the modules LATER, and serves requests for processes that need the first ones; the
-second server serves the others, each as soon as its module is loaded. Both end with standard input.
+`python -m flotilla.trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are the
+descriptors of two listening sockets. The server loads the modules AT_ONCE, forks a second server
+that continues with the modules LATER, and serves requests for processes that need the first
+modules; the second server serves the others as soon as their module is loaded. Both end with
+standard input.
 
-A process may be forked from another if no thread of that one holds what the copy needs, for the
-copy has only the thread that has forked. A server has one thread of its own, and those that
-libraries start when they are loaded: OpenBLAS (of NumPy and SciPy) and the allocator of Arrow,
-which both stop or restart theirs at a fork. TensorFlow has none before its first operation; nothing
-here calls it.
+A process may be forked if no other thread holds a resource that the copy needs, because the copy
+has only the forking thread. A server has one thread of its own, and those of libraries: OpenBLAS
+(of NumPy and SciPy) and the allocator of Arrow, which stop or restart theirs at a fork. TensorFlow
+has none before its first operation, and this module calls none.
 
-The kernel ends the server with its parent and each process with the server.
+The kernel ends the server with its parent, and each process with the server.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
-# Above what libraries open.
+# Descriptors from here on are not used by libraries.
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# What a caller sends follows its connection at once.
+# A client sends its request right after it connects.
 _MOMENT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Copy:
-    """What a process that was just forked is to become."""
+    """A forked process before it runs its request."""
 
     request: Request
     descriptors: Sequence[int]
     parent: int
 
     def run(self) -> None:
-        """Become the process of the request, and run its module as `python -m` does."""
+        """Run the module of the request in this process, as `python -m` does."""
         gc.enable()
         end_with_parent(self.parent)
         if self.request.own_session:
@@ -65,7 +65,7 @@ class _Copy:
         os.environ.update(self.request.environment)
         os.chdir(self.request.folder)
         show_command_line(self.request.command)
-        # As each process has numbers of its own; Python's generator sees to it itself.
+        # Each process needs its own random numbers; Python reseeds its own generator.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
         _, _, module, *arguments = self.request.command
@@ -90,7 +90,7 @@ class _Copy:
 
 
 class Server:
-    """Loads modules, and between them forks the processes that are asked for."""
+    """Loads modules, and serves fork requests between them."""
 
     def __init__(self, listener: socket.socket) -> None:
         """Serve at a listening socket."""
@@ -100,13 +100,13 @@ class Server:
         self._loaded: set[str] = set()
         self._arriving: dict[socket.socket, Arriving] = {}
         self._waiting: list[tuple[socket.socket, Request, list[int]]] = []
-        # By connection: the descriptor of the process that was forked for it.
+        # The descriptor of the forked process, by connection.
         self._processes: dict[socket.socket, int] = {}
 
     def load(self, modules: Sequence[str]) -> _Copy | None:
-        """Load modules; returns something only in a process that was forked meanwhile."""
+        """Load modules; returns a value only in a process that was forked meanwhile."""
         for name in modules:
-            # A request that comes for it starts an own process, which reports what is wrong.
+            # On an error a request starts a new process, which reports it.
             with suppress(Exception):
                 importlib.import_module(name)
                 self._loaded.add(name)
@@ -116,7 +116,7 @@ class Server:
         return None
 
     def serve(self) -> _Copy:
-        """Serve from now on; returns in each process that is forked, and only there."""
+        """Serve requests for ever; returns only in a forked process."""
         while True:
             for connection, _, descriptors in self._waiting:
                 _close(connection, descriptors)
@@ -125,7 +125,7 @@ class Server:
                 return copy
 
     def end_with_stdin(self, following: int) -> None:
-        """End this process, and the server `following`, when standard input has ended."""
+        """End this process and the server `following` when standard input ends."""
         process = os.pidfd_open(following) if following else -1
 
         def end(_: object) -> None:
@@ -139,7 +139,7 @@ class Server:
         self._selector.register(0, selectors.EVENT_READ, end)
 
     def close(self) -> None:
-        """Close all that belongs to the server, in a process that is none."""
+        """Close the resources of the server in a forked process."""
         self._selector.close()
         self._listener.close()
         for connection in list(self._arriving):
@@ -156,7 +156,7 @@ class Server:
             timeout = _MOMENT if self._arriving else 0
         for each in [each for each, found in self._arriving.items() if found.is_late]:
             self._forget(each)
-        # In a copy the list still has the other requests, for `close`.
+        # A copy needs the other requests in the list to close them.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
             if copy := self._fork(*entry):
@@ -211,13 +211,15 @@ class Server:
         for each in descriptors:
             os.close(each)
         self._processes[connection] = process
-        self._selector.register(process, selectors.EVENT_READ, lambda _: self._ended(connection))
-        self._selector.register(connection, selectors.EVENT_READ, self._left)
+        self._selector.register(
+            process, selectors.EVENT_READ, lambda _: self._report_end(connection)
+        )
+        self._selector.register(connection, selectors.EVENT_READ, self._kill_orphan)
         with suppress(OSError):
             fork_request.send_number(connection, pid, process)
         return None
 
-    def _ended(self, connection: socket.socket) -> None:
+    def _report_end(self, connection: socket.socket) -> None:
         process = self._processes.pop(connection)
         self._selector.unregister(process)
         found = os.waitid(os.P_PIDFD, process, os.WEXITED)
@@ -230,10 +232,10 @@ class Server:
             fork_request.send_number(connection, status if by_itself else -status)
         connection.close()
 
-    def _left(self, connection: socket.socket) -> None:
-        """End the process whose starter has gone."""
+    def _kill_orphan(self, connection: socket.socket) -> None:
+        """End a process whose client has closed the connection."""
         if connection not in self._processes:
-            # It has ended at the same time, and was reported.
+            # The process ended at the same time, and was reported.
             return
         self._selector.unregister(connection)
         with suppress(OSError):
@@ -254,11 +256,11 @@ def end_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Serve; in a process that was forked, run what was asked for."""
+    """Serve; in a forked process, run the request."""
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
-    # They go to the process group: the runner ends, and this process with it.
+    # Signals go to the process group: the runner ends, and this process with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _, _, sockets, at_once, later = sys.argv
@@ -266,9 +268,9 @@ def main() -> None:
     try:
         show_command_line([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
     except OSError:
-        # A kernel, or a container, without it: processes are started anew.
+        # Without this kernel feature, processes are started without a fork.
         return
-    # Modules make no garbage, and a copy passes over what the server has (`gc.freeze`).
+    # Loading modules creates no garbage, and a copy ignores the server's objects (`gc.freeze`).
     gc.disable()
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
     copy.run()
@@ -295,12 +297,12 @@ def _first(
 
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
 _NO_FILE = 0xFFFFFFFF
-# Of `/proc/self/stat`, numbered from 1 as in proc(5).
+# Fields of `/proc/self/stat`, numbered from 1 as in proc(5).
 _FIELDS = {
     "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46,
     "start_brk": 47, "env_start": 50, "env_end": 51,
 }  # fmt: skip
-# Shown for as long as this process runs.
+# The memory has to live as long as this process.
 _memory: list[mmap.mmap] = []
 
 
@@ -321,12 +323,12 @@ class _Map(ctypes.Structure):
 
 
 def show_command_line(words: Sequence[str]) -> None:
-    """Show these words; raises `OSError` where the kernel does not let a process do so."""
+    """Set the displayed command line; raises `OSError` if the kernel does not allow it."""
     text = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words)
-    # The kernel reads a command line from private memory only.
+    # The kernel reads a command line only from private memory.
     memory = mmap.mmap(-1, len(text), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(text)
-    # What comes before may hold a space; the fields after the name do not.
+    # The name before may contain spaces; the fields after it do not.
     after_name = Path("/proc/self/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     borders = {name: int(after_name[number - 3]) for name, number in _FIELDS.items()}
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -336,7 +338,7 @@ def show_command_line(words: Sequence[str]) -> None:
     libc.sbrk.argtypes = [ctypes.c_ssize_t]
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
-    # The heap must not grow between the two calls: it has room for more than they need.
+    # The heap must not grow between the two calls, so it gets more room than they need.
     libc.free(libc.malloc(1 << 16))
     new.brk = libc.sbrk(0)
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(new), ctypes.sizeof(new), 0):

@@ -1,4 +1,4 @@
-"""Starts a process: forked by the fork server of this run, or anew where there is none."""
+"""Start a process: forked by the fork server of this run, or new if there is none."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Protocol
 from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Request
 
-# Its address; processes below have it in their environment.
+# The server's address; child processes inherit it.
 VARIABLE = "FLOTILLA_FORK_SERVER"
-# Of a user who wants no process to be forked.
+# Set by a user to disable forking.
 NONE = "none"
-# Above what libraries open.
+# Descriptors from here on are not used by libraries.
 _HIGH = 200
 
 
 class Process(Protocol):
-    """What `subprocess.Popen` and `Forked` are both."""
+    """The common interface of `subprocess.Popen` and `Forked`."""
 
     pid: int
     returncode: int | None
@@ -32,17 +32,17 @@ class Process(Protocol):
         """Return the exit code, or None while it runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; return the exit code, the signal's number below zero."""
+        """Wait for its end; return the exit code, negative for a signal."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal if it runs."""
 
     def kill(self) -> None:
-        """Send SIGKILL, if it runs."""
+        """Send SIGKILL if it runs."""
 
 
 class Forked:
-    """A process that a fork server has forked for this one; the kernel ends both together."""
+    """A process that a fork server has forked for this one; the kernel ends it with the server."""
 
     def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
         """Follow the process `pid`, which `descriptor` refers to."""
@@ -76,7 +76,7 @@ class Forked:
 
     def send_signal(self, sig: int) -> None:
         """See `Process`."""
-        # By its descriptor: the id may be that of another process by now.
+        # Use the descriptor: the id may belong to another process by now.
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, sig)
 
@@ -91,13 +91,13 @@ class Forked:
 
 
 def server_address() -> str:
-    """Return the address of the fork server that this process may use; empty for none."""
+    """Return the address of the fork server for this process; empty if there is none."""
     named = os.environ.get(VARIABLE, "")
     return "" if named == NONE else named
 
 
 def fork(address: str, wanted: Request, output: int) -> Forked | None:
-    """Return a process that the server at an address has forked; None where it cannot."""
+    """Return a process forked by the server at an address; None if that fails."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"\0{address}")
@@ -113,7 +113,7 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
 
 
 def start_process(wanted: Request, output: int) -> Process:
-    """Start a process, forked where a server can; with `loaded` empty always anew."""
+    """Start a process, forked if a server can; with an empty `loaded` always a new one."""
     address = server_address()
     if address and wanted.loaded and (found := fork(address, wanted, output)):
         return found
@@ -130,7 +130,7 @@ def start_process(wanted: Request, output: int) -> Process:
 
 
 def high(descriptor: int) -> int:
-    """Return a copy of a descriptor, whose number no library uses; the first one is closed."""
+    """Move a descriptor to a number that no library uses, and return it."""
     copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     os.close(descriptor)
     return copy
