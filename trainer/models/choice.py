@@ -107,6 +107,11 @@ def is_id(name: str) -> bool:
     return bool(_ID.search(name.strip()) or _CAMEL_ID.search(name.strip()))
 
 
+def names_things(name: str) -> bool:
+    """Say whether the numbers of such a column are names of things, and no counts or places."""
+    return is_id(name) and _words(name)[-1:] not in (["nr"], ["no"], ["number"], ["index"])
+
+
 def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
     """Return the names of a user's and an item's id where there is nothing else; else nothing."""
     if len(kinds) != _PAIR or not {*kinds.values()} <= {NUMBER, CATEGORY, FREE_TEXT}:

@@ -305,8 +305,12 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     if ids:
         yield "data.drop", ids, "ids: another value in each row says nothing of a new one"
     written = _find_formatted(rows, [*labels, *inputs]) if rows else {}
-    if written:
-        yield "data.types", written, "numbers in writing, such as 1.234,50 or 61 %"
+    left = [each for each in inputs if each not in ids and each not in written]
+    named = _named_things(data, rows, left, labels) if rows else {}
+    if types := {**written, **named}:
+        why = ["numbers in writing, such as 1.234,50 or 61 %"] * bool(written)
+        why += ["ids that come again: the number is a name"] * bool(named)
+        yield "data.types", types, "; ".join(why)
     if rows and not rows.has_splits and data.splits == SplitsConfig():
         share = _LARGER_SHARE if rows.is_whole and rows.count < _FEW else _SHARE
         yield "data.validation", share, "share of the rows by which the best weights are chosen"
@@ -315,6 +319,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
         yield "data.shards", _SHARDS, f"files of the training split: there are {rows.count} rows"
     yield "task.name", "auto", _task(config, rows, labels)
     kinds = {name: _kind(rows, name) for name in inputs if name not in ids} if rows else {}
+    kinds |= dict.fromkeys(named, choice.CATEGORY)
     if rows and rows.form:
         kinds = {"image": choice.IMAGE}
     # Two-tower models accept whole numbers and texts, and return one score.
@@ -397,6 +402,24 @@ def _is_id(name: str, scan: Any, rows: int) -> bool:
     # Texts of several words are features.
     codes = all(re.search(r"\d", each) and not re.search(r"\s", each) for each in scan.values)
     return is_text and (codes or (choice.is_id(name) and not any(" " in x for x in scan.values)))
+
+
+def _named_things(
+    data: DataConfig, rows: Rows, inputs: Sequence[str], labels: Sequence[str]
+) -> dict[str, str]:
+    """Return the columns of ids that come again, whose numbers are no quantities, as texts."""
+    if data.types or data.map or rows.form:
+        return {}
+    kinds = {name: _kind(rows, name) for name in inputs}
+    if choice.of_kinds(kinds, may_match=_may_match(rows, kinds, labels)).name == choice.TWO_TOWER:
+        return {}
+    return {
+        name: "text"
+        for name in inputs
+        if {*rows.columns[name].kinds} == {"int"}
+        and choice.names_things(name)
+        and are_repeated(len(rows.columns[name].values), rows.count)
+    }
 
 
 def _may_match(rows: Rows, kinds: Mapping[str, str], labels: Sequence[str]) -> bool:

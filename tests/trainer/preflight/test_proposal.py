@@ -96,3 +96,20 @@ def test_numbers_in_writing_are_typed_and_the_doubtful_ones_stay_texts():
     }  # fmt: skip
     Path(made.file_name).write_text(made.text(Path()), encoding="utf-8")
     assert load_config(Path(made.file_name), rebases=True) == made.config
+
+
+def test_the_number_of_an_id_that_comes_again_is_a_name():
+    head = "person id,room_number,hour,y"
+    rows = [f"{n % 12 + 100},{n % 9},{n % 24},{n % 2}" for n in range(240)]
+    Path("visits.csv").write_text("\n".join([head, *rows]) + "\n")
+    assert propose("visits.csv", ["y"]).config.data.types == {"person id": "text"}
+    said = propose("visits.csv", ["y"], ["data.types={person id: int}"]).config
+    assert said.data.types == {"person id": "int"}
+
+
+def test_ids_of_a_pair_are_looked_up_as_they_are():
+    rows = [f"{n % 12 + 100},{n % 9},{n % 2}" for n in range(240)]
+    Path("taken.csv").write_text("\n".join(["user_id,item_id,y", *rows]) + "\n")
+    made = propose("taken.csv", ["y"])
+    assert made.why["model.name"].startswith("two_tower")
+    assert not made.config.data.types
