@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from flotilla.components.image import DEFAULTS, PodDefaults
-from flotilla.trainer import events
+from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import completion, local
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.cluster import Launcher
@@ -46,6 +47,28 @@ def render_job(config: Config) -> Tree:
     found = engine(config.cluster.launcher)
     found.check(config)
     return document(found, config)
+
+
+def require_shared(config: Config, root: str) -> None:
+    """Raise a `ConfigError` where `root` is a folder that not all pods of a job share."""
+    here = storage.local_path(root)
+    if not here:
+        return
+    # Of the client of Kubernetes, as above.
+    from flotilla.components.kubernetes.pods.template import replicas
+
+    place, settings = PurePosixPath(here), config.cluster.kubernetes
+    without = [
+        role
+        for role in replicas(config)
+        if not any(place.is_relative_to(each.mount_path) for each in settings.of(role).volumes)
+    ]
+    if without:
+        raise ConfigError(
+            f"storage.root: {root} is a folder, which the pods of {', '.join(without)} do not "
+            "share; name a bucket (storage.root=s3://BUCKET/FOLDER), or a volume of "
+            "cluster.kubernetes.pod.volumes above it"
+        )
 
 
 def choose(job: Job) -> Launcher:

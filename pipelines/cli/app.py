@@ -138,12 +138,13 @@ def compile_(
     from flotilla.components.image import IMAGE
     from flotilla.pipelines.compile import compile_all, image_remark
     from flotilla.pipelines.runs.local import form_configuration
+    from flotilla.trainer.preflight.check import remark_on_path
 
     defaults = form_configuration(config, assignments or (), label or ())
     written = compile_all(output, image, components, pods, defaults)
     for path in written.values():
         say(f"wrote {path}")
-    if remark := image_remark(image or IMAGE):
+    for remark in filter(None, [image_remark(image or IMAGE), remark_on_path(defaults.data)]):
         say(f"flotilla: {remark}")
     return Answer(artifacts=written)
 

@@ -6,14 +6,12 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from pathlib import PurePosixPath
 from typing import Any
 
 from flotilla.components.kubernetes.pods.template import replicas
-from flotilla.components.launchers import ENGINES, engine
+from flotilla.components.launchers import ENGINES, engine, require_shared
 from flotilla.pipelines.doctor.cluster import is_on_kubernetes
 from flotilla.pipelines.doctor.examination import Finding
-from flotilla.trainer import storage
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.preflight.check import check
@@ -55,24 +53,11 @@ def _contradictions(config: Config) -> Iterator[tuple[str, str]]:
             engine(launcher).check(config)
         except ConfigError as error:
             yield str(error), _setting("cluster.launcher=tfjob")
-    root = config.storage.root
-    here = storage.local_path(root) if root else None
-    if here:
-        place = PurePosixPath(here)
-        settings = config.cluster.kubernetes
-        without = [
-            role
-            for role in replicas(config)
-            if not any(
-                place.is_relative_to(volume.mount_path) for volume in settings.of(role).volumes
-            )
-        ]
-        if without:
-            message = (
-                f"storage.root: {root} is a folder, which the pods of {', '.join(without)} do not "
-                "share; name a bucket, or a volume of cluster.kubernetes.pod.volumes above it"
-            )
-            yield message, _setting("storage.root=gs://BUCKET")
+    if root := config.storage.root:
+        try:
+            require_shared(config, root)
+        except ConfigError as error:
+            yield str(error), _setting("storage.root=gs://BUCKET")
 
 
 def _setting(assignment: str) -> str:

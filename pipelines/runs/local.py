@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from flotilla.components.in_use import publish_code
+from flotilla.components.launchers import ENGINES, require_shared
 from flotilla.components.records.record import STOPPING
 from flotilla.components.records.run_store import RUN_FOLDER, RUN_ID
 from flotilla.pipelines.runs.outcome import RunResult, add_full_disk, judge_outcome
@@ -304,6 +305,8 @@ def start(options: RunOptions) -> LocalRun:
         require_source(config.data)
     if options.pipeline != "prepare" and config.cluster.launcher == "local":
         require_gpus(config)
+    elif options.pipeline != "prepare" and config.cluster.launcher in ENGINES:
+        require_shared(config, find_root(config, workdir))
     if options.code:
         config, bundle = publish_code(config, options.code, find_root(config, workdir))
     resume = options.resume

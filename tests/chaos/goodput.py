@@ -26,7 +26,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.events import Progress, Restart
 from tests.chaos.followed import FLOTILLA, events_of, say
-from tests.kubernetes.cluster import Cluster, real_cluster
+from tests.kubernetes.cluster import Cluster, real_cluster, shared
 
 WORKERS = 2
 LAUNCHERS = ("tfjob", "jobset")
@@ -113,6 +113,7 @@ def train(launcher: str, folder: Path, seconds: float, every: float) -> Course:
         settings = {**SETTINGS, "cluster.launcher": launcher}
         options = [f"--set={name}={value}" for name, value in settings.items()]
         options.append(f"--set=storage.root={storage.uri_of(folder / 'store')}")
+        options.append(f"--set={shared(folder)}")
         with (folder / "output.txt").open("w") as output:
             process = subprocess.Popen(
                 [*FLOTILLA, "train", "--workdir", str(folder / "runs"), *options],

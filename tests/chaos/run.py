@@ -17,6 +17,7 @@ from tests.chaos.followed import FLOTILLA, events_of
 from tests.chaos.invariants import KILLED, Outcome
 from tests.chaos.plan import OUTAGES, Fault, Plan
 from tests.chaos.stores import Store
+from tests.kubernetes.cluster import shared
 from tests.pipelines.called import processes_of
 
 SECONDS_TO_NOTICE = 30
@@ -70,6 +71,7 @@ class Run:
             own |= {"model.name": LIAR, "model.args": lie}
         settings = {**self._plan.settings(), **own}
         options = [f"--set={name}={value}" for name, value in settings.items()]
+        options.append(f"--set={shared(self._workdir.parent)}")
         arguments = [*self._plan.command, "--workdir", str(self._workdir), *options]
         self._tried(arguments)
         (config,) = self._workdir.glob("*/config.json")

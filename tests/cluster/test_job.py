@@ -14,6 +14,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import AttemptBegin, Progress, Restart, Suspension
 from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.cluster.job_training import on_engines
+from tests.kubernetes.cluster import shared
 from tests.pipelines.called import call, setting
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -56,7 +57,8 @@ def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube
             cluster__workers=1,
             cluster__launcher=launcher,
         )
-        ended = call("run", tmp_path / launcher, *options, cwd=tmp_path)
+        pods = ["--set", shared(tmp_path)]
+        ended = call("run", tmp_path / launcher, *options, *pods, cwd=tmp_path)
         assert (ended.code, ended.answer["status"]) == (0, "blessed"), ended.err + ended.log[-3000:]
         assert ended.answer["global_step"] == 600
         return ended

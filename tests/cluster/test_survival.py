@@ -17,6 +17,7 @@ from flotilla.trainer.runtime.errors import INTERRUPTED
 from flotilla.trainer.training.journal import MAX_ROWS
 from tests.cluster.launched import SECONDS, Launched, launched
 from tests.cluster.test_job import PUBLISHED
+from tests.kubernetes.cluster import shared
 from tests.pipelines.called import Called, call, calling, setting
 
 pytestmark = pytest.mark.cluster
@@ -290,6 +291,7 @@ def run(kube, tmp_path, monkeypatch):
             training__steps=steps,
             training__checkpoint_every=HANDOVER_ENDLESS,
         )
+        options += ["--set", shared(tmp_path)]
         if steps != HANDOVER_ENDLESS:
             return call("run", workdir, *resume, *options, cwd=tmp_path)
         with calling("run", workdir, *resume, *options, cwd=tmp_path) as process:

@@ -349,6 +349,12 @@ def real_cluster(
             yield made
 
 
+def shared(folder: Path) -> str:
+    """Return the setting by which the pods share a folder; processes of one machine do anyway."""
+    volume = {"name": "shared", "mount_path": str(folder), "source": {"emptyDir": {}}}
+    return f"cluster.kubernetes.pod.volumes={json.dumps([volume])}"
+
+
 def kubeconfig(folder: Path, url: str, token: str = "a-token") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "kubeconfig"

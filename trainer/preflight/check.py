@@ -76,11 +76,8 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     # A version is a listing, which the run that created it has checked.
     if not data.source or data.version:
         return ()
-    if is_remote and patterns.is_local(data.source):
-        raise ConfigError(
-            f"data.source: {data.source} is a path of this machine, which no step of the instance "
-            "sees: put the files into gs://, s3:// or minio://BUCKET/FOLDER"
-        )
+    if is_remote and (remark := remark_on_path(data)):
+        raise ConfigError(remark)
     try:
         with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
             _require_columns(data, Path(scratch))
@@ -94,6 +91,16 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
             return (f"the source is not checked: {error}",)
         raise ConfigError(str(error)) from error
     return ()
+
+
+def remark_on_path(data: DataConfig) -> str:
+    """Return what is wrong with a source of this machine for steps elsewhere, or nothing."""
+    if not data.source or data.version or not patterns.is_local(data.source):
+        return ""
+    return (
+        f"data.source: {data.source} is a path of this machine, which no step of the instance "
+        "sees: put the files into gs://, s3:// or minio://BUCKET/FOLDER"
+    )
 
 
 def _require_columns(data: DataConfig, scratch: Path) -> None:

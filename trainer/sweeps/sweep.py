@@ -296,8 +296,9 @@ def list_rungs(
     steps = base.training.steps
     if steps == AUTOMATIC:
         raise ConfigError(
-            "training.steps: auto depends on the examples, and --asha needs a number before they "
-            "are prepared: set it"
+            "training.steps: it follows from the examples, and --asha needs a number before they "
+            "are prepared: add --set training.steps=N (`flotilla prepare`, of the same source, "
+            "says how many steps are the most)"
         )
     if count < REDUCTION:
         raise ConfigError(

@@ -106,6 +106,17 @@ def test_help_lists_the_commands(flotilla, arguments):
         assert f" {command} " in out
 
 
+def test_a_compiled_source_of_this_machine_is_remarked_on(flotilla):
+    Path("left.csv").write_text("x,left\n" + "1,no\n2,yes\n" * 20)
+    words = ["compile", "left.csv", "--label", "left", "-o", "p.yaml", "--image", "a.example/b:1"]
+    code, _, err = flotilla(*words)
+    assert (code, err.splitlines()[-1]) == (
+        0,
+        "flotilla: data.source: left.csv is a path of this machine, which no step of the instance "
+        "sees: put the files into gs://, s3:// or minio://BUCKET/FOLDER",
+    )
+
+
 @pytest.mark.parametrize("command", ["run", "prepare", "train", "compile"])
 def test_help_of_a_command(flotilla, command):
     code, out, _ = flotilla(command, "--help")

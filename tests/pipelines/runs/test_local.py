@@ -49,6 +49,18 @@ def deaf():
 
 
 class TestLayingOut:
+    @pytest.mark.parametrize("launcher", ["jobset", "tfjob"])
+    def test_pods_share_its_root(self, workdir, launcher):
+        cluster = {"launcher": launcher}
+        options = {"pipeline": "run", "config": {"cluster": cluster}, "workdir": workdir}
+        with pytest.raises(ConfigError, match=r"which the pods of .*chief do not share; name a"):
+            local.start(local.RunOptions(**options))
+        assert not workdir.exists()
+        local.start(local.RunOptions(**{**options, "pipeline": "prepare"}))
+        volume = {"name": "all", "mount_path": str(workdir.parent), "source": {"emptyDir": {}}}
+        cluster["kubernetes"] = {"pod": {"volumes": [volume]}}
+        local.start(local.RunOptions(**options))
+
     def test_a_run_has_an_id_of_its_own(self, workdir):
         runs = [local.new_run(CONFIG, workdir) for _ in range(3)]
         assert len({run.run_id for run in runs}) == 3
