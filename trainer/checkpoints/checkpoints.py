@@ -90,8 +90,7 @@ class Checkpoints:
         """Keep the newest `keep` checkpoints below `uri`, and the best; copies go to `scratch`.
 
         `fingerprint` identifies the dataset: no attempt may continue with other data, because its
-        training examples may be test examples now. `awaited`: an evaluator measures each
-        checkpoint.
+        training examples may be test examples now. `awaited`: an evaluator runs.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -345,8 +344,7 @@ def select_resumed(
 
     New averages and a new loss scale begin with this attempt. With another `training.freeze`, a
     variable that was frozen has no slots in the checkpoint and gets new ones; so do slots whose
-    paths differ only by a number (those of Adafactor), since the number then means another
-    variable.
+    paths differ only by a number (those of Adafactor): it then means another variable.
     """
     if any(path.startswith(_OPTIONAL) for path in variables):
         found_there = shapes(found)

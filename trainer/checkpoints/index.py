@@ -1,7 +1,6 @@
 """The published checkpoints of a run, and the dataset statistics that belong to their weights.
 
-An embedding has a row for each number of a vocabulary, so weights are useless with the vocabulary
-of other data.
+An embedding has a row for each number of a vocabulary, so weights need their own vocabulary.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ class Reply:
     """A server's reply.
 
     Attributes:
-        path: the path of the file in the checkpoint, with size, checksum and place; see
-            `FileEntry`.
+        path: the path of the file in the checkpoint; for the next three see `FileEntry`.
         index: the index of the part, in base64.
         transient: whether the request may succeed later.
     """
@@ -180,8 +179,7 @@ class PartServer:
                 reply = self._unwritten.get(request) or self._answer(request)
                 self._reply(path, target, request, reply)
                 self._note(target)
-            # A request whose reply was written reappears if the file system reported an error by
-            # mistake.
+            # An answered request reappears if the file system reported an error by mistake.
             path.unlink(missing_ok=True)
             return True
         return False

@@ -9,8 +9,7 @@ long as a holder needs to renew it.
 
 A task that was killed restarts at once, as another process and perhaps on another machine, and
 finds its own earlier lease: for example a chief that Kubernetes restarts, or the retry of a step.
-Only renewals show whether that holder lives, so `acquire_waiting` waits for a renewal or for the
-expiry.
+Only renewals show whether that holder lives, so `acquire_waiting` waits for one, or the expiry.
 """
 
 from __future__ import annotations
@@ -305,7 +304,7 @@ def acquire_waiting(
 
     A holder is dead if it does not renew the lease while it is watched, whatever its clock said; a
     lease that has expired by this machine's clock is watched for a shorter time. Raises
-    `LeaseHeldError` if the holder lives, or another one was faster; also `RunInterruptedError` and
+    `LeaseHeldError` if the holder lives or another one was faster, `RunInterruptedError`,
     `UserError`.
     """
     first: LeaseHolder | None = None

@@ -29,8 +29,7 @@ WARNING = (
     "other machines can reach the tasks of this run and run any graph as this user: this system "
     "cannot keep TensorFlow's servers on loopback, see docs/security.md"
 )
-# The address at which the leading task serves its metrics: loopback by default, all addresses in a
-# pod.
+# The address at which the leading task serves its metrics: loopback, or all in a pod.
 METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"
 # TensorFlow reads it when it creates a server.
 _SHARE_PORT = "TF_GRPC_REUSE_PORT"

@@ -33,8 +33,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
     tasks = sum(map(len, cluster.spec().values()))
     return {
         "TF_NUM_INTRAOP_THREADS": str(max(1, cores.usable() // tasks)),
-        # By default, TensorFlow uses one inter-op thread on one core, and hangs if one operation
-        # waits for another.
+        # By default, TensorFlow uses one inter-op thread on one core, which may deadlock.
         "TF_NUM_INTEROP_THREADS": str(max(2, cores.present())),
     }
 
@@ -85,8 +84,7 @@ def require_memory(config: Config, parameters: int) -> None:
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     """Return the variables that make only its own GPUs visible to a local task, by index.
 
-    If there are more workers than GPUs, several share one; `cluster.gpu_memory_mb` then splits its
-    memory.
+    If workers share a GPU, `cluster.gpu_memory_mb` splits its memory.
     """
     count = gpu_count(config, task)
     present = len(glob(_GPUS))
@@ -96,8 +94,7 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# TensorFlow imports Keras 3 at start, but Keras 2 only on its first use, which a server never
-# makes.
+# TensorFlow imports Keras 3 at start, but Keras 2 only when used, which a server never does.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 #: The imports of each kind of task besides TensorFlow: a fork server has loaded them.
 MODULES = {

@@ -71,8 +71,7 @@ class ServerMemory:
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
-            # A server that was restarted meanwhile for another reason has not served a whole
-            # attempt.
+            # A server that was restarted for another reason has not served a whole attempt.
             if not now or (server.started_at > chief.started_at and not restarted):
                 continue
             first = self._first.setdefault(server.task, now)
@@ -161,8 +160,7 @@ class Supervisor:
     def run(self) -> None:
         """Start all tasks, and return when the leader is done; no task is left running.
 
-        Raises `UserError` for a task that failed for good, and `RunInterruptedError` at SIGINT or
-        SIGTERM.
+        Raises `UserError` if a task failed for good, `RunInterruptedError` at SIGINT or SIGTERM.
         """
         with handle_interrupts(lambda: self._events.put(None)):
             try:

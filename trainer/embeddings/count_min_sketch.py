@@ -30,8 +30,8 @@ class CountMinSketch:
 
         Args:
             seen: uint8.
-            window: int64 [2], the number of ids counted since the last halving, and that of the
-                largest lookup.
+            window: int64 [2], the ids counted since the last halving, and those of the largest
+                lookup.
             min_count: how often an id has to occur.
         """
         self._seen, self._window, self._min_count = seen, window, min_count

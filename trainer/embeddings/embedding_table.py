@@ -57,8 +57,7 @@ _log = logging.getLogger(__name__)
 class EmbeddingTable(keras.layers.Layer):
     """A layer from ids of any shape `[...]` to their rows `[..., dimension]`."""
 
-    #: Strategies leave the variables of such a layer on their servers instead of pulling them
-    #: whole.
+    #: Strategies leave its variables on their servers instead of pulling them whole.
     looks_up = True
     #: Strategies call `connect` and `rebuild`, and keep each of `list_groups` on one server.
     grows = True
@@ -80,8 +79,7 @@ class EmbeddingTable(keras.layers.Layer):
         """Store the arguments; `build` creates the variables.
 
         Args:
-            capacity: the most rows over all shards. The memory for all of them is allocated at the
-                beginning.
+            capacity: the most rows over all shards, whose memory is allocated at the beginning.
             dimension: the length of a row.
             keys: the type of ids: "int64" (or a smaller integer), or "string".
             shards: the number of shards of the rows. It belongs to the model, not to the cluster: a

@@ -9,8 +9,7 @@ dense gradient (`training.optimizer.dense_updates`), which also change rows with
 - SGD with momentum: the velocity does not change between two touches. Without momentum, and for
   Adagrad, both updates are equal.
 - Ftrl: a row that was never touched keeps its initial values (the dense update makes them zero), a
-  new learning rate takes effect at the next touch, and the shrinkage `l2_shrinkage` acts at
-  touches.
+  new learning rate takes effect at the next touch, and `l2_shrinkage` acts at touches.
 - Weight decay acts on the touched rows, once per touch.
 
 The kernels of momentum and Ftrl lock the variable and its slots, so each update is atomic. With the

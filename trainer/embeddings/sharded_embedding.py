@@ -38,8 +38,7 @@ class ShardedEmbedding(keras.layers.Layer):
     Unlike `keras.layers.Embedding` it never counts a negative id from the end.
     """
 
-    #: Strategies leave the variables of such a layer on their servers instead of pulling them
-    #: whole.
+    #: Strategies leave its variables on their servers instead of pulling them whole.
     looks_up = True
 
     def __init__(

@@ -46,11 +46,9 @@ class SharedBranch:
 
         Args:
             is_needed: a scalar, bool.
-            work: from `given` to a tensor with dtype and shape of the first of them. It reads and
-                changes only `resources`.
+            work: from `given` to a tensor like the first of them; it uses only `resources`.
             given: tensors.
-            resources: handles, in the same order for all shards. Another number of them is another
-                branch.
+            resources: handles, in the same order for all shards; another number is another branch.
             device: the device of all resources.
             kind: everything else that `work` depends on; another kind is another branch.
         """
@@ -69,8 +67,7 @@ class SharedBranch:
             else_branch=traced.passed,
         )
         if tf.DeviceSpec.from_string(device).device_type != "CPU":
-            # A hash table is on a CPU, while a variable may be on a GPU: no single device fits the
-            # function.
+            # A hash table is on a CPU, while a variable may be on a GPU: no device fits both.
             found.op._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=True))
         found.set_shape(given[0].shape)
         return found

@@ -99,8 +99,8 @@ class Shard:
         self.branch = branch or SharedBranch()
         #: The counter of steps, if a strategy has one; otherwise lookups are counted.
         self.steps: tf.Variable | None = None
-        #: Slots of the optimizer [capacity + 1, ...], and their value for a new row; None means the
-        #: row itself.
+        #: Slots of the optimizer [capacity + 1, ...], and their value in a new row; None: the row
+        #: itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
             # Create the values on the device, instead of sending them.
@@ -111,8 +111,7 @@ class Shard:
             self.earlier = made(0)
             # The ids that the sketch counted since it was halved, and those of the largest lookup.
             self.window = made(lambda: tf.zeros([2], tf.int64))
-            # Servers outlive a process: a sequence number might belong to a table of another
-            # process.
+            # Servers outlive a process: a sequence number might belong to another table.
             self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
             self.make_map()
         #: Variables that no checkpoint has.

@@ -55,8 +55,7 @@ log = logging.getLogger(__name__)
 
 # Seconds between two reads of the workers' reports, and between two checks while the chief waits.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# How many seconds of updates are dealt in advance. Workers continue for as long if the chief dies
-# but stays connected.
+# Seconds of updates that are dealt in advance; workers may continue this long without a chief.
 AHEAD_SECONDS = 10
 # A turn ends within about a second.
 HALT_SECONDS = 20.0
@@ -215,8 +214,7 @@ class AsyncParameterServer(Served):
                     return (turns.take(own),)
 
             def turn_by_turn() -> None:
-                # TensorFlow computes the condition of a loop on the device of the loop: here the
-                # worker.
+                # TensorFlow computes the condition of a loop on the loop's device: the worker.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
 
             if self.state:
@@ -278,8 +276,7 @@ class AsyncParameterServer(Served):
             before = applied.read_value()
 
             def once(_: tf.Tensor, total: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, ...]:
-                # A turn does not wait for this answer, so a run that was replaced makes its current
-                # turn and at most one more.
+                # No turn waits for it: a replaced run makes its current turn and at most one more.
                 holds = turns.holds(own)
                 for _ in range(turn):
                     total += update(iterator)
@@ -340,8 +337,7 @@ def build_local_steps(  # noqa: PLR0913
 
     def update(iterator: Any) -> tf.Tensor:
         values = pure.pull()
-        # A schedule's learning rate is on a server; reading it inside the loop would make the loop
-        # span machines.
+        # A schedule's rate is on a server; a loop that reads it would span machines.
         rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
 
         def step(

@@ -109,8 +109,7 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
 def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
     """Send a gradient as `push` does, and its loss to `device`, as the last part of the result.
 
-    Both travel in one message if `device` holds trainable float32 variables and is spelled as
-    theirs is.
+    Both travel in one message if `device` holds trainable float32 variables with the same spelling.
     """
     places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
     return Messages(places).push([*gradient, loss])
@@ -120,8 +119,7 @@ def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> Non
     """Send changed state to its variables.
 
     A change of an integer (seeds, counts) is added, which keeps the increments of other workers.
-    Other values are assigned: the sum of several workers' changes to a moving average would
-    overshoot.
+    Other values are assigned: a sum of changes to a moving average would overshoot.
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)

@@ -24,8 +24,7 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# The first position of a range and its length. In a plan: an index among the next examples, and its
-# position.
+# The first position of a range and its length. In a plan: an index and its position.
 Range = tuple[int, int]
 # The number of recent closures over which staleness is measured; enough for a 95th percentile.
 STALENESS_WINDOW = 400

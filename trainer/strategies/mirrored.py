@@ -7,8 +7,8 @@ copy, so that the copies stay equal. State that gradients do not change is kept 
   equals averaging at every step, since they are linear in their inputs.
 - Seeds (Dropout) are shifted before the first step, so that no two replicas drop the same units.
 
-`Single` has a replica on each GPU of one process, or one replica. It is the simplest strategy and
-the reference for all others.
+`Single` has a replica on each GPU of one process, or one replica. It is the reference for all
+others.
 
 `MultiWorkerMirrored` has a replica in each worker (or on each of its GPUs). The workers all-reduce
 their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
@@ -90,8 +90,7 @@ class Replicated(KerasStrategy):
     def run(self, steps: int) -> Report:
         """Apply `steps` updates."""
         if not self._has_own_seeds:
-            # `build` is too early: a restored checkpoint overwrites the seeds with those of one
-            # replica.
+            # `build` is too early: restoring a checkpoint makes the seeds equal again.
             self._separate_seeds()
             self._has_own_seeds = True
         loss = float(self._run_steps(self._iterator, tf.constant(steps))) / steps
@@ -101,8 +100,7 @@ class Replicated(KerasStrategy):
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:
-            # Without a cardinality TensorFlow asks all replicas for their next batch before each
-            # step.
+            # Otherwise TensorFlow asks all replicas for their next batch before each step.
             without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             of = max(1, self.cluster.count("worker"))
             return self.batches(problem, self.task.index, of).apply(without_end)

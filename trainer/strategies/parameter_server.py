@@ -141,8 +141,8 @@ class Served(KerasStrategy):
     def keep(self, others: Mapping[str, tf.Variable]) -> None:
         """Name the variables on the servers, and take the values of an earlier attempt.
 
-        `others` are the strategy's own variables on the servers. Raises `MisfitError` if the
-        servers hold other variables.
+        `others` are the strategy's own variables on the servers. Raises `MisfitError` if others
+        exist.
         """
         if not self.state:
             return

@@ -263,8 +263,7 @@ def optimize_once() -> None:
 def run_separately() -> Iterator[None]:
     """Run operations outside of the executor that all threads share.
 
-    When one operation in a shared executor fails, TensorFlow aborts all pending ones, including
-    those on other servers.
+    When an operation of a shared executor fails, TensorFlow aborts all others, on any server.
     """
     own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
     with context.executor_scope(own):

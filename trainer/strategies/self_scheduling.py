@@ -32,11 +32,10 @@ TURN = 20
 LONG_RUN = 2000
 # The columns of the table of reports.
 LOSS, UPDATES, OTHERS = range(3)
-# Closures of a stretch whose runs are distinguished; half a megabyte. If a stretch had more, the
+# Closures of a stretch whose runs are distinguished; half a megabyte. If there were more, the
 # oldest would end early.
 CLOSURES = 1 << 16
-# The largest portion. If its worker dies the whole portion runs again, so as many steps may count
-# twice.
+# The largest portion: if its worker dies it runs again, and as many steps may count twice.
 MAX_PORTION = 100
 
 
@@ -122,8 +121,7 @@ class Seen:
         applied: the exact global step.
         taken: the turns that were taken since `deal`.
         refused: the workers that found no turn left since `deal`.
-        reports: a row for each worker: the sum of its losses, its updates, and the updates of
-            others during its turns.
+        reports: a row per worker: its sum of losses, its updates, and those of others in its turns.
     """
 
     applied: int

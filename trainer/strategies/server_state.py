@@ -89,13 +89,11 @@ class State:
         variables: the number of variables on all servers.
         maps: the number of shards of dynamic tables on all servers.
         held: the number of checkpoint variables on this server, without the counter of steps.
-        is_whole: 1 if the values of this server can be continued from; 0 while the chief assigns
-            some of them.
+        is_whole: 1 if the values of this server are complete; 0 while the chief assigns some.
         reached: the last read global step; on the first few servers.
         saved: the global step of the newest published checkpoint; -1 if none.
         noted: when `saved` was noted, in seconds since 1970.
-        back_to: the global step to which the values of this server went back since then; -1 if
-            none.
+        back_to: the global step to which its values went back since then; -1 if none.
     """
 
     token: int
@@ -266,8 +264,7 @@ class ServerState:
         """Record whether training may continue from the values of the variables.
 
         Raises:
-            OpError: TensorFlow's error if a server is gone or another chief has taken the
-                variables.
+            OpError: TensorFlow's error if a server is gone or another chief has taken over.
         """
         self._change(is_whole=int(is_whole))
 

@@ -39,8 +39,7 @@ Batch = tuple[Any, ...]
 # A function from the model, a batch and the model's outputs for it to a scalar: the mean loss of
 # the batch with the losses of layers.
 Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
-# A function from the model, the number of a part and the count of parts to a vector of sums over
-# the examples of the part.
+# A function from the model, a part's number and the count of parts to sums over its examples.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
 # The end of the path of a seed; the second of its two numbers counts the draws.
@@ -61,8 +60,7 @@ class Problem:
             the working directory of a worker.
         totals: a vector of sums over a part of the validation examples, all of which every worker
             has; traced and run like `batches`.
-        stream: the training examples by position, for `data.partition: dynamic`, which does not use
-            `batches`.
+        stream: the examples by position; `data.partition: dynamic` uses it instead of `batches`.
         weighed: adds all weights to a batch, for a model with its own `train_step`.
     """
 
@@ -275,8 +273,7 @@ def build_gradient(
         with tf.GradientTape() as tape:
             value = tf.cast(loss(model, batch, model(batch[0], training=True)), tf.float32)
         weights = [variable.value for variable in model.trainable_variables]
-        # A variable that the loss does not use gets zeros, so that all replicas average the same
-        # list.
+        # A variable that the loss does not use gets zeros, so that replicas average equal lists.
         unknown = tf.UnconnectedGradients.ZERO
         return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 

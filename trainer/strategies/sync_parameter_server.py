@@ -1,8 +1,8 @@
 """Synchronous training on parameter servers, with backup workers.
 
 One update is the mean of the first N gradients of M workers; later gradients are stale and dropped,
-so that M - N slow or lost workers delay nothing (Chen et al. 2016, "Revisiting Distributed
-Synchronous SGD", section 3).
+so M - N slow workers delay nothing (Chen et al. 2016, "Revisiting Distributed Synchronous SGD",
+section 3).
 
 After each update the chief opens the next step: it puts a token into the queue of every worker. A
 worker takes the token, computes one gradient of that step, stages it on the servers (`Staging`),
@@ -72,14 +72,12 @@ class SyncParameterServer(Served):
         """Apply `steps` updates, each the mean of the first gradients of its step."""
         begin = tf.constant(self.global_step(), tf.int64)
         self._open.assign(begin)
-        # A worker that is late from the previous inner loop takes numbers too; its gradient is
-        # dropped.
+        # A late worker of the previous inner loop takes numbers too; its gradient is dropped.
         numbers = self._numbers.read_value()
         lease = (encode_plan(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
             own = tokens.handle, tf.constant(number, tf.int64), begin + steps
-            # The chief does not wait for the loops: a slow or dead worker finds its loop ended
-            # later.
+            # The chief does not wait for loops: a late worker finds its loop ended.
             self.coordinator.schedule(self._loop, args=(self._iterator, *own, *lease))
         self._watch.begin()
         try:
@@ -139,8 +137,7 @@ class SyncParameterServer(Served):
                 # The dead worker's loop may still wait for a token, and takes this one.
                 step = self._open.read_value()
                 tokens.put(step)
-            # TensorFlow computes the condition of a loop on the device of the loop: here the
-            # worker.
+            # TensorFlow computes the condition of a loop on the loop's device: the worker.
             if turn > 1:
                 (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, run_turn, (step,))
             (step,) = tf.while_loop(
@@ -163,8 +160,8 @@ class SyncParameterServer(Served):
             iterator: Any, held: Any, number: tf.Tensor, before: Any, *lease: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, list[Gradient]]:
             def compute() -> tuple[tf.Tensor, list[Gradient]]:
-                # Wait for the previous step, so that the batches of a turn are not in memory at
-                # once.
+                # Wait for the previous step: the batches of a turn should not be in memory
+                # together.
                 with tf.control_dependencies(before):
                     batch = self._take_input(iterator, held, number, *lease)
                 # Read the variables only after their step is open.

@@ -19,8 +19,7 @@ from flotilla.trainer.strategies.strategy import SEED, Batch
 Tensors = list[tf.Tensor]
 # A dense tensor, or `IndexedSlices` of embedding rows.
 Gradient = Any
-# A function from weights, state and a batch to the loss, a gradient for each weight, and the new
-# state.
+# A function from weights, state and batch to the loss, a gradient for each weight, and new state.
 Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
 
 

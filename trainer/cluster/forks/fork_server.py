@@ -3,8 +3,7 @@
 `python -m flotilla.trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are the
 descriptors of two listening sockets. The server loads the modules AT_ONCE, forks a second server
 that continues with the modules LATER, and serves requests for processes that need the first
-modules; the second server serves the others as soon as their module is loaded. Both end with
-standard input.
+modules; the second server serves the others once their module is loaded. Both end with stdin.
 
 A process may be forked if no other thread holds a resource that the copy needs, because the copy
 has only the forking thread. A server has one thread of its own, and those of libraries: OpenBLAS
