@@ -399,9 +399,20 @@ def _is_id(name: str, scan: Any, rows: int) -> bool:
     if {*scan.kinds} == {"int"}:
         return choice.is_id(name)
     is_text = {*scan.kinds} <= {"text", "code", "int", "huge"}
+    if not choice.is_id(name) and _is_formatted(scan):
+        return False
     # Texts of several words are features.
     codes = all(re.search(r"\d", each) and not re.search(r"\s", each) for each in scan.values)
     return is_text and (codes or (choice.is_id(name) and not any(" " in x for x in scan.values)))
+
+
+def _is_formatted(scan: Any) -> bool:
+    """Say whether texts are numbers or dates in writing, such as 3,25 and 31.12.2024."""
+    from flotilla.trainer.data.files import written_numbers  # noqa: PLC0415
+
+    texts, writing = scan.kinds.get("text", 0), scan.writing
+    is_time = texts and texts in (writing.get("date"), writing.get("clock"))
+    return bool(is_time or written_numbers.find_kind(writing, texts=texts))
 
 
 def _named_things(
