@@ -165,7 +165,7 @@ def _require_same_source(data: DataConfig) -> None:
     before = json.loads(listed) if listed else asked
     if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
         raise ConfigError(
-            f"data.source: a resumed run keeps its files, those of {before[1]} with "
+            f"data.source: a resumed run keeps its files, which are those of {before[1]} with "
             f"data.spans {before[0]}: start a new run for {data.source} with {data.spans}"
         )
     run_store.pin(_LISTED, listed or json.dumps(asked))

@@ -266,7 +266,7 @@ def answer(request: dict[str, Any], on_event: Callable[[Event], None]) -> Predic
             for event in follower.new():
                 on_event(event)
         if interrupts:
-            raise RunInterruptedError("interrupted; nothing of the output is left")
+            raise RunInterruptedError("interrupted; no partial output remains")
         if child.returncode or not (folder / _SUMMARY).exists():
             raise _failure(folder, child.returncode)
         summary = json.loads((folder / _SUMMARY).read_text(encoding="utf-8"))

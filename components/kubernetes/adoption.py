@@ -92,8 +92,8 @@ class Adoption:
         metadata = found["metadata"]
         if names.MANAGED not in (metadata.get("labels") or {}):
             raise UserError(
-                f"the {self._kind.kind} {metadata['name']} is not one of Flotilla, and is left as "
-                "it is: delete it, or give the model another name"
+                f"the {self._kind.kind} {metadata['name']} does not belong to Flotilla, and "
+                "was not changed: delete it, or give the model another name"
             )
 
     def _may_adopt(self, found: Tree, metadata: Tree) -> bool:

@@ -97,7 +97,10 @@ def _apply_retention(
 
     try:
         for item in remove(root, workdir, plan, wanted, done):
-            say(f"kept: {item.path}: it, or what needs it, is in use or gone since it was listed")
+            say(
+                f"kept: {item.path}: it, or an item that needs it, is in use or was removed since "
+                "the listing"
+            )
     except UserError as error:
         say(f"flotilla: {error}; {len(removed)} of {len(rows)} are removed, try again")
         failed = failure(str(error), error.exit_code)

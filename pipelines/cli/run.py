@@ -251,7 +251,7 @@ def replay(
     for name in {**before, **here}:
         say(f"flotilla: {name} on record: {_describe_result(before.get(name))}")
         say(f"flotilla: {name} here: {_describe_result(here.get(name))}")
-    say(f"flotilla: what it wrote is in {folder}; remove it when you are done")
+    say(f"flotilla: its output is in {folder}; remove it when you are done")
     return Answer(
         status=now.status if now else "failed",
         code=now.exit_code if now else FAILED,

@@ -126,7 +126,7 @@ def sweep(
         parallel=parallel,
     )
     if resume is not None and to_compile:
-        raise ConfigError("--resume goes on with a sweep of this machine: leave --compile out")
+        raise ConfigError("--resume resumes a sweep on this machine: leave out --compile")
     if to_compile:
         return _compile(options, output_file or Path("build/sweep.yaml"), image, pods)
     if output_file or image or pods != NO_SETTINGS:

@@ -239,7 +239,7 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
         name, home = (found[0]["metadata"][key] for key in ("name", "namespace"))
         message = f"{_place(found[0])} has no ready pod: no controller handles jobs"
         return Finding("fail", message, f"kubectl describe deployment {name} --namespace {home}")
-    message = f"no deployment of the cluster is that of the {of.kind.controller}"
+    message = f"the cluster has no deployment of the {of.kind.controller}"
     return Finding("fail", message, known.install)
 
 

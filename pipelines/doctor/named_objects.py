@@ -165,8 +165,9 @@ def judge_images(images: Iterable[str]) -> Finding:
     names = sorted(images)
     if "" in names:
         message = (
-            "none is named, and that of the upload is not known here: give it by --image; without "
-            f"an upload it is {IMAGE}, of no registry, unless cluster.kubernetes.pod.image says so"
+            "no image is given, and that of the upload is unknown here: pass it by --image; "
+            f"without an upload it is {IMAGE}, which is in no registry, unless "
+            "cluster.kubernetes.pod.image names another"
         )
         return Finding("warn", message, _GIVE)
     local = [image for image in names if not _has_host(image)]

@@ -309,7 +309,7 @@ def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: 
         registry.promote(storage.uri_of(folder), name, found.number, after=0, by="replay")
     except UserError as error:
         return [f"the champion is not compared with: {error}"]
-    return [f"the champion is version {found.number}, that of now"]
+    return [f"the champion is version {found.number}, the present one"]
 
 
 def _copy(root: str, folder: Path, *names: str) -> None:

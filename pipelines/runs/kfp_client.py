@@ -37,7 +37,7 @@ from flotilla.trainer.runtime.errors import UserError
 _MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
-    400: "fix what it names; an instance for several users asks for --namespace",
+    400: "fix what it names; an instance for several users needs --namespace",
     401: f"it does not accept the credentials: {_RENEW}",
     403: "it accepts the credentials and does not permit it: give --namespace, or ask its owner",
     404: "check --endpoint and the name or id; it has to be the instance's root",

@@ -206,7 +206,7 @@ class DataConfig(Section):
     )
     weight: str = key("", "feature with the weight of an example in the loss and the metrics")
     group: str = key("", "feature whose values group examples, such as the query in ranking")
-    drop: tuple[str, ...] = key((), "columns of a source that are left out", strict=False)
+    drop: tuple[str, ...] = key((), "columns of a source to leave out", strict=False)
     types: dict[str, Literal[*TYPES]] = key(  # type: ignore[valid-type]
         {}, f"types of columns that differ from the inferred ones: {', '.join(TYPES)}"
     )

@@ -229,7 +229,7 @@ class EvaluationConfig(Section):
     batch_size: int = key(1000, "examples of one evaluation batch", ge=1, lt=2**31)
     slices: tuple[str, ...] = key((), "features to slice metrics by, besides the label")
     baseline: Literal["auto", "none"] = key(
-        "auto", "simple models measured on the same examples; auto: those that suit the task"
+        "auto", "baseline models measured on the same examples; auto: those that suit the task"
     )
 
 
@@ -375,8 +375,7 @@ class Config(Section):
             raise ValueError(f"cluster.existing_servers: {strategy} has no servers")
         if self.cluster.in_process:
             raise ValueError(
-                "cluster.existing_servers: leave cluster.in_process out; it starts servers of its "
-                "own"
+                "cluster.existing_servers: leave cluster.in_process out; it starts its own servers"
             )
         return self
 

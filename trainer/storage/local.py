@@ -147,7 +147,7 @@ class FileStore:
         """Rename the draft, which must hold no other files."""
         for entry in manifest.files:
             if (_path(draft) / entry.path).stat().st_size != entry.bytes:
-                raise UserError(f"cannot publish {uri}: {entry.path} is not what was added")
+                raise UserError(f"cannot publish {uri}: {entry.path} differs from the added file")
         return _publish_stage(_path(draft), _path(uri), manifest)
 
     def children(self, uri: str) -> list[str]:

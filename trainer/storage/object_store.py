@@ -216,7 +216,9 @@ class ObjectStore:
         for entry in manifest.files:
             stored = there.get(entry.stored_at)
             if stored is None or stored.bytes != entry.bytes:
-                raise StoreError(f"{join(uri, entry.stored_at)} is not what was added; try again")
+                raise StoreError(
+                    f"{join(uri, entry.stored_at)} differs from the added file; try again"
+                )
         return self._publish(uri, manifest, set(there))
 
     def _publish(self, uri: str, manifest: Manifest, there: set[str]) -> Manifest | None:

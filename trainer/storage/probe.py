@@ -70,11 +70,11 @@ class Probe:
                     self.is_left = self._failed[0].trouble in (SILENT, FILES)
                     return
                 if self._do("read", lambda: store.read(self.uri)) not in (data, None):
-                    said = f"{self.uri} does not hold what was written to it"
+                    said = f"{self.uri} does not contain what was written to it"
                     self._failed.append(Unfit(ALTERED, ("read",), said))
                 names = self._do("list", lambda: store.children(self._root))
                 if names is not None and name_of(self.uri) not in names:
-                    said = f"{self._root} does not list what it holds"
+                    said = f"{self._root} does not list a file that it contains"
                     self._failed.append(Unfit(ALTERED, ("list",), said))
             finally:
                 self._do("delete", self.remove)

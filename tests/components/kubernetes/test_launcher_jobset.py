@@ -359,8 +359,8 @@ class TestRefused:
         Api(connect(), NAMESPACE).create(engine.kind.resource, job)
         message = Attempt(job_of(tree_of())).failure()
         assert message == (
-            f"the JobSet {job['metadata']['name']} is not one of Flotilla, and is left as it is: "
-            "delete it, or give the model another name"
+            f"the JobSet {job['metadata']['name']} does not belong to Flotilla, and was not "
+            "changed: delete it, or give the model another name"
         )
         assert kube.jobsets()
 

@@ -164,7 +164,7 @@ def test_a_kind_whose_operator_is_gone(kube, of_job):
     assert report["TFJob CRD"]["state"] == "ok"
     assert report.failed() == ["training operator"]
     found = report["training operator"]
-    assert found["message"] == "no deployment of the cluster is that of the training operator"
+    assert found["message"] == "the cluster has no deployment of the training operator"
     assert found["remedy"].startswith("kubectl apply --server-side --kustomize")
 
 
@@ -211,7 +211,7 @@ def test_a_controller_that_was_installed_in_another_way(of_jobset, deployment, p
 def test_an_operator_of_the_controller_is_not_the_controller(of_jobset, deployment):
     deployment("vendor", "jobset-operator", "registry.example.com/jobset-operator:1")
     found = of_jobset()["JobSet controller"]
-    assert found["message"] == "no deployment of the cluster is that of the JobSet controller"
+    assert found["message"] == "the cluster has no deployment of the JobSet controller"
     assert found["state"] == "fail"
 
 

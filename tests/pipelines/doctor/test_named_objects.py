@@ -217,8 +217,9 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
     found = report["image"]
     assert (report.failed(), found["state"]) == ([], "warn")
     assert found["message"] == (
-        "none is named, and that of the upload is not known here: give it by --image; without an "
-        f"upload it is {IMAGE}, of no registry, unless cluster.kubernetes.pod.image says so"
+        "no image is given, and that of the upload is unknown here: pass it by --image; "
+        f"without an upload it is {IMAGE}, which is in no registry, unless "
+        "cluster.kubernetes.pod.image names another"
     )
     assert found["remedy"] == "flotilla doctor --image HOST/NAME:TAG"
 

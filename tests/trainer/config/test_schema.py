@@ -323,7 +323,7 @@ def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value)
     [
         ("training.strategy=multi_worker_mirrored", "multi_worker_mirrored has no servers"),
         ("training.strategy=single", "single has no servers"),
-        ("cluster.in_process=true", "leave cluster.in_process out; it starts servers of its own"),
+        ("cluster.in_process=true", "leave cluster.in_process out; it starts its own servers"),
     ],
 )
 def test_servers_that_run_are_joined_where_servers_are_used(other, said):
