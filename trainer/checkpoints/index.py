@@ -37,11 +37,11 @@ def read_checkpoint(uri: str) -> Manifest:
     if manifest.kind != KIND:
         raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
     if type(manifest.fields.get("global_step")) is not int:
-        raise storage.Corrupt(f"the manifest of {uri} names no global step: take another one")
+        raise storage.Corrupt(f"the manifest of {uri} names no global step: use another checkpoint")
     if "base" in manifest.fields:
         raise storage.UnknownSchema(
-            f"{uri} has only the rows that changed since another checkpoint, as versions before "
-            "0.2 wrote them: take a checkpoint that is whole"
+            f"{uri} has only the rows that changed since another checkpoint, as versions "
+            "before 0.2 wrote them: use a complete checkpoint"
         )
     return manifest
 

@@ -102,9 +102,9 @@ def collect(folder: Path) -> Collected:
         collected.files.append(found)
         if len(collected.files) > MOST_FILES:
             raise ConfigError(
-                f"--code {folder}: more than {MOST_FILES:,} files are no code (most are below "
-                f"{_list_largest(collected.files)}); name the folder of your modules, or leave the "
-                f"rest out by a file {IGNORE_FILE}"
+                f"--code {folder}: more than {MOST_FILES:,} files are not code (most are "
+                f"below {_list_largest(collected.files)}); name the folder of your modules, "
+                f"or leave the rest out by a file {IGNORE_FILE}"
             )
     _require_size(folder, collected.files)
     if not any(each.path.endswith(".py") for each in collected.files):
@@ -155,8 +155,8 @@ def _walk(root: Path, rules: Rules, collected: Collected) -> Iterator[Found]:
         seen += 1
         if seen > _MOST_FOLDERS:
             raise ConfigError(
-                f"--code {root}: more than {_MOST_FOLDERS:,} folders are no code; name the folder "
-                f"of your modules, or leave the rest out by a file {IGNORE_FILE}"
+                f"--code {root}: more than {_MOST_FOLDERS:,} folders are not code; name the "
+                f"folder of your modules, or leave the rest out by a file {IGNORE_FILE}"
             )
         for entry in _entries(root / above):
             path = f"{above}/{entry.name}" if above else entry.name

@@ -42,7 +42,7 @@ _OPEN, _CLOSE = "[{(", "]})"
 # promoted by one policy.
 _SAME = {
     "name": "the registry compares models of one name",
-    "data": "trials are compared on the same examples of validation",
+    "data": "trials are compared on the same validation examples",
     "evaluation": "only the best trial is evaluated on the test split",
     "gate": "the gate judges only the best trial",
     "export": "only the best trial is exported",
@@ -281,7 +281,7 @@ def _range(assignment: str, low: str, high: str, log: str | None) -> BaseDistrib
     if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
         raise ConfigError(f"--set {assignment!r}: a range rises from its first number to its last")
     if log and ends[0] <= 0:
-        raise ConfigError(f"--set {assignment!r}: a range by magnitude (:log) begins above zero")
+        raise ConfigError(f"--set {assignment!r}: a logarithmic range (:log) begins above zero")
     if _WHOLE.fullmatch(low) and _WHOLE.fullmatch(high):
         return IntDistribution(int(low), int(high), log=bool(log))
     return FloatDistribution(*ends, log=bool(log))

@@ -230,7 +230,7 @@ def make_objective(config: Config, keys: Iterable[str], metric: str, better: str
     if not metric:
         if searched := [key for key in keys if key.startswith(_OF_METRIC)]:
             raise ConfigError(
-                f"{searched[0]} changes by which metric trials would be compared: choose one by "
+                f"{searched[0]} changes the metric that compares trials: choose one by "
                 "--metric, such as --metric accuracy"
             )
         if better:
@@ -249,8 +249,8 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
     searched = [key for key in keys if key.startswith(_OF_LOSS)]
     if metric == VALIDATION_LOSS and searched:
         raise ConfigError(
-            f"{searched[0]} changes what the loss is, by which trials would be compared: choose "
-            "another metric by --metric, such as --metric accuracy"
+            f"{searched[0]} changes the loss that compares trials: choose another metric by "
+            "--metric, such as --metric accuracy"
         )
 
 

@@ -150,7 +150,7 @@ class Hub:
         except ValueError:
             tree = None
         if not isinstance(tree, dict):
-            raise self._strange("an answer that is no JSON object")
+            raise self._strange("an answer that is not a JSON object")
         return tree
 
     def _strange(self, words: str) -> UserError:

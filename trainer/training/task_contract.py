@@ -106,13 +106,13 @@ def _require_attributes(task: Task) -> None:
     for metric, direction in task.directions.items():
         _require(
             direction is None or direction in allowed,
-            f"directions: that of {metric!r} is {direction!r}; it has to be "
+            f"directions: the direction of {metric!r} is {direction!r}; it has to be "
             f"{' or '.join(map(repr, allowed))}, or None where neither is better"
             f"{nearest(str(direction), allowed)}",
         )
     _require(
         {LOSS: "lower", **task.directions}.get(task.main_metric),
-        f"directions: that of main_metric {task.main_metric!r} is missing"
+        f"directions: the direction of main_metric {task.main_metric!r} is missing"
         f"{nearest(task.main_metric, task.directions)}",
     )
     shape = call_user_code("output_shape()", lambda: task.output_shape)
@@ -155,7 +155,7 @@ def _require_metrics(task: Task, examples: _MadeUp) -> None:
     for each in call_user_code("metrics()", task.metrics):
         kind = type(each).__name__
         is_metric = isinstance(each, keras.Metric)
-        _require(is_metric, f"metrics() has a {kind}; all of it has to be a keras.Metric")
+        _require(is_metric, f"metrics() has a {kind}; each item has to be a keras.Metric")
     objective = Objective(task)
     at_once, *parts = (
         call_user_code("metrics()", objective.sums, each)
@@ -200,7 +200,7 @@ def _require_answers(task: Task, outputs: Array) -> None:
     _require(
         before.shape == after.shape and np.allclose(before, after, rtol=_CLOSE, atol=_CLOSE),
         "outputs_of(answers(outputs)) gives other predictions than the outputs: a champion, "
-        "of which only the answers are known, would be measured as another model",
+        "of which only the answers are known, would be evaluated as another model",
     )
 
 

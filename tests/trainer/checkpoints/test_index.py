@@ -115,9 +115,9 @@ def test_one_of_changed_rows_alone_is_passed_over(tmp_path, caplog):
     assert run.newest().uri == whole
     line = f"{changed} has only the rows that changed since another checkpoint, as versions before"
     assert line in caplog.text
-    with pytest.raises(UserError, match=r"take a checkpoint that is whole$"):
+    with pytest.raises(UserError, match=r"use a complete checkpoint$"):
         select_checkpoint(run.uri, "last")
-    with pytest.raises(UserError, match=r"take a checkpoint that is whole$"):
+    with pytest.raises(UserError, match=r"use a complete checkpoint$"):
         contents(run.uri)
 
 

@@ -130,7 +130,7 @@ def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
     (folder / "many").mkdir()
     for number in range(9):
         (folder / "many" / f"{number}.txt").touch()
-    assert "more than 5 files are no code (most are below many" in refusal(folder)
+    assert "more than 5 files are not code (most are below many" in refusal(folder)
 
 
 def test_an_ignore_file_that_is_no_text_is_refused(folder):

@@ -125,9 +125,9 @@ def test_the_objective_is_of_validation():
     [
         ({"data": {"validation": 0}}, [], "", "data.validation"),
         ({"training": {"validate_every": 0}}, [], "", "training.validate_every"),
-        ({}, ["task.loss"], "loss", "changes what the loss is"),
-        ({}, ["task.name"], "", "changes by which metric"),
-        ({}, ["task.main_metric"], "", "changes by which metric"),
+        ({}, ["task.loss"], "loss", "changes the loss"),
+        ({}, ["task.name"], "", "changes the metric"),
+        ({}, ["task.main_metric"], "", "changes the metric"),
         ({}, [], "mine", "--better"),
     ],
 )
@@ -184,7 +184,7 @@ def test_trials_of_several_main_metrics_are_not_compared():
 def test_a_main_metric_that_is_the_loss_is_refused_where_the_loss_is_searched():
     sweep = a_sweep(objective=Objective(), keys=("task.loss",))
     assert reached(sweep, sweep.trials[0], 0, 0.5, AUC).last.value == 0.5
-    with pytest.raises(ConfigError, match=r"task\.loss changes what the loss is"):
+    with pytest.raises(ConfigError, match=r"task\.loss changes the loss"):
         reached(sweep, sweep.trials[0], 0, 0.5, BY_LOSS)
 
 

@@ -109,16 +109,16 @@ BROKEN = {
     "name": ({"name": None}, "its attribute name has to be a text"),
     "direction": (
         {"directions": {"absolute": "lowest"}},
-        "directions: that of 'absolute' is 'lowest'; it has to be 'higher' or 'lower', "
+        "directions: the direction of 'absolute' is 'lowest'; it has to be 'higher' or 'lower', "
         "or None where neither is better; did you mean 'lower'?",
     ),
     "main metric": (
         {"main_metric": "absolut"},
-        "directions: that of main_metric 'absolut' is missing; did you mean 'absolute'?",
+        "directions: the direction of main_metric 'absolut' is missing; did you mean 'absolute'?",
     ),
     "main metric without a direction": (
         {"directions": {"absolute": None}},
-        "directions: that of main_metric 'absolute' is missing",
+        "directions: the direction of main_metric 'absolute' is missing",
     ),
     "output shape": ({"output_shape": 1}, "output_shape is 1; it has to be a tuple of whole"),
     "chance": ({"chance_loss": gives(0.0)}, "chance_loss() is 0.0; it has to be a number"),
@@ -141,7 +141,7 @@ BROKEN = {
     ),
     "no metric": (
         {"metrics": gives(["mse"])},
-        "metrics() has a str; all of it has to be a keras.Metric",
+        "metrics() has a str; each item has to be a keras.Metric",
     ),
     "metric without a direction": (
         {"metrics": gives([keras.metrics.MeanSquaredError(name="squared")])},
