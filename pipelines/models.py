@@ -168,7 +168,7 @@ def _announce(root: str, name: str, made: Promotion) -> Promotion:
 
 
 def require_known(root: str, name: str) -> str:
-    """Return the name of a registered model; raises `ConfigError` if there is none."""
+    """Return the name of a registered model; raises `ConfigError` for an unknown one."""
     found = registry.names(root)
     if name not in found:
         hint = nearest(name, found) or (f" (there is {', '.join(found)})" if found else "")

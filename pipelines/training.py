@@ -141,7 +141,7 @@ def training(wiring: Wiring) -> None:
 
 
 def promote(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> None:
-    """Evaluate a checkpoint; export and register it where the gate lets it pass."""
+    """Evaluate a checkpoint; export and register it if the gate passes."""
     gate = wiring.step(evaluate_model, **run, **made)
     blessed = find_maker("decision").accepts
     with dsl.If(gate.outputs["Output"] == blessed, name=blessed):

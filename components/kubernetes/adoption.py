@@ -74,7 +74,7 @@ class Adoption:
             self._delete(found, delete_seconds)
 
     def wait_until_deleted(self, name: str, seconds: float) -> None:
-        """Wait until no pod of a job is left; raises `UserError` after `seconds`."""
+        """Wait until all pods of a job are deleted; raises `UserError` after `seconds`."""
         label = self._kind.selector(name)
         left = seconds
         while self._get(name) or self._ask(lambda: self._api.list_labelled(PODS, label)):

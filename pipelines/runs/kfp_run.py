@@ -1,4 +1,4 @@
-"""A run on a KFP instance: its state, its nodes, and where it publishes."""
+"""A run on a KFP instance: its state, its nodes, and the URI where it publishes."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def _make_run_result(status: str, code: int, message: str) -> RunResult:
 
 
 class _Workers:
-    """Trains trials in parallel, until none is left or a stop is requested."""
+    """Trains trials in parallel, until all are done or a stop is requested."""
 
     def __init__(self, begun: Study, parallel: int, on_trial: OnTrial, on_event: OnEvent) -> None:
         self._begun, self._parallel = begun, parallel

@@ -1,7 +1,7 @@
-"""The run parameters of before the form: a text or a number for each leaf of the configuration.
+"""The run parameters of pipelines without the form: a text or a number for each configuration key.
 
-`training.steps` was `training_steps`, and a list or a mapping was its JSON. Schedules have them
-still; who gives one by hand is told its spelling of now.
+`training.steps` was `training_steps`, and a list or a mapping was JSON. Existing schedules still
+have them; a user who passes one gets its present spelling.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from flotilla.trainer.config.load import parse_config, parse_value
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
 
-#: What was one for the pods of the steps, the option by which it is compiled in, and its default.
+# : The former parameters of the steps' pods, with the compile option that replaces each, and the
+# default.
 OPTIONS: dict[str, tuple[str, Any]] = {
     "step_cpu": ("--cpu", "1"),
     "step_memory": ("--memory", "4Gi"),
@@ -33,7 +34,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
 
 @functools.cache
 def keys() -> dict[str, tuple[tuple[str, ...], Any]]:
-    """Return the key of each parameter, and its field in the model, in the order of the file."""
+    """Return the key of each parameter and its field in the model, in the order of the file."""
     return {"_".join(key): (key, field) for key, field in _leaves(Config, ())}
 
 
@@ -47,12 +48,12 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[tup
 
 
 def are_old_parameters(values: Mapping[str, Any]) -> bool:
-    """Return whether these are run parameters of a pipeline of before the form."""
+    """Return whether these are run parameters of a pipeline without the form."""
     return "training_steps" in values
 
 
 def convert_parameters(values: Mapping[str, Any]) -> Config:
-    """Return the configuration that they were; raises `ConfigError`."""
+    """Return the configuration of these parameters; raises `ConfigError`."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         if name in OPTIONS or name == "image":
@@ -66,7 +67,7 @@ def convert_parameters(values: Mapping[str, Any]) -> Config:
 
 
 def describe_ignored(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line for each parameter of the pods that had another value than its default."""
+    """Return a line for each pod parameter that differs from its default."""
     return tuple(
         f"{name}={values[name]} is no run parameter any more: {describe_replacement(name)}"
         for name, (_, default) in OPTIONS.items()
@@ -80,7 +81,7 @@ def _deep(value: Any, field: Any) -> Any:
         return int(value)
     if kind in (str, int, float, bool) or not isinstance(value, str):
         return value
-    # A key that takes a word or a mapping has a word as its default.
+    # The default of a key that accepts a word or a mapping is a word.
     if isinstance(field.default, str) and not value.lstrip().startswith("{"):
         return value
     with suppress(ValueError):
@@ -89,7 +90,7 @@ def _deep(value: Any, field: Any) -> Any:
 
 
 def describe_replacement(name: str) -> str:
-    """Return how what was this run parameter, or is a field of the form, is set now."""
+    """Return how to set a former run parameter, or a field of the form, now."""
     if name == "image":
         return "now --image IMAGE"
     if name in OPTIONS:
@@ -100,7 +101,7 @@ def describe_replacement(name: str) -> str:
     if name not in keys():
         return "removed; set a key of the configuration by --set SECTION.KEY=VALUE"
     key = keys()[name][0]
-    # A dataset by its name has no field of its own.
+    # A dataset name has no separate field.
     same = ("data", "source") if key == ("data", "dataset") else key
     fields = (f"the field {each}, or " for each, of in by_field.items() if of == same)
     return f"now {next(fields, '')}--set {'.'.join(key)}=..."

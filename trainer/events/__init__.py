@@ -120,7 +120,7 @@ class AttemptBegin(Event):
     steps: int
     resumed: bool
     epochs: float = 0.0  # With respect to `steps`; 0 if unknown.
-    checkpoint: int = -1  # Of the newest checkpoint, if the servers are newer.
+    checkpoint: int = -1  # Global step of the newest checkpoint, if older.
 
 
 class Progress(Event):

@@ -2,11 +2,11 @@
 
 The published model holds the formats of `flotilla.trainer.export.formats`, and
 
-    labels.txt      one class a line, where the task has classes
-    model_card.md   what it is, from what was measured
+    labels.txt      one class per line, if the task has classes
+    model_card.md   the model card, from measured values
     request.json    real examples, as TensorFlow Serving's REST interface takes them
     kserve.yaml     a KServe InferenceService
-    parity.json     how far each form's answers are from the original's
+    parity.json     the difference of each format from the original
     config.json     the run's configuration
 """
 

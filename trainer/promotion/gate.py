@@ -85,7 +85,7 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The decision of the gate, and where it is published."""
+    """The decision of the gate, and its URI."""
 
     uri: str
     blessed: bool

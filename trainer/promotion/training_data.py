@@ -31,7 +31,7 @@ _APART: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedData:
-    """What the champion was trained on.
+    """The training data of the champion.
 
     Attributes:
         version: `data.version` of the champion, or of the newest earlier champion that has one.

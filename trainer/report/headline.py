@@ -69,7 +69,7 @@ def opponents(evaluation: Facts) -> dict[str, Facts]:
 
 
 def _positive_class(output: str, evaluation: Facts) -> str:
-    """Return the positive class with its threshold; empty where there is none."""
+    """Return the positive class with its threshold; empty if there is none."""
     if not evaluation.get("positive"):
         return ""
     of = f" of {shorten_name(output)}" if output else ""

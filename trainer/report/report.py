@@ -392,7 +392,7 @@ def _lineage(facts: Facts) -> list[tuple[str, object]]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a table of plain texts and values; none where there is no row."""
+    """Return the lines of a table of plain texts and values; empty without rows."""
     if not rows:
         return []
     texts = ([plain(v if isinstance(v, str) else format_value(v)) for v in row] for row in rows)

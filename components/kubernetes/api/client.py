@@ -184,7 +184,7 @@ class Api:
                 raise
 
     def read(self, path: str) -> Tree:
-        """Return what the API has at a path."""
+        """Return the JSON response for a path."""
         return self._ask("GET", path)
 
     def post(self, path: str, body: Tree) -> Tree:

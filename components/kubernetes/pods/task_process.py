@@ -203,7 +203,7 @@ def _await_end(pid: int) -> None:
 
 
 def _await_group(group: int) -> None:
-    """Return when no process of a killed group is left."""
+    """Return when all processes of a killed group have ended."""
     until = time.monotonic() + GROUP_SECONDS
     with suppress(ProcessLookupError):
         while time.monotonic() < until:

@@ -100,7 +100,7 @@ def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str)
 
 
 def label_job(kind: JobKind, name: str, namespace: str) -> str:
-    """Return by what the tasks of a job name it, in their lease and in the events of their logs."""
+    """Return the label of a job in the lease and the log events of its tasks."""
     return f"{kind.kind} {'/'.join(filter(None, [namespace, name]))}"
 
 
