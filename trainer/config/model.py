@@ -32,6 +32,7 @@ MODELS = {
     "gru": "flotilla.trainer.models.classifiers:gru",
     "tabular": "flotilla.trainer.models.tabular:tabular",
     "text": "flotilla.trainer.models.tabular:text",
+    "sequence": "flotilla.trainer.models.sequence:sequence",
 }
 # : The models whose argument `tables` configures the table of a feature.
 RECOMMENDERS = ("two_tower", "two_tower_ranker")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flotilla.trainer.config.base import AUTO
-from flotilla.trainer.config.model import MODELS, ModelConfig
+from flotilla.trainer.config.model import ModelConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -86,9 +86,11 @@ def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
         (kind,) = different
         name = _OF_ALL.get(kind, TABULAR)
         is_one = kind != IMAGE or len(kinds) == 1
-        if name in MODELS and name != TABULAR and is_one:
+        if name != TABULAR and is_one:
             return Choice(name, f"{'the input is' if len(kinds) == 1 else 'all inputs are'} {kind}")
     counts = Counter(kinds.values())
+    if SEQUENCE in different and IMAGE not in different:
+        return Choice(_OF_ALL[SEQUENCE], f"the inputs are {in_words(counts)}")
     return Choice(TABULAR, f"the inputs are {in_words(counts)}")
 
 
@@ -143,7 +145,8 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
         return CATEGORY if feature.num_classes else NUMBER
     if _is_image(feature):
         return IMAGE
-    return SEQUENCE if None in shape or _by_place(dataset, shape) else TENSOR
+    is_ordered = None in shape or feature.dtype == "string" or is_series(shape)
+    return SEQUENCE if is_ordered else TENSOR
 
 
 def _fits_table(dataset: DatasetSpec, name: str) -> bool:
@@ -167,7 +170,7 @@ def _is_image(feature: FeatureSpec) -> bool:
     return None not in shape and (is_grey or (len(shape) == _SIDES + 1 and shape[-1] in _CHANNELS))
 
 
-def _by_place(dataset: DatasetSpec, shape: tuple[int | None, ...]) -> bool:
-    """Say whether a label has a class for each place of an input."""
-    labels = (dataset.features[name] for name in dataset.targets)
-    return any(len(each.shape) == 1 and each.shape[0] == shape[0] for each in labels)
+def is_series(*shapes: tuple[int | None, ...]) -> bool:
+    """Say whether lists of vectors are longer than their vectors, as measurements in time are."""
+    rank = {len(shape) for shape in shapes}
+    return rank == {_SIDES} and all((shape[0] or 0) > (shape[1] or 0) for shape in shapes)

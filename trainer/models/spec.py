@@ -167,17 +167,19 @@ class InputSpec:
         hint = nearest(name, named) or f" (it has {', '.join(named)})"
         raise ConfigError(f"the dataset has no feature {name!r}{hint}")
 
-    def vocabulary(self, name: str, most: int = 0) -> Vocabulary:
+    def vocabulary(
+        self, name: str, most: int = 0, *, least: int = 1, padding: bool = False
+    ) -> Vocabulary:
         """Return a layer from the texts of a feature to whole numbers; see `Vocabulary`.
 
-        It knows the `most` frequent values, all that the statistics have where that is 0.
+        It knows the `most` frequent values, all that the statistics have where that is 0, of those
+        that occur `least` times. With `padding` number 1 is the empty text.
 
         Raises:
             ConfigError: the feature is none of texts.
         """
-        return Vocabulary(
-            _frequent(self._text(name).counts, most), name=layer_name(name, "vocabulary")
-        )
+        values = _frequent(self._text(name).counts, most, least)
+        return Vocabulary([""] * padding + values, name=layer_name(name, "vocabulary"))
 
     def words(
         self, name: str, length: int | None, most: int = 0, *, ngram: int = 1, least: int = 1

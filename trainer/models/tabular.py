@@ -12,7 +12,7 @@ what a batch is padded with counts nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -31,7 +31,9 @@ from flotilla.trainer.runtime.errors import ConfigError
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
 # Units of a number, and of all numbers together where there are many columns.
 _UNITS, _MOST_UNITS = 8, 2048
-_PIECES = 16
+PIECES = 16
+# Takes the inputs and the name and the tensor of one; returns rows of numbers.
+OfSequence = Callable[["Places", str, Any], list[Any]]
 
 
 def tabular(  # noqa: PLR0913
@@ -41,7 +43,7 @@ def tabular(  # noqa: PLR0913
     dimension: int = 16,
     words: int = 200,
     dropout: float = 0.1,
-    pieces: int = _PIECES,
+    pieces: int = PIECES,
 ) -> keras.Model:
     """Return ReLU layers of `hidden_units` over all inputs together, and the outputs.
 
@@ -54,7 +56,7 @@ def tabular(  # noqa: PLR0913
         dropout: the share of units that a step leaves out.
         pieces: that the quantiles cut a number into; with 0 it is one normalized number.
     """
-    return _network(
+    return network(
         spec, "tabular", hidden_units=hidden_units, dimension=dimension, words=words,
         dropout=dropout, pieces=pieces,
     )  # fmt: skip
@@ -69,13 +71,13 @@ def text(
     dropout: float = 0.3,
 ) -> keras.Model:
     """Return what `tabular` does, of sizes that suit inputs that are texts."""
-    return _network(
+    return network(
         spec, "text", hidden_units=hidden_units, dimension=dimension, words=words,
-        dropout=dropout, pieces=_PIECES,
+        dropout=dropout, pieces=PIECES,
     )  # fmt: skip
 
 
-def _network(  # noqa: PLR0913
+def network(  # noqa: PLR0913
     spec: InputSpec,
     name: str,
     *,
@@ -84,10 +86,12 @@ def _network(  # noqa: PLR0913
     words: int,
     dropout: float,
     pieces: int,
+    of_sequence: OfSequence | None = None,
 ) -> keras.Model:
+    """Return layers over all inputs together; `of_sequence` takes those that are sequences."""
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
-    places = _Places(spec, named, size("dimension", dimension), size("words", words))
+    places = Places(spec, named, size("dimension", dimension), size("words", words), of_sequence)
     cut = places.numbers() if pieces else []
     found = places.pieces(cut, size("pieces", pieces)) if cut else []
     found += [each for name, x in named.items() if name not in cut for each in places.of(name, x)]
@@ -146,43 +150,52 @@ class KnownPlaces(keras.layers.Layer):
         return keras.KerasTensor((*given[0].shape[:2], 1), self.compute_dtype)
 
 
-class _Places:
+class Places:
     """Rows of numbers [n, units] for each input."""
 
     def __init__(
-        self, spec: InputSpec, given: Mapping[str, Any], dimension: int, words: int
+        self,
+        spec: InputSpec,
+        given: Mapping[str, Any],
+        dimension: int,
+        words: int,
+        of_sequence: OfSequence | None,
     ) -> None:
-        self._spec = spec
-        self._given = given
+        """Take the inputs of a model by name."""
+        self.spec = spec
+        self.given = given
         self._dimension = dimension
         self._words = words
+        self._of_sequence = of_sequence
         #: Texts as bags of words that the outputs see as well.
         self.bags: list[Any] = []
 
     def of(self, name: str, x: Any) -> list[Any]:
         """Return what the first layer gets of an input."""
         shape = tuple(x.shape[1:])
+        if shape and self._of_sequence:
+            return self._of_sequence(self, name, x)
         if None in shape:
             return self._sequence(name, x, shape)
         if x.dtype == "string":
             return self._text(name, x, shape)
-        if name in self._spec.classes and not shape:
-            return [self._rows(name, x, self._spec.classes[name])]
+        if name in self.spec.classes and not shape:
+            return [self._rows(name, x, self.spec.classes[name])]
         return self._numbers(name, x, shape)
 
     def numbers(self) -> list[str]:
         """Return the inputs that are single numbers."""
-        plain = [name for name in self._given if name not in self._spec.classes]
-        return [name for name in plain if self._is_number(self._given[name])]
+        plain = [name for name in self.given if name not in self.spec.classes]
+        return [name for name in plain if self._is_number(self.given[name])]
 
     def _is_number(self, x: Any) -> bool:
         return x.dtype != "string" and not x.shape[1:]
 
     def pieces(self, names: Sequence[str], most: int) -> list[Any]:
         """Return units of numbers that are cut into pieces, and which numbers are missing."""
-        cut = [_Cut(self._spec, name, most) for name in names]
+        cut = [_Cut(self.spec, name, most) for name in names]
         x = keras.ops.stack(
-            [each.layer(self._given[name]) for each, name in zip(cut, names, strict=True)], axis=1
+            [each.layer(self.given[name]) for each, name in zip(cut, names, strict=True)], axis=1
         )
         missing = keras.ops.isnan(x)
         # One that is missing in no training example is taken for the median.
@@ -201,7 +214,7 @@ class _Places:
             name="flotilla_pieces",
         )(x)  # fmt: skip
         found = [keras.layers.Flatten(name="flotilla_numbers")(x)]
-        gaps = [at for at, name in enumerate(names) if self._spec.statistics(name).missing]
+        gaps = [at for at, name in enumerate(names) if self.spec.statistics(name).missing]
         if gaps:
             marks = keras.ops.take(keras.ops.cast(missing, x.dtype), gaps, axis=1)
             found.append(marks)
@@ -209,12 +222,14 @@ class _Places:
 
     def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:
-            raise ConfigError(f"takes one text an example, and {name!r} is {list(shape)} of them")
-        known = self._spec.statistics(name)
+            raise ConfigError(
+                f"takes one text an example, and {name!r} is {list(shape)} of them; take `sequence`"
+            )
+        known = self.spec.statistics(name)
         if are_repeated(known.distinct, known.examples):
-            layer = self._spec.vocabulary(name)
+            layer = self.spec.vocabulary(name)
             return [self._rows(name, layer(x), layer.size)]
-        bag = text_features(self._spec, name, x, dimension=self._dimension, words=self._words)
+        bag = text_features(self.spec, name, x, dimension=self._dimension, words=self._words)
         if known.pairs:
             self.bags.append(bag)
         return [bag]
@@ -230,11 +245,11 @@ class _Places:
         if x.dtype == "string" or len(shape) > _VECTORS:
             raise ConfigError(
                 f"takes sequences of numbers or of vectors, and {name!r} is {x.dtype} of shape "
-                f"{shape}; write your own"
+                f"{shape}; take `sequence`, or write your own"
             )
-        length = self._given.get(length_name(name))
+        length = self.given.get(length_name(name))
         known = KnownPlaces(name=layer_name(name, "places"))([x] if length is None else [x, length])
-        x = self._spec.normalization(name)(x)
+        x = self.spec.normalization(name)(x)
         x = keras.ops.where(keras.ops.isnan(x), 0.0, x)
         if len(shape) < _VECTORS:
             x = keras.ops.expand_dims(x, -1)
@@ -254,12 +269,12 @@ class _Places:
         else:
             x = keras.ops.expand_dims(x, -1)
         is_float = "float" in x.dtype
-        x = self._spec.normalization(name)(x)
+        x = self.spec.normalization(name)(x)
         if not is_float:
             return [x]
         missing = keras.ops.isnan(x)
         found = [keras.ops.where(missing, 0.0, x)]
-        if self._spec.statistics(name).missing:
+        if self.spec.statistics(name).missing:
             found.append(keras.ops.cast(missing, x.dtype))
         return found
 

@@ -351,7 +351,7 @@ def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:
     """Return the task for the label; raises `ConfigError` for a constant label."""
     by_label = "by the label"
     if rows and rows.form:
-        return "classification, by the folders"
+        return "by the folders"
     if len(labels) > 1:
         return "several outputs, one for each label"
     scan = rows.columns.get(labels[0]) if rows and labels else None
@@ -450,7 +450,8 @@ def _kind(rows: Rows, name: str) -> str:
     if "image" in kinds:
         return choice.IMAGE
     if "tensor" in kinds:
-        return choice.SEQUENCE if len(scan.shapes) > 1 else choice.TENSOR
+        is_ordered = len(scan.shapes) > 1 or scan.tensor == "text"
+        return choice.SEQUENCE if is_ordered or choice.is_series(*scan.shapes) else choice.TENSOR
     written = written_numbers.find_kind(scan.writing, texts=scan.kinds.get("text", 0))
     if written or (kinds and kinds <= {"int", "float", "huge", "bool", "time"}):
         return choice.NUMBER

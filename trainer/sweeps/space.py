@@ -99,6 +99,7 @@ _TOWERS = {"dimension": "8,16,32,64", "hidden_units": "[],[64],[64, 64]"}
 _OF_MODELS = {
     "mlp": {"hidden_units": _WIDTHS, "dropout": _SHARES},
     "tabular": {"hidden_units": _WIDTHS, "dropout": _SHARES, "dimension": "8,16,32"},
+    "sequence": {"dimension": "24,48,96", "blocks": "4,6,8", "dropout": _SHARES},
     "cnn": {
         "filters": "[16, 32],[32, 64],[64, 128],[32, 64, 128]",
         "hidden_units": "[64],[128],[256]",

@@ -61,7 +61,7 @@ BAD = [
     (
         "model.name=transformer",
         "(one of auto, softmax, mlp, cnn, two_tower, two_tower_ranker, gru, tabular, text, "
-        "or package.module:name)",
+        "sequence, or package.module:name)",
     ),
     ("model.name=':net'", "model.name: ':net' is not allowed"),
     ("model.name='my.models:'", "model.name: 'my.models:' is not allowed"),

@@ -11,6 +11,8 @@ NUMBER = FeatureSpec(shape=(), dtype="float32", stored="float")
 ID = FeatureSpec(shape=(), dtype="int64", stored="int")
 TEXT = FeatureSpec(shape=(), dtype="string", stored="bytes")
 IMAGE = FeatureSpec(shape=(8, 9, 3), dtype="uint8", stored="image")
+TEXTS = FeatureSpec(shape=(None,), dtype="string", stored="sequence")
+MOVES = FeatureSpec(shape=(30, 3), dtype="float32", stored="raw")
 CLASSES = FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=3)
 
 
@@ -26,6 +28,11 @@ def a_dataset(label=NUMBER, **inputs) -> DatasetSpec:
         (a_dataset(age=NUMBER), "tabular"),
         (a_dataset(picture=IMAGE), "cnn"),
         (a_dataset(picture=IMAGE, age=NUMBER), "tabular"),
+        (a_dataset(pages=TEXTS), "sequence"),
+        (a_dataset(pages=TEXTS, age=NUMBER), "sequence"),
+        (a_dataset(moves=MOVES), "sequence"),
+        (a_dataset(vector=FeatureSpec(shape=(9,), dtype="float32", stored="raw")), "tabular"),
+        (a_dataset(pages=TEXTS, picture=IMAGE), "tabular"),
         (a_dataset(user_id=ID, movieId=ID), "two_tower"),
         (a_dataset(userid=TEXT, item=TEXT), "two_tower"),
         (a_dataset(label=CLASSES, user_id=ID, movie_id=ID), "tabular"),

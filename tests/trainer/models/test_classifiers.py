@@ -11,7 +11,7 @@ from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import ConfigError
 
 # The models of one tensor of any kind; those of ids and of tokens have tests of their own.
-OF_NAMED_INPUTS = {"two_tower", "two_tower_ranker", "gru", "tabular", "text"}
+OF_NAMED_INPUTS = {"two_tower", "two_tower_ranker", "gru", "tabular", "text", "sequence"}
 PLAIN = tuple(name for name in MODELS if name not in OF_NAMED_INPUTS)
 DIGITS = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
 TABLE = InputSpec(shape=(4,), dtype="float32", output_shape=(3,))

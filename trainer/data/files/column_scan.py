@@ -41,6 +41,7 @@ class ColumnScan:
         values: different values as texts; no longer gathered beyond `most`.
         gathers: whether those of numbers with a fraction are gathered too, as for classes.
         shapes: shapes of tensors.
+        tensor: the widest kind of their elements: bool, int, float, text.
         lowest: of the finite numbers, also those in tensors; likewise `highest`. They are exact
             where they are whole by their type.
         whole: whether all of these are whole.
@@ -138,6 +139,8 @@ class ColumnScan:
 
     def _measure(self, array: pa.Array) -> None:
         """Track the range of the values; of texts, only those that are numbers."""
+        if is_list_of_texts(array.type):
+            return
         while is_list(array.type):
             array = pc.list_flatten(array)
         if pa.types.is_integer(array.type):
@@ -285,7 +288,7 @@ _PATTERNS = {
 
 
 def _wider(kind: str, other: str) -> str:
-    order = ("", "bool", "int", "float")
+    order = ("", "bool", "int", "float", "text")
     return max(kind, other, key=order.index)
 
 
@@ -313,9 +316,16 @@ def get_kind(kind: pa.DataType) -> str:
             return name
     if is_list(kind):
         inner = kind.value_type
-        numbers = get_kind(inner) in ("int", "float", "bool", "tensor")
-        return "tensor" if numbers or pa.types.is_null(inner) else ""
+        return "tensor" if get_kind(inner) in ("int", "float", "bool", "text", "tensor") else ""
     return ""
+
+
+def is_list_of_texts(kind: pa.DataType) -> bool:
+    """Say whether a value of a type is a list, or lists, of texts."""
+    if not is_list(kind):
+        return False
+    inner = kind.value_type
+    return is_list_of_texts(inner) or (get_kind(inner) == "text" and not pa.types.is_null(inner))
 
 
 _ARROW = (

@@ -22,7 +22,7 @@ _NUMBERS = ("int", "huge", "float")
 _INT64 = 2**63
 # Words for missing values that a note names.
 _MARKS = 5
-_TENSORS = {"float": "float32", "int": "int64", "bool": "bool"}
+_TENSORS = {"float": "float32", "int": "int64", "bool": "bool", "text": "string"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,8 @@ class Values(NamedTuple):
 def make_spec(column: Column) -> FeatureSpec:
     """Return the stored form of a column."""
     if column.type in ("tensor", "image"):
-        stored = column.stored or ("sequence" if None in column.shape else "raw")
+        whole = "bytes" if column.dtype == "string" else "raw"
+        stored = column.stored or ("sequence" if None in column.shape else whole)
         return FeatureSpec(shape=column.shape, dtype=column.dtype, stored=stored)
     # An int or a bool cannot represent a missing value.
     is_float = column.type in NUMBERS_IN_WRITING or (column.gaps and column.type in ("int", "bool"))
@@ -230,6 +231,7 @@ def _tensor(column: Column, array: pa.Array) -> Values:
     fixed = None not in column.shape
     if (
         fixed
+        and column.dtype != "string"
         and is_list(level.type)
         and not is_list(level.type.value_type)
         and not level.null_count
@@ -241,10 +243,10 @@ def _tensor(column: Column, array: pa.Array) -> Values:
             return Values(values.astype(column.dtype), np.zeros(len(level), np.bool_), "")
     found = [_fit(column, row) for row in level.to_pylist()]
     bad = np.array([each is None for each in found], np.bool_)
-    empty = np.zeros(tuple(size or 0 for size in column.shape), column.dtype)
+    empty = _nothing(column)
     kept = [empty if each is None else each for each in found]
     if fixed:
-        values = np.stack(kept) if kept else np.zeros((0, *empty.shape), column.dtype)
+        values = np.stack(kept) if kept else empty[np.newaxis][:0]
     else:
         values = np.empty(len(kept), object)
         for place, each in enumerate(kept):
@@ -256,12 +258,14 @@ def _fit(column: Column, row: Any) -> NDArray[Any] | None:
     """Return one list in the shape of its column, padded if configured; None if it does not fit."""
     varies = None in column.shape
     # A missing list is empty where lists may have any length.
-    found = parse_numbers([] if varies and row in (None, "") else row)
+    given = [] if varies and row in (None, "") else row
+    is_text = column.dtype == "string"
+    found = _of_texts(given) if is_text else parse_numbers(given)
     if found is None:
         return None
     if found.size == 0:
-        found = np.zeros((0, *(size or 0 for size in column.shape[1:])))
-    lacks = np.isnan(found.astype(np.float64)).any() and "float" not in column.dtype
+        found = _nothing(column, 0)
+    lacks = not (is_text or "float" in column.dtype) and np.isnan(found.astype(np.float64)).any()
     if lacks or found.ndim != len(column.shape):
         return None
     sizes = tuple(
@@ -270,7 +274,28 @@ def _fit(column: Column, row: Any) -> NDArray[Any] | None:
     )
     if column.pads:
         found = pad_values(found, sizes)
-    return found.astype(column.dtype) if found.shape == sizes else None
+    if found.shape != sizes:
+        return None
+    return found if is_text else found.astype(column.dtype)
+
+
+def _nothing(column: Column, length: int | None = None) -> NDArray[Any]:
+    """Return a value of a column for a row that has none; `length` is its first size if given."""
+    sizes = [size or 0 for size in column.shape]
+    shape = sizes if length is None else [length, *sizes[1:]]
+    return (
+        np.full(shape, b"", object) if column.dtype == "string" else np.zeros(shape, column.dtype)
+    )
+
+
+def _of_texts(row: Any) -> NDArray[Any] | None:
+    """Return the texts of a list as bytes, empty for one that is missing; None where it is none."""
+    found = np.array(row if isinstance(row, list) else None, object)
+    if not found.ndim or any(isinstance(each, list) for each in found.flat):
+        return None
+    return np.array(
+        [b"" if each is None else str(each).strip().encode() for each in found.flat], object
+    ).reshape(found.shape)
 
 
 def pad_values(values: NDArray[Any], sizes: tuple[int, ...]) -> NDArray[Any]:

@@ -15,7 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from flotilla.trainer.data.examples.images import UndecodableError
-from flotilla.trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, get_kind, is_list
+from flotilla.trainer.data.files.column_scan import (
+    MOST_CLASSES,
+    ColumnScan,
+    get_kind,
+    is_list,
+    is_list_of_texts,
+)
 from flotilla.trainer.data.files.conversion import read_times
 from flotilla.trainer.data.files.file_pieces import FilePieces
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
@@ -235,9 +241,10 @@ class PieceScan:
 
     def _add(self, name: str, rows: Rows) -> None:
         array = pa.chunked_array(rows.table[name]).combine_chunks()
-        if not get_kind(array.type):
+        is_label = name in self.wanted.gathered
+        if not get_kind(array.type) or (is_label and is_list_of_texts(array.type)):
             remedy = f"set data.drop: [{name}]"
-            if name in self.wanted.gathered and is_list(array.type):
+            if is_label and is_list(array.type):
                 remedy = "write a column of 0 and 1 for each class, and name them in data.label"
             raise UserError(
                 f"data.source: the column {name!r} of {self.path} is {array.type}, which cannot be "

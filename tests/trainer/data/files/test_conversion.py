@@ -129,3 +129,15 @@ def test_a_whole_number_is_one_text_whatever_its_type(kind):
         b"947080963129.2422",
     ]
     assert values("text", pa.array([1e300, float("inf")])) == [b"1e+300", b"inf"]
+
+
+def test_lists_of_texts_keep_their_lengths_or_are_padded():
+    array = pa.array([["a ", None], [], None, ["ü"]], pa.list_(pa.string()))
+    varying = values("tensor", array, shape=(None,), dtype="string")
+    encoded = "ü".encode()
+    assert [each.tolist() for each in varying] == [[b"a", b""], [], [], [encoded]]
+    padded = values("tensor", array[:1], shape=(3,), dtype="string", pads=True)
+    assert padded == [[b"a", b"", b""]]
+    assert values("tensor", array, shape=(1,), dtype="string")[::3] == [None, [encoded]]
+    mixed = values("tensor", pa.array([[1, 2]]), shape=(None,), dtype="string")
+    assert mixed[0].tolist() == [b"1", b"2"]

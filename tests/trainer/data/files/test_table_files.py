@@ -218,3 +218,15 @@ def test_bytes_that_are_no_text_name_their_own_row(tmp_path: Path, keys: dict[st
     with pytest.raises(UserError, match=r": 1 of 60 rows are broken.*: a\.parquet, row 60: 't' is"):
         opened(tmp_path, **keys)
     assert len(opened(tmp_path, bad_rows=0.1, **keys)[1]["t"]) == 59
+
+
+def test_lists_of_texts_are_sequences_and_no_label(tmp_path: Path) -> None:
+    pages = [["home", "cart"], ["home"], []] * 10
+    table = pa.table({"pages": pages, "label": ["a", "b", "b"] * 10})
+    pq.write_table(table, tmp_path / "a.parquet")
+    found, columns = opened(tmp_path)
+    assert (found.specs["pages"].shape, found.specs["pages"].dtype) == ((None,), "string")
+    read = sorted(each.tolist() for each in columns["pages"])
+    assert read[::10] == [[], [b"home"], [b"home", b"cart"]]
+    with pytest.raises(UserError, match="write a column of 0 and 1 for each class"):
+        opened(tmp_path, label="pages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,10 @@ def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
     of_bytes = any(value and isinstance(value[0], bytes) for value in values)
     if of_bytes and all(value is None or len(value) < len("ab") for value in values):
         return pa.array([value[0] if value else None for value in values], pa.binary())
+    if of_bytes:
+        # Several values are no images, where they are texts.
+        with suppress(pa.ArrowInvalid, pa.ArrowTypeError):
+            return pa.array(values, pa.list_(pa.binary())).cast(pa.list_(pa.string()))
     try:
         return pa.array(values)
     except (pa.ArrowInvalid, pa.ArrowTypeError):
