@@ -169,20 +169,33 @@ def list_stages_after(stage: str, step: str) -> list[str]:
     return names[names.index(stage) + 1 :] if stage in names else names
 
 
+def name_step_of(stage: str) -> str:
+    """Return the name of the step that runs a stage; that of a stage without a row itself.
+
+    A record may be of another version, or of another pipeline.
+    """
+    try:
+        return find_step_of_stage(stage).name
+    except LookupError:
+        return stage
+
+
 def ends_run(name: str, word: object) -> bool:
-    """Return whether only the exit step follows this stage and result; raises `LookupError`."""
+    """Return whether only the exit step follows this stage and result; False for no row."""
     row = _find_stage(name)
-    return row is WORKING[-1] or ends_well(name, word) or bool(row.accepts and word != row.accepts)
+    is_refused = bool(row and row.accepts and word != row.accepts)
+    return row is WORKING[-1] or ends_well(name, word) or is_refused
 
 
 def ends_well(name: str, word: object) -> bool:
-    """Return whether the run succeeds at this stage with this result; raises `LookupError`."""
-    completes = _find_stage(name).completes
-    return bool(completes) and word == completes
+    """Return whether the run succeeds at this stage with this result; False for no row."""
+    row = _find_stage(name)
+    return bool(row and row.completes) and word == row.completes
 
 
-def _find_stage(name: str) -> StageSpec:
-    return next(stage for stage in find_step_of_stage(name).stages if stage.name == name)
+def _find_stage(name: str) -> StageSpec | None:
+    every = (stage for step in (*STEPS, *SWEEP_STEPS) for stage in step.stages)
+    return next((stage for stage in every if stage.name == name), None)
 
 
 def output_kind(name: str) -> Output | None:

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from flotilla.components.table import EXIT_STEP, find_step_of_stage
+from flotilla.components.table import EXIT_STEP, name_step_of
 from flotilla.pipelines.cli.tables import Row, Table, escape_controls, wrap_text
 from flotilla.pipelines.runs.outcome import RunResult, find_model, key_metrics, measure_duration
 from flotilla.trainer import storage
@@ -89,7 +89,7 @@ def closing_table(result: RunResult) -> Table:
     """Return the table of the stages by step: status, duration and key metrics."""
     rows: list[Row] = [
         {
-            "step": _find_step(each.step),
+            "step": name_step_of(each.step),
             "stage": each.step,
             "status": mark(each.status),
             "duration": duration(each.seconds),
@@ -98,14 +98,6 @@ def closing_table(result: RunResult) -> Table:
         for each in result.steps
     ]
     return Table(rows=rows, right=("duration",), words=("metrics",), once=("step",))
-
-
-def _find_step(stage: str) -> str:
-    try:
-        return find_step_of_stage(stage).name
-    except LookupError:
-        # Written by another version, or by another pipeline.
-        return stage
 
 
 def show_result(console: Console, result: RunResult) -> None:

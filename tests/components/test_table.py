@@ -86,6 +86,13 @@ def test_each_stage_is_one_of_one_step():
         find_step_of_stage("count_labels")
 
 
+def test_a_record_of_another_version_has_no_row_and_ends_nothing():
+    assert table.name_step_of("check_gate") == table.EVALUATE
+    assert table.name_step_of("register_model\u2069") == "register_model\u2069"
+    assert not table.ends_run("count_labels", "blessed")
+    assert not table.ends_well("count_labels", "")
+
+
 @pytest.mark.parametrize("name", ["train_model", "train-model"])
 def test_a_step_has_two_names(name):
     assert find_step(name).loads == ""

@@ -95,7 +95,7 @@ def spoil(path, chance):
 
 
 @pytest.fixture
-def commands(capfd, monkeypatch, tmp_path, instance):
+def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
     """Call a command in this process; return what is wrong with what it wrote."""
     monkeypatch.chdir(tmp_path)
     Path("t.csv").write_text("x,y\n" + "".join(f"{each},{each % 2}\n" for each in range(40)))
@@ -114,6 +114,8 @@ def commands(capfd, monkeypatch, tmp_path, instance):
                 code = call(list(arguments))
             except Exception as error:
                 return [f"{arguments}: {type(error).__name__}: {error}"]
+        # An endpoint of a hostile name is asked for, and refused.
+        outside_attempts.clear()
         out, err = capfd.readouterr()
         lines = [line for text in (out, err) for line in text.split("\n")]
         found = [line for line in lines if "\t" in line or printable(line) != line]

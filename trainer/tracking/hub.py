@@ -110,7 +110,7 @@ class Hub:
         return next((each for each in self._list(place) if each.get("name") == name), None)
 
     def _list(self, place: str) -> Iterator[dict[str, Any]]:
-        query = {"pageSize": str(_PAGE)}
+        query, seen = {"pageSize": str(_PAGE)}, set[object]()
         while True:
             page = self._ask("GET", place, query=query) or {}
             items = page.get("items", [])
@@ -118,8 +118,10 @@ class Hub:
                 raise self._strange(f"a list of {place} that is none")
             yield from (each for each in items if isinstance(each, dict))
             token = page.get("nextPageToken")
-            if not token or token == query.get("nextPageToken"):
+            # One that comes again would go on for ever.
+            if not token or token in seen:
                 return
+            seen.add(token)
             query["nextPageToken"] = str(token)
 
     def _ask(

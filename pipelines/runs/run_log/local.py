@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flotilla.components.table import TRAIN, find_step_of_stage
+from flotilla.components.table import TRAIN, name_step_of
 from flotilla.pipelines.runs import local, local_status
 from flotilla.pipelines.runs.run_log.text import Line, LogText, RunnerText, split_times
 from flotilla.pipelines.runs.run_log.view import LogLine, LogView, merge_lines
@@ -74,9 +74,7 @@ def find_failure(folder: Path) -> Failure | None:
     is_training = ends[0].step == TRAIN
     trace = ends[0].traceback or (trace if is_training else "")
     log = Path(failed.log) if is_training and failed and failed.log else folder / local_status.LOG
-    return Failure(
-        step=find_step_of_stage(ends[0].step).name, log=log, frame=innermost_frame(trace)
-    )
+    return Failure(step=name_step_of(ends[0].step), log=log, frame=innermost_frame(trace))
 
 
 def _task_logs(folder: Path) -> list[Path]:

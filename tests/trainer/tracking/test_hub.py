@@ -256,6 +256,16 @@ def test_what_the_registry_says_wrong_is_one_line(server, answer, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_list_whose_tokens_go_round_ends(server):
+    address, store = server
+    turns = count(1)
+    page = {"items": [{"name": "another"}]}
+    store.fault = lambda *_: (200, {**page, "nextPageToken": f"t{next(turns) % 3}"})
+    with pytest.raises(UserError, match="no id for my_model"):
+        Hub(address).announce(MODEL)
+    assert len(store.requests) < 12
+
+
 def test_a_registry_that_is_away_is_one_line(port):
     address = f"http://127.0.0.1:{port}"
     with pytest.raises(UserError, match=r"the model registry at http.*ConnectionError"):
