@@ -190,7 +190,7 @@ def ends_run(name: str, word: object) -> bool:
 def ends_well(name: str, word: object) -> bool:
     """Return whether the run succeeds at this stage with this result; False for no row."""
     row = _find_stage(name)
-    return bool(row and row.completes) and word == row.completes
+    return bool(row and row.completes and word == row.completes)
 
 
 def _find_stage(name: str) -> StageSpec | None:
