@@ -43,7 +43,7 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield the counts of values that both certainly counted, with all others as one."""
+    """Yield the counts of values that both samples certainly counted, and of the rest."""
     # Of a text with many values the rarest are not counted, and they differ between samples.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)

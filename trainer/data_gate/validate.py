@@ -3,11 +3,11 @@
 The validation is a published directory:
 
     validation.json   {"decision": "accepted" | "refused", "reasons": [lines of findings that
-                      refuse], "warnings": [likewise], "findings": [{"rule", "feature", "split",
-                      "value", "limit", "champion", "says", "action"}], "dataset": URI,
+                      refuse], "warnings": [lines of others], "findings": [{"rule", "feature",
+                      "split", "value", "limit", "champion", "says", "action"}], "dataset": URI,
                       "champion": {"version", "dataset", "note"}, "examples": {split: number}}
-    page.html         the same for a person, with the distribution of each feature
-    schema.yaml       the schema that the dataset keeps to, as far as it has statistics
+    page.html         the report, with the distribution of each feature
+    schema.yaml       a schema that the dataset satisfies, from its statistics
 """
 
 from __future__ import annotations

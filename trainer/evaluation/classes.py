@@ -162,7 +162,7 @@ def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
     hits = each.worth * each.champion
     finds = special.betainc(hits, each.worth - hits + 1, each.chance) <= level
     judged = finds & (_equal_model_bounds(each, rule.confidence, classes) >= -margin)
-    # Probability that an equal model misses this many of those that only one of both finds.
+    # Probability that an equal model misses this many of the examples that only one model finds.
     by_chance = special.betainc(np.maximum(each.lost, _FEW), each.alone + 1, 0.5)
     proved = finds & (by_chance <= level) & (each.own - each.champion < -margin)
     return Verdicts(margin, bound, judged, np.where(judged, bound < -margin, proved))

@@ -79,8 +79,8 @@ class Worst:
     def write(self, folder: Path) -> list[dict[str, Any]]:
         """Write the pictures to `folder` and return a row for each example, the worst first.
 
-        A row holds `index` in the split, `loss`, what the task says of the example, and `picture`
-        (a path below `folder`) or `inputs` (a text) and `columns` (the value of each input).
+        A row holds `index` in the split, `loss`, the task's cells for the example, and `picture` (a
+        path below `folder`) or `inputs` (a text) and `columns` (the value of each input).
         """
         rows = []
         for place, example in enumerate(self._kept, start=1):

@@ -1,4 +1,4 @@
-"""The schema of a feature, as data, models, tasks and statistics have it. Free of TensorFlow.
+"""The schema of a feature, shared by data, models, tasks and statistics. Free of TensorFlow.
 
 The form of a feature in a record of `tf.train.Example` is its `stored`: "raw" (the bytes of the
 tensor, little-endian, row by row), "int" (an int64), "float" (a float32), "bytes" (texts), "image"

@@ -1,6 +1,6 @@
 """The length of training: global steps, epochs, and defaults by the number of examples.
 
-A configuration says `auto` until the dataset is prepared; `resolve` replaces it by numbers. They
+A configuration has `auto` until the dataset is prepared; `resolve` replaces it by numbers, which
 follow published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models for Tabular
 Data: AdamW, batch size by the size of the table, a constant rate, the best weights by validation,
 patience of 16 epochs). On eight tables a cosine schedule was never better than the constant rate,

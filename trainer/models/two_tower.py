@@ -1,8 +1,8 @@
 """Two-tower recommenders: the match of a user and an item, as one score.
 
 Each tower looks its id up in a table and computes a vector from the row (Covington et al. 2016,
-"Deep Neural Networks for YouTube Recommendations", in the form of Yi et al. 2019, "Sampling-Bias-
-Corrected Neural Modeling for Large Corpus Item Recommendations"). They have one of two heads.
+"Deep Neural Networks for YouTube Recommendations", in the form of Yi et al. 2019, "Sampling-
+Bias-Corrected Neural Modeling for Large Corpus Item Recommendations"). They have one of two heads.
 
 `two_tower` scores: the dot product of both vectors and a bias, which holds the popularity of the
 item and the activity of the user.
@@ -12,14 +12,13 @@ towers also take attributes, such as the segment of a user: an id without a row 
 alone. The last number of an item's vector is its popularity, that of a user's is 1. Two losses
 train them together:
 
-    click        binary cross entropy of the logit, which the task `recommendation` has: the dot
-                 product of both vectors and a small network of them
-    retrieval    of each click the softmax over the items of all examples of the batch, by the dot
-                 products of vectors. Items are in a batch as often as they are popular, which is
-                 taken out again: scores are less by the logarithm of how often they are shown.
-                 Where that comes from is a feature, `popularity`: how often an item was shown the
-                 day before. It is an input of the item's tower as well, so that a new item is known
-                 to be one
+    click        binary cross entropy of the logit, from the task `recommendation`; the logit is
+                 the dot product of both vectors plus a small network of them
+    retrieval    for each click, the softmax over the items of all examples of the batch, by the
+                 dot products of vectors. Batches sample items by popularity; the logarithm of the
+                 popularity is subtracted from the scores to correct this bias. A feature,
+                 `popularity`, counts how often an item was shown the day before. It is an input
+                 of the item's tower as well, which identifies new items
 """
 
 from __future__ import annotations
@@ -61,16 +60,16 @@ def two_tower(  # noqa: PLR0913
 
     Args:
         spec: two ids, and one logit or two.
-        rows: of the table of an input feature, by its name: one more than its largest id. Where
-            neither these nor tables are given, each table is as large as the training split asks
-            for, texts are ids as well, and one that is not in it has a row of all such.
-        tables: the features whose tables grow, with what `EmbeddingTable` takes: `capacity`, and
-            where wanted `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Their ids
+        rows: rows of the table of each input feature: one more than its largest id. Without `rows`
+            and `tables`, the training split determines the size of each table, texts are ids as
+            well, and unknown ids share one row.
+        tables: arguments of `EmbeddingTable` for features with growing tables: `capacity`, and
+            optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`. Their ids
             are any whole numbers, or texts.
-        dimension: of a row, and of a tower's vector.
+        dimension: size of a row, and of a tower's vector.
         hidden_units: ReLU layers of each tower.
         shards: variables that each table is split over; as many as there may be servers.
-        unknown: what an id outside of its table gets: "error", or "wrap" for `id mod rows`.
+        unknown: treatment of an id outside of its table: "error", or "wrap" for `id mod rows`.
     """
     tables_of = _tables(spec, rows, tables)
     dimension, shards = size("dimension", dimension), size("shards", shards)
@@ -255,7 +254,7 @@ class FoundAndRanked(keras.layers.Layer):
         users, items = outputs[:, 1 : 1 + width], outputs[:, 1 + width :]
         scores = tf.matmul(users, items, transpose_b=True)
         if self.popularity:
-            # Their number is unknown, and would be the same for all.
+            # The total number of examples is unknown, and a constant cancels out.
             scores -= _logarithm(x[self.popularity])[tf.newaxis]
         ids = x[self.item]
         same = tf.equal(ids[:, tf.newaxis], ids[tf.newaxis])
@@ -315,8 +314,8 @@ def two_tower_ranker(  # noqa: PLR0913
 
     Args:
         spec: ids of a user and an item, and the attributes below: whole numbers or texts.
-        tables: of each id and attribute, by its feature, what `EmbeddingTable` takes: `capacity`,
-            and where wanted `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
+        tables: arguments of `EmbeddingTable` for each id and attribute, by feature: `capacity`,
+            and optionally `min_count`, `min_age`, `max_age`, `shards` and `initializer`.
         user: the feature that is the id of a user.
         item: the feature that is the id of an item.
         user_attributes: further features of a user, each with its own table.

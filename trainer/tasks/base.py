@@ -167,7 +167,7 @@ class Tally:
         """Add some examples."""
 
     def condense(self) -> None:
-        """Reduce the memory for the examples so far, of which there are many."""
+        """Reduce the memory of the accumulator when it holds many examples."""
 
     def result(self) -> dict[str, Any]:
         """Return `metrics` and `intervals` by name, and possibly entries of `details`."""
@@ -360,7 +360,7 @@ class Task(ABC):
 
         `metrics` and `intervals` are added to those of `metrics()`. The report draws
         `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
-        `flotilla.trainer.tasks.classification`), and of any task
+        `flotilla.trainer.tasks.classification`), and for any task
 
             tables   [{"title", "columns": [text], "rows": [[value]]}]
             charts   [{"title", "x", "y", "series": {label: [[x, y]]}}]

@@ -79,7 +79,7 @@ class State:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the state is a sum of weighted values and the sum of the weights."""
+        """Whether the state is a weighted sum and the sum of the weights."""
         metric = self.measured.metric if self.measured else None
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 

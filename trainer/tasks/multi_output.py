@@ -1,8 +1,8 @@
 """Several outputs of one model, each with its own task.
 
     label     a mapping by the targets' names
-    outputs   a mapping by the same names, each as its task has it
-    loss      the sum of the losses, each times its weight
+    outputs   a mapping by the same names, in the form of each task
+    loss      the weighted sum of the losses
     metrics   those of each task, as `<output>_<metric>`
     answers   those of each task, as `<output>_<column>`
 

@@ -1,4 +1,4 @@
-"""Any number of several classes at once.
+"""Multilabel classification: any number of classes per example.
 
 label     [classes] of 0 and 1, or false and true
 outputs   logits [n, classes]

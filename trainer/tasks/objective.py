@@ -59,7 +59,7 @@ from flotilla.trainer.tasks.task_loss import (
 
 # Tasks whose code has no loops or branches over tensors, so that the slow AutoGraph is not needed.
 _BUILT_IN = "flotilla.trainer.tasks."
-# Calls before a trace pays off: tracing takes as long as many calls.
+# Calls from which a trace is worth its time.
 _UNTRACED = 8
 # Labels and outputs of any shape, to look up metrics by name.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))

@@ -1,17 +1,17 @@
 """Ranking of offered items by whether they are taken: clicks, purchases, relevant answers.
 
-    label     as of `binary_classification`; the positive class is "taken", and the second one where
-              none is named: that something is taken is not told by how rare it is
+    label     as in `binary_classification`; the positive class is "taken", by default the second
+              one, since rarity does not identify it
     outputs   scores [n, 1]: logits of "taken"
     loss      binary cross entropy: each example by itself, so that scores are calibrated
-    metrics   those of `binary_classification`; where `data.group` names what belongs to one query
-              (a search, a page, a user), in an evaluation also ndcg, mrr and query_auc: means over
-              the queries in which something was taken, of query_auc not everything
+    metrics   those of `binary_classification`; if `data.group` identifies queries (a search, a
+              page, a user), an evaluation adds ndcg, mrr and query_auc: means over the queries
+              with a taken item, for query_auc also with one that was not taken
     answers   `logit` and `probability`
 
-A query is a number or a text, and weighs as much as its examples do in the mean. Of equal scores
-the metrics are the expectation over their orders (McSherry and Najork 2008), so that a model that
-scores all alike has what a random order has.
+A query is a number or a text, and has the mean weight of its examples. For tied scores the metrics
+are the expectation over their orders (McSherry and Najork 2008), so that a model with constant
+scores equals a random order.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ to be consumed inside the model, by a recurrent or a pooling layer.
 
 `sequence_labelling`:
 
-    label     [places] of class numbers, or [height, width, 1] of a segmented image; a number below
-              zero is padding, and counts nowhere
+    label     [places] of class numbers, or [height, width, 1] of a segmented image; numbers below
+              zero are padding and ignored
     outputs   logits [n, places, classes]; a mask that Keras carries with them counts in training
     loss      cross entropy: a mean over the places of an example, then over the examples, so that
-              an example weighs the same whatever its length and however a batch is split
+              an example has the same weight for any length and any split of a batch
     metrics   accuracy (of places), example_accuracy (all places of an example), macro_f1
     answers   `logits` and `probabilities`
 """

@@ -39,8 +39,8 @@ _MOVED = {
 def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     """Return the TFDS builder of `config.dataset`, in the configured or its newest version.
 
-    A name may carry a TFDS config, as in `glue/cola`. TFDS keeps what it downloads and prepares in
-    `data_dir`. The builder takes `data.builder_args`.
+    A name may carry a TFDS config, as in `glue/cola`. TFDS stores its downloads and prepared files
+    in `data_dir`. `data.builder_args` are passed to the builder.
 
     Raises:
         ConfigError: the dataset, its config, its version or the class does not exist.

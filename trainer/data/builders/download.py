@@ -40,11 +40,11 @@ class UnreachableError(ConnectionError):
 def reach(url: str, *, seconds: float = SECONDS) -> None:
     """Return as soon as the host of `url` answers; the download itself judges the answer.
 
-    Proxies and certificates are those of `requests`, which TFDS downloads with. Local files are
-    taken as reached.
+    Proxies and certificates are those of `requests`, which TFDS downloads with. A local file needs
+    no host.
 
     Raises:
-        UnreachableError: it refused, or did not answer for `seconds`.
+        UnreachableError: the host refused the connection, or did not answer within `seconds`.
     """
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     # DNS look-ups have no timeout, hence a daemon thread.
@@ -99,12 +99,11 @@ def download(
 ) -> None:
     """Download and prepare the builder's dataset; return at once if it is prepared already.
 
-    The download goes to the builder's data_dir. Official files that are in the folder `manual_dir`,
-    where it is not empty, are taken from there, without the network. A builder that uses Beam runs
-    it by `beam_options`.
+    Downloads are stored in the builder's `data_dir`. If `manual_dir` is not empty, official files
+    in that folder are used instead of downloads. A Beam builder runs with `beam_options`.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: the folder does not exist.
         TransientError: a host is out of reach or too busy, or the connection broke.
         UserError: files are missing and cannot be downloaded, are not the official ones, or the
             builder failed.

@@ -85,7 +85,7 @@ RANK = 2
 # In units of the score whose sigmoid is the probability of a click.
 AFFINITY = 4.0
 POPULARITY = 0.5
-# Not the configured seed: the examples have to be the same in every run.
+# Not the configured seed: every run needs the same examples.
 SEED = 20
 
 Column = NDArray[np.int64]

@@ -7,7 +7,7 @@ once by Pillow, during preparation, and encoded again: as JPEG if it was a JPEG,
 - An animation (GIF, WebP, PNG): its first frame.
 - 16 bits a channel: the upper eight.
 - CMYK: as RGB. A palette: as its colours.
-- Opacity: left out, but with four channels; images without it are opaque then.
+- Opacity: dropped, except with four channels; images without opacity become opaque then.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def stored_image(data: bytes, channels: int) -> bytes:
     """Return an encoded image in its stored form: the same bytes if `decode` understands them.
 
     Raises:
-        UndecodableError: it does not decode.
+        UndecodableError: the image cannot be decoded.
     """
     with open_image(data) as image:
         if not _is_plain(image, channels):

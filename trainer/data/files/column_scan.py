@@ -35,16 +35,16 @@ class ColumnScan:
         kinds: values of each kind: int, huge (a whole number beyond 64 bits), code, float, bool,
             time, text, tensor, image.
         empty: values that are null or an empty text.
-        marks: words that stand for missing, as NA, and how often; not those of a text.
-        texts: the first values that are texts, with file and row number.
-        writing: how many texts are numbers or dates in writing, and of which units.
-        values: different values as texts; no longer gathered beyond `most`.
-        gathers: whether those of numbers with a fraction are gathered too, as for classes.
+        marks: counts of words for a missing value, such as NA; not for text columns.
+        texts: the first text values, with file and row number.
+        writing: counts of formatted numbers and dates among texts, and of their units.
+        values: distinct values as texts; no longer collected above `most`.
+        gathers: whether fractions are collected too, as for classes.
         shapes: shapes of tensors.
         tensor: the widest kind of their elements: bool, int, float, text.
-        lowest: of the finite numbers, also those in tensors; likewise `highest`. They are exact
-            where they are whole by their type.
-        whole: whether all of these are whole.
+        lowest: lowest finite number, also in tensors, exact for integer types; `highest` is the
+            highest.
+        whole: whether all finite numbers are whole.
     """
 
     most: int = _SEEN
@@ -64,7 +64,7 @@ class ColumnScan:
     whole: bool = True
 
     def add(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
-        """Add the values of some rows; `parsed` says that the format has texts alone."""
+        """Add the values of some rows; `parsed` says that the format holds only texts."""
         self.rows += len(array)
         kind = array.type
         if pa.types.is_dictionary(kind):
@@ -308,7 +308,7 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def get_kind(kind: pa.DataType) -> str:
-    """Return the kind of values of an Arrow type; empty for one that cannot be read."""
+    """Return the kind of values of an Arrow type; empty if the type cannot be read."""
     if pa.types.is_dictionary(kind):
         return get_kind(kind.value_type)
     for test, name in _ARROW:

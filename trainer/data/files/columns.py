@@ -31,17 +31,17 @@ class Column:
 
     Attributes:
         type: one of `flotilla.trainer.config.data.TYPES`, or `tensor`.
-        why: how that is known.
+        why: the reason for the type.
         gaps: whether values are missing.
-        shape: of one value; empty for a scalar, with a first size of None for lists of any length.
+        shape: shape of one value; empty for a scalar; a first size of None means variable length.
         pads: whether lists are cut and padded to that shape.
-        dtype: of a tensor or an image; of a number only float64, where it loses digits else.
-        stored: the form of an image.
-        classes: texts of the classes, in order.
-        unit: of numbers in writing.
-        missing: the words that stand for a missing value, and how often.
-        hint: what is noteworthy, such as a column that is constant; may be empty.
-        note: what a user is told on the terminal, with the key that changes it; may be empty.
+        dtype: type of a tensor or an image; for a number float64, if a float32 would lose digits.
+        stored: the stored form of an image.
+        classes: the sorted class texts.
+        unit: unit of formatted numbers.
+        missing: counts of the words for a missing value.
+        hint: a remark, such as that the column is constant; may be empty.
+        note: a note for the terminal, with the key that changes the decision; may be empty.
     """
 
     name: str
@@ -285,7 +285,7 @@ def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -
 
 
 def _infer_format(scan: ColumnScan) -> str:
-    """Return the type by which nearly all values are numbers, with formatted ones, or empty."""
+    """Return the type that parses nearly all values as (formatted) numbers, or an empty text."""
     texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *_NUMBERS))
     whole += huge
     others = sum(scan.kinds.values()) - texts - whole - fractions

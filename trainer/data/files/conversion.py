@@ -66,9 +66,9 @@ def convert_rows(column: Column, array: pa.Array, *, required: bool) -> Values:
     """Return the converted values of some rows.
 
     Args:
-        column: what the values are.
-        array: the values as they are in the file.
-        required: whether a missing value makes a row a broken one, as that of a label.
+        column: type of the values.
+        array: the values of the file.
+        required: whether a missing value breaks a row, as for a label.
     """
     if pa.types.is_dictionary(array.type):
         array = pc.cast(array, array.type.value_type)

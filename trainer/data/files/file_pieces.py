@@ -191,7 +191,7 @@ def choose_reader(
 
     Raises:
         ConfigError: the format cannot be inferred.
-        UserError: there is no file.
+        UserError: the source has no file.
     """
     form, kept = one_format(config, files)
     notes = _note_unread(files, kept, hidden or {})

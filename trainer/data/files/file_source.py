@@ -304,7 +304,7 @@ class FileSource(Source):
         return Pictures(self._config.image, folder, {each.uri: each for each in named})
 
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
-        """Count the broken rows exactly, where there may be some, and refuse too many."""
+        """Count the broken rows exactly if there may be some, and refuse too many."""
         needed = self._list_required(roles)
         below = roles.weight and scan.columns[roles.weight].lowest < 0
         doubtful = (

@@ -46,10 +46,10 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
         name: name of the column.
         said: its type in `data.types`, or empty.
         scan: statistics of its values.
-        parsed: whether texts in the file may be numbers, as those of CSV.
+        parsed: whether texts of the file may be numbers, as in CSV.
 
     Raises:
-        UserError: it has no value, or holds formatted numbers.
+        UserError: the label has no value, or holds formatted numbers.
     """
     spellings = _spellings(scan)
     if not (scan.kinds or spellings.count):

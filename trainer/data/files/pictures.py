@@ -160,7 +160,7 @@ def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fe
     """Return the stored form of images: encoded if a size is configured, else pixels.
 
     Raises:
-        UserError: they have several sizes, and none is configured.
+        UserError: the images have several sizes, and no size is configured.
     """
     if config.size:
         return image_spec(config)

@@ -44,7 +44,7 @@ class Sums:
         }
 
     def add(self, columns: Mapping[str, Any], splits: Any) -> None:
-        """Add some examples, of which `splits` are indexes into `SPLITS`."""
+        """Add examples; `splits` holds the index of each into `SPLITS`."""
         for index, split in enumerate(SPLITS):
             chosen = splits == index
             if not chosen.any():

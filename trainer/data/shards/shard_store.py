@@ -171,7 +171,7 @@ class ShardStore:
         """Hold a shard for a reader if it is on disk; otherwise fetch it before all others.
 
         Raises:
-            UserError: a shard could not be fetched, now or before.
+            UserError: a fetch has failed.
         """
         with self._lock:
             if self.error:

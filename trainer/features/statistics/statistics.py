@@ -48,7 +48,7 @@ class FeatureStatistics:
         kind: number, text, class, tensor or image. The number of an encoded image is its size in
             bytes.
         examples: number of examples of the split.
-        missing: examples without a value: a number that is NaN, an empty text.
+        missing: examples without a value: NaN, or an empty text.
         mean: mean of the numbers, or of all elements of a tensor; like `std`, `least` and `most`,
             it is None without numbers.
         means: mean of each element of an input vector; `stds` are the standard deviations.
@@ -59,8 +59,8 @@ class FeatureStatistics:
         words: for input texts, examples by word; lower case, without punctuation. Letters of
             scripts without spaces are words.
         pairs: the same for pairs of consecutive words, separated by a space.
-        association: with each label, from 0 to 1, by a sample: a correlation, a correlation ratio,
-            or Cramér's V.
+        association: association with each label in a sample, from 0 to 1: a correlation, a
+            correlation ratio, or Cramér's V.
     """
 
     kind: str

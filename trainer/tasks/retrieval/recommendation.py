@@ -2,12 +2,12 @@
 
     label     as of `ranking`: taken or not
     outputs   [n, 1 + 2 size]: the logit of "taken", the vector of the user, the vector of the item
-    loss      binary cross entropy of the logit; a model adds that of its vectors, as
-              `flotilla.trainer.models.two_tower` does
+    loss      binary cross entropy of the logit; a model adds the loss of its vectors, like
+              `flotilla.trainer.models.two_tower`
     metrics   those of `ranking`, and in an evaluation `recall_at_<k>`, which
               `flotilla.trainer.tasks.retrieval.recall` defines; all of them in slices too
-    answers   `logit`, `probability`, `user_vector`, `item_vector`: the items of the largest dot
-              products with a vector of a user are those that are found for them
+    answers   `logit`, `probability`, `user_vector`, `item_vector`: the retrieved items of a user
+              have the largest dot products with the user's vector
 
 `data.group` names the user, `task.args.item` the item.
 """
