@@ -57,8 +57,8 @@ def select(config: DataConfig, info: Any) -> Selection:
     name = config.dataset
     if not isinstance(info.features, tfds.features.FeaturesDict):
         raise UserError(
-            f"data.dataset: {name} gives {type(info.features).__name__} and no named features; "
-            f"{_OWN_BUILDER} that gives a FeaturesDict"
+            f"data.dataset: {name} gives {type(info.features).__name__} instead of named "
+            f"features; {_OWN_BUILDER} that gives a FeaturesDict"
         )
     leaves = dict(_leaves(info.features, info.features, info.features.get_tensor_info()))
     if config.map:

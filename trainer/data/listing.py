@@ -138,7 +138,7 @@ class Listing:
             OverflowError,
         ) as error:  # fmt: skip
             raise UserError(
-                f"{where} is no listing of this version ({error}); list again"
+                f"{where} is not a listing of this version ({error}); list again"
             ) from None
 
 
@@ -242,7 +242,7 @@ def list_spans(root: str, digest: str) -> dict[str, str]:
 
 def _place(root: str, digest: str) -> str:
     if not re.fullmatch("[0-9a-f]{32}", digest):
-        raise UserError(f"data.version: {digest!r} is no digest of a listing; leave it empty")
+        raise UserError(f"data.version: {digest!r} is not the digest of a listing; leave it empty")
     return storage.join(root, "listings", digest)
 
 

@@ -38,7 +38,7 @@ def records(file: IO[bytes]) -> Iterator[bytes]:
             raise _make_error(number, "it is cut off")
         length, crc = _HEAD.unpack(head)
         if _mask_crc(head[:8]) != crc or length > _LARGEST:
-            raise _make_error(number, "its length is damaged, or the file is no TFRecord")
+            raise _make_error(number, "its length is damaged, or the file is not a TFRecord")
         data, foot = file.read(length), file.read(_FOOT.size)
         if len(data) < length or len(foot) < _FOOT.size:
             raise _make_error(number, "it is cut off")

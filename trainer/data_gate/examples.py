@@ -136,8 +136,8 @@ class Copies:
         if self.asked == self.whole:
             return f"{self.found} of {self.whole} test examples"
         return (
-            f"about {round(self.share * self.whole)} of {self.whole} test examples ({self.found} "
-            f"of {self.asked} that were looked at)"
+            f"about {round(self.share * self.whole)} of {self.whole} test examples "
+            f"({self.found} of {self.asked} that were examined)"
         )
 
 

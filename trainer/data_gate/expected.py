@@ -67,7 +67,7 @@ def read(place: str) -> ExpectedFeatures | None:
         raise ConfigError(f"data.schema_file: there is no file {place}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         words = " ".join(str(error).split())
-        raise ConfigError(f"data.schema_file: {place} is no YAML: {words}") from None
+        raise ConfigError(f"data.schema_file: {place} is not YAML: {words}") from None
     if not isinstance(tree, dict) or "features" not in tree:
         raise ConfigError(f"data.schema_file: {place} names no features: begin it with `features:`")
     try:

@@ -59,7 +59,7 @@ def sizes(question: Question) -> Iterator[Finding]:
     """Find empty splits, and a dataset that is far smaller than the champion's."""
     for split, each in question.dataset.splits.items():
         if not each.examples and split in ("train", "test"):
-            says = f"the split {split} has no example: look at data.splits and at the source"
+            says = f"the split {split} has no example: check data.splits and the source"
             yield Finding("empty", says, split=split, value=0)
     if question.champion is None:
         return

@@ -94,7 +94,7 @@ def _add_remedy(uri: str) -> Iterator[None]:
     except Exception as error:
         raise UserError(
             f"the champion {uri} cannot be evaluated: {user_code.format_error(error)}; make "
-            "another version champion with `flotilla models promote`"
+            "another version the champion with `flotilla models promote`"
         ) from error
 
 

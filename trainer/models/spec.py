@@ -220,7 +220,7 @@ class InputSpec:
     def _text(self, name: str) -> FeatureStatistics:
         found = self.statistics(name)
         if found.kind not in (TEXT, UNKNOWN_KIND):
-            raise ConfigError(f"{name!r} is a {found.kind} and no text: it has no vocabulary")
+            raise ConfigError(f"{name!r} is a {found.kind}, not a text: it has no vocabulary")
         return found
 
     def symbols(self) -> Any:

@@ -49,7 +49,7 @@ def answer(request: Path, workdir: Path) -> None:
     """
     wanted = read_record(Request, request.read_bytes())
     if wanted is None:
-        raise UserError(f"{request} is no request of this version")
+        raise UserError(f"{request} is not a request of this version")
     try:
         found = tree_of(predict(wanted))
     except BrokenPipeError:
@@ -110,8 +110,8 @@ def _examples(model: ExportedModel, request: Request, scratch: Path) -> Examples
         return SplitExamples(model, request, scratch)
     if function := model.config.data.map:
         raise UserError(
-            f"{model.uri} takes what data.map ({function}) returns, and rows of files have not "
-            "been through it: prepare a dataset of them by `flotilla prepare` with the same "
+            f"{model.uri} takes what data.map ({function}) returns, and rows of files are not "
+            "its results: prepare a dataset of them by `flotilla prepare` with the same "
             "data.map, and predict its split by --split and its URI"
         )
     return FileExamples(model, request, scratch)

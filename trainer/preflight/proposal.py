@@ -136,7 +136,7 @@ def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = 
         is_far = not patterns.is_local(config.data.source)
         missing = isinstance(error.__cause__, FileNotFoundError)
         if is_far and not missing and (isinstance(error, TransientError) or error.__cause__):
-            return _make_proposal(config, given, None, f"the source is not looked at: {error}")
+            return _make_proposal(config, given, None, f"the source is not examined: {error}")
         raise ConfigError(str(error)) from error
     return _make_proposal(config, given, rows)
 
@@ -303,7 +303,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     inputs = [each for each in _columns(rows) if each not in labels]
     ids = _ids(data, rows, inputs) if rows else []
     if ids:
-        yield "data.drop", ids, "ids: another value in each row says nothing of a new one"
+        yield "data.drop", ids, "ids: a value that is unique to a row does not generalize"
     written = _find_formatted(rows, [*labels, *inputs]) if rows else {}
     left = [each for each in inputs if each not in ids and each not in written]
     named = _named_things(data, rows, left, labels) if rows else {}
@@ -313,7 +313,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
         yield "data.types", types, "; ".join(why)
     if rows and not rows.has_splits and data.splits == SplitsConfig():
         share = _LARGER_SHARE if rows.is_whole and rows.count < _FEW else _SHARE
-        yield "data.validation", share, "share of the rows by which the best weights are chosen"
+        yield "data.validation", share, "share of the rows that select the best weights"
         yield "data.splits", {"test": share}, "share that the model is measured on, and judged by"
     if rows and rows.is_whole and rows.count < _VERY_FEW:
         yield "data.shards", _SHARDS, f"files of the training split: there are {rows.count} rows"
@@ -331,7 +331,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
         yield "training.strategy", "single", f"one process, for so few data; {_OTHERS}"
     else:
         yield "training.strategy", config.training.strategy, "how a step is distributed"
-    yield "training.steps", "auto", "until validations gain nothing; or a number, or epochs: N"
+    yield "training.steps", "auto", "until validation stops improving; or a number, or epochs: N"
 
 
 def _columns(rows: Rows | None) -> list[str]:

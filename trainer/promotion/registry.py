@@ -283,7 +283,7 @@ def read_promoted(root: str, name: str, number: int) -> Version:
     try:
         return version(root, name, number)
     except UserError as error:
-        remedy = "restore it, or make another version champion with `flotilla models promote`"
+        remedy = "restore it, or make another version the champion with `flotilla models promote`"
         raise UserError(f"the champion does not exist any more: {error}; {remedy}") from error
 
 

@@ -448,7 +448,7 @@ class Task(ABC):
             )
         if activation == "softmax" and self.output_shape[-1:] == (1,):
             raise ConfigError(
-                "its last layer is a softmax of one column, which is always 1; end it by Dense(1)"
+                "its last layer is a softmax of one column, which is always 1; end it with Dense(1)"
             )
         if not self.from_probabilities and activation == self.link:
             raise ConfigError(

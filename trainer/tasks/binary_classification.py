@@ -189,8 +189,9 @@ class BinaryClassification(Sigmoid):
         """Refuse anything but one logit; for two, explain how to train such a model."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
-                f"its output has two columns, and {self.name} of {self.target} takes one logit, of "
-                f"{self.labels[1]!r}: end it by Dense(1), or set task.name: classification"
+                f"its output has two columns, and {self.name} of {self.target} takes one "
+                f"logit, of {self.labels[1]!r}: end it with Dense(1), or set task.name: "
+                "classification"
             )
         super().check_output(output, last)
 

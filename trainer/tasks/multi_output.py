@@ -255,8 +255,8 @@ def _apart(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> di
     found = _add_prefix(name, values)
     if twice := [each for each in found if each in known]:
         raise ConfigError(
-            f"data.label: two outputs have a metric {twice[0]!r}, of which one is {name!r}; call "
-            "its column otherwise"
+            f"data.label: two outputs have a metric {twice[0]!r}, of which one is {name!r}; "
+            "rename its column"
         )
     return found
 

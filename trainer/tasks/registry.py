@@ -110,9 +110,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
 
 
 # If the model has a champion, the first step of a pipeline sets the key.
-_KEPT = (
-    "; where it is empty it is that of the champion: a model of other classes needs another name"
-)
+_KEPT = "; if it is empty, the champion's applies: a model of other classes needs another name"
 
 
 def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: str, key: str) -> int:
@@ -220,7 +218,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
             return Choice("binary_classification", f"the label {target} has two classes")
         why = f"the label {target} names a class"
         if target.num_classes == TWO:
-            why += ", of which two were counted; binary_classification has to be said"
+            why += ", of which two were counted; binary_classification has to be set"
         return Choice("classification", why)
     if kind in {"i", "u"} and (named or _is_per_position(dataset, target)):
         return Choice("sequence_labelling", f"the label {target} names a class for each place")
@@ -302,7 +300,7 @@ def find_target(dataset: DatasetSpec, name: str) -> Target:
 def _class(name: str) -> type[Task]:
     found = user_code.find_named(f"task {name}", TASKS.get(name, name), "Task")
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise ConfigError(f"task {name}: it is no subclass of flotilla.trainer.tasks.base.Task")
+        raise ConfigError(f"task {name}: it is not a subclass of flotilla.trainer.tasks.base.Task")
     if lacking := sorted(found.__abstractmethods__):
         raise ConfigError(f"task {name}: it does not define {', '.join(lacking)}")
     return found

@@ -204,7 +204,7 @@ class Regression(Task):
 
     def check_labels(self, labels: Any) -> None:
         """Refuse a label that is not a finite number."""
-        refuse_labels(labels, ~np.isfinite(labels), "which is no finite number")
+        refuse_labels(labels, ~np.isfinite(labels), "which is not a finite number")
 
     def check(self) -> None:
         """Refuse labels that are not finite, and constant labels."""

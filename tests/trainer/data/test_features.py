@@ -285,5 +285,5 @@ def test_features_without_names_are_refused(tmp_path):
         def _info(self):
             return tfds.core.DatasetInfo(builder=self, features=tfds.features.Sequence(np.int32))
 
-    with pytest.raises(UserError, match="made gives Sequence and no named features"):
+    with pytest.raises(UserError, match="made gives Sequence instead of named features"):
         select(DataConfig(dataset="made"), Made(data_dir=tmp_path).info)

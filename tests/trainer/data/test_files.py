@@ -172,7 +172,7 @@ def test_a_parquet_file_that_was_cut_off_is_one_line(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2], "label": [0, 1]}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(whole[:-20])
-    with pytest.raises(UserError, match=r"b\.parquet is no parquet file that can be read"):
+    with pytest.raises(UserError, match=r"b\.parquet is not a readable parquet file"):
         opened(tmp_path)
 
 
@@ -283,8 +283,8 @@ def test_broken_lines_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         opened(tmp_path, bad_rows=0.01)
     assert "3 of 50 rows are broken" in str(refused.value)
-    assert "a.jsonl, row 5: it is no JSON" in str(refused.value)
-    assert "a.jsonl, row 10: it is a list, and no object" in str(refused.value)
+    assert "a.jsonl, row 5: it is not JSON" in str(refused.value)
+    assert "a.jsonl, row 10: it is a list, not an object" in str(refused.value)
     assert "a.jsonl, row 12: 'a' is no int ('x')" in str(refused.value)
     made = source(tmp_path, bad_rows=0.1)
     selection = made.select()
@@ -409,7 +409,7 @@ def test_a_corrupt_image_is_named(tmp_path: Path) -> None:
 
 def test_an_image_without_a_class_is_refused(tmp_path: Path) -> None:
     picture(folder(tmp_path) / "x.png", 9)
-    with pytest.raises(UserError, match=r"the image x\.png is in no folder of a class"):
+    with pytest.raises(UserError, match=r"the image x\.png is not in a class folder"):
         opened(tmp_path)
 
 
@@ -476,7 +476,7 @@ def test_an_index_without_a_name_is_left_out(tmp_path: Path) -> None:
         (b"1,2\n3,4\n", "FILE has no header: its first row is 1, 2; put a row with the names"),
         (b"a,b,a\n1,2,3\n", "FILE, row 1 has two columns named 'a' ([1, 3]); rename one of them"),
         (b"a,,b\n1,2,3\n", "FILE, row 1 has no name for column 2; name it"),
-        (b"a\0b,c\n", "FILE is no CSV, it has binary data; set data.format"),
+        (b"a\0b,c\n", "FILE is not a CSV: it has binary data; set data.format"),
         (b"a,b\n1,x\n2,\xfc\n", "FILE, row 3 is not UTF-8: perhaps 'ü' in Windows-1252; write"),
     ],
 )
@@ -641,7 +641,9 @@ def test_a_partition_goes_before_a_key_of_its_name(tmp_path: Path) -> None:
 def test_a_weight_below_zero_names_its_row(tmp_path: Path) -> None:
     rows = "".join(f"{i},{i % 2},{-1 if i == 7 else 1}\n" for i in range(60))
     write(tmp_path, f"x,label,w\n{rows}")
-    with pytest.raises(UserError, match=r"a\.csv, row 9: 'w' is no number of zero or more \('-1'"):
+    with pytest.raises(
+        UserError, match=r"a\.csv, row 9: 'w' is not a number of zero or more \('-1'"
+    ):
         opened(tmp_path, weight="w")
     _, found = opened(tmp_path, weight="w", bad_rows=0.1)
     assert len(found["x"]) == 59

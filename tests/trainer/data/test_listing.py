@@ -159,7 +159,7 @@ def test_a_pattern_that_matches_nothing_says_what_is_there(folder):
 
 @pytest.mark.parametrize("data", [b"", b"x", b"\x1f\x8b"])
 def test_a_damaged_listing_is_one_line(data):
-    with pytest.raises(UserError, match="here is no listing of this version"):
+    with pytest.raises(UserError, match="here is not a listing of this version"):
         Listing.from_json(data, "here")
 
 
@@ -206,5 +206,5 @@ def test_a_listing_is_kept_and_follows_its_files_elsewhere(tmp_path, place):
     assert list_spans(root, "0" * 32) == {}
     with pytest.raises(UserError, match=r"data\.version: no listing 0{32} is kept below"):
         read_listing(root, "0" * 32)
-    with pytest.raises(UserError, match=r"data\.version: '1\.0' is no digest of a listing"):
+    with pytest.raises(UserError, match=r"data\.version: '1\.0' is not the digest of a listing"):
         read_listing(root, "1.0")

@@ -58,7 +58,7 @@ def test_a_feature_that_is_not_required_may_be_absent(dataset):
     ("text", "says"),
     [
         (None, "there is no file"),
-        ("features: [", "is no YAML"),
+        ("features: [", "is not YAML"),
         ("- age", "names no features"),
         ("features: {age: {type: integer}}", "features.age.type"),
         ("features: {age: {maximum: 3}}", "features.age.maximum"),

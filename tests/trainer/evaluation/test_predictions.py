@@ -165,7 +165,7 @@ def refusal(task, model, tmp_path, labels, **given):
         (
             NUMBER,
             np.array([0.5, 1.0, np.nan]),
-            "the label nan, which is no finite number; correct its builder",
+            "the label nan, which is not a finite number; correct its builder",
         ),
         (
             SequenceLabelling(target([[0, 1], [1, -1]], num_classes=2)),
@@ -187,7 +187,7 @@ def both():
 def test_of_several_outputs_the_one_with_the_label_is_named(tmp_path):
     labels = {"kind": np.array([0, 1]), "size": np.array([0.0, np.inf])}
     assert refusal(BOTH, both(), tmp_path, labels) == (
-        "for the output 'size' the label inf, which is no finite number; correct its builder"
+        "for the output 'size' the label inf, which is not a finite number; correct its builder"
     )
 
 

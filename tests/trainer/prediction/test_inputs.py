@@ -146,7 +146,7 @@ def test_what_is_wrong_with_a_split_is_one_line(digits, tmp_path):
     output = tmp_path / "out.jsonl"
     with pytest.raises(UserError, match="no split 'tests'; did you mean 'test'"):
         of_split(model, output, split="tests")
-    with pytest.raises(ConfigError, match="--columns: 'image' is no single value"):
+    with pytest.raises(ConfigError, match="--columns: 'image' is not a single value"):
         of_split(model, output, columns=("image",))
     with pytest.raises(UserError, match="is a model and no dataset"):
         of_split(model, output, model)

@@ -202,9 +202,9 @@ def test_the_share_of_bad_rows_of_the_training_data_holds_here_too(tmp_path):
         ("in.csv", "age,count,city\n1,,Rome\n2,3,Rome\n", "row 2: 'count' is no int"),
         ("in.csv", "age,count,city\n1,1.5,Rome\n2,3,Rome\n", "row 2: 'count' is no int ('1.5')"),
         ("in.jsonl", "", "no JSON object"),
-        ("in.jsonl", '{"age": 1, "count": 2, "city": "x"}\n{"a', "row 2: it is no JSON"),
+        ("in.jsonl", '{"age": 1, "count": 2, "city": "x"}\n{"a', "row 2: it is not JSON"),
         ("in.jsonl", '{"age": 1, "count": 2}\n', "no column 'city'"),
-        ("in.parquet", "no parquet", "is no parquet file"),
+        ("in.parquet", "no parquet", "is not a readable parquet file"),
         ("in.xyz", "age", "--format"),
     ],
 )

@@ -49,7 +49,7 @@ def test_the_model_is_tried_once_the_source_is_right(tmp_path, tried):
         ({"spans": "all"}, "data.spans: all, and no file of data.source has a span"),
         ({"label": "town", "inputs": ["town"]}, "data.inputs: 'town' of .* is its label as well"),
         ({"drop": ["age", "town"]}, r"data.inputs: .* has no column left to predict from"),
-        ({"format": "parquet"}, "is no parquet file that can be read"),
+        ({"format": "parquet"}, "is not a readable parquet file"),
     ],
 )
 def test_a_mistake_in_the_source_is_found_without_tensorflow(tmp_path, tried, keys, line):

@@ -545,7 +545,7 @@ def test_a_class_that_does_not_exist_is_refused(given, message):
             None,
             "its output has two columns, and binary_classification of 'y' (one int64) takes ",
         ),
-        (2, None, "end it by Dense(1), or set task.name: classification"),
+        (2, None, "end it with Dense(1), or set task.name: classification"),
         (1, LOGITS(from_logits=True), "its loss takes an output for each class, and binary_class"),
         (1, "categorical_crossentropy", "or set task.name: classification"),
     ],

@@ -152,7 +152,7 @@ def test_the_task_and_why_a_class_is_positive_are_one_line():
     assert "or the other one where that is rarer" in said(two(counts={}))
     assert "the second one of two with 5 training" in said(two(counts={"train": [5, 5]}))
     assert said(two(), name="ranking").endswith("the positive class is '1', the second one")
-    assert "binary_classification has to be said" in said(two(classes=0))
+    assert "binary_classification has to be set" in said(two(classes=0))
 
 
 def test_what_is_taken_is_the_second_class_however_rare_it_is():
@@ -184,7 +184,7 @@ def test_each_of_several_labels_has_its_own_positive_class():
     ("config", "words"),
     [
         ({"positive": "yse"}, "task.positive: 'label' has no class 'yse'; did you mean 'yes'?"),
-        ({"positive": "1.5"}, "has no class '1.5' (the classes are 'no' and 'yes'); where it is"),
+        ({"positive": "1.5"}, "has no class '1.5' (the classes are 'no' and 'yes'); if it is"),
         (
             {"positive": "yes", "name": "classification"},
             "task.positive: classification of 'label' (one int64 of 2 classes) has no positive "

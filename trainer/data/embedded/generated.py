@@ -33,7 +33,7 @@ class Brackets(tfds.core.GeneratorBasedBuilder):
     def _info(self) -> Any:
         return tfds.core.DatasetInfo(
             builder=self,
-            description="Generated brackets, how deep each place is, and whether one is left open.",
+            description="Generated brackets: depth of each position, and whether one is left open.",
             features=tfds.features.FeaturesDict(
                 {
                     "tokens": tfds.features.Sequence(np.int64),

@@ -60,7 +60,7 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
     except UndecodableError:
         raise
     except UnidentifiedImageError:
-        raise UndecodableError("it is no image of a known format") from None
+        raise UndecodableError("it is not an image of a known format") from None
     # Pillow's decoders may raise anything over a damaged file.
     except Exception as error:
         raise UndecodableError(str(error).splitlines()[0] or type(error).__name__) from error

@@ -336,7 +336,7 @@ def make_example(result: Any) -> Example:
         UnsuitableError: the result is not a mapping, or a value cannot be stored.
     """
     if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
-        raise UnsuitableError(f"gives {_kind(result)}, and no dict from names to values")
+        raise UnsuitableError(f"gives {_kind(result)}, not a dict of values by name")
     if not result:
         raise UnsuitableError("gives an empty dict; return None to leave an example out")
     return {name: make_value(name, value) for name, value in result.items()}

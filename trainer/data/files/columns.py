@@ -116,9 +116,9 @@ def _note_sets(name: str, classes: Sequence[str]) -> str:
         parts = {part.strip() for each in joined for part in each.split(mark)}
         if len(joined) >= _FEWEST_SETS and len(parts) <= len(joined) + 1:
             return (
-                f"data.label: {name!r} has values such as {joined[0]!r}, each a class of its "
-                "own; where an example has several classes, write a column of 0 and 1 for each, "
-                "and name them all in data.label"
+                f"data.label: {name!r} has values such as {joined[0]!r}, each of which is one "
+                "class; if an example has several classes, write a column of 0 and 1 for "
+                "each, and name them all in data.label"
             )
     return ""
 
@@ -131,8 +131,8 @@ def _check_class(name: str, scan: ColumnScan, *, gaps: bool) -> None:
         )
     if gaps and (without := rows_without_class(scan)):
         raise UserError(
-            f"data.types: {name!r} has {without} rows without a value, which is no class; set "
-            f"data.types: {{{name}: text}}, which takes them as well"
+            f"data.types: {name!r} has {without} rows without a value, which is not a class; "
+            f"set data.types: {{{name}: text}}, which takes them as well"
         )
 
 

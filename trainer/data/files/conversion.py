@@ -191,7 +191,7 @@ def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
     if column.type == "class":
         ids = class_ids(column.classes, texts)
         missing = (ids < 0) & text_values.is_missing(texts).to_numpy(zero_copy_only=False)
-        return Values(ids, ids < 0, "is none of the classes, or missing", missing)
+        return Values(ids, ids < 0, "is not one of the classes, or is missing", missing)
     bad = broken
     if required:
         bad = bad | pc.equal(texts, "").to_numpy(zero_copy_only=False)

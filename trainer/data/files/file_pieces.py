@@ -229,13 +229,12 @@ def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str
             lacks = next(each for each in (*wanted, *names) if each not in there)
             if file.split:
                 raise UserError(
-                    f"data.splits.{file.split}: {what} {lacks!r}; leave it out, and predict from "
-                    "it by flotilla predict"
+                    f"data.splits.{file.split}: {what} {lacks!r}; leave it out, and predict "
+                    "it with flotilla predict"
                 )
             files.remove(file)
             notes.append(
-                f"data.source: {what} {lacks!r}, and is left out; predict from it by flotilla "
-                "predict"
+                f"data.source: {what} {lacks!r}, and is left out; predict it with flotilla predict"
             )
     files, note = split_by_names(config, files)
     return replace(pieces, files=files, notes=[*notes, note] if note else notes)

@@ -367,7 +367,7 @@ class FileSource(Source):
                 result = convert_rows(column, array, required=name in needed)
                 if name == roles.weight:
                     with_below = result.bad | (result.values < 0)
-                    result = result._replace(bad=with_below, why="is no number of zero or more")
+                    result = result._replace(bad=with_below, why="is not a number of zero or more")
                 reasons = []
             found[name] = result.values
             if name in roles.targets:
@@ -443,9 +443,9 @@ class FileSource(Source):
         if self._columns[name].type in ("int", "float", "time") and scan.columns[name].is_narrow:
             lowest, highest = scan.columns[name].lowest, scan.columns[name].highest
             raise UserError(
-                f"data.label: the values of {name!r} are between {lowest:.17g} and {highest:.17g}, "
-                "too close for the 7 digits of what a model predicts; take an offset away, in the "
-                "files or by data.map"
+                f"data.label: the values of {name!r} are between {lowest:.17g} and "
+                f"{highest:.17g}, too close for the 7 digits of a model's predictions; "
+                "subtract an offset, in the files or by data.map"
             )
 
     def _time_bounds(self, scan: Scan) -> tuple[float, float]:

@@ -129,7 +129,7 @@ class Pictures:
             uri = storage.join(self.folder, *names)
             check_path(uri)
         except UserError:
-            raise UndecodableError("it is no path of a file") from None
+            raise UndecodableError("it is not the path of a file") from None
         return uri
 
 
@@ -146,7 +146,7 @@ def _require_below(root: Path, path: Path) -> None:
 def _reason(uri: str, error: OSError) -> str:
     """Explain why one file cannot be read; raises `UserError` if the store is the cause."""
     if isinstance(error, NotAFileError):
-        return "it is a folder" if error.errno == errno.EISDIR else "it is no file"
+        return "it is a folder" if error.errno == errno.EISDIR else "it is not a file"
     trouble = getattr(error, "trouble", "")
     if trouble in _OF_A_FILE:
         return f"it cannot be read: {Trouble[trouble].value}"

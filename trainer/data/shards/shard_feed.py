@@ -7,8 +7,8 @@ reader, `flotilla.trainer.data.shards.fed_records`, does this for each shard:
 2. It reads the pipe `READER.gate0`, or `gate1` if NUMBER is odd. That waits until this feed opens
    the gate, which it does when the shard is on the disk; the feed closes it at the next request.
 3. It reads the path of the shard from the file `READER ATTEMPT EPOCH NUMBER`: empty at the end of
-   an epoch, and `FAILED` if the feed has failed. If the file does not exist, the gate was opened for
-   another request, and the reader starts again.
+   an epoch, and `FAILED` if the feed has failed. If the file does not exist, the gate was opened
+   for another request, and the reader starts again.
 4. After the last record of a shard it writes `done READER ATTEMPT NAME` into `ask`.
 
 A graph of an earlier attempt may still wait at a gate: all its requests fail. Free of TensorFlow.

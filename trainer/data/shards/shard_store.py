@@ -83,8 +83,8 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
         return None
     if config.cluster.in_process:
         raise ConfigError(
-            "data.disk: with cluster.in_process all workers share one folder, and shards cannot "
-            "come and go; leave one of the two out"
+            "data.disk: with cluster.in_process all workers share one folder, and shards "
+            "cannot stream; use only one of the two"
         )
     largest = max(train)
     other = max([*sorted(train)[:-1], *measured], default=0)

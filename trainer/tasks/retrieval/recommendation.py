@@ -162,8 +162,8 @@ class Recommendation(Ranking):
         most = len(np.unique(np.concatenate(items)))
         if above := [each for each in self._numbers if each > most]:
             raise UserError(
-                f"task.args.k: recall at {above[0]} of the {most} items that the evaluation has is "
-                f"no recall; set it to {most} or less, or evaluate more examples"
+                f"task.args.k: recall at {above[0]} of the {most} items that the evaluation "
+                f"has is meaningless; set it to {most} or less, or evaluate more examples"
             )
         return super().details(Remade(examples, _select_logit))
 

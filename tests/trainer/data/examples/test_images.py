@@ -144,7 +144,7 @@ def broken():
     good = saved(picture(), "PNG")
     return {
         "empty": (b"", "it is empty"),
-        "text": (b"<html>not found</html>", "no image of a known format"),
+        "text": (b"<html>not found</html>", "not an image of a known format"),
         "cut-png": (good[:-40], ""),
         "cut-jpeg": (saved(picture(), "JPEG")[:-60], ""),
         "changed": (good[:80] + bytes([good[80] ^ 255]) + good[81:], ""),

@@ -209,7 +209,7 @@ def test_the_first_examples_have_to_agree():
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        ("a_list", "gives a value of type list, and no dict from names to values"),
+        ("a_list", "gives a value of type list, not a dict of values by name"),
         ("no_value", "gives None for 'x'; give NaN"),
     ],
 )

@@ -77,8 +77,8 @@ def find_class(path: str) -> str:
     parts = path.split("/")
     if len(parts) < -_CLASS:
         raise UserError(
-            f"data.source: the image {path} is in no folder of a class; put it at CLASS/{path}, or "
-            "give a table with a column of paths"
+            f"data.source: the image {path} is not in a class folder; put it at CLASS/{path}, "
+            "or give a table with a column of paths"
         )
     return parts[_CLASS]
 
@@ -93,9 +93,9 @@ def split_folders(files: Sequence[SourceFile]) -> tuple[list[SourceFile], dict[s
     classes = {each[_CLASS] for each in paths if len(each) >= -_CLASS}
     if {"train"} <= {split_of_folder(each) for each in classes} <= set(SPLITS):
         raise UserError(
-            f"data.source: {files[0].path} is in the folder of a split, and of no class; put it at "
-            f"{'/'.join([*paths[0][:-1], 'CLASS', paths[0][-1]])}, or give a table with a column "
-            "of paths"
+            f"data.source: {files[0].path} is in a split folder, but not in a class folder; "
+            f"put it at {'/'.join([*paths[0][:-1], 'CLASS', paths[0][-1]])}, or give a table "
+            "with a column of paths"
         )
     for depth in range(max((len(each) for each in paths), default=0) + _CLASS):
         above = {each[depth] for each in paths if len(each) + _CLASS > depth}

@@ -164,7 +164,9 @@ class _Head:
         if not kept:
             raise UserError(f"data.source: {path} is empty; a header is needed")
         if "\0" in kept[0].text:
-            raise UserError(f"data.source: {path} is no CSV, it has binary data; set data.format")
+            raise UserError(
+                f"data.source: {path} is not a CSV: it has binary data; set data.format"
+            )
         if re.match(r'\{\s*"|\[\s*[\[{]', kept[0].text) or kept[0].text.strip() in ("[", "{"):
             raise UserError(f"data.source: {path} is JSON; set data.format: jsonl")
         self._records = kept
@@ -193,7 +195,7 @@ class _Head:
         rows, notes = self.rows(self._width), []
         if place:
             notes.append(
-                f"row {self._lines[place]} is the header; what is above it is not read "
+                f"row {self._lines[place]} is the header; the lines above it are skipped "
                 f"({self._records[0].text.strip()[:40]!r})"
             )
         names, index = self._fit_names(place, cells, rows)
@@ -213,7 +215,8 @@ class _Head:
         if numbers := _odd_numbers(names):
             notes.append(
                 f"row {self._lines[place]} is taken for the header, and names such as "
-                f"{numbers[0]!r} are numbers; put the names of the columns above it if it is none"
+                f"{numbers[0]!r} are numbers; put the names of the columns above it if it is "
+                "not a header"
             )
         below = self._rows[place + 1] if place + 1 < len(self._rows) else []
         # The line below the header of a Markdown table.

@@ -254,7 +254,7 @@ def _describe_read_error(path: Path, layout: CsvLayout, error: Exception) -> Use
         )
     if _STRADDLING in reason:
         reason = f"a row takes more than {_BLOCKS[-1] >> 20} MiB, or a quote is not closed"
-    return UserError(f"data.source: {path} is no CSV that can be read: {reason}")
+    return UserError(f"data.source: {path} is not a readable CSV: {reason}")
 
 
 def _first_not_unicode(path: Path, layout: CsvLayout) -> str:

@@ -94,7 +94,7 @@ def _example(data: bytes) -> dict[str, Any] | str:
         found = tf.train.SequenceExample.FromString(data)
     # Protobuf's error class differs between its implementations.
     except Exception:
-        return "it is no tf.train.Example"
+        return "it is not a tf.train.Example"
     context = found.context.feature
     values = {name: _values(one) for name, one in context.items() if one.WhichOneof("kind")}
     for name, steps in found.feature_lists.feature_list.items():

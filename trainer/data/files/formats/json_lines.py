@@ -78,7 +78,7 @@ class JsonReader(Reader):
                 if flat
                 else f" has no JSON object in its first {_FIRST} lines"
             )
-            advice = "name each key once" if "is there twice" in why else _AS_ROWS
+            advice = "name each key once" if "occurs twice" in why else _AS_ROWS
             raise UserError(f"data.source: {path}{why}; {advice}")
         alone = [name for name, count in found.items() if count == 1]
         if len(objects) > _FEWEST and len(alone) > max(_NEARLY_ALL * len(found), len(objects) / 2):
@@ -158,7 +158,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         name = next(name for name, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {name!r} is there twice")
+        raise ValueError(f"the key {name!r} occurs twice")
     return found
 
 
@@ -191,14 +191,14 @@ def _record(line: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError:
         return "it is not UTF-8"
     except (ValueError, RecursionError) as error:
-        return f"it is no JSON ({error})"
+        return f"it is not JSON ({error})"
     return _check_record(found, doubtful=b"\\ud" in line.lower())
 
 
 def _check_record(found: Any, *, doubtful: bool) -> dict[str, Any] | str:
     if doubtful and not _is_unicode(found):
-        return "it has half of a pair of surrogates (\\ud800), which is no character"
-    return found if isinstance(found, dict) else f"it is a {type(found).__name__}, and no object"
+        return "it has half of a pair of surrogates (\\ud800), which is not a character"
+    return found if isinstance(found, dict) else f"it is a {type(found).__name__}, not an object"
 
 
 def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
@@ -234,7 +234,7 @@ def _values(path: Path, on_open: OnOpen) -> Iterator[dict[str, Any] | str]:
                     text, at = longer(), 0
                     continue
                 raise UserError(
-                    f"data.source: {path}, record {count + 1} is no JSON ({error}), so that "
+                    f"data.source: {path}, record {count + 1} is not JSON ({error}), so that "
                     "later records cannot be read"
                 ) from error
             count += 1
@@ -284,7 +284,7 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
         for name, each in inner.items():
             whole = f"{key}/{name}" if isinstance(value, dict) else key
             if whole in found:
-                return f"{whole!r} is there twice, as one key and as nested ones"
+                return f"{whole!r} occurs twice, as one key and as nested ones"
             found[whole] = each
     return found
 

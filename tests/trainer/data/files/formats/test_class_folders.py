@@ -120,8 +120,11 @@ def test_without_a_folder_of_validation_it_is_drawn_from_training(tmp_path: Path
     [
         (["train/a/1.png", "test/a/2.png", "more/a/3.png"], "more/a/3.png is in none of them"),
         (["train/a/1.png", "test/a/2.png", "unknown/3.png"], "unknown/3.png is in none of them"),
-        (["train/1.png", "test/2.png"], "in the folder of a split, and of no class"),
-        (["a/train/1.png", "a/test/2.png", "b/train/3.png"], "folder of a split, and of no class"),
+        (["train/1.png", "test/2.png"], "in a split folder, but not in a class folder"),
+        (
+            ["a/train/1.png", "a/test/2.png", "b/train/3.png"],
+            "split folder, but not in a class folder",
+        ),
     ],
 )
 def test_folders_that_may_be_splits_are_asked_for(

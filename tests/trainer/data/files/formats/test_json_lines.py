@@ -68,10 +68,10 @@ def test_elements_that_are_no_rows_are_named_by_their_number(tmp_path: Path) -> 
     text = json.dumps([*ROWS[:3], 5, *ROWS[3:]]).encode()
     rows, broken = table(tmp_path, text.replace(b"gr\\u00f6\\u00dfe 9,", b"gr\xf6\xdfe 9,"))
     assert len(rows) == 49
-    assert broken == ["4: it is a int, and no object", "11: it is not UTF-8"]
-    with pytest.raises(UserError, match=r"t\.json, record 3 is no JSON"):
+    assert broken == ["4: it is a int, not an object", "11: it is not UTF-8"]
+    with pytest.raises(UserError, match=r"t\.json, record 3 is not JSON"):
         table(tmp_path, '[{"a": 1}, {"a": 2}, {"a": oh}, {"a": 3}]')
-    with pytest.raises(UserError, match=r"t\.json, record 3 is no JSON"):
+    with pytest.raises(UserError, match=r"t\.json, record 3 is not JSON"):
         table(tmp_path, '[{"a": 1}, {"a": 2}, {"a": ')
 
 
@@ -79,8 +79,8 @@ def test_keys_that_are_there_twice_break_a_row(tmp_path: Path) -> None:
     double = ['{"n": 1, "n": 2}', '{"in": {"b": 1}, "in/b": 2}']
     _, broken = table(tmp_path, "\n".join([*LINES[:2], *double]))
     assert broken == [
-        "3: it is no JSON (the key 'n' is there twice)",
-        "4: 'in/b' is there twice, as one key and as nested ones",
+        "3: it is not JSON (the key 'n' occurs twice)",
+        "4: 'in/b' occurs twice, as one key and as nested ones",
     ]
 
 
@@ -92,7 +92,7 @@ def test_keys_that_are_there_twice_break_a_row(tmp_path: Path) -> None:
         ({"columns": ["a"], "index": [0], "data": [[1]]}, "with columns and data apart"),
         ({"a": {"0": 1, "1": 2}, "b": {"0": 3, "1": 4}}, "with a key for each row"),
         ({"0": {"a": 1, "b": 2}, "1": {"a": 3, "b": 4}}, "with a key for each row"),
-        ([[1, 2], [3, 4]], "t.json, row 1: it is a list, and no object"),
+        ([[1, 2], [3, 4]], "t.json, row 1: it is a list, not an object"),
         ([], "has no JSON object in its first 1000 lines"),
     ],
 )
