@@ -217,7 +217,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
 def _choose_length(config: Config, dataset: str) -> Config:
     if length.is_resolved(config):
         return config
-    splits = length.Splits.of(storage.read_manifest(dataset).fields)
+    splits = length.Splits.read(storage.read_manifest(dataset).fields)
     known = length.resolve(config, splits)
     events.emit(events.DataNote(text=length.describe_choices(config, known, splits)))
     return known

@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 def boosting(columns: Columns) -> Kind:
     """Return gradient boosting on histograms, with native categories and missing numbers."""
 
-    def fitted(x: Matrix, of: Label, clock: Clock) -> Any:
+    def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import ensemble  # noqa: PLC0415
 
         classes, counts = np.unique(of.values, return_counts=True) if of.is_class else ((), ())
@@ -84,13 +84,13 @@ def boosting(columns: Columns) -> Kind:
         _fit_slices(fit, most, clock)
         return model
 
-    return Kind(columns.learn_trees, columns.trees, fitted)
+    return Kind(columns.learn_trees, columns.trees, fit_within)
 
 
 def linear(columns: Columns) -> Kind:
     """Return logistic regression or ridge on numbers, one-hot categories and TF-IDF."""
 
-    def fitted(x: Matrix, of: Label, clock: Clock) -> Any:
+    def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import linear_model  # noqa: PLC0415
 
         if not of.is_class:
@@ -109,7 +109,7 @@ def linear(columns: Columns) -> Kind:
         _fit_slices(fit, _MOST_SOLVED, clock)
         return model
 
-    return Kind(columns.learn_linear, columns.linear, fitted)
+    return Kind(columns.learn_linear, columns.linear, fit_within)
 
 
 def _fit_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:

@@ -65,14 +65,14 @@ class Rows:
         """The number of rows."""
         return len(self.weights)
 
-    def at(self, places: Any) -> Rows:
+    def select(self, places: Any) -> Rows:
         """Return the rows of a slice or a mask."""
         values = dict(self.columns), self.labels, self.weights
         return Rows(*tf.nest.map_structure(lambda each: each[places], values))
 
     def first(self, most: int) -> Rows:
         """Return at most the first `most` rows."""
-        return self if self.count <= most else self.at(slice(most))
+        return self if self.count <= most else self.select(slice(most))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
     parts = []
     for rows in batches(spec, [folder / name for name in files], names, drawn):
         clock.check()
-        parts.append(rows.at(rows.weights > 0))
+        parts.append(rows.select(rows.weights > 0))
     found = _concatenate(parts)
     if not found.count:
         raise NoBaselineError("no training example weighs anything")
@@ -129,14 +129,14 @@ def batches(
     size = sum(path.stat().st_size for path in files) // len(drawn)
     at_once = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // max(size, 1)))
 
-    def parsed(batch: tf.Tensor) -> dict[str, tf.Tensor]:
+    def parse(batch: tf.Tensor) -> dict[str, tf.Tensor]:
         found = parse_features(spec, roles, batch)
         return {
             name: tf.strings.substr(each, 0, TEXT_BYTES) if each.dtype == tf.string else each
             for name, each in found.items()
         }
 
-    for values in records.batch(at_once).map(parsed).as_numpy_iterator():
+    for values in records.batch(at_once).map(parse).as_numpy_iterator():
         labels = {name: values[name] for name in spec.targets}
         count = len(next(iter(labels.values())))
         weights = values[spec.weight] if spec.weight else np.ones(count)

@@ -151,11 +151,11 @@ def labelled_columns(
     found = lengths.longest(spec, _paths(files).flat_map(tf.data.TFRecordDataset))
     spec = lengths.fix_lengths(spec, found)
 
-    def with_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
+    def add_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
         return to_keras_batch(spec, records), parse_features(spec, columns, records)
 
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
-    batches = records.batch(batch_size).map(with_columns, num_parallel_calls=_parallel(spec))
+    batches = records.batch(batch_size).map(add_columns, num_parallel_calls=_parallel(spec))
     return batches.prefetch(2)
 
 
@@ -192,7 +192,7 @@ def _parallel(spec: DatasetSpec) -> int | None:
 def _batch_from_memory(
     spec: DatasetSpec, records: tf.data.Dataset, seed: int | tf.Tensor, taken: int
 ) -> tf.data.Dataset:
-    def reordered(example: Any, number: Any) -> Any:
+    def reorder(example: Any, number: Any) -> Any:
         # The number of examples in this task's shards.
         count = tf.shape(tf.nest.flatten(example)[0], tf.int64)[0]
         epoch = number + taken // count
@@ -201,7 +201,7 @@ def _batch_from_memory(
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
     parsed = _parse(spec, records, spec.examples("train")).cache().repeat()
-    return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
+    return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reorder)
 
 
 def read_whole_split(spec: DatasetSpec, files: Files) -> tf.data.Dataset:

@@ -75,7 +75,7 @@ def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str,
     theirs = objective
     if baseline.validation:
         decided = [name for name, part in objective.task.parts.items() if part.positive_by]
-        theirs = objective.at(compute_thresholds(decided, *baseline.validation))
+        theirs = objective.set_thresholds(compute_thresholds(decided, *baseline.validation))
     try:
         metrics = measure_predictions(theirs, other)["metrics"]
         paired = _compare_paired(objective, model, theirs, other)

@@ -114,7 +114,7 @@ def compare_champion(
     if bad := found.unsound[1]:
         why = f"it gives no finite numbers for {bad} of {found.own.count} examples"
         return {"uri": champion.uri, "incomparable": why}
-    others = objective.at(champion.thresholds)
+    others = objective.set_thresholds(champion.thresholds)
     opponents = Opponents(objective=objective, own=found.own, other=found.champion, theirs=others)
     with Work("comparing with the champion"):
         metrics, paired = (

@@ -43,8 +43,8 @@ def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
     `pairs` where examples are right or wrong.
     """
     metric = rule.metric or opponents.objective.main_metric
-    own = Metric.of(opponents.objective, opponents.own, metric)
-    other = Metric.of(opponents.others, opponents.other, metric)
+    own = Metric.make(opponents.objective, opponents.own, metric)
+    other = Metric.make(opponents.others, opponents.other, metric)
     better = _direction(opponents.objective, metric, rule)
     pairs = _pairs(own.values, other.values) if better == "higher" and own.units is None else None
     if pairs:

@@ -80,7 +80,7 @@ def compare_constant(
         paired |= by_chance
     else:
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
-        other = Remade(own, constant.answered)
+        other = Remade(own, constant.apply)
         paired |= compare(Opponents(objective=objective, own=own, other=other), rule)
     if constant:
         values[metric] = paired["constant"]
@@ -108,7 +108,7 @@ def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
     examples = _condense(objective, own)
     best: dict[str, _Best] = {}
     for each in candidates:
-        values = _measure(objective, Remade(examples, each.answered))
+        values = _measure(objective, Remade(examples, each.apply))
         for name, better in objective.directions.items():
             value = values.get(name)
             if not better or value is None:
@@ -191,7 +191,7 @@ def compare_shuffled(
     task, some = objective.task, next(iter(own.parts()))
     size = max(np.size(tf.nest.flatten(select_rows(some.labels, slice(1)))[0]), 1)
     part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))
-    if (tested := task.tested_by(metric, part)) is None:
+    if (tested := task.make_test(metric, part)) is None:
         return {}
     generator, count = np.random.default_rng(0), len(example_weights(part))
     found = tested(np.arange(count))

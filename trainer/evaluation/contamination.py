@@ -32,7 +32,7 @@ class Judges:
     limits: DataGateConfig
 
     @classmethod
-    def of(cls, uri: str, limits: DataGateConfig) -> Judges | None:
+    def load(cls, uri: str, limits: DataGateConfig) -> Judges | None:
         """Return the judges for the dataset at a URI; None if it stores no hashes."""
         try:
             return cls(dataset=make_profile(uri), limits=limits)

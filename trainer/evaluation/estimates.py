@@ -45,7 +45,7 @@ class Metric:
     state: State | None
 
     @classmethod
-    def of(cls, objective: Objective, examples: Examples, name: str) -> Metric:
+    def make(cls, objective: Objective, examples: Examples, name: str) -> Metric:
         """Return a metric by its name."""
         total = np.asarray(sum(objective.sums(part) for part in examples.parts()))
         states = (each for each in objective.states if each.values(total).get(name) is not None)
@@ -59,14 +59,14 @@ class Metric:
         if self.state is None or not self.state.is_mean:
             return None
         place = self.objective.states.index(self.state)
-        each = [self.objective.of_each(place, part) for part in self.examples.parts()]
+        each = [self.objective.example_states(place, part) for part in self.examples.parts()]
         totals, weights = np.concatenate(each).T
         # An example without weight has no value.
         return np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0), weights
 
     @cached_property
     def _groups(self) -> Floats | None:
-        return self.objective.task.of_groups(self.name, self.examples)
+        return self.objective.task.group_values(self.name, self.examples)
 
     @cached_property
     def units(self) -> Array | None:

@@ -84,7 +84,9 @@ def evaluate(  # noqa: PLR0913, PLR0917
     model, step = load_trained_model(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
-    objective = objective.at(choose_thresholds(objective, model, spec, dataset, scratch, size))
+    objective = objective.set_thresholds(
+        choose_thresholds(objective, model, spec, dataset, scratch, size)
+    )
     read = [*dict.fromkeys([*features, *objective.task.columns])]
     batches = labelled_columns(spec, files, batch_size=size, columns=read)
     if objective.task.learns:
@@ -98,7 +100,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
             found = predict(objective, model, spec, batches, writer, answer, work.add)
         _require_sound(spec, found, dataset, checkpoint)
         summary = {**summarize_predictions(spec, objective, found, features), "global_step": step}
-        judges = Judges.of(dataset, config.data.gate)
+        judges = Judges.load(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
             there = compare_champion(opponent, objective, found, config.gate.champion, judges)

@@ -278,7 +278,7 @@ class Writer:
             if column is not None:
                 column.end()
 
-    def stored(self, outputs: str) -> Stored | None:
+    def get(self, outputs: str) -> Stored | None:
         """Return the examples with the outputs of that name; None if there are none."""
         if outputs not in self._columns:
             return None
@@ -305,11 +305,11 @@ def make_forward(objective: Objective, model: keras.Model) -> Callable[[Any], An
     def forward(inputs: Any) -> Any:
         return objective.task.outputs(cast_outputs(model(inputs, training=False)))
 
-    def asked(inputs: Any) -> Any:
+    def ask(inputs: Any) -> Any:
         with report_bad_input():
             return forward(inputs)
 
-    return asked
+    return ask
 
 
 def predict(  # noqa: PLR0913, PLR0917
@@ -351,13 +351,13 @@ def predict(  # noqa: PLR0913, PLR0917
         if not bad:
             worst.look(named, part)
         count(len(tf.nest.flatten(labels)[0]))
-    own = writer.stored(_OUTPUT)
+    own = writer.get(_OUTPUT)
     if own is None:
         raise UserError("there are no examples to predict")
     if not weight:
         raise SplitError(f"no example that weighs anything: {spec.weight!r} of each is 0")
     return Predictions(
-        own=own, champion=writer.stored(_CHAMPION), unsound=(own_bad, other_bad), worst=worst
+        own=own, champion=writer.get(_CHAMPION), unsound=(own_bad, other_bad), worst=worst
     )
 
 

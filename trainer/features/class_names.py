@@ -102,7 +102,7 @@ class Spellings:
         plain = len(texts) == 1 and (_CODE.fullmatch(texts[0]) or not _NUMBER.fullmatch(key))
         return texts[0] if plain and key not in _PAIRS[0] else key
 
-    def merged(self) -> list[list[str]]:
+    def list_merged(self) -> list[list[str]]:
         """Return the spellings of classes with several, except expected variants of a word."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]

@@ -63,7 +63,7 @@ class Splits(NamedTuple):
     validation: int
 
     @classmethod
-    def of(cls, dataset: Mapping[str, Any]) -> Splits:
+    def read(cls, dataset: Mapping[str, Any]) -> Splits:
         """Return the numbers in the fields of a manifest."""
         found = (dataset["splits"].get(name) for name in cls._fields)
         return cls(*(int(each["examples"]) if each else 0 for each in found))
@@ -111,7 +111,7 @@ def resolve_for_dataset(config: Config, uri: str) -> Config:
     """Return the configuration with the numbers for a published dataset; raises `UserError`."""
     if is_resolved(config):
         return config
-    return resolve(config, Splits.of(storage.read_manifest(uri).fields))
+    return resolve(config, Splits.read(storage.read_manifest(uri).fields))
 
 
 def resolve(config: Config, splits: Splits) -> Config:
@@ -147,7 +147,7 @@ def resolve(config: Config, splits: Splits) -> Config:
 def _replace_auto(config: Config, **values: float) -> Config:
     """Return the configuration with these values in place of `auto` and `epochs`."""
 
-    def within(section: Any) -> Any:
+    def replace_in(section: Any) -> Any:
         fields = type(section).model_fields
         new = {
             name: value
@@ -156,8 +156,8 @@ def _replace_auto(config: Config, **values: float) -> Config:
         }
         return section.model_copy(update=new)
 
-    training = within(config.training)
-    below = {name: within(getattr(training, name)) for name in ("optimizer", "schedule")}
+    training = replace_in(config.training)
+    below = {name: replace_in(getattr(training, name)) for name in ("optimizer", "schedule")}
     return config.model_copy(update={"training": training.model_copy(update=below)})
 
 

@@ -1,6 +1,6 @@
-"""The model that suits what a dataset has as inputs, for `model.name: auto`. Free of TensorFlow.
+"""The model that suits the inputs of a dataset, for `model.name: auto`. Free of TensorFlow.
 
-It is chosen by the kinds of the inputs, so that it can be said of a file before it is prepared.
+It is chosen by the kinds of the inputs, so that it can be reported before a file is prepared.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NUMBER, CATEGORY, FREE_TEXT, IMAGE, SEQUENCE, TENSOR = (
 )  # fmt: skip
 TABULAR, TWO_TOWER = "tabular", "two_tower"
 _OF_ALL = {FREE_TEXT: "text", SEQUENCE: "sequence", IMAGE: "cnn"}
-# Height and width, which channels follow: those of grey, colours, and colours with opacity.
+# Height and width, followed by channels: grey, RGB, or RGBA.
 _SIDES, _CHANNELS = 2, (1, 3, 4)
 _PAIR, _TWO_CLASSES = 2, 2
-# A table of numbers has a row for each up to the largest.
+# A table of numbers has a row for each number up to the largest.
 _FEW_ROWS, _SPARSE = 100_000, 10
-# Two columns of ids are looked up where their names say what they are of.
+# Names of columns that hold ids, of users and of items.
 _ID = re.compile(
     r"(?:^|[\W_])(?:id|ids|nr|no|number|key|code|uuid|guid|index)$|^(?:user|customer|client|member|"
     r"order|account|person|passenger|patient|transaction|row|record|item|product|case)id$",
@@ -46,19 +46,19 @@ _ITEMS = (
 
 
 class Choice(NamedTuple):
-    """The name of a model, and why it is this one."""
+    """The name of a model, and the reason for it."""
 
     name: str
     why: str
 
 
 def with_model(config: Config, dataset: DatasetSpec) -> Config:
-    """Return the configuration with the name of the model that is chosen for a dataset."""
+    """Return the configuration with the name of the model chosen for a dataset."""
     return config.model_copy(update={"model": named(config.model, dataset)})
 
 
 def named(config: ModelConfig, dataset: DatasetSpec) -> ModelConfig:
-    """Return the section with a name that is not `auto`."""
+    """Return the section with the chosen name instead of `auto`."""
     if config.name != AUTO:
         return config
     return config.model_copy(update={"name": of_dataset(dataset).name})
@@ -105,12 +105,12 @@ def in_words(counts: Mapping[str, int]) -> str:
 
 
 def is_id(name: str) -> bool:
-    """Say whether a column is called as one of ids."""
+    """Say whether a column has the name of an id."""
     return bool(_ID.search(name.strip()) or _CAMEL_ID.search(name.strip()))
 
 
 def names_things(name: str) -> bool:
-    """Say whether the numbers of such a column are names of things, and no counts or places."""
+    """Return the names of a user's and an item's id if these are the only inputs, else nothing."""
     return is_id(name) and _words(name)[-1:] not in (["nr"], ["no"], ["number"], ["index"])
 
 

@@ -1,6 +1,7 @@
-"""What a model has to take in and give out.
+"""Inputs and outputs of a model, and checks of `model.args`.
 
-Checks of the values in `model.args`, which the configuration cannot know beforehand.
+The configuration does not know the arguments of a model, so each model checks them by these
+functions.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def size(name: str, value: Any) -> int:
 
 
 def share(name: str, value: Any) -> float:
-    """Return a number from 0 up to, but without, 1."""
+    """Return a number from 0 to below 1."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
         return float(value)
     raise _refused(name, value, "a number from 0 to below 1")
@@ -56,7 +57,7 @@ def initializer(name: str, value: Any) -> keras.Initializer:
     )
     try:
         found = keras.initializers.get(dict(value) if isinstance(value, Mapping) else value)
-    # Keras looks into what it was given before it has checked it.
+    # Keras inspects the value before it checks its type.
     except (ValueError, TypeError, KeyError, AttributeError):
         found = None
     if known and isinstance(found, keras.Initializer):
@@ -73,31 +74,30 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
     return ConfigError(f"{name}: {value!r} is not allowed; it has to be {allowed}")
 
 
-# The share of letters among the words of texts from which each letter is a word.
+# From this share of letters among the words of a text, each letter is a word.
 _LETTERS = 0.01
 Shape = tuple[int, ...]
-# The size of an axis along which examples differ is None.
+# The size of an axis is None if examples differ along it.
 InputShape = tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """One example without its batch axis, and what the task asks of a model's output.
+    """One example without its batch axis, and the task's requirements on a model's output.
 
-    The first size of a feature is None where its examples differ in length: see `data.shapes`.
-    With several input features `shape` and `dtype` are mappings with the same feature names, and
-    the model takes a mapping of tensors. `output_shape` is that of one example's output, with -1
-    for any size; with several targets it is a mapping with their names, and the model returns a
-    mapping of tensors.
+    The first size of a feature is None if its examples differ in length: see `data.shapes`. With
+    several input features `shape` and `dtype` are mappings by feature name, and the model takes a
+    mapping of tensors. `output_shape` is the shape of one example's output, with -1 for any size;
+    with several targets it is a mapping by target name, and the model returns a mapping of tensors.
 
-    `names` are the input features, `targets` those to be predicted, of which outputs of those
-    `in_units` are numbers in units of the label, and `classes` the number of classes of those
-    inputs that have some. `statistics`, `vocabulary`, `words` and
-    `normalization` are what the training split says of any feature, by name: constants of the
-    model, which it is exported with.
+    `names` are the input features, `targets` the features to predict, `in_units` the targets whose
+    outputs are numbers in units of the label, and `classes` the numbers of classes of inputs that
+    have classes. `statistics`, `vocabulary`, `words` and `normalization` return what the training
+    split says about a feature: constants of the model, which are exported with it.
 
-    Names may be of any signs. Layers are called by `layer_name`, and the layers of inputs as their
-    features as long as the model has no other layer of that name: `inputs_apart` where it has.
+    Names may have any characters. Layers are named by `layer_name`. The layer of an input has the
+    name of its feature, unless another layer of the model has that name: then `inputs_apart` is
+    set.
     """
 
     shape: InputShape | Mapping[str, InputShape]
@@ -138,7 +138,7 @@ class InputSpec:
 
     @property
     def num_classes(self) -> int:
-        """The size of the last axis of the single output: logits of so many classes.
+        """The size of the last axis of the single output: the number of classes.
 
         Raises:
             ConfigError: the task has several outputs, or one without a size.
@@ -153,10 +153,10 @@ class InputSpec:
     def statistics(self, name: str) -> FeatureStatistics:
         """Return the statistics of a feature over the training split.
 
-        Before a dataset is prepared, as in `flotilla doctor`, they are those of no example.
+        Before a dataset is prepared, as in `flotilla doctor`, they are empty.
 
         Raises:
-            ConfigError: there is no such feature.
+            ConfigError: the feature does not exist.
             UserError: the statistics cannot be read.
         """
         known = self.learnt.features
@@ -201,18 +201,18 @@ class InputSpec:
         )  # fmt: skip
 
     def normalization(self, name: str) -> Normalization:
-        """Return a layer that brings a feature to a mean of 0 and a variance of 1.
+        """Return a layer that normalizes a feature to mean 0 and variance 1.
 
-        That of a vector is element by element, that of other tensors over all elements. A number
-        that is missing, NaN, stays so.
+        A vector is normalized element by element, other tensors over all elements. NaN, a missing
+        number, stays NaN.
 
         Raises:
-            ConfigError: the feature is none of numbers.
+            ConfigError: the feature is not numeric.
         """
         found = self.statistics(name)
         if found.kind not in (NUMBER, TENSOR, UNKNOWN_KIND):
             raise ConfigError(f"{name!r} is a {found.kind}, and has no mean; leave it as it is")
-        # A constant says nothing, and must not become large where it changes later.
+        # A constant carries no information, and must not become large if it changes later.
         std = [each or 1.0 for each in found.stds] or found.std or 1.0
         mean = found.means or found.mean or 0.0
         return Normalization(mean, std, name=layer_name(name, "normalization"))
@@ -237,18 +237,18 @@ class InputSpec:
         own = names.layer_name(name)
         layer = f"flotilla_input_{own}" if self.inputs_apart else own
         found = keras.Input(shape=shape, dtype=dtype, name=layer)
-        # A mapping of inputs has the keys that the tensors are called by; their layers may differ.
+        # A mapping of inputs has the names of the tensors as keys; names of layers may differ.
         found.name = name
         return found
 
 
 def layer_name(name: str, what: str) -> str:
-    """Return a name for a layer that is made for a feature or an output, of any name."""
+    """Return a name for a layer of a feature or an output with any name."""
     return f"{names.layer_name(name)}_{what}"
 
 
 def _are_letters(known: FeatureStatistics) -> bool:
-    """Return whether texts have letters of scripts without spaces, each of which is a word."""
+    """Return whether texts have letters of scripts without spaces, so that each is a word."""
     counts = [n for word, n in known.words.items() if len(word) == 1 and is_letter(word)]
     return bool(known.pairs) and sum(counts) >= _LETTERS * sum(known.words.values())
 
@@ -259,10 +259,10 @@ def _frequent(counts: Mapping[str, int], most: int, least: int = 1) -> list[str]
 
 
 def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
-    """Return the single Keras input and the float tensor made of it, for the models built in.
+    """Return the single Keras input and its float tensor, for built-in models.
 
-    Bytes are brought into 0..1; other numbers are only cast. Its layers have names that no user's
-    have, since two of one name are refused by Keras.
+    Bytes are scaled to 0..1; other numbers are only cast. The layers have names that a user's
+    cannot have, since Keras refuses duplicates.
 
     Raises:
         ConfigError: the dataset has several inputs, or an input that is not a number.

@@ -1,13 +1,12 @@
-"""Network over the columns of a table: numbers, classes and texts, as they come.
+"""A network over the columns of a table: numbers, classes, texts and sequences.
 
-A number is told by its place between the quantiles of the training examples, and a layer of its own
-makes some units of that (piecewise linear encoding: Gorishniy et al. 2022, "On Embeddings for
-Numerical Features in Tabular Deep Learning"): a unit may rise and fall along a column, as a tree
-may, and no outlier is far away. Numbers that are missing are marked. Values of texts and classes
-that come again and again have rows of an embedding, and other texts are bags of words
-(`models/text.py`), which reach the outputs past the layers as well. A sequence of numbers of any
-length goes through convolutions, of which the mean and the largest value over its places are taken;
-what a batch is padded with counts nowhere.
+A number is encoded by its position between the quantiles of the training examples, and its own
+layer maps the code to some units (piecewise linear encoding: Gorishniy et al. 2022, "On Embeddings
+for Numerical Features in Tabular Deep Learning"): a unit may rise and fall along a column, as in a
+tree, and outliers are bounded. Missing numbers are marked. Repeated values of texts and classes
+have embedding rows; other texts are bags of words (`models/text.py`), which also bypass the layers
+to the outputs. A sequence of numbers goes through convolutions with mean and maximum pooling over
+its positions; padding is ignored.
 """
 
 from __future__ import annotations
@@ -120,9 +119,9 @@ def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class KnownPlaces(keras.layers.Layer):
-    """Which places of padded sequences are those of an example: [n, length, 1] of 0 and 1.
+    """The valid positions of padded sequences: [n, length, 1] of 0 and 1.
 
-    Without their lengths a sequence ends with its last number that is not 0.
+    Without lengths, a sequence ends with its last number that is not 0.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -130,7 +129,7 @@ class KnownPlaces(keras.layers.Layer):
         super().__init__(**{"autocast": False, **kwargs})
 
     def call(self, given: Sequence[Any]) -> Any:
-        """Return the places of sequences, of which the lengths may be given as well."""
+        """Return the valid positions of sequences; their lengths are optional inputs."""
         ops, x = keras.ops, given[0]
         there = ops.not_equal(x, ops.zeros_like(x))
         for _ in x.shape[2:]:
@@ -142,11 +141,11 @@ class KnownPlaces(keras.layers.Layer):
             last = ops.max(ops.where(there, places, 0), axis=1, keepdims=True)
         return ops.expand_dims(ops.cast(places <= last, self.compute_dtype), -1)
 
-    #: In a file that needs no code these operations of Keras take its place.
+    #: Keras operations for a file without our code.
     plain = call
 
     def compute_output_spec(self, given: Sequence[Any]) -> keras.KerasTensor:
-        """Return the shape of the places."""
+        """Return the shape of the mask."""
         return keras.KerasTensor((*given[0].shape[:2], 1), self.compute_dtype)
 
 
@@ -283,8 +282,8 @@ class _Cut:
     """A number of the training examples, cut at its quantiles."""
 
     def __init__(self, spec: InputSpec, name: str, most: int) -> None:
-        """Cut it into `most` pieces, or fewer where it has fewer values."""
-        # Before the dataset is known, a number has the spread of the examples that are made up.
+        """Cut it into `most` pieces, or fewer if it has fewer values."""
+        # Before the dataset is prepared, a number has the spread of the generated examples.
         quantiles = np.array(spec.statistics(name).quantiles or (-1.0, 0.0, 1.0))
         edges = np.unique(quantiles)
         if len(edges) > most + 1:
@@ -294,13 +293,13 @@ class _Cut:
         self._most = most
         self._edges = (edges - middle) / spread
         self.ends = self._edges[[0, -1]].astype(np.float32)
-        # Without its outliers, beside which other numbers would be equal ones in single precision.
+        # Without outliers, which would make other numbers equal in single precision.
         self.layer = Normalization(
             float(middle), float(spread), dtype="float32", name=layer_name(name, "normalization")
         )
 
     def pieces(self) -> tuple[Any, Any]:
-        """Return where each piece begins, and by how much of it a number of 1 fills it."""
+        """Return the beginning of each piece, and the part of it that a number of 1 fills."""
         begins, steps = np.zeros((2, self._most), np.float32)
         count = len(self._edges) - 1
         begins[:count] = self._edges[:-1]

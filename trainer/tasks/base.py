@@ -99,7 +99,7 @@ class Constant(NamedTuple):
     outputs: Any
     make: Callable[[Part], Any] | None = None
 
-    def answered(self, part: Part) -> Part:
+    def apply(self, part: Part) -> Part:
         """Return a part with these outputs."""
         if self.make:
             return part._replace(outputs=self.make(part))
@@ -299,7 +299,7 @@ class Task(ABC):
         """The weight of each of `parts` in the total loss; 1 for those not named."""
         return {}
 
-    def at(self, thresholds: Mapping[str, Any]) -> Task:
+    def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
         """Return this task with decision thresholds for those of `parts` that use one."""
         if "" not in thresholds:
             return self
@@ -383,7 +383,7 @@ class Task(ABC):
         del examples
         return []
 
-    def tested_by(self, metric: str, part: Part) -> Tested | None:
+    def make_test(self, metric: str, part: Part) -> Tested | None:
         """Return a function that recomputes a metric of few examples many times.
 
         None for a metric that is compared with a constant by example.
@@ -391,7 +391,7 @@ class Task(ABC):
         del metric, part
         return None
 
-    def of_each(self, metric: str, part: Part) -> Floats | None:
+    def example_values(self, metric: str, part: Part) -> Floats | None:
         """Return the values [n] whose mean is a metric; None if its state is needed.
 
         Computing the state of each example separately takes a hundred times as long.
@@ -399,7 +399,7 @@ class Task(ABC):
         del metric, part
         return None
 
-    def of_groups(self, metric: str, examples: Examples) -> Floats | None:
+    def group_values(self, metric: str, examples: Examples) -> Floats | None:
         """Return the values per query whose mean is a metric; None for other metrics."""
         del metric, examples
         return None

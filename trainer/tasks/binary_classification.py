@@ -122,18 +122,18 @@ class BinaryClassification(Sigmoid):
 
     def predicted(self, outputs: Any) -> Array | None:
         """Return the class of each example, by the threshold."""
-        return self.decided(outputs).astype(np.int64)
+        return self.decide(outputs).astype(np.int64)
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
         """Return the names of label and prediction, and the probability of the label."""
         yes, logit = bool(label), float(output[0])
         return {
             "label": self.labels[int(yes)],
-            "predicted": self.labels[int(self.decided(output[np.newaxis])[0])],
+            "predicted": self.labels[int(self.decide(output[np.newaxis])[0])],
             "probability": float(np.exp(-np.logaddexp(0, -logit if yes else logit))),
         }
 
-    def decided(self, outputs: Any) -> Array:
+    def decide(self, outputs: Any) -> Array:
         """Return whether each example [n] is taken as positive."""
         result: Array = tf.sigmoid(outputs[:, 0]).numpy() > np.float32(self.threshold.value)
         return result
@@ -154,7 +154,7 @@ class BinaryClassification(Sigmoid):
 
     def tally(self) -> Tally:
         """Return the accumulator of all `directions`."""
-        return OfTwo(self.decided)
+        return OfTwo(self.decide)
 
     def constants(self, examples: Examples) -> list[Constant]:
         """Return both classes, and the share of positives as a constant probability."""
@@ -167,7 +167,7 @@ class BinaryClassification(Sigmoid):
             Constant(f"{share:.3g} for {self.labels[1]!r}", compute_logit(share[np.newaxis])),
         ]
 
-    def tested_by(self, metric: str, part: Part) -> Tested | None:
+    def make_test(self, metric: str, part: Part) -> Tested | None:
         """Test the average precision by the logarithms of the ranks.
 
         A single positive example that ranks first by chance would dominate the average precision.

@@ -133,7 +133,7 @@ class Classification(Softmax):
             Constant("each class as often as it occurs", np.log(np.maximum(shares, np.exp(-SURE)))),
         ]
 
-    def of_each(self, metric: str, part: Part) -> Floats | None:
+    def example_values(self, metric: str, part: Part) -> Floats | None:
         """Return whether the likeliest class is right."""
         # A user's task that inherits from this one may use the name for another metric.
         if metric != "accuracy" or type(self).metrics is not Classification.metrics:
@@ -141,7 +141,7 @@ class Classification(Softmax):
         right: Floats = (part.outputs.argmax(axis=1) == part.labels).astype(np.float64)
         return right
 
-    def tested_by(self, metric: str, part: Part) -> Tested | None:
+    def make_test(self, metric: str, part: Part) -> Tested | None:
         """Test a mean over the classes by itself."""
         if metric not in metrics.AVERAGES:
             return None

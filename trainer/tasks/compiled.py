@@ -83,7 +83,7 @@ class State:
         metric = self.measured.metric if self.measured else None
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 
-    def followed_by(self, measured: Measured) -> State:
+    def next_state(self, measured: Measured) -> State:
         """Return the state of a metric, whose numbers follow these."""
         shapes = tuple(tuple(each.shape) for each in measured.metric.variables)
         end = self.end + sum(map(math.prod, shapes))

@@ -80,10 +80,10 @@ class MultiOutput(Task):
         """Return none: each of `parts` has its own metrics."""
         return []
 
-    def at(self, thresholds: Mapping[str, Any]) -> Task:
+    def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
         """Return this task with the thresholds of outputs by name."""
         parts = {
-            name: part.at({"": thresholds[name]} if name in thresholds else {})
+            name: part.set_thresholds({"": thresholds[name]} if name in thresholds else {})
             for name, part in self.parts.items()
         }
         return MultiOutput(parts, self.loss_weights)

@@ -121,7 +121,7 @@ class MultilabelClassification(Sigmoid):
             Constant("always the most frequent row", SURE * (2.0 * rows[counts.argmax()] - 1)),
         ]
 
-    def tested_by(self, metric: str, part: Part) -> Tested | None:
+    def make_test(self, metric: str, part: Part) -> Tested | None:
         """Test the macro F1 by itself."""
         if metric != "macro_f1":
             return None

@@ -138,12 +138,12 @@ class Objective:
         for key, name in self._losses.values():
             named.loss(name, key, logits=True)
 
-    def at(self, thresholds: Mapping[str, Any]) -> Objective:
-        """Return this objective with other decision thresholds; see `Task.at`."""
+    def set_thresholds(self, thresholds: Mapping[str, Any]) -> Objective:
+        """Return this objective with other decision thresholds; see `Task.set_thresholds`."""
         if not thresholds:
             return self
         found = copy.copy(self)
-        found.task = self.task.at(thresholds)
+        found.task = self.task.set_thresholds(thresholds)
         found._forget()
         return found
 
@@ -243,12 +243,12 @@ class Objective:
 
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
         """Return the mean training loss of a batch, including the losses of layers."""
-        inputs, labels, weights = self.weighed(batch)
+        inputs, labels, weights = self.weigh_batch(batch)
         with whole_losses():
             value = model._compute_loss(inputs, labels, outputs, weights, training=True)
         return tf.cast(value, tf.float32)
 
-    def weighed(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def weigh_batch(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Return inputs, labels, and training weights of examples, or None.
 
         With several outputs, if classes have weights, the weights are by output, as in Keras.
@@ -339,7 +339,7 @@ class Objective:
                 found |= each.values(sums)
         return main_first(found, self.main_metric)
 
-    def of_each(self, place: int, part: Part) -> Sums:
+    def example_states(self, place: int, part: Part) -> Sums:
         """Return the state [n, size] of a metric for each example separately.
 
         `place` is the index of the state in `states`.
@@ -347,7 +347,7 @@ class Objective:
         self._build(*(select_rows(tree, slice(0, 1)) for tree in part[:3]))
         state = self.states[place]
         assert state.measured is not None
-        if (values := self.task.of_each(state.name, part)) is not None:
+        if (values := self.task.example_values(state.name, part)) is not None:
             weights = example_weights(part)
             return np.stack([values * weights, weights], axis=1)
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
@@ -390,7 +390,7 @@ class Objective:
         with named.skip_initial_values():
             for each in [*self._all_metrics(labels, outputs)]:
                 each.metric.update_state(*self._prepare_arguments(each, labels, outputs, weights))
-                self.states.append(self.states[-1].followed_by(each))
+                self.states.append(self.states[-1].next_state(each))
 
     def _all_metrics(self, labels: Any, outputs: Any) -> Iterator[Measured]:
         """Yield the distinct metrics of the task, the configuration and the compiled model."""

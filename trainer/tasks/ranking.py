@@ -72,7 +72,7 @@ class Ranking(BinaryClassification):
     def predicted(self, outputs: Any) -> None:
         """Return None: a ranking makes no decision."""
 
-    def of_groups(self, metric: str, examples: Examples) -> Floats | None:
+    def group_values(self, metric: str, examples: Examples) -> Floats | None:
         """Return the values of each query, in the order of the groups."""
         if not self._group or metric not in BY_QUERY:
             return None

@@ -213,7 +213,7 @@ class SequenceLabelling(Softmax):
             for answer, row in rows.items()
         ]
 
-    def tested_by(self, metric: str, part: Part) -> Tested | None:
+    def make_test(self, metric: str, part: Part) -> Tested | None:
         """Test the macro F1 by itself."""
         if metric != "macro_f1":
             return None

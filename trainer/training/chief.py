@@ -246,7 +246,7 @@ def _problem(
         batches=partial(_batches, config, spec, streaming, start),
         totals=partial(_totals, config, spec, objective, streaming),
         stream=_stream(spec, training.seed) if config.data.partition == DYNAMIC else None,
-        weighed=objective.weighed,
+        weighed=objective.weigh_batch,
     )
 
 

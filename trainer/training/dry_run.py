@@ -522,7 +522,7 @@ def _step(
     optimizer = optimizers.build_optimizer(training, objective.optimizer)
     if has_own_step(model):
         optimizer.build(model.trainable_variables)
-        step = build_own_step(model, optimizer, objective.weighed)
+        step = build_own_step(model, optimizer, objective.weigh_batch)
         return tf.function(step, autograph=False)(batch), []
     gradient = build_gradient(model, objective.loss)
     if training.mixed_precision == "float16":

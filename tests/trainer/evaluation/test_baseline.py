@@ -73,7 +73,7 @@ def test_one_of_two_classes_decides_by_its_own_threshold(monkeypatch):
     # All of its probabilities are below a half, and that of the model's threshold.
     low = (RANDOM.normal(size=(COUNT, 1)) + 4 * yes[:, np.newaxis] - 6).astype("float32")
     answers = Answers(yes, low, np.ones(COUNT))
-    objective = Objective(BinaryClassification(target(yes))).at({"": Threshold(0.9)})
+    objective = Objective(BinaryClassification(target(yes))).set_thresholds({"": Threshold(0.9)})
     rows = []
     for validation in (None, answers):
         simple = Baseline(name="linear", outputs=low, validation=validation)

@@ -80,7 +80,7 @@ def champion(folder, trained, **lineage):
 
 
 def said(judged, uri, metrics=None):
-    found = Judges.of(judged, LIMITS).judge_champion(uri, "auc", metrics or {"auc": 0.8})
+    found = Judges.load(judged, LIMITS).judge_champion(uri, "auc", metrics or {"auc": 0.8})
     return found["remarks"], found["own"]
 
 
@@ -182,7 +182,7 @@ def test_weights_that_training_began_with_were_trained_as_well(tmp_path, whose):
         assert len(remarks) == 1
     else:
         own = published(tmp_path / "own", "checkpoint", global_step=9, warmed_from=between)
-        remarks = Judges.of(now, LIMITS).remarks(own)
+        remarks = Judges.load(now, LIMITS).remarks(own)
         assert f"({between})" in remarks[0]
     both = int(((drawn(rows) == 2) & (drawn(rows, seed=1) == 0)).sum())
     assert remarks[0].startswith(f"{both} of ")
@@ -195,7 +195,7 @@ def test_a_model_that_was_trained_on_its_own_test_examples_is_named(tmp_path):
     rows = {name: np.concatenate([each, each[again]]) for name, each in rows.items()}
     now = dataset(tmp_path / "now", rows, np.concatenate([splits, np.zeros(7, np.int8)]))
     own = published(tmp_path / "own", "checkpoint", global_step=9)
-    (remark,) = Judges.of(now, LIMITS).remarks(own)
+    (remark,) = Judges.load(now, LIMITS).remarks(own)
     assert remark.startswith(f"7 of {(splits == 2).sum()} test examples are in the training split")
 
 
@@ -214,4 +214,4 @@ def test_of_large_splits_the_share_is_that_of_a_sample(tmp_path, monkeypatch):
 
 def test_a_dataset_of_an_earlier_version_judges_nothing(tmp_path):
     (tmp_path / "bare").mkdir()
-    assert Judges.of(storage.uri_of(tmp_path / "bare"), LIMITS) is None
+    assert Judges.load(storage.uri_of(tmp_path / "bare"), LIMITS) is None

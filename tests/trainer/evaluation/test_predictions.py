@@ -349,7 +349,7 @@ def peak(task, count, folder):
         with closing(Writer(folder / "predictions", folder / "columns", count)) as writer:
             for _ in range(count // AT_ONCE):
                 writer.add_batch(batch(generator, bool(task.labels)))
-            stored = writer.stored("output")
+            stored = writer.get("output")
         found = measure_predictions(objective, stored)
         parts = slice_metrics(objective, stored, {"column": ()})["column"]
         assert sum(row["examples"] for row in parts) == count == stored.count

@@ -56,9 +56,9 @@ def test_spellings_of_a_class_are_one(texts, names):
 
 
 def test_what_was_put_together_is_said_but_for_yes_and_no():
-    assert Spellings(["1", "01", "2"]).merged() == [["01", "1"]]
-    assert Spellings(["True", "TRUE", "no"]).merged() == []
-    assert Spellings(["Yes", "yes", "perhaps"]).merged() == []
+    assert Spellings(["1", "01", "2"]).list_merged() == [["01", "1"]]
+    assert Spellings(["True", "TRUE", "no"]).list_merged() == []
+    assert Spellings(["Yes", "yes", "perhaps"]).list_merged() == []
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_what_was_put_together_is_said_but_for_yes_and_no():
     ],
 )  # fmt: skip
 def test_two_words_that_mean_yes_are_said(texts, merged):
-    assert Spellings(texts).merged() == merged
+    assert Spellings(texts).list_merged() == merged
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,11 @@ def _dataset(
     varying = [name for name, spec in selection.specs.items() if spec.varies]
     stored = selection.specs.keys() - set(map(length_name, varying))
 
-    def kept(example: Any) -> dict[str, tf.Tensor]:
+    def select(example: Any) -> dict[str, tf.Tensor]:
         values = {path: _get(example, path) for path in stored}
         return {**values, **{path: fit_value(fit, values[path]) for path, fit in fits}}
 
-    found = examples.skip(skipped).take(taken).map(kept, num_parallel_calls=4)
+    found = examples.skip(skipped).take(taken).map(select, num_parallel_calls=4)
     return found.ragged_batch(size) if varying else found.batch(size, num_parallel_calls=2)
 
 

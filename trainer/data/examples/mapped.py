@@ -172,11 +172,11 @@ class MappedSource(Source):
             yield batch, rows
 
     def _make_failure(self, part: Part, before: int) -> Callable[[int, Exception], UserError]:
-        def failed(index: int, error: Exception) -> UserError:
+        def fail(index: int, error: Exception) -> UserError:
             place = self._source.place(part, before + index)
             return UserError(f"{self.name}: {user_code.format_error(error)}, for {place}")
 
-        return failed
+        return fail
 
     @contextmanager
     def _locate_errors(self, place: str) -> Iterator[None]:

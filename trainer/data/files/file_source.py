@@ -223,7 +223,7 @@ class FileSource(Source):
             piece = Piece(*values)
             broken = BrokenRows()
             for rows in self._rows(piece, broken):
-                columns, bad = self._converted(rows, piece, broken)
+                columns, bad = self._convert(rows, piece, broken)
                 if not self._config.bad_rows:
                     broken.rows += len(bad)
                     broken.check(self.name, 0, self._files.place)
@@ -260,7 +260,7 @@ class FileSource(Source):
             measures=not config.image.size,
         )
 
-        def scanned(piece: Piece, work: Work) -> Scan:
+        def scan_piece(piece: Piece, work: Work) -> Scan:
             with self._files.local(piece.file) as path:
                 return PieceScan(
                     files=self._files,
@@ -272,7 +272,7 @@ class FileSource(Source):
                 ).run()
 
         total = Scan(names=names)
-        for each in self._map_pieces("reading the files", scanned):
+        for each in self._map_pieces("reading the files", scan_piece):
             total.merge(each)
         total.close()
         total.index = find_index(total.names, said)
@@ -327,7 +327,7 @@ class FileSource(Source):
     def _count_broken(self, piece: Piece, work: Work) -> BrokenRows:
         broken = BrokenRows()
         for rows in self._rows(piece, broken):
-            self._converted(rows, piece, broken)
+            self._convert(rows, piece, broken)
             broken.rows += len(rows.numbers)
             work.add(len(rows.numbers), rows.size)
         return broken
@@ -347,7 +347,7 @@ class FileSource(Source):
     def _list_required(self, roles: ColumnRoles) -> set[str]:
         return {*roles.targets, roles.weight, roles.split, roles.time}
 
-    def _converted(
+    def _convert(
         self, rows: Rows, piece: Piece, broken: BrokenRows
     ) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
         roles = self._roles

@@ -120,7 +120,7 @@ def _read_whole(name: str, spellings: Spellings, scan: ColumnScan, *, are_texts:
 def _read_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -> Label:
     names = spellings.names()
     notes = []
-    if merged := spellings.merged():
+    if merged := spellings.list_merged():
         notes.append(
             f"the label {name!r} has several spellings of a class, which are taken as one: "
             f"{_pairs(merged)}; set data.types: {{{name}: text}} if they are several"

@@ -39,13 +39,13 @@ def epoch_of_records(
 def training_records(streaming: Streaming, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
     """Return endless training records, each epoch shuffled within `held` records."""
 
-    def shuffled(epoch: tf.Tensor) -> tf.data.Dataset:
+    def shuffle_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
         with allow_tensor_seed():
             own = tf.cast(seed, tf.int64) + 104_729 * epoch
             records = epoch_of_records(streaming, seed, epoch)
             return records.shuffle(held, seed=own, reshuffle_each_iteration=False)
 
-    return tf.data.Dataset.counter().flat_map(shuffled)
+    return tf.data.Dataset.counter().flat_map(shuffle_epoch)
 
 
 def evaluation_records(
@@ -93,7 +93,7 @@ def _names(
     """Return the paths of shards as they arrive, until the epoch ends."""
     epoch, seed = (tf.strings.as_string(tf.cast(each, tf.int64)) for each in (epoch, seed))
 
-    def named(number: tf.Tensor) -> tf.data.Dataset:
+    def name_shard(number: tf.Tensor) -> tf.data.Dataset:
         parts = [reader, streaming.attempt, epoch, tf.strings.as_string(number)]
         key = tf.strings.join(parts, separator=" ")
         gate = tf.strings.join([f"{FOLDER}/{reader}.gate", tf.strings.as_string(number % 2)])
@@ -106,7 +106,7 @@ def _names(
         )
         return answers.filter(lambda found: found != _NOTHING).take(1)
 
-    names = tf.data.Dataset.counter().flat_map(named)
+    names = tf.data.Dataset.counter().flat_map(name_shard)
     return names.take_while(lambda name: name != "")
 
 
@@ -132,8 +132,8 @@ def _done(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset
 def _send(line: tf.Tensor) -> tf.data.Dataset:
     """Return an empty dataset that writes a line into the pipe when it is read."""
 
-    def written(line: tf.Tensor) -> tf.Tensor:
+    def write(line: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([tf.io.write_file(ASK, line)]):
             return tf.identity(line)
 
-    return tf.data.Dataset.from_tensors(line).map(written).filter(lambda _: False)
+    return tf.data.Dataset.from_tensors(line).map(write).filter(lambda _: False)

@@ -56,14 +56,14 @@ class Ranked(NamedTuple):
     false_squares: Doubles
 
     @classmethod
-    def joined(cls, parts: Sequence[Ranked]) -> Ranked:
+    def merge(cls, parts: Sequence[Ranked]) -> Ranked:
         """Return the scores of all parts together."""
         scores, *sums = (np.concatenate(each) for each in zip(*parts, strict=True))
         order = np.argsort(-scores)
         begins = np.flatnonzero(_differs(scores[order]))
         return cls(scores[order[begins]], *(np.add.reduceat(each[order], begins) for each in sums))
 
-    def thinned(self, most: int) -> Ranked:
+    def thin(self, most: int) -> Ranked:
         """Return at most about `most` scores: each for an equal share of both kinds of examples.
 
         Scores within a share count as equal. When a quarter of a million scores remain of four
@@ -234,7 +234,7 @@ class Scores:
                 )
                 for at in range(self._columns)
             ]
-            self._ranked, self._held = [each.thinned(most) for each in found], []
+            self._ranked, self._held = [each.thin(most) for each in found], []
 
     def result(self) -> ColumnAreas:
         """Return the areas of all columns."""
@@ -287,7 +287,7 @@ class Scores:
     ) -> Ranked:
         found = rank_scores(yes, scores[: len(yes), at], weights[: len(yes)], order)
         known = self._ranked[at : at + 1]
-        return Ranked.joined([*known, found]) if known else found
+        return Ranked.merge([*known, found]) if known else found
 
 
 class ColumnAreas(NamedTuple):

@@ -142,11 +142,11 @@ class Recommendation(Ranking):
         found[:, 0], found[:, 1], found[:, 1 + _size(found)] = np.log1p(counts), 1, counts
         return found
 
-    def of_groups(self, metric: str, examples: Examples) -> Floats | None:
+    def group_values(self, metric: str, examples: Examples) -> Floats | None:
         """Return the values of each user."""
         numbers = {_name_recall(each): each for each in self._numbers}
         if metric not in numbers:
-            return super().of_groups(metric, examples)
+            return super().group_values(metric, examples)
         search = Search()
         for part in examples.parts():
             self.fill(search, part)
