@@ -77,7 +77,7 @@ def of_dataset(dataset: DatasetSpec) -> Choice:
 def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
     """Return the model for inputs of these kinds by name.
 
-    `may_match` says whether a number, or one of two classes, is predicted of what can be looked up.
+    `may_match` says whether the target is a number or one of two classes.
     """
     if may_match and (pair := _pair(kinds)):
         return Choice(TWO_TOWER, f"the inputs {pair[0]} and {pair[1]} are ids of users and items")
@@ -95,7 +95,7 @@ def of_kinds(kinds: Mapping[str, str], *, may_match: bool) -> Choice:
 
 
 def in_words(counts: Mapping[str, int]) -> str:
-    """Return how many inputs there are of each kind."""
+    """Format the number of inputs of each kind."""
     plurals = {CATEGORY: "categories", TENSOR: "lists of numbers"}
     said = [
         f"{count:,} {kind if count == 1 else plurals.get(kind, f'{kind}s')}"
@@ -123,7 +123,7 @@ def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
     )
     pair = [*users, *items]
     is_pair = len(users) == len(items) == 1 and users != items
-    # `user` alone is an id as well; `user age` is none.
+    # `user` alone is an id as well; `user age` is not.
     if is_pair and all(is_id(name) or len(_words(name)) == 1 for name in pair):
         return pair
     return ()
@@ -150,7 +150,7 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
 
 
 def _fits_table(dataset: DatasetSpec, name: str) -> bool:
-    """Say whether a table with a row for each value is of no more rows than the values need."""
+    """Say whether a table with a row for each number is not much larger than needed."""
     feature, known = dataset.features[name], dataset.learnt.features.get(name)
     if feature.shape or not ("int" in feature.dtype or feature.dtype == "string"):
         return False
@@ -171,6 +171,6 @@ def _is_image(feature: FeatureSpec) -> bool:
 
 
 def is_series(*shapes: tuple[int | None, ...]) -> bool:
-    """Say whether lists of vectors are longer than their vectors, as measurements in time are."""
+    """Say whether lists of vectors are longer than their vectors, like time series."""
     rank = {len(shape) for shape in shapes}
     return rank == {_SIDES} and all((shape[0] or 0) > (shape[1] or 0) for shape in shapes)

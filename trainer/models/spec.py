@@ -172,11 +172,11 @@ class InputSpec:
     ) -> Vocabulary:
         """Return a layer from the texts of a feature to whole numbers; see `Vocabulary`.
 
-        It knows the `most` frequent values, all that the statistics have where that is 0, of those
-        that occur `least` times. With `padding` number 1 is the empty text.
+        It knows the `most` frequent values of at least `least` examples; with 0, all of the
+        statistics. With `padding`, number 1 is the empty text.
 
         Raises:
-            ConfigError: the feature is none of texts.
+            ConfigError: the feature is not a text.
         """
         values = _frequent(self._text(name).counts, most, least)
         return Vocabulary([""] * padding + values, name=layer_name(name, "vocabulary"))
@@ -186,11 +186,11 @@ class InputSpec:
     ) -> Words:
         """Return a layer from texts to the numbers of their first `length` words; see `Words`.
 
-        It knows the `most` frequent words, all that the statistics have where that is 0, of those
-        that `least` training examples have. With an `ngram` of 2 they are pairs of neighbours.
+        It knows the `most` frequent words of at least `least` training examples; with 0, all of
+        the statistics. With an `ngram` of 2 the words are pairs of neighbours.
 
         Raises:
-            ConfigError: the feature is none of texts.
+            ConfigError: the feature is not a text.
         """
         found = self._text(name)
         counts = found.pairs if ngram > 1 else found.words
