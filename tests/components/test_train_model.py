@@ -139,7 +139,7 @@ class TestTrainModel:
         given = (text, root, RUN, run.dataset, *PODS, *outputs)
         code, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
         assert code == 2
-        assert line.startswith("evaluation.slices: 'writer' is no feature of the dataset")
+        assert line.startswith("evaluation.slices: 'writer' is not a feature of the dataset")
         assert launched == []
 
     def test_first_weights_that_are_not_there_are_refused_before_anything_is_launched(

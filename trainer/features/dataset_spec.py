@@ -151,7 +151,7 @@ def slice_features(
     able = [name for name, feature in features.items() if feature.shape == ()]
     for name in wanted:
         if name not in able:
-            what = "is more than one value an example" if name in features else "is no feature"
+            what = "is more than one value an example" if name in features else "is not a feature"
             hint = nearest(name, able) or f" (one of {', '.join(able)})"
             raise ConfigError(f"evaluation.slices: {name!r} {what} of the dataset{hint}")
     classes = [name for name in targets if name in able and features[name].num_classes]

@@ -112,7 +112,7 @@ def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
             values = None
         if values is None or not _fits(spec, values.shape):
             sizes = ", ".join("any" if size is None else str(size) for size in spec.shape)
-            what = f"is no {spec.dtype} of shape ({sizes})"
+            what = f"is not {spec.dtype} of shape ({sizes})"
             why.append(what if values is None else f"{what}: it has {list(values.shape)}")
             values = empty
         else:

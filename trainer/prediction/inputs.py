@@ -356,7 +356,7 @@ class SplitExamples(Examples):
             return able
         for name in self._request.columns:
             if name not in able:
-                what = "is not a single value" if name in features else "is no feature"
+                what = "is not a single value" if name in features else "is not a feature"
                 hint = nearest(name, able) or f" (one of {', '.join(able)})"
                 raise ConfigError(f"--columns: {name!r} {what} of the dataset{hint}")
         return list(dict.fromkeys(self._request.columns))

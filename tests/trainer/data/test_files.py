@@ -132,7 +132,7 @@ def test_broken_rows_are_counted_and_left_out_up_to_a_share(tmp_path: Path) -> N
         opened(tmp_path, bad_rows=0.01)
     assert "3 of 100 rows are broken" in str(refused.value)
     assert "a.csv, row 6: 2 values for 3 columns" in str(refused.value)
-    assert "a.csv, row 11: 'a' is no int ('five')" in str(refused.value)
+    assert "a.csv, row 11: 'a' is not of type int ('five')" in str(refused.value)
     made = source(tmp_path, bad_rows=0.1)
     selection = made.select()
     assert len(read(made, selection)["a"]) == 96
@@ -285,7 +285,7 @@ def test_broken_lines_are_named(tmp_path: Path) -> None:
     assert "3 of 50 rows are broken" in str(refused.value)
     assert "a.jsonl, row 5: it is not JSON" in str(refused.value)
     assert "a.jsonl, row 10: it is a list, not an object" in str(refused.value)
-    assert "a.jsonl, row 12: 'a' is no int ('x')" in str(refused.value)
+    assert "a.jsonl, row 12: 'a' is not of type int ('x')" in str(refused.value)
     made = source(tmp_path, bad_rows=0.1)
     selection = made.select()
     assert len(read(made, selection)["a"]) == 47

@@ -101,7 +101,7 @@ def test_a_slice_by_no_feature_is_refused_by_name(run, tmp_path):
     config = parse_config({"model": {"name": "softmax"}, "evaluation": {"slices": ["labl"]}})
     message = _refusal(run, tmp_path, config=config)
     assert message.startswith(
-        "evaluation.slices: 'labl' is no feature of the dataset; did you mean"
+        "evaluation.slices: 'labl' is not a feature of the dataset; did you mean"
     )
 
 

@@ -127,7 +127,7 @@ def test_an_evaluation_is_sliced_by_the_label_first_and_once():
     [
         (
             {"evaluation": {"slices": ["writr"]}},
-            "evaluation.slices: 'writr' is no feature of the dataset; did you mean 'writer'?",
+            "evaluation.slices: 'writr' is not a feature of the dataset; did you mean 'writer'?",
         ),
         (
             {"evaluation": {"slices": ["image"]}},

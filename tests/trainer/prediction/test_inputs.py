@@ -75,7 +75,7 @@ def test_images_as_pixels_have_their_size_or_are_broken(tmp_path):
     rows = [{"image": np.full((8, 8, 1), value).tolist()} for value in (7, 300)]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(UserError, match="row 2: 'image' is no uint8 of shape"):
+    with pytest.raises(UserError, match="row 2: 'image' is not uint8 of shape"):
         asked(model, [path], tmp_path / "out.csv")
     asked(model, [path], tmp_path / "out.jsonl", skip_bad=True)
     assert [row["prediction"] for row in read(tmp_path / "out.jsonl")] == [7.0]

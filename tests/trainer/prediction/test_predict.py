@@ -174,7 +174,7 @@ def test_bad_rows_are_left_out_on_request_and_counted(model, tmp_path):
     ]
     assert (summary.rows, summary.skipped) == (2, 3)
     assert "3 rows left out" in notes[-1]
-    assert "in.csv, row 3: 'age' is no float ('old')" in notes[-1]
+    assert "in.csv, row 3: 'age' is not of type float ('old')" in notes[-1]
 
 
 def test_the_share_of_bad_rows_of_the_training_data_holds_here_too(tmp_path):
@@ -198,9 +198,13 @@ def test_the_share_of_bad_rows_of_the_training_data_holds_here_too(tmp_path):
         ("in.csv", "age,count,city\n", "has no row"),
         ("in.csv", "age,counts,city\n1,2,Rome\n", "did you mean 'counts'"),
         ("in.csv", "1,2,3\n1,2,3\n", "no header"),
-        ("in.csv", "age,count,city\nx,y,Rome\n", "row 2: 'age' is no float ('x')"),
-        ("in.csv", "age,count,city\n1,,Rome\n2,3,Rome\n", "row 2: 'count' is no int"),
-        ("in.csv", "age,count,city\n1,1.5,Rome\n2,3,Rome\n", "row 2: 'count' is no int ('1.5')"),
+        ("in.csv", "age,count,city\nx,y,Rome\n", "row 2: 'age' is not of type float ('x')"),
+        ("in.csv", "age,count,city\n1,,Rome\n2,3,Rome\n", "row 2: 'count' is not of type int"),
+        (
+            "in.csv",
+            "age,count,city\n1,1.5,Rome\n2,3,Rome\n",
+            "row 2: 'count' is not of type int ('1.5')",
+        ),
         ("in.jsonl", "", "no JSON object"),
         ("in.jsonl", '{"age": 1, "count": 2, "city": "x"}\n{"a', "row 2: it is not JSON"),
         ("in.jsonl", '{"age": 1, "count": 2}\n', "no column 'city'"),
@@ -369,7 +373,7 @@ def test_numbers_beyond_the_type_of_a_feature_are_broken(tmp_path):
 
     model = made_model.published(tmp_path / "m", {"level": spec}, answer)
     path = write_csv(tmp_path / "in.csv", [{"level": 255}, {"level": 256}])
-    with pytest.raises(UserError, match="row 3: 'level' is no int"):
+    with pytest.raises(UserError, match="row 3: 'level' is not of type int"):
         asked(model, [path], tmp_path / "out.csv")
     asked(model, [path], tmp_path / "out.csv", skip_bad=True)
     assert np.allclose([float(row["prediction"]) for row in read(tmp_path / "out.csv")], [255])

@@ -138,7 +138,7 @@ def test_a_builder_says_all_by_itself(tmp_path):
         ({"label": "lable"}, "data.label: there is no column 'lable' in "),
         ({"inputs": ["agee"]}, "data.inputs: there is no column 'agee' in "),
         ({"splits": {"time": "day"}}, "data.splits.time: there is no column 'day' in "),
-        ({"types": {"town": "int"}}, "'town' is no int ('Oslo')"),
+        ({"types": {"town": "int"}}, "'town' is not of type int ('Oslo')"),
     ],
 )
 def test_what_further_rows_cannot_make_right_is_refused(tmp_path, keys, line):

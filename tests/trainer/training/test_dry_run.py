@@ -690,7 +690,10 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
             {"gate": {"champion": {"metric": "f1", "better": "lower"}}},
             "gate.champion.better: f1 is better where it is higher; leave it out",
         ),
-        ({"evaluation": {"slices": ["aeg"]}}, "evaluation.slices: 'aeg' is no feature of the da"),
+        (
+            {"evaluation": {"slices": ["aeg"]}},
+            "evaluation.slices: 'aeg' is not a feature of the da",
+        ),
         ({"training": {"optimizer": {"args": {"beta": 1}}}}, "training.optimizer.args.beta: "),
         ({"training": {"strategy": "own_models:net"}}, "training.strategy: 'own_models:net' is"),
         ({"data": {"buckets": [4]}}, "data.buckets: no input and no label varies in length; "),

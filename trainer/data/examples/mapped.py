@@ -387,7 +387,9 @@ def convert_value(name: str, value: Value, said: str) -> Value:
     try:
         found: Value = value.astype(_CAST[said])
     except ValueError:
-        raise UnsuitableError(f"gives {name!r} as {get_dtype(value)}, which is no {said}") from None
+        raise UnsuitableError(
+            f"gives {name!r} as {get_dtype(value)}, which is not of type {said}"
+        ) from None
     return found
 
 

@@ -81,7 +81,7 @@ def convert_rows(column: Column, array: pa.Array, *, required: bool) -> Values:
     numbers = read_numbers(column.type, array, column.unit)
     values, bad = numbers.values, numbers.bad
     dtype = make_spec(column).dtype
-    why = f"is no {column.type}"
+    why = f"is not of type {column.type}"
     if dtype in ("int64", "bool"):
         # These values are not used: the row is broken.
         return Values(values.astype(dtype), bad | numbers.missing, why, numbers.missing)

@@ -369,7 +369,7 @@ def test_a_type_that_is_said(value, said, dtype):
 
 
 def test_a_type_that_it_is_not():
-    with pytest.raises(UnsuitableError, match="gives 'x' as string, which is no int"):
+    with pytest.raises(UnsuitableError, match="gives 'x' as string, which is not of type int"):
         convert_value("x", make_value("x", "twelve"), "int")
 
 
