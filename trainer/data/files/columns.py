@@ -231,8 +231,8 @@ def _check_said(name: str, said: str, scan: ColumnScan) -> None:
     best = _infer_format(scan) if said in ("int", "float") else ""
     if best and scan.kinds.get("text", 0) >= NEARLY_ALL * sum(scan.kinds.values()):
         raise UserError(
-            f"data.types: the values of {name!r} are not of type {said}, such as {scan.texts[0][2]!r}; "
-            f"set data.types: {{{name}: {best}}}"
+            f"data.types: the values of {name!r} are not of type {said}, such as "
+            f"{scan.texts[0][2]!r}; set data.types: {{{name}: {best}}}"
         )
 
 
