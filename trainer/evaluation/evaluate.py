@@ -84,9 +84,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
     model, step = load_trained_model(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
-    objective = objective.set_thresholds(
-        choose_thresholds(objective, model, spec, dataset, scratch, size)
-    )
+    thresholds = choose_thresholds(objective, model, spec, dataset, scratch, size)
+    objective = objective.set_thresholds(thresholds)
     read = [*dict.fromkeys([*features, *objective.task.columns])]
     batches = labelled_columns(spec, files, batch_size=size, columns=read)
     if objective.task.learns:
