@@ -39,9 +39,7 @@ class Selection(Roles):
     @property
     def example_bytes(self) -> int:
         """Estimated size of an example in memory, in bytes; a text counts as one."""
-        return sum(
-            math.prod(spec.sizes) * _size_in_bytes(spec.dtype) for spec in self.specs.values()
-        )
+        return sum(math.prod(spec.sizes) * _item_size(spec.dtype) for spec in self.specs.values())
 
 
 def select(config: DataConfig, info: Any) -> Selection:
@@ -50,8 +48,7 @@ def select(config: DataConfig, info: Any) -> Selection:
     A feature without a role is kept if it has a fixed shape.
 
     Raises:
-        ConfigError: a key of the data section is wrong or missing; the message names it and its
-            remedy.
+        ConfigError: a key of the data section is wrong or missing; the message has a remedy.
         UserError: the dataset cannot be used.
     """
     name = config.dataset
@@ -129,7 +126,7 @@ def choose(
     )
 
 
-def _size_in_bytes(dtype: str) -> int:
+def _item_size(dtype: str) -> int:
     # NumPy does not know bfloat16.
     return {"string": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
 
@@ -276,8 +273,7 @@ def _encode_images(
 ) -> dict[str, FeatureSpec]:
     """Return the specs of the images that stay encoded, if `data.image` has a size.
 
-    Labels are excluded, since resizing would blend their values, and so are features in
-    `data.shapes`.
+    Labels, whose values resizing would blend, and features in `data.shapes` are excluded.
     """
     if not config.image.size:
         return {}

@@ -42,8 +42,7 @@ def parse(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, 
     return {name: _restore(feature, parsed[name]) for name, feature in features.items()}
 
 
-# Protobuf's tag: field 1 of a message, with a length
-# (https://protobuf.dev/programming-guides/encoding).
+# Protobuf: field 1 of a message, with a length (https://protobuf.dev/programming-guides/encoding).
 _MAP = _FIRST = b"\x0a"
 _SECOND, _THIRD = b"\x12", b"\x1a"
 _BITS, _MORE, _WORD = 7, 0x80, (1 << 64) - 1
@@ -58,7 +57,7 @@ def _entries(name: str, feature: FeatureSpec, values: Any) -> Iterator[bytes]:
     if feature.stored == "float":
         # All have the same length, so that only their last bytes differ.
         numbers = np.asarray(values, _dtype(feature)).astype("<f4").tobytes()
-        fixed = _entry(name, _SECOND, _add_length(_FIRST, b"0000"))[:-4]
+        fixed = _entry(name, _SECOND, _frame(_FIRST, b"0000"))[:-4]
         return (fixed + numbers[at : at + 4] for at in range(0, len(numbers), 4))
     if feature.stored == "int":
         kind = np.asarray(values, _dtype(feature))
@@ -70,7 +69,7 @@ def _entries(name: str, feature: FeatureSpec, values: Any) -> Iterator[bytes]:
 def _int_entry(name: str, value: int, known: dict[int, bytes]) -> bytes:
     found = known.get(value)
     if found is None:
-        found = _entry(name, _THIRD, _add_length(_FIRST, _varint(value & _WORD)))
+        found = _entry(name, _THIRD, _frame(_FIRST, _varint(value & _WORD)))
         if len(known) < _KNOWN:
             known[value] = found
     return found
@@ -80,15 +79,13 @@ def _bodies(feature: FeatureSpec, values: Any) -> Iterator[bytes]:
     if feature.stored == "image":
         # PNG is lossless.
         given = (each if isinstance(each, bytes) else images.encode(each) for each in values)
-        return (_add_length(_FIRST, each) for each in given)
+        return (_frame(_FIRST, each) for each in given)
     dtype, is_text = _dtype(feature), feature.dtype == "string"
     varies = feature.stored == "sequence"
     rows = (np.asarray(each, dtype) for each in values) if varies else np.asarray(values, dtype)
     if is_text:
-        return (
-            b"".join(_add_length(_FIRST, each) for each in np.ravel(row).tolist()) for row in rows
-        )
-    return (_add_length(_FIRST, row.tobytes()) for row in rows)
+        return (b"".join(_frame(_FIRST, each) for each in np.ravel(row).tolist()) for row in rows)
+    return (_frame(_FIRST, row.tobytes()) for row in rows)
 
 
 def _dtype(feature: FeatureSpec) -> Any:
@@ -96,12 +93,10 @@ def _dtype(feature: FeatureSpec) -> Any:
 
 
 def _entry(name: str, kind: bytes, body: bytes) -> bytes:
-    return _add_length(
-        _FIRST, _add_length(_FIRST, name.encode()) + _add_length(_SECOND, _add_length(kind, body))
-    )
+    return _frame(_FIRST, _frame(_FIRST, name.encode()) + _frame(_SECOND, _frame(kind, body)))
 
 
-def _add_length(tag: bytes, content: bytes) -> bytes:
+def _frame(tag: bytes, content: bytes) -> bytes:
     return b"".join((tag, _varint(len(content)), content))
 
 

@@ -16,7 +16,7 @@ from scipy import special
 
 from flotilla.trainer.data_gate.findings import Finding, Question, percent
 from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile
-from flotilla.trainer.data_gate.two_samples import fisher_p_value
+from flotilla.trainer.data_gate.two_samples import fisher_test
 from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSOR
 
 # A number identifies examples if it has at least this share of distinct values among them.
@@ -117,8 +117,7 @@ def _count_duplicates(split: SplitProfile) -> tuple[int, int]:
 class Copies:
     """Examples of one split that are also in another: `found` of the `asked` ones.
 
-    For a large split only a sample is known; `whole` is its size. `expected` is the share by
-    chance.
+    For a large split only a sample is known; `whole` is its size, `expected` the share by chance.
     """
 
     found: int
@@ -184,7 +183,7 @@ def find_copies(
     if by_chance is not None and by_chance < max(limit, _RARE):
         chance = float(special.bdtrc(found - 1, examples, max(expected, by_chance)))
     else:
-        chance = fisher_p_value(found, examples, again, whole)
+        chance = fisher_test(found, examples, again, whole)
     if not found or found / examples <= expected + limit or chance >= significance:
         return None
     return Copies(found=found, asked=examples, whole=asked.examples, expected=expected)
@@ -198,9 +197,7 @@ def find_new_copies(
     None if equally many are only in the training split: equal values by chance occur in both alike.
     """
     asked, own = dataset.splits["test"], dataset.splits["train"]
-    within = asked.hashes <= min(
-        _largest_known_hash(asked), _largest_known_hash(own), _largest_known_hash(known)
-    )
+    within = asked.hashes <= min(_limit(asked), _limit(own), _limit(known))
     hashes, copies = asked.hashes[within], asked.copies[within]
     there, here = np.isin(hashes, known.hashes), np.isin(hashes, own.hashes)
     examples, found, others = (int(copies[each].sum()) for each in (
@@ -218,12 +215,12 @@ def find_new_copies(
 
 def count_shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
     """Return the number of `asked` examples whose hashes both know, and of those in both."""
-    within = asked.hashes <= min(_largest_known_hash(asked), _largest_known_hash(known))
+    within = asked.hashes <= min(_limit(asked), _limit(known))
     copies = asked.copies[within]
     return int(copies.sum()), int(copies[np.isin(asked.hashes[within], known.hashes)].sum())
 
 
-def _largest_known_hash(split: SplitProfile) -> NDArray[np.uint64] | np.uint64:
+def _limit(split: SplitProfile) -> NDArray[np.uint64] | np.uint64:
     if split.is_whole or not len(split.hashes):
         return np.uint64(np.iinfo(np.uint64).max)
     return np.uint64(split.hashes.max())

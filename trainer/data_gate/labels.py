@@ -27,9 +27,7 @@ def classes(question: Question) -> Iterator[Finding]:
     for target in dataset.class_counts:
         known = champion.class_counts.get(target, {}) if champion else {}
         if champion and known:
-            seen = {
-                name for split in known for name in _count_champion_classes(question, target, split)
-            }
+            seen = {name for split in known for name in _count_old(question, target, split)}
             new = _list_present(dataset, target) - seen
             if new:
                 says = (
@@ -39,15 +37,15 @@ def classes(question: Question) -> Iterator[Finding]:
                 yield Finding("new_class", says, target, value=", ".join(sorted(new)[:20]))
         for split in dataset.class_counts[target]:
             before = (
-                _count_champion_classes(question, target, split)
+                _count_old(question, target, split)
                 if known
                 else dataset.count_classes(target, "train")
             )
-            yield from _find_missing(question, target, split, before)
+            yield from _find_gone(question, target, split, before)
             yield from _find_single(dataset, target, split)
 
 
-def _count_champion_classes(question: Question, target: str, split: str) -> dict[str, int]:
+def _count_old(question: Question, target: str, split: str) -> dict[str, int]:
     """Return the examples of the champion's classes, in the spelling of the dataset."""
     assert question.champion
     names, found = question.dataset.class_names(target), dict[str, int]()
@@ -68,7 +66,7 @@ def _list_present(dataset: DatasetProfile, target: str) -> set[str]:
     }
 
 
-def _find_missing(
+def _find_gone(
     question: Question, target: str, split: str, before: dict[str, int]
 ) -> Iterator[Finding]:
     found = question.dataset.count_classes(target, split)
@@ -104,7 +102,7 @@ def shares(question: Question) -> Iterator[Finding]:
         counts = question.dataset.count_classes(target, "train")
         yield from _imbalance(question, target, counts)
         if question.champion and target in question.champion.class_counts:
-            before = _count_champion_classes(question, target, "train")
+            before = _count_old(question, target, "train")
             yield from _balance(question, target, counts, before)
 
 

@@ -83,7 +83,7 @@ def _is_same_feature(column: str, name: str) -> bool:
 
 def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
     there = np.isfinite(x)
-    left = _residual_spread_by_value(classes[there], x[there]) if there.sum() >= _FEWEST else 1.0
+    left = _residual_by_value(classes[there], x[there]) if there.sum() >= _FEWEST else 1.0
     return left <= math.sqrt(1 - limit**2)
 
 
@@ -100,28 +100,26 @@ def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -
     """Compare the spread that a feature leaves of a label with the allowed share."""
     if len(np.unique(y)) < _FEWEST_NUMBERS:
         return ""
-    if _residual_spread_by_value(x, y) <= spread:
+    if _residual_by_value(x, y) <= spread:
         return "each of its values has one"
     there = np.isfinite(x)
     if not is_number or there.sum() < max(_FEWEST, len(x) / 2):
         return ""
     x, y = x[there], y[there]
-    if _residual_spread(x, y) <= spread:
+    if _residual(x, y) <= spread:
         return "one is a multiple of the other"
     return (
-        "both have one order"
-        if _residual_spread(stats.rankdata(x), stats.rankdata(y)) <= spread
-        else ""
+        "both have one order" if _residual(stats.rankdata(x), stats.rankdata(y)) <= spread else ""
     )
 
 
-def _residual_spread(x: Numbers, y: Numbers) -> float:
+def _residual(x: Numbers, y: Numbers) -> float:
     one, two = x - x.mean(), y - y.mean()
     scale = float((one**2).sum() * (two**2).sum())
     return float(np.sqrt(max(0.0, 1 - float((one * two).sum()) ** 2 / scale))) if scale else 1.0
 
 
-def _residual_spread_by_value(x: Numbers, y: Numbers) -> float:
+def _residual_by_value(x: Numbers, y: Numbers) -> float:
     """Return the remaining spread if each example is predicted by the others of its value."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]

@@ -66,9 +66,9 @@ def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> dict
         ]  # fmt: skip
     rows.append(("values", new.distinct or None, (old.distinct or None) if old else None))
     if new.kind in (TEXT, CLASS):
-        bars, ends = _bars_of_counts(new, old), ("", "")
+        bars, ends = _stack(new, old), ("", "")
     else:
-        bars, ends = _bars_of_numbers(new, old)
+        bars, ends = _bin(new, old)
     return {"name": name, "facts": rows, "bars": bars, "ends": ends}
 
 
@@ -76,7 +76,7 @@ def _short(value: float) -> str:
     return f"{value:.5g}"
 
 
-def _bars_of_counts(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
+def _stack(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
     names = sorted(new.counts, key=lambda value: -new.counts[value])[:_MOST_BARS]
     before = old.counts if old else {}
     shares = [
@@ -87,9 +87,7 @@ def _bars_of_counts(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar
     return _bars(shares)
 
 
-def _bars_of_numbers(
-    new: FeatureProfile, old: FeatureProfile | None
-) -> tuple[list[Bar], tuple[str, str]]:
+def _bin(new: FeatureProfile, old: FeatureProfile | None) -> tuple[list[Bar], tuple[str, str]]:
     both = [each.numbers for each in (new, old) if each and len(each.numbers)]
     if not len(new.numbers):
         return [], ("", "")

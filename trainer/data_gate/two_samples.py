@@ -28,16 +28,14 @@ def kolmogorov_smirnov(
         sizes: bounds of the effective sample sizes, if the numbers are not independent.
     """
     at = np.union1d(new, old)
-    distance = float(
-        np.max(np.abs(_distribution_function(new, at) - _distribution_function(old, at)))
-    )
+    distance = float(np.max(np.abs(_cdf(new, at) - _cdf(old, at))))
     first, second = min(len(new), sizes[0]), min(len(old), sizes[1])
     root = np.sqrt(first * second / (first + second))
     # Stephens, 1970: the limit distribution is accurate above a few examples.
     return distance, float(stats.kstwobign.sf((root + 0.12 + 0.11 / root) * distance))
 
 
-def _distribution_function(values: Numbers, at: Numbers) -> Numbers:
+def _cdf(values: Numbers, at: Numbers) -> Numbers:
     return np.searchsorted(values, at, side="right") / len(values)
 
 
@@ -74,12 +72,12 @@ def homogeneity(
     return moved, float(stats.chi2_contingency(pooled, correction=False).pvalue)
 
 
-def fisher_p_value(part: int, of: int, known: int, whole: int) -> float:
+def fisher_test(part: int, of: int, known: int, whole: int) -> float:
     """Return the one-sided p-value of a larger share (Fisher's exact test)."""
     return float(stats.hypergeom.sf(part - 1, of + whole, part + known, of))
 
 
-def absence_p_value(count: int, of: int, whole: int) -> float:
+def absence_test(count: int, of: int, whole: int) -> float:
     """Return the probability that all `count` examples are in the sample of `of` by chance."""
     return float(stats.hypergeom.sf(count - 1, of + whole, count, of))
 

@@ -16,11 +16,7 @@ from flotilla.trainer.data_gate.findings import (
     some,
 )
 from flotilla.trainer.data_gate.profile import FeatureProfile
-from flotilla.trainer.data_gate.two_samples import (
-    absence_p_value,
-    fisher_p_value,
-    kolmogorov_smirnov,
-)
+from flotilla.trainer.data_gate.two_samples import absence_test, fisher_test, kolmogorov_smirnov
 from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
 # Factor and offset between units, with their names. Both directions are tried.
@@ -100,7 +96,7 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
             part = float(np.mean(outside))
             count = int(outside.sum())
             if part > question.limit("range") and count:
-                chance = absence_p_value(count, len(new.numbers), old.present)
+                chance = absence_test(count, len(new.numbers), old.present)
                 if chance < alpha:
                     extreme = new.least if word == "below" else new.most
                     says = (
@@ -122,7 +118,7 @@ def missing(question: Question) -> Iterator[Finding]:
     limit = question.limit("missing_values")
     for name, new, old in pairs:
         now, before = share(new.missing, new.examples), share(old.missing, old.examples)
-        chance = fisher_p_value(new.missing, new.examples, old.missing, old.examples)
+        chance = fisher_test(new.missing, new.examples, old.missing, old.examples)
         if now - before > limit and chance < question.significance / len(pairs) and new.present:
             says = (
                 f"{percent(now)} of {name!r} is missing, {percent(before)} in the champion's "
@@ -140,7 +136,7 @@ def _is_missed(question: Question, name: str, split: str) -> bool:
     for at in ("train", split):
         sizes.append(round(question.independent(dataset, at, by_inputs=True)))
     present = round(share(train.present, train.examples) * sizes[0])
-    chance = absence_p_value(present, sizes[0], sizes[1])
+    chance = absence_test(present, sizes[0], sizes[1])
     return name in dataset.used and chance < question.significance / len(dataset.used)
 
 
@@ -187,7 +183,7 @@ def new_values(question: Question) -> Iterator[Finding]:
             continue
         alpha = question.significance / len(pairs)
         largest = max(unseen.values())
-        chance = absence_p_value(largest, new.present, old.present) * len({**old.counts, **unseen})
+        chance = absence_test(largest, new.present, old.present) * len({**old.counts, **unseen})
         # One category is tested separately, the sum of many rare ones by those seen once.
         if chance < alpha or part > 3 * once + 10 / max(min(new.present, old.present), 1):
             names = sorted(unseen, key=lambda value: -unseen[value])

@@ -157,8 +157,8 @@ def test_many_tests_are_corrected():
 
 def test_a_share_is_compared_by_the_exact_test():
     exact = stats.fisher_exact([[8, 92], [2, 198]], alternative="greater").pvalue
-    assert two_samples.fisher_p_value(8, 100, 2, 200) == pytest.approx(exact)
-    assert two_samples.absence_p_value(3, 100, 100) == pytest.approx(0.123, abs=0.01)
+    assert two_samples.fisher_test(8, 100, 2, 200) == pytest.approx(exact)
+    assert two_samples.absence_test(3, 100, 100) == pytest.approx(0.123, abs=0.01)
 
 
 def ordinary(seed):

@@ -49,16 +49,14 @@ def batches(  # noqa: PLR0913, PLR0917
             if left < 0:
                 break
             for image in _list_encoded(selection):
-                batch[image] = list(
-                    _store_images(selection.specs[image], batch[image], name, split)
-                )
+                batch[image] = list(_store(selection.specs[image], batch[image], name, split))
             yield batch
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0]
-        raise UserError(_describe_read_error(name, source, split, reason)) from error
+        raise UserError(_read_error(name, source, split, reason)) from error
     if left:
         reason = f"{abs(left)} examples {'too few' if left > 0 else 'too many'}"
-        raise UserError(_describe_read_error(name, source, split, reason))
+        raise UserError(_read_error(name, source, split, reason))
 
 
 def _arrays(
@@ -88,7 +86,7 @@ def _list_encoded(selection: Selection) -> list[str]:
     return [name for name, spec in selection.specs.items() if spec.stored == "image"]
 
 
-def _store_images(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[bytes]:
+def _store(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[bytes]:
     for data in column:
         try:
             yield stored_image(data, spec.sizes[-1])
@@ -202,9 +200,7 @@ def _get(example: Any, path: str) -> Any:
     return _get(example[outer], inner)
 
 
-def _describe_read_error(
-    name: str, source: tfds.core.DatasetBuilder, split: str, reason: str
-) -> str:
+def _read_error(name: str, source: tfds.core.DatasetBuilder, split: str, reason: str) -> str:
     return (
         f"data.dataset: the split {split!r} of {name} in {source.data_dir} cannot be read "
         f"({reason}); remove that folder, and it is made again"

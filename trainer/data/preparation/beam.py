@@ -58,11 +58,7 @@ def map_parts_by_beam(  # noqa: PLR0913
         mapper = PartMapper(pickle.dumps(source), uri, config.vocabulary)
         try:
             options = pipeline_options(config.runner)
-            with (
-                _quiet(),
-                _watch_parts(parts, uri, work),
-                beam.Pipeline(options=options) as pipeline,
-            ):
+            with _quiet(), _watch(parts, uri, work), beam.Pipeline(options=options) as pipeline:
                 # Without a reshuffle, the created elements are one bundle for one worker.
                 made = pipeline | beam.Create(list(parts), reshuffle=False) | beam.Reshuffle()
                 _ = made | "map" >> beam.Map(mapper)
@@ -78,7 +74,7 @@ def map_parts_by_beam(  # noqa: PLR0913
 
 
 @contextlib.contextmanager
-def _watch_parts(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
+def _watch(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
     names, seen = {part.folder for part in parts}, 0
 
     def look() -> None:

@@ -29,8 +29,7 @@ from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.errors import report_errors
 
 TRAIN, VALIDATION = "train", "validation"
-# Subfolder of a worker's working folder: the shards, and the pipes through which graphs request
-# them.
+# Subfolder of a worker's working folder: the shards, and the pipes for requests of graphs.
 FOLDER = "feed"
 SHARDS = "held"
 ASK = f"{FOLDER}/ask"

@@ -196,7 +196,7 @@ def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[
     """
     start, counted = max(piece.start, begin), 0
 
-    def position_at(here: int) -> int:
+    def locate(here: int) -> int:
         nonlocal counted
         before, counted = counted, max(here, counted)
         return counted - before
@@ -210,15 +210,13 @@ def _body(path: Path, piece: Piece, begin: int) -> Iterator[tuple[Any, Callable[
                 nonlocal parsed
                 parsed += block
                 ahead = count_expanded(file)
-                return position_at(
-                    round(position(file) * min(parsed / ahead if ahead else 1.0, 1.0))
-                )
+                return locate(round(position(file) * min(parsed / ahead if ahead else 1.0, 1.0)))
 
             yield pa.PythonFile(file, mode="r"), read
         return
     size = max(0, (path.stat().st_size if piece.stop == END else piece.stop) - start)
     with pa.OSFile(str(path)) as file:
-        yield file.get_stream(start, size), lambda block: position_at(min(counted + block, size))
+        yield file.get_stream(start, size), lambda block: locate(min(counted + block, size))
 
 
 def _safe_ends(file: IO[bytes], size: int) -> Iterator[int | None]:

@@ -64,11 +64,7 @@ class JsonReader(Reader):
         records = [each for each in islice(_records(path, Piece(0)), _FIRST) if each is not None]
         flat = [_flat(each) if isinstance(each, dict) else each for each in records]
         objects = [each for each in flat if isinstance(each, dict)]
-        if (
-            len(records) == 1
-            and isinstance(records[0], dict)
-            and (why := _explain_table(records[0]))
-        ):
+        if len(records) == 1 and isinstance(records[0], dict) and (why := _explain(records[0])):
             raise UserError(f"data.source: {path} is one JSON object {why}; {_AS_ROWS}")
         for record in objects:
             found.update(list(record))
@@ -259,7 +255,7 @@ def _is_unicode(value: Any) -> bool:
     return True
 
 
-def _explain_table(record: Mapping[str, Any]) -> str:
+def _explain(record: Mapping[str, Any]) -> str:
     """Explain why the only object of a file is a table, not a row; empty if it is a row."""
     for name, value in record.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -59,8 +59,7 @@ def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the keys of some records.
 
     Raises:
-        UserError: there are too many keys, or each record has others, so that the table would be
-            sparse.
+        UserError: there are too many keys, or records share too few of them.
     """
     names = list(dict.fromkeys(name for record in records for name in record))
     require_few(len(names), str(path))
