@@ -62,7 +62,6 @@ def duplicates(question: Question) -> Iterator[Finding]:
 
 
 def _expected(question: Question, split: str) -> float | None:
-    """Return the expected share of duplicates; None if it is unknown."""
     by_chance = _estimate_chance(question.dataset)
     if by_chance is not None:
         return max(_get_champion_share(question, split) or 0.0, by_chance)

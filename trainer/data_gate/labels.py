@@ -36,11 +36,9 @@ def classes(question: Question) -> Iterator[Finding]:
                 )
                 yield Finding("new_class", says, target, value=", ".join(sorted(new)[:20]))
         for split in dataset.class_counts[target]:
-            before = (
-                _count_old(question, target, split)
-                if known
-                else dataset.count_classes(target, "train")
-            )
+            before = dataset.count_classes(target, "train")
+            if known:
+                before = _count_old(question, target, split)
             yield from _find_gone(question, target, split, before)
             yield from _find_single(dataset, target, split)
 

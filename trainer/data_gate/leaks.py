@@ -53,7 +53,6 @@ def label_leakage(question: Question) -> Iterator[Finding]:
 
 
 def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
-    """Return how a feature decides a label; empty if it does not."""
     features, sample = dataset.features("train"), dataset.splits["train"].sample
     if not {name, target} <= sample.keys() & features.keys():
         return ""
@@ -108,9 +107,8 @@ def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -
     x, y = x[there], y[there]
     if _residual(x, y) <= spread:
         return "one is a multiple of the other"
-    return (
-        "both have one order" if _residual(stats.rankdata(x), stats.rankdata(y)) <= spread else ""
-    )
+    x, y = stats.rankdata(x), stats.rankdata(y)
+    return "both have one order" if _residual(x, y) <= spread else ""
 
 
 def _residual(x: Numbers, y: Numbers) -> float:
@@ -144,7 +142,6 @@ def _explain_class(
 
 
 def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
-    """Return the error rate if the other examples of a value predict the class."""
     _, values, of_value = np.unique(x, return_inverse=True, return_counts=True)
     _, classes = np.unique(y, return_inverse=True)
     # A missing value counts as a value.

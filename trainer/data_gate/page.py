@@ -53,7 +53,6 @@ def render(
 
 
 def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> dict[str, Any]:
-    """Return one feature: its lines of numbers, its bars, and their range."""
     rows: list[tuple[str, object, object]] = []
     rows.append(("missing", new.missing, old.missing if old else None))
     if math.isfinite(new.mean):
