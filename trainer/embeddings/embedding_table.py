@@ -444,7 +444,7 @@ def _build_draw(initializer: Any, dimension: int, *, has_seed: bool) -> Any:
     except Exception as error:
         name = type(initializer).__name__
         raise ValueError(
-            f"initializer: {name} needs the size of the whole table, and rows come one by one; "
+            f"initializer: {name} needs the size of the whole table, and rows are created singly; "
             "take uniform, random_normal, truncated_normal, zeros or a constant"
         ) from error
     return draw

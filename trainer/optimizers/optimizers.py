@@ -103,8 +103,8 @@ def _clone(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     # A user's class may raise any exception.
     except Exception as error:
         raise ConfigError(
-            f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be made "
-            f"again from its get_config: {user_code.format_error(error)}"
+            f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be "
+            f"recreated from its get_config: {user_code.format_error(error)}"
         ) from error
     if pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None):
         made.exclude_from_weight_decay(var_names=[pattern.pattern])

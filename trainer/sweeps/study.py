@@ -168,7 +168,7 @@ class Study:
             yield
         except OSError as error:
             raise UserError(
-                f"cannot write {self._path}: {error.strerror}; what the trials published is kept"
+                f"cannot write {self._path}: {error.strerror}; the published results are kept"
             ) from None
 
 

@@ -206,7 +206,7 @@ def require_metrics(config: Config, objective: Objective) -> None:
     direction, better = known.get(compared), config.gate.champion.better
     if better and direction and better != direction:
         raise ConfigError(
-            f"gate.champion.better: {compared} is better where it is {direction}; leave it out"
+            f"gate.champion.better: {compared} is better when {direction}; leave it out"
         )
     if main and not known[main]:
         raise ConfigError(
@@ -512,7 +512,7 @@ def _why_not_finite(training: TrainingConfig, batch: Any) -> str:
             return f"{name} is missing (NaN) in one of them; fill it, as the model tabular does"
     why = "look for a logarithm, a root, a norm or a division of zero"
     if training.mixed_precision == "float16":
-        why += f", or for a value beyond {np.finfo(np.float16).max:.0f}, the most of float16"
+        why += f", or for a value beyond {np.finfo(np.float16).max:.0f}, the largest float16"
     return why
 
 

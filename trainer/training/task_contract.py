@@ -177,7 +177,7 @@ def _require_directions(task: Task, metrics: Mapping[str, Any], who: str) -> Non
     for name in metrics:
         _require(
             name in task.directions,
-            f"directions: {who} measures {name!r}, which they do not have"
+            f"directions: {who} measures {name!r}, which has no direction"
             f"{nearest(name, task.directions)}",
         )
 

@@ -214,7 +214,7 @@ class Unmade(keras.optimizers.SGD):
         ),
         (keras.optimizers.ScheduleFreeAdamW, "is ScheduleFreeAdamW, which cannot be used here"),
         (excluding_a_variable, "excludes variables from weight decay by var_list"),
-        (lambda: Unmade(0.1), "is Unmade, which cannot be made again from its get_config: "),
+        (lambda: Unmade(0.1), "is Unmade, which cannot be recreated from its get_config: "),
     ],
 )
 def test_what_another_loop_needs_is_refused_in_one_line(make, message):

@@ -468,7 +468,7 @@ def test_a_step_that_fails_is_refused_in_one_line(name, message):
 
 def test_a_loss_beyond_float16_says_so():
     training = {"strategy": "single", "mixed_precision": "float16"}
-    with pytest.raises(ConfigError, match=", or for a value beyond 65504, the most of float16"):
+    with pytest.raises(ConfigError, match=", or for a value beyond 65504, the largest float16"):
         tried("own_models:huge", training=training)
 
 
@@ -688,7 +688,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ({"gate": {"min": {"pr_auc": 0.1}}}, "gate.min.pr_auc: binary_classification and the "),
         (
             {"gate": {"champion": {"metric": "f1", "better": "lower"}}},
-            "gate.champion.better: f1 is better where it is higher; leave it out",
+            "gate.champion.better: f1 is better when higher; leave it out",
         ),
         (
             {"evaluation": {"slices": ["aeg"]}},

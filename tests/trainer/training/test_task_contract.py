@@ -145,7 +145,7 @@ BROKEN = {
     ),
     "metric without a direction": (
         {"metrics": gives([keras.metrics.MeanSquaredError(name="squared")])},
-        "directions: it measures 'squared', which they do not have",
+        "directions: it measures 'squared', which has no direction",
     ),
     "metric that does not add up": (
         {"metrics": gives([Largest()])},
@@ -191,7 +191,7 @@ BROKEN = {
     ),
     "a metric of slices": (
         {"tally": gives(Other())},
-        "directions: tally() measures 'absolut', which they do not have; did you mean 'absolute'?",
+        "directions: tally() measures 'absolut', which has no direction; did you mean 'absolute'?",
     ),
 }
 
