@@ -68,7 +68,7 @@ def test_a_small_space_gives_each_trial_once():
         (["training.steps=,"], "names no value"),
         (["training.steps=1,,2"], "empty"),
         (["training.steps"], "write it as"),
-        (["data.seed=1,2"], "same examples"),
+        (["data.seed=1,2"], "same validation examples"),
         (["gate.min={},{loss: 1}"], "same for all trials"),
         (["training.steps=1,2", "training.steps=3,4"], "name it once"),
         (["training.steps=3", "training.steps=1,2"], "keep one"),
