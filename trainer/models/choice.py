@@ -110,12 +110,12 @@ def is_id(name: str) -> bool:
 
 
 def names_things(name: str) -> bool:
-    """Return the names of a user's and an item's id if these are the only inputs, else nothing."""
+    """Say whether the numbers of such a column identify things, and are not counts or indices."""
     return is_id(name) and _words(name)[-1:] not in (["nr"], ["no"], ["number"], ["index"])
 
 
 def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
-    """Return the names of a user's and an item's id where there is nothing else; else nothing."""
+    """Return the names of a user's and an item's id if these are the only inputs, else nothing."""
     if len(kinds) != _PAIR or not {*kinds.values()} <= {NUMBER, CATEGORY, FREE_TEXT}:
         return ()
     users, items = (
@@ -138,7 +138,7 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
     feature, known = dataset.features[name], dataset.learnt.features.get(name)
     shape = feature.shape
     if feature.dtype == "string" and not shape:
-        # Before it is prepared all that is known is that it is a text.
+        # Before preparation, nothing else is known than that it is a text.
         repeats = known is not None and are_repeated(known.distinct, known.examples)
         return CATEGORY if repeats else FREE_TEXT
     if not shape:

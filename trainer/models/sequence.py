@@ -1,12 +1,11 @@
-"""Network over sequences: of numbers, of vectors, of ids and of texts, whatever their length.
+"""A network over sequences of numbers, vectors, ids or texts of any length.
 
-A place of a sequence is a row of an embedding for its id or its text, its numbers, and how far on
-it is. Residual convolutions look at the places around it; each block has half the places of the one
-before, so that it looks twice as far (Johnson and Zhang 2017, "Deep Pyramid Convolutional Neural
-Networks for Text Categorization"; the normalization is first in a block, as Xiong et al. 2020 have
-it). The largest values of each block over the places of an example, and their mean in the
-beginning, are what a sequence is; other inputs are taken as by `tabular`. What a batch is padded
-with counts nowhere.
+A position of a sequence is encoded by an embedding row of its id or text, its numbers, and its
+index. Residual convolutions look at neighbouring positions; each block has half the positions of
+the one before, so that its receptive field doubles (Johnson and Zhang 2017, "Deep Pyramid
+Convolutional Neural Networks for Text Categorization"; pre-normalization as in Xiong et al. 2020).
+A sequence is represented by the maximum of each block over its positions, and the mean of the
+first; other inputs are processed as in `tabular`. Padding is ignored.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from flotilla.trainer.models.spec import InputSpec, layer_name, share, size
 from flotilla.trainer.models.tabular import PIECES, KnownPlaces, Places, network
 from flotilla.trainer.runtime.errors import ConfigError
 
-# Of a sequence of vectors: length and size.
+# Rank of a sequence of vectors: length and size.
 _VECTORS = 2
-# Places that a convolution takes.
+# Positions that a convolution covers.
 _WIDTH = 3
-# Of larger ids several share a row.
+# Larger ids share rows.
 _MOST_IDS = 1 << 16
 # Below any value, also in half precision.
 _FAR = 1e4
-# A text that fewer training examples have is as one that none has.
+# A text that occurs in fewer training examples is treated as unknown.
 _LEAST = 2
 
 
@@ -47,11 +46,11 @@ def sequence(  # noqa: PLR0913
 
     Args:
         spec: sequences of numbers, vectors, ids or texts, and inputs that `tabular` takes.
-        hidden_units: of the layers over all inputs together, each followed by `dropout`.
-        dimension: of a place of a sequence, and of a row of an embedding.
-        blocks: of convolutions, of which each looks twice as far as the one before.
-        words: that are taken of a text that is no sequence.
-        dropout: the share of units that a step leaves out.
+        hidden_units: sizes of the layers over all inputs, each followed by `dropout`.
+        dimension: size of a position of a sequence, and of an embedding row.
+        blocks: number of convolution blocks; each doubles the receptive field.
+        words: most words of a text that is not a sequence.
+        dropout: share of units that a step drops.
     """
     rate, count = share("dropout", dropout), size("blocks", blocks)
 
@@ -69,10 +68,10 @@ def sequence(  # noqa: PLR0913
 def _pooled(  # noqa: PLR0913
     name: str, channels: Sequence[Any], known: Any, *, units: int, blocks: int, rate: float
 ) -> list[Any]:
-    """Return rows of numbers [n, units] of a sequence of channels [n, length, ...]."""
+    """Return rows of numbers [n, units] for a sequence of channels [n, length, ...]."""
     layers, ops = keras.layers, keras.ops
     count = ops.sum(known, axis=1)
-    # Of a sequence without a place all of it is zero.
+    # A sequence without positions is all zeros.
     some = ops.minimum(count, 1)
     begin = ops.cumsum(known, axis=1) / ops.maximum(ops.expand_dims(count, -1), 1)
     x = layers.Concatenate(name=layer_name(name, "channels"))([*channels, begin])
@@ -93,14 +92,14 @@ def _pooled(  # noqa: PLR0913
         if rate:
             y = layers.Dropout(rate, name=layer_name(name, f"dropout_{index}"))(y)
         y = layers.Dense(units, name=layer_name(name, f"mix_{index}"))(y)
-        # What is no place is no largest value either.
+        # Padding must not be the maximum.
         x = x + y + (known - 1) * _FAR
         found.append(ops.max(x, axis=1) * some)
     return [*found, ops.log(1 + count)]
 
 
 def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[Any], Any]:
-    """Return numbers of each place [n, length, ...], and which places there are."""
+    """Return the numbers of each position [n, length, ...], and the mask of valid positions."""
     spec, ops, shape = places.spec, keras.ops, tuple(x.shape[1:])
     length = places.given.get(length_name(name))
     if x.dtype == "string":
@@ -108,7 +107,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
             raise ConfigError(f"takes lists of texts, and {name!r} has the shape {shape}")
         layer = spec.vocabulary(name, least=_LEAST, padding=True)
         numbers = layer(x)
-        # Padding is a text without a letter, number 1.
+        # Padding is the empty text, number 1.
         return [_rows(name, numbers, layer.size, dimension)], _known(
             name, ops.where(ops.equal(numbers, 1), 0, numbers + 1), length
         )
@@ -124,7 +123,7 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
     x = ops.expand_dims(x, -1) if len(shape) == 1 else x
     missing = ops.isnan(x)
     x = ops.where(missing, 0.0, x)
-    # As it is near the mean; one that is far away is so by its digits.
+    # Nearly linear around the mean, logarithmic far away.
     found.append(ops.sign(x) * ops.log(1 + ops.abs(x)))
     if statistics.missing:
         found.append(ops.cast(missing, x.dtype))

@@ -26,12 +26,12 @@ from flotilla.trainer.models.spec import InputSpec, layer_name, size
 from flotilla.trainer.models.text import text_features
 from flotilla.trainer.runtime.errors import ConfigError
 
-# Of a sequence of vectors: length and size. Layers, and how many places each looks at.
+# Rank of a sequence of vectors: length and size. Number of layers, and positions that each covers.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
-# Units of a number, and of all numbers together where there are many columns.
+# Units of a number, and of all numbers together if there are many columns.
 _UNITS, _MOST_UNITS = 8, 2048
 PIECES = 16
-# Takes the inputs and the name and the tensor of one; returns rows of numbers.
+# Takes the inputs, and the name and the tensor of one; returns rows of numbers.
 OfSequence = Callable[["Places", str, Any], list[Any]]
 
 
@@ -49,11 +49,11 @@ def tabular(  # noqa: PLR0913
     Args:
         spec: inputs of single numbers, classes or texts, tensors of numbers of one shape, or
             sequences of numbers, or of vectors, of any length.
-        hidden_units: of the layers, each followed by `dropout`.
-        dimension: of a row of an embedding.
-        words: that are taken of a text.
-        dropout: the share of units that a step leaves out.
-        pieces: that the quantiles cut a number into; with 0 it is one normalized number.
+        hidden_units: sizes of the layers, each followed by `dropout`.
+        dimension: size of an embedding row.
+        words: most words of a text.
+        dropout: share of units that a step drops.
+        pieces: quantile intervals of a number; with 0 it is one normalized number.
     """
     return network(
         spec, "tabular", hidden_units=hidden_units, dimension=dimension, words=words,
@@ -69,7 +69,7 @@ def text(
     words: int = 400,
     dropout: float = 0.3,
 ) -> keras.Model:
-    """Return what `tabular` does, of sizes that suit inputs that are texts."""
+    """Return a `tabular` network with sizes that suit text inputs."""
     return network(
         spec, "text", hidden_units=hidden_units, dimension=dimension, words=words,
         dropout=dropout, pieces=PIECES,
@@ -87,7 +87,7 @@ def network(  # noqa: PLR0913
     pieces: int,
     of_sequence: OfSequence | None = None,
 ) -> keras.Model:
-    """Return layers over all inputs together; `of_sequence` takes those that are sequences."""
+    """Return layers over all inputs together; `of_sequence` encodes inputs that are sequences."""
     given = spec.symbols()
     named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
     places = Places(spec, named, size("dimension", dimension), size("words", words), of_sequence)
@@ -102,7 +102,7 @@ def network(  # noqa: PLR0913
 
 
 def _in_units(spec: InputSpec, found: Any) -> Any:
-    """Bring the output for a number to its mean and its spread, so that training begins there."""
+    """Scale the output for a number to its mean and deviation, where training begins."""
     if isinstance(found, Mapping):
         return {name: _scaled(spec, name, each) for name, each in found.items()}
     return _scaled(spec, spec.targets[0], found) if spec.targets else found
@@ -166,11 +166,11 @@ class Places:
         self._dimension = dimension
         self._words = words
         self._of_sequence = of_sequence
-        #: Texts as bags of words that the outputs see as well.
+        #: Texts as bags of words that are also passed to the outputs.
         self.bags: list[Any] = []
 
     def of(self, name: str, x: Any) -> list[Any]:
-        """Return what the first layer gets of an input."""
+        """Return the part of the first layer's input for one input."""
         shape = tuple(x.shape[1:])
         if shape and self._of_sequence:
             return self._of_sequence(self, name, x)
@@ -191,15 +191,15 @@ class Places:
         return x.dtype != "string" and not x.shape[1:]
 
     def pieces(self, names: Sequence[str], most: int) -> list[Any]:
-        """Return units of numbers that are cut into pieces, and which numbers are missing."""
+        """Return units of numbers cut into pieces, and the mask of missing numbers."""
         cut = [_Cut(self.spec, name, most) for name in names]
         x = keras.ops.stack(
             [each.layer(self.given[name]) for each, name in zip(cut, names, strict=True)], axis=1
         )
         missing = keras.ops.isnan(x)
-        # One that is missing in no training example is taken for the median.
+        # A missing number that no training example lacks is taken as the median.
         x = keras.ops.where(missing, 0.0, x)
-        # An infinite one times nothing would be none.
+        # Infinity times zero would be NaN.
         low, high = np.stack([each.ends for each in cut], axis=1)
         x = keras.ops.minimum(keras.ops.maximum(x, low), high)
         x = keras.ops.expand_dims(x, -1)
@@ -208,7 +208,7 @@ class Places:
         units = max(1, min(_UNITS, _MOST_UNITS // len(names)))
         x = keras.layers.EinsumDense(
             "abc,bcd->abd", (len(names), units), bias_axes="bd", activation="relu",
-            # About half of the pieces are full; units of a mean that is not 0 would all be alike.
+            # About half of the pieces are full; with a non-zero mean all units would be alike.
             kernel_initializer=keras.initializers.RandomNormal(stddev=most**-0.5),
             name="flotilla_pieces",
         )(x)  # fmt: skip
@@ -234,7 +234,7 @@ class Places:
         return [bag]
 
     def _rows(self, name: str, numbers: Any, rows: int) -> Any:
-        # A class that training has not seen is no reason to fail when the model serves.
+        # An unseen class must not fail when the model serves.
         layer = ShardedEmbedding(
             rows, self._dimension, shards=1, unknown="wrap", name=layer_name(name, "embedding")
         )

@@ -74,7 +74,7 @@ class Ranked(NamedTuple):
         both = (np.cumsum(each) / max(each.sum(), 1e-300) for each in (self.true, self.false))
         place = np.floor(sum(both) * (most / 2))
         begins = np.flatnonzero(_differs(place))
-        # For later scores, equally much is above and below.
+        # Each interval is represented by the score in its middle.
         middle = (begins + np.append(begins[1:], len(place))) // 2
         return Ranked(self.scores[middle], *(np.add.reduceat(each, begins) for each in self[1:]))
 
