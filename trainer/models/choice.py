@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from flotilla.trainer.config.base import AUTO
-from flotilla.trainer.config.model import ModelConfig
+from flotilla.trainer.config.model import RECOMMENDERS, ModelConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -54,7 +54,11 @@ class Choice(NamedTuple):
 
 def with_model(config: Config, dataset: DatasetSpec) -> Config:
     """Return the configuration with the name of the model chosen for a dataset."""
-    return config.model_copy(update={"model": named(config.model, dataset)})
+    model, data = named(config.model, dataset), config.data
+    if model.name in RECOMMENDERS and data.source and not data.inputs:
+        # A configuration that names the model has to name them, and they are known here.
+        data = data.model_copy(update={"inputs": tuple(dataset.inputs)})
+    return config.model_copy(update={"model": model, "data": data})
 
 
 def named(config: ModelConfig, dataset: DatasetSpec) -> ModelConfig:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.model import ModelConfig
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -55,3 +56,10 @@ def test_ids_by_name():
     ids = ["id", "ID", "customer ID", "userId", "passengerid", "order_no"]
     others = ["paid", "grid", "idle", "notes", "PAID"]
     assert [name for name in [*ids, *others] if choice.is_id(name)] == ids
+
+
+def test_a_chosen_recommender_is_a_configuration_that_is_read_again():
+    given = {"data": {"source": "/t.csv", "label": "y"}, "model": {"name": "auto"}}
+    found = choice.with_model(parse_config(given), a_dataset(user_id=ID, item_id=ID))
+    assert parse_config(found.model_dump(mode="json")) == found
+    assert found.data.inputs == ("user_id", "item_id")
