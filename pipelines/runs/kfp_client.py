@@ -50,6 +50,10 @@ _REDIRECTED = 3
 _SERVER = 500
 
 
+#: Answers of an instance: there is no such thing, and there is one already.
+ABSENT, CONFLICT = 404, 409
+
+
 class InstanceError(UserError):
     """A KFP instance refused a request (the HTTP `status`), or did not answer (0)."""
 
@@ -338,6 +342,16 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     except (ApiException, TypeError, ValueError) as error:
         words = " ".join(str(error).split())
         raise InstanceError(f"the KFP client cannot read the response: {words}") from None
+
+
+def create_or_find(create: Callable[[], Any], key: str, find: Callable[[], str]) -> str:
+    """Return the id of what is created, or found where another client has just created it."""
+    try:
+        return str(getattr(create(), key))
+    except InstanceError as error:
+        if error.status == CONFLICT and (found := find()):
+            return found
+        raise
 
 
 def pages(

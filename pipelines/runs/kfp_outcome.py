@@ -28,7 +28,7 @@ from flotilla.components.table import (
     find_step,
     find_step_of_stage,
 )
-from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, one_line
+from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, ask, one_line
 from flotilla.pipelines.runs.kfp_nodes import Nodes, Pod, Step, read_log, read_object
 from flotilla.pipelines.runs.kfp_run import RemoteRun
 from flotilla.pipelines.runs.outcome import RunResult, join_reasons
@@ -45,7 +45,6 @@ _Verdict = tuple[str, int, str]
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
 # Seconds that a store may fail; there is a result without it.
 STORE_SECONDS = 10.0
-_ABSENT = 404
 # States of a step; see `kfp_nodes`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
 
@@ -120,7 +119,7 @@ def _is_deleted(client: Client, schedule_id: str) -> bool:
     try:
         ask(client.get_recurring_run, schedule_id)
     except InstanceError as error:
-        return error.status == _ABSENT
+        return error.status == ABSENT
     return False
 
 
@@ -129,7 +128,7 @@ def _has_log(client: Client, run: RemoteRun, pod: Pod) -> bool | None:
     try:
         read_log(client, run.run_id, run.created, pod.name)
     except InstanceError as error:
-        return False if error.status == _ABSENT else None
+        return False if error.status == ABSENT else None
     return True
 
 
@@ -160,7 +159,7 @@ def _read_through_page(client: Client, at: str) -> list[StepRecord]:
         try:
             data = read_object(client, record_uri(at, FOLDER, name))
         except InstanceError as error:
-            if error.status != _ABSENT:
+            if error.status != ABSENT:
                 return []
             continue
         if record := read_record(StepRecord, data):

@@ -30,7 +30,7 @@ from flotilla.pipelines import notebook
 from flotilla.pipelines.compile import read_defaults
 from flotilla.pipelines.runs import kfp_watch
 from flotilla.pipelines.runs.kfp_access import Access, Instance
-from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
+from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, ask, connect, pages
 from flotilla.pipelines.runs.kfp_run import RemoteRun, view
 from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.settings import Settings
@@ -138,7 +138,7 @@ def _normalize_part(part: str, place: int) -> str | None:
     return ",".join(map(str, sorted(getattr(read, values))[::every])) if every else None
 
 
-_ABSENT, _REFUSED = 404, 400
+_REFUSED = 400
 _INTERVAL = re.compile(r"(\d{1,9})([smhd]?)", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LONGEST = 366 * 86400
@@ -357,7 +357,7 @@ def _defaults(client: Client, reference: Any, newest: Version) -> dict[str, Any]
             client.get_pipeline_version, reference.pipeline_id, reference.pipeline_version_id
         )
     except InstanceError as error:
-        if error.status != _ABSENT:
+        if error.status != ABSENT:
             raise
         return {}
     return read_defaults(pinned.pipeline_spec)
@@ -476,7 +476,7 @@ def _disable(client: Client, schedules: Sequence[Any]) -> None:
             ask(client.disable_recurring_run, each.recurring_run_id)
         except InstanceError as error:
             # Another client has removed it, or its object in the cluster (a 500).
-            if error.status != _ABSENT and "not found" not in str(error):
+            if error.status != ABSENT and "not found" not in str(error):
                 raise
     if enabled:
         time.sleep(kfp_watch.LOOK_SECONDS)
@@ -638,7 +638,7 @@ def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "")
             )
         except InstanceError as error:
             # Another client has removed it.
-            if error.status != _ABSENT:
+            if error.status != ABSENT:
                 raise
         given = _meaning(each)["parameters"]
         # A schedule of the time before the form has the bundle as a separate parameter.

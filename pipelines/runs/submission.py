@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -16,7 +17,14 @@ from flotilla.components.records.run_store import FLOTILLA
 from flotilla.pipelines import notebook
 from flotilla.pipelines.compile import Package, list_parameters, load_package
 from flotilla.pipelines.runs.kfp_access import Instance
-from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
+from flotilla.pipelines.runs.kfp_client import (
+    Client,
+    InstanceError,
+    ask,
+    connect,
+    create_or_find,
+    pages,
+)
 from flotilla.pipelines.runs.local import GivenConfig, configuration, run_name
 from flotilla.pipelines.runs.settings import Sections, Settings, make_assignments
 from flotilla.pipelines.runs.upload import Version, equals, find_version
@@ -29,7 +37,6 @@ from flotilla.trainer.preflight.check import check
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 EXPERIMENT = "flotilla"
-_CONFLICT = 409
 PIPELINE = "flotilla-training"
 log = logging.getLogger(__name__)
 
@@ -197,19 +204,10 @@ def run_parameters(
 
 def experiment_id(client: Client, name: str) -> str:
     """Return the id of an experiment, created if it does not exist."""
-    if found := _find_experiment(client, name):
-        return found
-    namespace = client.access.namespace or None
-    body = V2beta1Experiment(display_name=name, namespace=namespace)
-    try:
-        made = ask(client.experiments.experiment_service_create_experiment, experiment=body)
-    except InstanceError as error:
-        # Another client has created it in the meantime.
-        found = _find_experiment(client, name) if error.status == _CONFLICT else ""
-        if not found:
-            raise
-        return found
-    return str(made.experiment_id)
+    body = V2beta1Experiment(display_name=name, namespace=client.access.namespace or None)
+    call = client.experiments.experiment_service_create_experiment
+    create, find = partial(ask, call, experiment=body), partial(_find_experiment, client, name)
+    return find() or create_or_find(create, "experiment_id", find)
 
 
 def _find_experiment(client: Client, name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -13,10 +14,19 @@ from kfp_server_api import V2beta1Pipeline
 from flotilla.components import contract
 from flotilla.pipelines.compile import Package, read_mark
 from flotilla.pipelines.runs.kfp_access import Access
-from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask, connect, is_id, pages
+from flotilla.pipelines.runs.kfp_client import (
+    ABSENT,
+    CONFLICT,
+    Client,
+    InstanceError,
+    ask,
+    connect,
+    create_or_find,
+    is_id,
+    pages,
+)
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-_ABSENT, _CONFLICT = 404, 409
 NEWEST = "created_at desc"
 # A version includes its whole spec, 80 kB for ours.
 _VERSIONS = 5
@@ -84,7 +94,7 @@ def find_or_upload(client: Client, package: Package, name: str) -> tuple[Version
         try:
             made = ask(client.upload_pipeline_version, path, wanted, pipeline_id=pipeline_id)
         except InstanceError as error:
-            if error.status == _CONFLICT:
+            if error.status == CONFLICT:
                 for version in versions(client, name, pipeline_id, wanted):
                     if version.name == wanted:
                         return version, False
@@ -208,7 +218,7 @@ def _find_wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Ve
         try:
             made = ask(client.get_pipeline_version, pipeline_id, wanted)
         except InstanceError as error:
-            if error.status != _ABSENT:
+            if error.status != ABSENT:
                 raise
         else:
             # The instance ignores the id of the pipeline.
@@ -226,14 +236,8 @@ def _create(client: Client, name: str) -> str:
     # Without a version, since the first one would get the name of the pipeline, not that of its
     # content.
     body = V2beta1Pipeline(name=name, display_name=name, namespace=client.access.namespace or None)
-    try:
-        made = ask(client.pipelines.pipeline_service_create_pipeline, pipeline=body)
-    except InstanceError as error:
-        found = find_pipeline_id(client, name) if error.status == _CONFLICT else ""
-        if not found:
-            raise
-        return found
-    return str(made.pipeline_id)
+    create = partial(ask, client.pipelines.pipeline_service_create_pipeline, pipeline=body)
+    return create_or_find(create, "pipeline_id", partial(find_pipeline_id, client, name))
 
 
 def _version(pipeline: str, made: Any) -> Version:

@@ -133,32 +133,31 @@ def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
         yield f"{steps} steps were repeated, and {most} are the most"
 
 
-def no_published_step_is_repeated(outcome: Outcome) -> Iterator[str]:
-    """An attempt begins at the newest checkpoint that was published and is whole, or later."""
+def with_newest(outcome: Outcome) -> Iterator[tuple[Event, int]]:
+    """Yield events, each with the step of the newest checkpoint that is published and whole."""
     published: dict[str, int] = {}
     for event in outcome.events:
         if isinstance(event, CheckpointPublished):
             published[event.uri] = event.global_step
         elif isinstance(event, CheckpointPassedOver):
             published.pop(event.uri, None)
-        elif isinstance(event, AttemptBegin):
-            newest = max(published.values(), default=0)
-            if event.global_step < newest:
-                yield f"an attempt began at step {event.global_step}, and {newest} was published"
+        yield event, max(published.values(), default=0)
+
+
+def no_published_step_is_repeated(outcome: Outcome) -> Iterator[str]:
+    """An attempt begins at the newest checkpoint that was published and is whole, or later."""
+    for event, newest in with_newest(outcome):
+        if isinstance(event, AttemptBegin) and event.global_step < newest:
+            yield f"an attempt began at step {event.global_step}, and {newest} was published"
 
 
 def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
     """The values of lost servers go back to the newest checkpoint that is published and whole."""
-    published: dict[str, int] = {}
-    for event in outcome.events:
-        if isinstance(event, CheckpointPublished):
-            published[event.uri] = event.global_step
-        elif isinstance(event, CheckpointPassedOver):
-            published.pop(event.uri, None)
-        elif isinstance(event, ServersLost) and event.recovery == "partial":
-            newest = max(published.values(), default=0)
-            if event.back_to < newest:
-                yield f"values went back to step {event.back_to}, and {newest} is the bound"
+    for event, newest in with_newest(outcome):
+        if not isinstance(event, ServersLost) or event.recovery != "partial":
+            continue
+        if event.back_to < newest:
+            yield f"values went back to step {event.back_to}, and {newest} is the bound"
 
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:

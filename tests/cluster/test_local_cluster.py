@@ -3,52 +3,34 @@
 import json
 import os
 import re
-import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints import checkpoints
-from flotilla.trainer.checkpoints.contents import contents
 from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
-from flotilla.trainer.cluster import local
-from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task, check_port
 from flotilla.trainer.events import (
     AttemptBegin,
-    CheckpointPassedOver,
-    CheckpointPublished,
     Restart,
-    TaskFailed,
     UserCodeFailed,
 )
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime import user_code
-from flotilla.trainer.runtime.errors import BEGIN_AGAIN, TransientError, UserError
-from flotilla.trainer.storage.manifest import MANIFEST
-from tests.cluster.by_hand import CHIEF, PS, by_hand
+from flotilla.trainer.runtime.errors import UserError
 from tests.cluster.launched import SECONDS, launched
-from tests.cluster.looking import MORE
-from tests.cluster.servers import serving
 from tests.cluster.strangers import open_ports, other_addresses, reached
-from tests.cluster.test_lease import left_elsewhere
 from tests.conftest import ROOT
-from tests.stores.faults import Fault
-from tests.stores.fixtures import bucket_name
 from tests.trainer.telemetry.test_metrics import scrape
 from tests.trainer.telemetry.test_scalars import hyperparameters, scalars
 
@@ -595,299 +577,3 @@ def test_a_layer_whose_graph_fails_on_an_example(fail, strategy):
     line = line_with("assert_less")
     assert "too much" in failed.error
     assert failed.error.endswith(f"(blocks.py:{line})")
-
-
-EVERY = 100
-DATA = "variables.data-00000-of-00001"
-
-
-def settings_of_disk(steps, **cluster):
-    training = {"strategy": "single", "steps": steps, "checkpoint_every": EVERY, "keep": 9}
-    return {"training": {**training, "validate_every": 0}, "cluster": cluster}
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of one megabyte at the place of the checkpoints."""
-    folder = tmp_path / "checkpoints"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("needs the right to mount")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def fill(folder):
-    """Leave no room; return the file that takes it."""
-    filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file:
-        for size in (1 << 16, 1 << 10, 1):
-            with suppress(OSError):
-                while True:
-                    file.write(b"." * size)
-    assert not shutil.disk_usage(folder).free
-    return filler
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
-    dataset, tmp_path, small_disk
-):
-    with launched(settings_of_disk(10**7), dataset, tmp_path) as run:
-        run.wait_for(lambda e: isinstance(e, CheckpointPublished) and e.global_step >= EVERY)
-        filler = fill(small_disk)
-        code, said = run.end()
-        last = run.newest()
-    assert code == 1
-    assert said.count("\n") == 1
-    assert "No space left on device" in said
-    assert not run.events(Restart)
-    filler.unlink()
-    with launched(settings_of_disk(last + EVERY), dataset, tmp_path) as again:
-        code, said = again.end()
-    assert code == 0, said
-    assert [event.global_step for event in again.events(AttemptBegin)] == [last]
-    assert again.newest() == last + EVERY
-
-
-@pytest.mark.slow
-def test_a_file_in_the_place_of_the_checkpoints_is_one_line(dataset, tmp_path):
-    (tmp_path / "checkpoints").write_text("in the way")
-    with launched(settings_of_disk(EVERY), dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 1
-    assert said.count("\n") == 1
-    assert "there is a file where a folder is needed; move it away" in said
-    assert not run.events(Restart)
-
-
-@pytest.mark.slow
-def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
-    with launched(settings_of_disk(3 * EVERY), dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 0, said
-    paths = {step: storage.local_path(uri) for uri, step in list_checkpoints(run.checkpoints)}
-    data = bytearray((paths[3 * EVERY] / DATA).read_bytes())
-    data[100] ^= 1
-    (paths[3 * EVERY] / DATA).write_bytes(data)
-    os.unlink(paths[2 * EVERY] / MANIFEST)
-    with launched(settings_of_disk(4 * EVERY), dataset, tmp_path) as again:
-        code, said = again.end()
-    assert code == 0, said
-    assert [event.global_step for event in again.events(AttemptBegin)] == [EVERY]
-    (passed,) = again.events(CheckpointPassedOver)
-    assert f"{DATA} has crc32c" in passed.reason
-    for uri, _ in list_checkpoints(run.checkpoints):
-        storage.verify(uri)
-    assert again.newest() == 4 * EVERY
-
-
-def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
-    config = settings_of_disk(EVERY)
-    config["model"] = {"name": "tests.cluster.exits:model"}
-    with launched(config, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 2
-    assert re.match(r"model .*: SystemExit: 0 \(.*exits.py:\d+\) \(chief-0, log ", said)
-    assert said.count("\n") == 1
-    assert not run.events(Restart)
-    (failed,) = run.events(TaskFailed)
-    assert (failed.task, failed.cause) == ("chief-0", "exit code 2")
-    assert failed.last_lines[-1].startswith("flotilla: model tests.cluster.exits:model: SystemExit")
-
-
-@pytest.mark.slow
-def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
-    dataset, tmp_path, monkeypatch, s3
-):
-    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.5")
-    s3.plan.add(Fault(503, times=10**6))
-    job = Job(
-        config=parse_config(settings_of_disk(EVERY)),
-        dataset=dataset,
-        checkpoints=f"s3://{bucket_name()}/run",
-        workdir=tmp_path / "cluster",
-    )
-    with pytest.raises(TransientError, match=r"has not been available .* \(chief-0, log "):
-        local.launch(job)
-
-
-# 2,400 to 3,100 were left by each look that TensorFlow fetched by itself.
-MOST_BYTES = 800
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_look_leaves_nothing_in_the_memory_of_a_server(tmp_path):
-    config = {
-        "training": {"strategy": "async_parameter_server"},
-        "cluster": {"parameter_servers": 1, "workers": 1},
-    }
-    with serving(tmp_path, ps=1, workers=1) as started:
-        spec = {"config": config, "pid": started.processes["ps-0"].pid}
-        leading = started.start_module("tests.cluster.looking", spec)
-        said = leading.next()
-        leading.end()
-    assert said["grown"] < MOST_BYTES * MORE
-
-
-STEPS = 300
-CONFIG = {
-    "training": {"steps": STEPS, "checkpoint_every": 100, "validate_every": 0},
-    "cluster": {"parameter_servers": 1, "workers": 2},
-}
-WORKERS = [Task(role="worker", index=index) for index in range(2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("given_by", ["TF_CONFIG", pytest.param("flags", marks=pytest.mark.long)])
-def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, given_by):
-    with (
-        reserve_cluster({"ps": 1, "worker": 2}) as cluster,
-        by_hand(tmp_path, dataset, cluster, CONFIG) as tasks,
-    ):
-        for task in (PS, *WORKERS):
-            tasks.start(task, tasks.flags(task) if given_by == "flags" else ())
-        assert tasks.end_of(WORKERS[0]) == 0, tasks.log(WORKERS[0])
-        assert [tasks.processes[task].poll() for task in (PS, WORKERS[1])] == [None, None]
-        uri, step = newest_checkpoint(tasks.checkpoints)
-    assert step == STEPS
-    workers = storage.verify(uri).fields["metrics"]["workers"]
-    assert sum(each["local_steps"] for each in workers.values()) == STEPS
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path, monkeypatch):
-    config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
-    with (
-        reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
-        by_hand(tmp_path, dataset, cluster, config) as tasks,
-    ):
-        for task in (PS, *WORKERS):
-            tasks.start(task, tasks.flags(task))
-        monkeypatch.setenv("TF_CONFIG", cluster.tf_config(CHIEF))
-        for name in ("one", "two"):
-            with launched(config, dataset, tmp_path / name) as run:
-                code, said = run.end()
-            assert code == 0, said
-            assert run.newest() == STEPS
-            assert [path.name for path in (tmp_path / name / "cluster").iterdir()] == ["chief-0"]
-        assert [process.poll() for process in tasks.processes.values()] == [None] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_chief_that_is_started_again_elsewhere_waits_for_its_own_lock(dataset, tmp_path):
-    config = {**CONFIG, "training": {**CONFIG["training"], "steps": 10**7}}
-    with (
-        reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
-        by_hand(tmp_path, dataset, cluster, config) as tasks,
-    ):
-        for task in (PS, *WORKERS, CHIEF):
-            tasks.start(task)
-        tasks.wait_for(CHIEF, "step-00000100")
-        tasks.processes[CHIEF].kill()
-        tasks.end_of(CHIEF)
-        place = left_elsewhere(tasks)
-        _, reached = newest_checkpoint(tasks.checkpoints)
-        tasks.config = {**config, "training": {**config["training"], "steps": reached + 100}}
-        tasks.start(CHIEF)
-        tasks.wait_for(CHIEF, "it may be dead")
-        storage.delete(place)
-        assert tasks.end_of(CHIEF) == 0, tasks.log(CHIEF)
-        assert newest_checkpoint(tasks.checkpoints)[1] == reached + 100
-
-
-def test_servers_are_joined_by_a_chief_only(dataset, tmp_path, monkeypatch):
-    config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
-    with reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster:
-        monkeypatch.setenv("TF_CONFIG", cluster.tf_config(PS))
-        with launched(config, dataset, tmp_path) as run:
-            code, said = run.end()
-    assert code == 2
-    assert said.startswith("cluster.existing_servers: TF_CONFIG names the task ps-0, and only a")
-    assert said.count("\n") == 1
-
-
-SECOND = Task(role="ps", index=1)
-WORKER = Task(role="worker", index=0)
-
-
-def settings_of_parts(steps: int, servers: int = 2, **training: object) -> dict[str, object]:
-    own = {"steps": steps, "checkpoint_every": 20, "validate_every": 0, "checkpoint_parts_mb": 0}
-    return {
-        "training": {**own, **training},
-        # Otherwise the chief may save what is left.
-        "cluster": {"parameter_servers": servers, "workers": 1, "recovery": "full"},
-    }
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.slow
-def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before(dataset, tmp_path):
-    with (
-        reserve_cluster({"chief": 1, "ps": 2, "worker": 1}) as cluster,
-        by_hand(tmp_path, dataset, cluster, settings_of_parts(40)) as tasks,
-    ):
-        tasks.start(SECOND, module="tests.cluster.dying_server")
-        for task in (PS, WORKER, CHIEF):
-            tasks.start(task)
-        assert tasks.end_of(SECOND) == -signal.SIGKILL
-        assert tasks.end_of(CHIEF) == BEGIN_AGAIN, tasks.log(CHIEF)
-        # The draft of the second is an orphan of a chief that is gone.
-        assert storage.names(tasks.checkpoints)[-1] == "step-00000000"
-        first = contents(tasks.checkpoints)
-        assert (first.global_step, len(first.parts)) == (0, 2)
-        for task in (SECOND, CHIEF):
-            tasks.start(task)
-        assert tasks.end_of(CHIEF) == 0, tasks.log(CHIEF)
-    last = contents(tasks.checkpoints)
-    storage.verify(last.uri)
-    assert (last.global_step, len(last.parts)) == (40, 2)
-    assert not [each for each in (tmp_path / "checkpoints").iterdir() if ".part" in each.name]
-    # Every variable is in the part of its server, in whose folder nothing is left.
-    assert {each.part for each in last.variables.values()} == {0, 1}
-    for task in (PS, SECOND):
-        left = [each for each in (tmp_path / str(task) / "parts").rglob("*") if each.is_file()]
-        assert [each.name for each in left if each.parent.name != "replies"] == ["ready.json"]
-
-
-def values(uri: str) -> dict[str, np.ndarray]:
-    reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
-    keys = [each for each in reader.get_variable_to_shape_map() if "model" in each]
-    return {key: reader.get_tensor(key) for key in keys}
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.long
-def test_any_number_of_servers_and_every_strategy_resume(dataset, tmp_path):
-    with launched(settings_of_parts(20), dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 0, said
-    first = contents(run.checkpoints)
-    assert len(first.parts) == 2
-    # Steps so small that they change nothing: each save has what was restored.
-    still = {"optimizer": {"name": "sgd", "learning_rate": 1e-30}}
-    steps = 20
-    strategies = [
-        ("async_parameter_server", 1, 1),
-        ("sync_parameter_server", 3, 3),
-        ("in_graph", 2, 2),
-        ("single", 2, 1),
-        ("async_parameter_server", 2, 2),
-    ]
-    for strategy, servers, parts in strategies:
-        steps += 20
-        config = settings_of_parts(steps, servers, strategy=strategy, **still)
-        with launched(config, dataset, tmp_path) as run:
-            code, said = run.end()
-        assert code == 0, said
-        begun = run.events(AttemptBegin)
-        assert [each.global_step for each in begun] == [steps - 20]
-        found = contents(run.checkpoints)
-        assert (found.global_step, len(found.parts)) == (steps, parts)
-        for key, value in values(found.uri).items():
-            np.testing.assert_array_equal(value, values(first.uri)[key])
-        first = found

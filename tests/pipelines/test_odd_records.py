@@ -6,7 +6,7 @@ import shutil
 from dataclasses import asdict
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flotilla.trainer import storage
@@ -20,7 +20,7 @@ from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.promotion import gate, registration, registry
 from flotilla.trainer.storage import Manifest
-from tests.pipelines.test_damaged_records import VALUES, refused_in_one_line, with_value
+from tests.pipelines.test_damaged_records import VALUES, refused_in_one_line, suite, with_value
 from tests.trainer.promotion.test_registration import Run
 
 ODD = st.sampled_from(
@@ -130,16 +130,6 @@ RECORDS = {
     "dataset": (of_dataset, DATASET),
     "listing": (of_listing, LISTING),
 }
-
-
-def suite(examples):
-    return settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def changed(tree, number, value):

@@ -29,22 +29,13 @@ from flotilla.trainer.cluster.lease import (
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
 from flotilla.trainer.storage import local
 from tests.stores.faults import Fault
-from tests.stores.fixtures import bucket_name
-from tests.trainer.storage.places import BucketPlace, FilePlace
+from tests.trainer.storage.places import place_of
 
 
 @pytest.fixture(params=["file", "gs", "s3", "minio"])
 def place(request, tmp_path):
     """A place for checkpoints, for every scheme."""
-    scheme = request.param
-    if scheme == "file":
-        return FilePlace(tmp_path)
-    server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
-    if scheme == "minio":
-        address = server.url.removeprefix("http://")
-        options = f"?endpoint={address}&disableSSL=true&region=here"
-        return BucketPlace(server, f"minio://{bucket_name()}/k{options}")
-    return BucketPlace(server, f"{scheme}://{bucket_name()}/k")
+    return place_of(request, tmp_path)
 
 
 @pytest.fixture

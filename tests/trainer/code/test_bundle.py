@@ -19,15 +19,6 @@ from flotilla.trainer.storage.manifest import Manifest, checksum
 
 
 @pytest.fixture
-def folder(tmp_path):
-    home = tmp_path / "mine"
-    (home / "sub").mkdir(parents=True)
-    (home / "blocks.py").write_text("A = 1\n")
-    (home / "sub" / "__init__.py").touch()
-    return home
-
-
-@pytest.fixture
 def root(tmp_path):
     return storage.uri_of(tmp_path / "root")
 

@@ -8,15 +8,6 @@ from flotilla.trainer.code import collect
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 
-@pytest.fixture
-def folder(tmp_path):
-    home = tmp_path / "mine"
-    (home / "sub").mkdir(parents=True)
-    (home / "blocks.py").write_text("A = 1\n")
-    (home / "sub" / "__init__.py").touch()
-    return home
-
-
 def paths(folder):
     return [each.path for each in collect.collect(folder).files]
 

@@ -7,7 +7,7 @@ import pytest
 
 from flotilla.trainer import storage
 from tests.stores.fixtures import bucket_name
-from tests.trainer.storage.places import BucketPlace, FilePlace, Place
+from tests.trainer.storage.places import BucketPlace, Place, place_of
 
 WARNINGS = ("-W", "error", "-W", "ignore:Please install grpcio-status:ImportWarning")
 REPOSITORY = Path(__file__).parents[3]
@@ -25,15 +25,7 @@ def root(tmp_path: Path) -> str:
 @pytest.fixture(params=["file", "gs", "s3", "minio"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """A place to publish in, for every scheme."""
-    scheme = request.param
-    if scheme == "file":
-        return FilePlace(tmp_path)
-    server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
-    if scheme == "minio":
-        address = server.url.removeprefix("http://")
-        options = f"?endpoint={address}&disableSSL=true&region=here"
-        return BucketPlace(server, f"minio://{bucket_name()}/k{options}")
-    return BucketPlace(server, f"{scheme}://{bucket_name()}/k")
+    return place_of(request, tmp_path)
 
 
 @pytest.fixture(params=["gs", "s3"])

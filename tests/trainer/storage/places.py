@@ -5,9 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import pytest
+
 from flotilla.trainer import storage
 from flotilla.trainer.storage.uri import locate
 from tests.stores.faults import Plan
+from tests.stores.fixtures import bucket_name
 from tests.stores.gcs_server import GcsServer
 from tests.stores.s3_server import S3Server
 
@@ -98,3 +101,16 @@ def fetched(uri: str, folder: Path) -> dict[str, bytes]:
     found = {path.relative_to(target).as_posix(): path.read_bytes() for path in paths}
     shutil.rmtree(target)
     return found
+
+
+def place_of(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Return a place of the scheme that is the parameter of a fixture."""
+    scheme = request.param
+    if scheme == "file":
+        return FilePlace(tmp_path)
+    server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    if scheme == "minio":
+        address = server.url.removeprefix("http://")
+        options = f"?endpoint={address}&disableSSL=true&region=here"
+        return BucketPlace(server, f"minio://{bucket_name()}/k{options}")
+    return BucketPlace(server, f"{scheme}://{bucket_name()}/k")

@@ -1,0 +1,148 @@
+"""A cluster whose place for checkpoints is full, taken, damaged or out of reach."""
+
+import os
+import re
+import shutil
+import subprocess
+from contextlib import suppress
+
+import pytest
+
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.index import list_checkpoints
+from flotilla.trainer.cluster import local
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    Restart,
+    TaskFailed,
+)
+from flotilla.trainer.runtime.errors import TransientError
+from flotilla.trainer.storage.manifest import MANIFEST
+from tests.cluster.launched import launched
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+
+pytestmark = pytest.mark.cluster
+
+
+EVERY = 100
+DATA = "variables.data-00000-of-00001"
+
+
+def settings_of_disk(steps, **cluster):
+    training = {"strategy": "single", "steps": steps, "checkpoint_every": EVERY, "keep": 9}
+    return {"training": {**training, "validate_every": 0}, "cluster": cluster}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one megabyte at the place of the checkpoints."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder):
+    """Leave no room; return the file that takes it."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 10, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"." * size)
+    assert not shutil.disk_usage(folder).free
+    return filler
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
+    dataset, tmp_path, small_disk
+):
+    with launched(settings_of_disk(10**7), dataset, tmp_path) as run:
+        run.wait_for(lambda e: isinstance(e, CheckpointPublished) and e.global_step >= EVERY)
+        filler = fill(small_disk)
+        code, said = run.end()
+        last = run.newest()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert "No space left on device" in said
+    assert not run.events(Restart)
+    filler.unlink()
+    with launched(settings_of_disk(last + EVERY), dataset, tmp_path) as again:
+        code, said = again.end()
+    assert code == 0, said
+    assert [event.global_step for event in again.events(AttemptBegin)] == [last]
+    assert again.newest() == last + EVERY
+
+
+@pytest.mark.slow
+def test_a_file_in_the_place_of_the_checkpoints_is_one_line(dataset, tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with launched(settings_of_disk(EVERY), dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert "there is a file where a folder is needed; move it away" in said
+    assert not run.events(Restart)
+
+
+@pytest.mark.slow
+def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
+    with launched(settings_of_disk(3 * EVERY), dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 0, said
+    paths = {step: storage.local_path(uri) for uri, step in list_checkpoints(run.checkpoints)}
+    data = bytearray((paths[3 * EVERY] / DATA).read_bytes())
+    data[100] ^= 1
+    (paths[3 * EVERY] / DATA).write_bytes(data)
+    os.unlink(paths[2 * EVERY] / MANIFEST)
+    with launched(settings_of_disk(4 * EVERY), dataset, tmp_path) as again:
+        code, said = again.end()
+    assert code == 0, said
+    assert [event.global_step for event in again.events(AttemptBegin)] == [EVERY]
+    (passed,) = again.events(CheckpointPassedOver)
+    assert f"{DATA} has crc32c" in passed.reason
+    for uri, _ in list_checkpoints(run.checkpoints):
+        storage.verify(uri)
+    assert again.newest() == 4 * EVERY
+
+
+def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
+    config = settings_of_disk(EVERY)
+    config["model"] = {"name": "tests.cluster.exits:model"}
+    with launched(config, dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 2
+    assert re.match(r"model .*: SystemExit: 0 \(.*exits.py:\d+\) \(chief-0, log ", said)
+    assert said.count("\n") == 1
+    assert not run.events(Restart)
+    (failed,) = run.events(TaskFailed)
+    assert (failed.task, failed.cause) == ("chief-0", "exit code 2")
+    assert failed.last_lines[-1].startswith("flotilla: model tests.cluster.exits:model: SystemExit")
+
+
+@pytest.mark.slow
+def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
+    dataset, tmp_path, monkeypatch, s3
+):
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.5")
+    s3.plan.add(Fault(503, times=10**6))
+    job = Job(
+        config=parse_config(settings_of_disk(EVERY)),
+        dataset=dataset,
+        checkpoints=f"s3://{bucket_name()}/run",
+        workdir=tmp_path / "cluster",
+    )
+    with pytest.raises(TransientError, match=r"has not been available .* \(chief-0, log "):
+        local.launch(job)
+
+
+# 2,400 to 3,100 were left by each look that TensorFlow fetched by itself.
