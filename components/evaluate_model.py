@@ -59,7 +59,7 @@ def evaluate(step: Step) -> str:
         found = opponent(step.root, settings.name, step.checkpoint)
         champion = found.uri if found else ""
         inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
-        result = evaluated(settings, step.root, step.run_id, inputs, scratch)
+        result = evaluate_checkpoint(settings, step.root, step.run_id, inputs, scratch)
         measured = storage.read_json(result.uri, "metrics.json")
         metrics = {**result.metrics, **_baseline_metrics(measured)}
         step.output.done(result.uri, metrics, MainMetric.of(measured))
@@ -73,7 +73,7 @@ def evaluate(step: Step) -> str:
 def check_gate(step: Step) -> str:
     """Apply the gate to the evaluation; return `blessed` or `refused`."""
     policy = load_bundle(step.config)
-    found = decided(policy, step.root, step.run_id, step.evaluation)
+    found = decide(policy, step.root, step.run_id, step.evaluation)
     if not found.blessed:
         trained.end(step.root, step.run_id, found.word)
     step.output.done(found.uri, found.in_words)
@@ -82,7 +82,7 @@ def check_gate(step: Step) -> str:
     return found.word
 
 
-def decided(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:
+def decide(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:
     """Return the gate's decision about an evaluation of a run."""
     output = choose_output(root, run_id, "decision", evaluation, config.gate.digest())
     return gate.check(config, evaluation, output)
@@ -108,7 +108,9 @@ class Inputs:
     champion: str
 
 
-def evaluated(config: Config, root: str, run_id: str, inputs: Inputs, scratch: Path) -> Any:
+def evaluate_checkpoint(
+    config: Config, root: str, run_id: str, inputs: Inputs, scratch: Path
+) -> Any:
     """Evaluate a checkpoint of a run and a champion; return the `Evaluation`."""
     from flotilla.trainer.evaluation import evaluate
 

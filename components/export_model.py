@@ -108,8 +108,8 @@ def _compare(
         # The evaluation of the run has the baselines.
         alone = config.evaluation.model_copy(update={"baseline": "none"})
         settings = config.model_copy(update={"evaluation": alone})
-        measured = evaluate_model.evaluated(settings, root, run_id, inputs, Path(folder))
-    return evaluate_model.decided(config, root, run_id, measured.uri)
+        measured = evaluate_model.evaluate_checkpoint(settings, root, run_id, inputs, Path(folder))
+    return evaluate_model.decide(config, root, run_id, measured.uri)
 
 
 def _lineage(config: Config, root: str, run_id: str, model: str, image: str) -> dict[str, Any]:

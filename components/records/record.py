@@ -89,10 +89,10 @@ class Step(SimpleNamespace):
     last = ""
 
     def stage(self, name: str, work: Callable[[Step], _Result], **more: Any) -> _Result:
-        """Run a stage with the arguments of the step and `more`; see `tried`."""
+        """Run a stage with the arguments of the step and `more`; see `run_stage`."""
         given = {**vars(self), **more}
         self.last = name
-        return tried(name, self.at, lambda output: work(Step(**given, output=output)))
+        return run_stage(name, self.at, lambda output: work(Step(**given, output=output)))
 
 
 def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
@@ -116,7 +116,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
     except RunInterruptedError as error:
         # Between two stages; the next one reports it.
         for stage in list_stages_after(step.last, name)[:1]:
-            with recorded(stage, at):
+            with record_stage(stage, at):
                 raise
         raise SystemExit(error.exit_code) from None
 
@@ -137,7 +137,7 @@ def _find_run(given: Mapping[str, Any]) -> str:
     return run_store.find_run(given.get("root", ""), given.get("run_id", ""))
 
 
-def tried(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
+def run_stage(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
     """Run `work` as a stage and record its course; return its result.
 
     On a KFP instance it is retried, up to the limit of the step, while it raises a
@@ -153,7 +153,7 @@ def tried(name: str, at: str, work: Callable[[StepOutput], _Result]) -> _Result:
         SystemExit: `work` raised a `UserError`, or the user's code failed; the error line was
             written to standard error.
     """
-    with recorded(name, at) as course:
+    with record_stage(name, at) as course:
         return _retrying(course, find_step_of_stage(name).retries)(lambda: work(course.output))
 
 
@@ -179,8 +179,8 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 
 
 @contextmanager
-def recorded(name: str, at: str = "") -> Iterator[_Course]:
-    """Run the block as a stage and record its course; see `tried` for the arguments."""
+def record_stage(name: str, at: str = "") -> Iterator[_Course]:
+    """Run the block as a stage and record its course; see `run_stage` for the arguments."""
     course = _Course(name, at)
     course.begin()
     try:

@@ -99,14 +99,14 @@ def doctor(
     """Find out what is wrong before a GPU is asked for; nothing is changed."""
     from flotilla.pipelines.doctor.checks import DoctorOptions
     from flotilla.pipelines.doctor.permissions import check_name
-    from flotilla.pipelines.runs.kfp_access import check_namespace, found_namespace
+    from flotilla.pipelines.runs.kfp_access import check_namespace, find_namespace
     from flotilla.pipelines.runs.local import configuration, require_current_folder
     from flotilla.pipelines.step_settings import check_image
 
     require_current_folder()
     check_name(service_account)
     check_image(image)
-    check_namespace(found_namespace(instance.namespace))
+    check_namespace(find_namespace(instance.namespace))
     try:
         loaded: RunConfig | UserError = configuration(config, assignments or (), label or ())
     except UserError as error:

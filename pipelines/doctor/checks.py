@@ -31,7 +31,7 @@ from flotilla.pipelines.runs.kfp_access import (
     ENDPOINT,
     NAMESPACE,
     Instance,
-    found_namespace,
+    find_namespace,
     is_named,
 )
 from flotilla.pipelines.runs.kfp_client import health
@@ -78,7 +78,7 @@ class DoctorOptions:
     @property
     def namespace(self) -> str:
         """The namespace of the steps, if given."""
-        return found_namespace(self.instance.namespace)
+        return find_namespace(self.instance.namespace)
 
     def covers_cluster(self, config: Config) -> bool:
         """Return whether to examine the cluster."""

@@ -75,7 +75,7 @@ class Instance:
             file = str(TOKEN_VOLUME)
         access = Access(
             endpoint=_url(where),
-            namespace=found_namespace(self.namespace, environment),
+            namespace=find_namespace(self.namespace, environment),
             token=token.strip(),
             token_file="" if token else file,
             cookies=cookies.strip(),
@@ -155,7 +155,7 @@ def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) ->
     return bool(endpoint or any(environment.get(name) for name in ENDPOINT))
 
 
-def found_namespace(namespace: str = "", environment: Mapping[str, str] = os.environ) -> str:
+def find_namespace(namespace: str = "", environment: Mapping[str, str] = os.environ) -> str:
     """Return the given namespace, else that of the environment, else an empty text."""
     return _either(namespace, NAMESPACE, environment)
 

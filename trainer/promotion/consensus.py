@@ -49,7 +49,7 @@ def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
         pause = min(2 * pause, _MAX_PAUSE)
 
 
-def decided_at(uri: str) -> dict[str, Any] | None:
+def find_decided(uri: str) -> dict[str, Any] | None:
     """Return the decided value, or decide the one that may have been; None if none was accepted."""
     return None if _last_accepted(uri, _notes(uri)) is None else decide(uri, {})
 

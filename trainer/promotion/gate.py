@@ -243,7 +243,7 @@ def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator
             "other": paired["constant"],
             "answer": constant["answer"],
             **{name: paired[name] for name in ("difference", "confidence", "examples")},
-            "needed": required_examples(paired, 0.0),
+            "needed": count_required_examples(paired, 0.0),
         },
     )
 
@@ -274,7 +274,7 @@ def _against_champion(
             **{name: paired[name] for name in ("metric", "difference", "confidence", "examples")},
             "own": measured["metrics"].get(metric),
             "other": value,
-            "needed": required_examples(paired, margin),
+            "needed": count_required_examples(paired, margin),
         },
     )
     yield from _class_rules(champion, paired["confidence"])
@@ -323,7 +323,7 @@ def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rul
     )
 
 
-def required_examples(paired: Mapping[str, Any], margin: float) -> int:
+def count_required_examples(paired: Mapping[str, Any], margin: float) -> int:
     """Return the number of examples that would prove the loss to be at most the margin.
 
     Returns 0 if there are enough, or if more examples would not change the result.

@@ -38,7 +38,7 @@ from typing import Any, Generic, TypeVar
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import OF_TWO_CLASSES
 from flotilla.trainer.promotion import kserve
-from flotilla.trainer.promotion.consensus import decide, decided_at
+from flotilla.trainer.promotion.consensus import decide, find_decided
 from flotilla.trainer.promotion.gate import publish_json
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.json_records import parse_mapping, parse_number, parse_record
@@ -246,7 +246,7 @@ def promotions(root: str, name: str) -> list[Promotion]:
 def _restore_decided(root: str, name: str, number: int) -> bool:
     """Publish the decided promotion of a number, if there is one."""
     claim = storage.join(home(root, name), "claims", "promotions", f"{number:06d}")
-    decided = decided_at(claim)
+    decided = find_decided(claim)
     if decided is None:
         return False
     found = parse_record(_PromotionFields, decided)

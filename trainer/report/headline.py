@@ -97,7 +97,7 @@ def main_value(found: Facts) -> str:
 
 
 def _values(found: Facts) -> list[str]:
-    """Return the known ones of the value and the constant's value."""
+    """Return the value and the constant's value, as far as known."""
     known = [number(found.get(name)) for name in ("value", "constant")]
     return apart(*(each for each in known if each is not None), interval=_interval(found))
 

@@ -15,7 +15,7 @@ from kfp import dsl
 
 from flotilla.components import evaluate_model, export_model, finish
 from flotilla.components.records import record, run_store
-from flotilla.components.records.record import STOPPING, recorded, tried
+from flotilla.components.records.record import STOPPING, record_stage, run_stage
 from flotilla.components.records.step_record import read, step_records
 from flotilla.components.table import find_step
 from flotilla.trainer import events, storage
@@ -38,9 +38,9 @@ ROOT = Path(__file__).parents[3]
 
 BEGINS = """
 import sys
-from flotilla.components.records.record import recorded
+from flotilla.components.records.record import record_stage
 
-with recorded(sys.argv[1]):
+with record_stage(sys.argv[1]):
     print("at work", flush=True)
     {body}
 print("went on", flush=True)
@@ -82,7 +82,7 @@ def start(tmp_path):
 
 
 def test_a_step_that_is_done(emitted, capsys):
-    with recorded("train_model") as record:
+    with record_stage("train_model") as record:
         record.output.done("file:///c", {"global_step": 7})
     begin, end = emitted()
     assert begin == StepBegin(step="train_model")
@@ -99,7 +99,7 @@ def test_a_step_that_is_done(emitted, capsys):
 
 
 def test_it_has_begun_before_it_works(emitted):
-    with recorded("train_model"):
+    with record_stage("train_model"):
         assert [type(event) for event in emitted()] == [StepBegin]
 
 
@@ -114,7 +114,7 @@ def test_it_has_begun_before_it_works(emitted):
 )
 def test_an_error_of_the_user_is_one_line_and_a_code(emitted, capsys, error, status, code):
     def work():
-        with recorded("train_model") as record:
+        with record_stage("train_model") as record:
             record.output.metrics = {"so far": 1}
             raise error
 
@@ -151,14 +151,14 @@ def test_a_full_disk_is_one_line_wherever_a_stage_writes(emitted, capsys, monkey
     # No frame of the error is in a file of the user.
     monkeypatch.setattr(record, "find_traceback", lambda _error: "")
     with pytest.raises(SystemExit) as ended:
-        tried("check_gate", "", work)
+        run_stage("check_gate", "", work)
     assert ended.value.code == 1
     assert capsys.readouterr().err == f"flotilla: check_gate: {line}\n"
     assert (emitted()[-1].status, emitted()[-1].error) == ("failed", line)
 
 
 def test_a_bug_is_recorded_and_raised(emitted, capsys):
-    step, bug = recorded("check_gate"), ZeroDivisionError("by\nzero")
+    step, bug = record_stage("check_gate"), ZeroDivisionError("by\nzero")
     step.__enter__()
     # No frame of the error is in a file of the user.
     assert not step.__exit__(ZeroDivisionError, bug, None)
@@ -172,7 +172,7 @@ def test_a_bug_is_recorded_and_raised(emitted, capsys):
 def test_an_error_in_the_users_code_is_a_line_with_its_place_and_a_traceback(
     emitted, capsys, caplog
 ):
-    with pytest.raises(SystemExit) as ended, recorded("evaluate_model"):
+    with pytest.raises(SystemExit) as ended, record_stage("evaluate_model"):
         raise ZeroDivisionError("by\nzero")
     assert ended.value.code == 1
     end = emitted()[-1]
@@ -187,7 +187,7 @@ def test_an_error_in_the_users_code_is_a_line_with_its_place_and_a_traceback(
 
 @pytest.mark.parametrize("given", [0, 3, None, "no such class"])
 def test_sys_exit_in_the_users_code_is_an_error_of_the_users_code(emitted, capsys, given):
-    with pytest.raises(SystemExit) as ended, recorded("export_model"):
+    with pytest.raises(SystemExit) as ended, record_stage("export_model"):
         sys.exit(given)
     # Whatever it wanted to say by its own code: nothing was exported.
     assert ended.value.code == 1
@@ -200,7 +200,7 @@ def test_sys_exit_in_the_users_code_is_an_error_of_the_users_code(emitted, capsy
 
 
 def test_a_sys_exit_that_is_not_the_users_is_an_end_too(emitted):
-    step = recorded("check_gate")
+    step = record_stage("check_gate")
     step.__enter__()
     # No frame of the error is in a file of the user.
     with pytest.raises(SystemExit) as ended:
@@ -212,9 +212,9 @@ def test_a_sys_exit_that_is_not_the_users_is_an_end_too(emitted):
 def test_a_message_on_a_full_disk_hides_neither_the_record_nor_the_exit_code(tmp_path):
     at = (tmp_path / "root" / "0b7c").as_uri()
     body = (
-        "import sys\nfrom flotilla.components.records.record import recorded\n"
+        "import sys\nfrom flotilla.components.records.record import record_stage\n"
         "from flotilla.trainer.runtime.errors import UserError\n"
-        "with recorded('train_model', sys.argv[1]): raise UserError('no space')\n"
+        "with record_stage('train_model', sys.argv[1]): raise UserError('no space')\n"
     )
     with open("/dev/full", "wb") as full:
         process = subprocess.run(
@@ -228,14 +228,14 @@ def test_a_message_on_a_full_disk_hides_neither_the_record_nor_the_exit_code(tmp
 
 def test_signals_are_as_they_were_afterwards():
     before = signal.getsignal(signal.SIGTERM)
-    with recorded("prepare_data"):
+    with record_stage("prepare_data"):
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_without_a_file_the_events_go_to_the_log(monkeypatch, caplog):
     monkeypatch.delenv(events.VARIABLE, raising=False)
-    with caplog.at_level("INFO"), recorded("prepare_data"):
+    with caplog.at_level("INFO"), record_stage("prepare_data"):
         pass
     assert [record.name for record in caplog.records] == ["flotilla.trainer.events"] * 2
 
@@ -338,7 +338,7 @@ time.sleep = lambda seconds: (print(f"pauses {seconds:g} s", flush=True), sleep(
 def work(_output):
     raise TransientError("the store is out")
 
-record.tried("train_model", sys.argv[1], work)
+record.run_stage("train_model", sys.argv[1], work)
 """
 
 
@@ -371,7 +371,7 @@ class Work:
 
 def test_a_failure_that_passes_is_two_tries_in_the_record(at, caplog):
     work = Work(Unavailable(OUT))
-    assert tried("train_model", at, work) == "blessed"
+    assert run_stage("train_model", at, work) == "blessed"
     (found,) = read(at, well=True)
     assert (found.status, found.error, found.uri, found.tries) == ("done", "", "gs://b/c", 2)
     assert found.metrics == {"try": 2}
@@ -406,7 +406,7 @@ def test_only_the_stage_that_fails_is_tried_again(at):
 def test_the_events_have_both_tries(at, tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
-    tried("train_model", at, Work(TransientError(OUT)))
+    run_stage("train_model", at, Work(TransientError(OUT)))
     emitted = list(events.read(path))
     assert [type(each) for each in emitted] == [StepBegin, StepEnd] * 2
     (step,) = step_records(reduce_events(emitted))
@@ -416,7 +416,7 @@ def test_the_events_have_both_tries(at, tmp_path, monkeypatch):
 def test_the_last_try_is_reported_as_any_failure(at, capsys):
     work = Work(*(TransientError(f"out {number}") for number in range(99)))
     with pytest.raises(SystemExit) as ended:
-        tried("train_model", at, work)
+        run_stage("train_model", at, work)
     assert (ended.value.code, work.count) == (1, TRIES)
     assert capsys.readouterr().err == f"flotilla: train_model: out {TRIES - 1}\n"
     (found,) = read(at, well=False)
@@ -435,7 +435,7 @@ def test_the_last_try_is_reported_as_any_failure(at, capsys):
 def test_what_a_retry_cannot_help_is_one_try(at, error, code):
     work = Work(error)
     with pytest.raises(SystemExit) as ended:
-        tried("train_model", at, work)
+        run_stage("train_model", at, work)
     assert (ended.value.code, work.count) == (code, 1)
     assert read(at, well=False)[0].tries == 1
 
@@ -443,7 +443,7 @@ def test_what_a_retry_cannot_help_is_one_try(at, error, code):
 def test_a_bug_is_one_try(at):
     work = Work(ZeroDivisionError())
     with pytest.raises(SystemExit):
-        tried("train_model", at, work)
+        run_stage("train_model", at, work)
     assert work.count == 1
 
 
@@ -451,7 +451,7 @@ def test_on_this_machine_the_user_sees_the_failure_at_once(at, monkeypatch):
     monkeypatch.setenv(run_store.RUN_ID, "digits-1")
     work = Work(TransientError(OUT))
     with pytest.raises(SystemExit):
-        tried("train_model", at, work)
+        run_stage("train_model", at, work)
     assert work.count == 1
 
 
@@ -464,7 +464,7 @@ def test_while_it_pauses_the_record_has_no_end(at):
         raise TransientError(OUT)
 
     with pytest.raises(SystemExit):
-        tried("train_model", at, work)
+        run_stage("train_model", at, work)
     assert [each["status"] for each in seen] == ["running"] * TRIES
     assert [len(each["earlier"]) for each in seen] == list(range(TRIES))
 
@@ -482,7 +482,7 @@ def test_after_a_request_to_end_there_is_no_further_try(at):
             raise TransientError("the connection was closed") from None
 
     with pytest.raises(SystemExit):
-        tried("train_model", at, work)
+        run_stage("train_model", at, work)
     assert len(count) == 1
 
 
@@ -519,7 +519,7 @@ def test_a_store_that_was_out_at_the_end_of_a_try_hides_none(tmp_path, capsys):
         place.mkdir()
         raise TransientError(OUT)
 
-    tried("train_model", at, work)
+    run_stage("train_model", at, work)
     (found,) = read(at, well=True)
     assert (found.tries, found.earlier[0].error) == (2, OUT)
     assert capsys.readouterr().err.count("could not be published") == 1
@@ -622,7 +622,7 @@ def test_a_refusal_is_an_end(failed):
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_while_a_step_works_the_report_says_failed_no_more(failed):
-    with recorded("evaluate_model", run_store.find_run(failed.root, RUN)):
+    with record_stage("evaluate_model", run_store.find_run(failed.root, RUN)):
         page = failed.page()
         assert page.words[1] == "running"
         assert NO_SPACE not in page.text
@@ -632,7 +632,7 @@ def test_while_a_step_works_the_report_says_failed_no_more(failed):
 def test_another_failure_replaces_the_first(failed):
     with (
         pytest.raises(SystemExit),
-        recorded("evaluate_model", run_store.find_run(failed.root, RUN)),
+        record_stage("evaluate_model", run_store.find_run(failed.root, RUN)),
     ):
         raise UserError("no memory")
     page = failed.page()
@@ -653,6 +653,6 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_step(failed, capsys):
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_in_a_run_that_goes_on_no_step_writes_a_report(failed):
     other = f"{RUN}-2"
-    with recorded("evaluate_model", run_store.find_run(failed.root, other)):
+    with record_stage("evaluate_model", run_store.find_run(failed.root, other)):
         pass
     assert storage.names(storage.join(failed.root, other)) == ["steps"]

@@ -4,7 +4,7 @@ import json
 import threading
 
 from flotilla.components.records import record as module
-from flotilla.components.records.record import recorded
+from flotilla.components.records.record import record_stage
 from flotilla.components.records.step_record import PublishedRecord
 from flotilla.trainer import events, storage
 from flotilla.trainer.events import WorkProgress
@@ -24,7 +24,7 @@ def test_a_stage_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PublishedRecord, "progress", progress)
     at = storage.uri_of(tmp_path)
-    with recorded("prepare_data", at) as record:
+    with record_stage("prepare_data", at) as record:
         events.emit(WorkProgress(what="reading", unit="rows", done=3, total=4, share=0.75))
         assert seen.wait(10)
         found = written(at)

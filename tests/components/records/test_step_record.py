@@ -15,7 +15,7 @@ from kfp import dsl
 from flotilla.components import launchers, prepare_data, resolve_config
 from flotilla.components.finish import finish
 from flotilla.components.records import run_store
-from flotilla.components.records.record import recorded, run
+from flotilla.components.records.record import record_stage, run
 from flotilla.components.records.step_record import PublishedRecord, read
 from flotilla.components.train_model import train_model
 from flotilla.trainer import events, storage
@@ -71,13 +71,13 @@ def put(at, step, **fields):
 
 
 def fail(at, error):
-    with pytest.raises(SystemExit), recorded("train_model", at):
+    with pytest.raises(SystemExit), record_stage("train_model", at):
         raise error
 
 
 def test_a_step_publishes_its_end(at):
     before = time.time()
-    with recorded("train_model", at) as record:
+    with record_stage("train_model", at) as record:
         record.output.held = HELD
         record.output.done("gs://b/c", {"global_step": 7})
     found = written(at, "train_model")
@@ -91,7 +91,7 @@ def test_a_step_publishes_its_end(at):
 
 
 def test_it_has_begun_before_it_works(at):
-    with recorded("train_model", at):
+    with record_stage("train_model", at):
         found = written(at, "train_model")
     assert found["status"] == "running"
     assert found["ended"] is None
@@ -105,7 +105,7 @@ def test_a_failure_is_published_with_its_one_line(at):
 
 
 def test_a_bug_is_published_and_goes_on(disk):
-    step, bug = recorded("check_gate", disk), ZeroDivisionError("by\nzero")
+    step, bug = record_stage("check_gate", disk), ZeroDivisionError("by\nzero")
     step.__enter__()
     assert not step.__exit__(ZeroDivisionError, bug, None)
     assert written(disk, "check_gate")["error"] == "bug in check_gate: ZeroDivisionError: by zero"
@@ -122,7 +122,7 @@ def test_metrics_that_are_no_json_hide_no_error(disk, capsys):
 
 def test_the_last_try_wins_and_the_earlier_ones_time_counts(at):
     put(at, "train_model", began=100.0, ended=140.0, status="failed", error="worker-0 died")
-    with recorded("train_model", at):
+    with record_stage("train_model", at):
         pass
     found = written(at, "train_model")
     assert (found["status"], found["error"]) == ("done", "")
@@ -139,7 +139,7 @@ def test_the_last_try_wins_and_the_earlier_ones_time_counts(at):
 
 def test_a_try_that_was_killed_went_on_until_the_next_one_began(disk):
     put(disk, "train_model", began=time.time() - 1000)
-    with recorded("train_model", disk):
+    with record_stage("train_model", disk):
         pass
     (killed,) = written(disk, "train_model")["earlier"]
     assert 999 < killed["seconds"] < 1100
@@ -151,7 +151,7 @@ def test_or_until_the_exit_step_saw_it(disk):
     began = time.time() - 1000
     put(disk, "train_model", began=began)
     put(disk, "finish", began=began + 30)
-    with recorded("train_model", disk):
+    with record_stage("train_model", disk):
         pass
     (killed,) = written(disk, "train_model")["earlier"]
     assert killed["seconds"] == pytest.approx(30, abs=0.1)
@@ -221,7 +221,7 @@ def test_a_damaged_record_is_passed_over_and_replaced(disk, caplog, text):
     storage.write_bytes(uri, text.encode(errors="surrogateescape"))
     assert read(disk, well=False) == []
     assert "is no record of a step" in caplog.text
-    with recorded("train_model", disk):
+    with record_stage("train_model", disk):
         pass
     assert written(disk, "train_model")["earlier"] == []
 
@@ -242,7 +242,7 @@ def test_a_store_that_cannot_be_written_is_one_line_and_the_error_stays(tmp_path
 def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
     place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     s3.plan.add(Fault(403, method="PUT", times=10))
-    with recorded("train_model", storage.join(place.root, RUN)) as record:
+    with record_stage("train_model", storage.join(place.root, RUN)) as record:
         record.output.done("s3://b/c", {})
     assert capsys.readouterr().err.count("could not be published") == 1
     s3.plan.clear()
@@ -278,7 +278,7 @@ def test_a_store_that_comes_back_gets_the_end(s3, capsys):
     place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     at = storage.join(place.root, RUN)
     s3.plan.add(Fault(403, method="PUT", path="steps"))
-    with recorded("train_model", at):
+    with record_stage("train_model", at):
         assert read(at, well=False) == []
     assert written(at, "train_model")["status"] == "done"
     assert "could not be published" in capsys.readouterr().err
@@ -295,7 +295,7 @@ class TestPlaces:
     )
     def test_without_a_place_there_is_no_record(self, root, run, capsys):
         assert run_store.find_run(root, run) == ""
-        with recorded("train_model", run_store.find_run(root, run)):
+        with record_stage("train_model", run_store.find_run(root, run)):
             pass
         assert not capsys.readouterr().err
 

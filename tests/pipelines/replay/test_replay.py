@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from flotilla.components.records.record import recorded as in_step
+from flotilla.components.records.record import record_stage as in_step
 from flotilla.components.records.run_store import Given, digests, record_call
 from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.replay import replay as replays

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flotilla.components import in_use
 from flotilla.components.records import step_record
-from flotilla.components.records.record import recorded
+from flotilla.components.records.record import record_stage
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.retention import removal
 from flotilla.pipelines.retention.inventory import read
@@ -461,7 +461,7 @@ def locked(empty_root, run, ago=0.0):
 
 def test_the_records_of_a_run_on_a_cluster_stay(empty_root, capsys):
     at = storage.join(empty_root, "0b7c")
-    with recorded("train_model", at):
+    with record_stage("train_model", at):
         locked(empty_root, "0b7c", ago=LEASE_SECONDS + ABANDONED_SECONDS)
         step_record.publish_config(at, "{}")
     assert app.call(["gc", "--json", "--set", f"storage.root={empty_root}"]) == 0
