@@ -186,7 +186,7 @@ class TestLookedUp:
         published(tmp_path, at, "model", files, version=3, saved_model="serving/model/3")
         registry.promote(root, "model", 3, after=0, by="me")
         (said,) = self.looked_up(root, tmp_path / "own")
-        assert said == "the champion is version 3, that of now"
+        assert said == "the champion is version 3, the present one"
         found = registry.champion(storage.uri_of(tmp_path / "own"), "model")
         assert storage.read_file(found.uri, "a.json") == b"3"
         storage.write_bytes(storage.join(at, "a.json"), b"4")
