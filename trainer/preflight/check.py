@@ -28,8 +28,8 @@ class Checked:
 
     Attributes:
         found: properties of the model and the dataset, see `flotilla.trainer.cluster.fitting`;
-            empty if not
-        known. notes: what could not be checked, with the reasons.
+            empty if unknown.
+        notes: what could not be checked, with the reasons.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
