@@ -14,11 +14,11 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from flotilla.components.kubernetes import names, stop
+from flotilla.components.kubernetes import names, owned_objects, stop
 from flotilla.components.kubernetes.api.client import Api, RefusedError, SilentControllerError
 from flotilla.components.kubernetes.api.retry import call_with_retry, describe_refusal
 from flotilla.components.kubernetes.engine import Engine
-from flotilla.components.kubernetes.names import PODS, Tree
+from flotilla.components.kubernetes.names import PODS, SERVICES, Tree
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
 from flotilla.trainer.runtime.errors import UserError
 
@@ -57,6 +57,7 @@ class Adoption:
             found = self._get(name)
             if found is None:
                 self.wait_until_deleted(name, delete_seconds)
+                self._require_own_service(name)
                 # It may exist by now, perhaps since the answer of a call was lost.
                 create = partial(self._api.create, resource, job, strict=self._engine.is_strict)
                 created = self._ask(create, unless=HTTPStatus.CONFLICT)
@@ -94,6 +95,23 @@ class Adoption:
             raise UserError(
                 f"the {self._kind.kind} {metadata['name']} does not belong to Flotilla, and "
                 "was not changed: delete it, or give the model another name"
+            )
+
+    def _require_own_service(self, name: str) -> None:
+        """Refuse a Service of someone else, by which the tasks would not find each other."""
+        if not self._kind.has_child_jobs:
+            return
+        try:
+            limit = self._deadlines.unreachable
+            service = call_with_retry(partial(self._api.get, SERVICES, name), limit, self._wait)
+        except RefusedError:
+            # There is none, or it may not be read.
+            return
+        if owned_objects.is_foreign(self._kind, service):
+            raise UserError(
+                f"the Service {name} is there already and of no {self._kind.kind}: no task of the "
+                f"job would find another. Delete it (kubectl delete service {name}), or give the "
+                "model another name"
             )
 
     def _may_adopt(self, found: Tree, metadata: Tree) -> bool:

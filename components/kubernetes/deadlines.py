@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from flotilla.components.kubernetes.api.retry import silent_controller
 from flotilla.components.kubernetes.engine import Engine
@@ -38,16 +38,26 @@ class Deadlines:
         self,
         engine: Engine,
         config: DeadlinesConfig,
-        expected_pods: int,
+        expected: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin in the stage `queueing`; `config` has seconds, 0 for none."""
+        """Begin in the stage `queueing`.
+
+        Args:
+            engine: of the job.
+            config: seconds, 0 for none.
+            expected: how many tasks each role has.
+            clock: in seconds.
+        """
         self._engine = engine
         self._config = config
-        self.expected_pods = expected_pods
+        self._expected = expected
+        self.expected_pods = sum(expected.values())
         self._clock = clock
         self._stage = pod_state.QUEUEING
         self._entered_at = self._progressed_at = clock()
+        # What the guard of the leading task said of names that do not resolve, or nothing.
+        self.unresolved = ""
         self._uid = ""
         self._made_at = clock()
         self.is_taken_up = self._is_suspended = self._is_put_back = False
@@ -157,28 +167,25 @@ class Deadlines:
         return self._waiting(pods, key, limit)
 
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
-        """Return the number of running tasks of a job that does not train yet, and its obstacle."""
+        """Return how many tasks of a job that does not train yet run, and what each role waits for.
+
+        Of pods it is the pod's own reason.
+        """
         pods = self._newest_pods(every)
-        by_stage = {
-            each: [pod for pod in pods if pod_state.stage(pod) == each]
-            for each in (pod_state.QUEUEING, pod_state.STARTING, pod_state.RUNNING)
-        }
-        missing = self.expected_pods - len(pods)
+        running = sum(pod_state.stage(pod) == pod_state.RUNNING for pod in pods)
         if not self.is_taken_up:
-            words = f"the {self._engine.kind.controller} has not accepted the job"
-        elif self._is_suspended:
-            words = _ADMISSION
-        elif missing > 0:
-            words = f"{missing} of {self.expected_pods} pods are not created yet"
-        elif queueing := by_stage[pod_state.QUEUEING]:
-            words = _sentence(queueing, "has no node")
-        elif starting := by_stage[pod_state.STARTING]:
-            words = _sentence(starting, "has not started")
-            if all(map(pod_state.waits_as_usual, starting)):
-                words = f"{words} (its image is pulled, its volumes are mounted)"
-        else:
-            words = "all tasks run, and training has made no step yet"
-        return len(by_stage[pod_state.RUNNING]), words
+            return running, f"the {self._engine.kind.controller} has not accepted the job"
+        if self._is_suspended:
+            return running, _ADMISSION
+        of_roles = (
+            _start_of_role(role, count, [p for p in pods if pod_state.find_task(p).role == role])
+            for role, count in self._expected.items()
+        )
+        words = "; ".join(filter(None, of_roles))
+        if words:
+            return running, words
+        words = "all tasks run, and training has made no step yet"
+        return running, f"{words}; {self.unresolved}" if self.unresolved else words
 
     def _waiting(self, pods: Collection[Tree], stage: str, limit: str) -> str:
         waiting = [pod for pod in pods if pod_state.stage(pod) == stage]
@@ -217,6 +224,21 @@ def _not_starting(pods: Collection[Tree], limit: str) -> str:
     kind = "image" if any("Image" in pod_state.start_failure(pod) for pod in pods) else "container"
     what = f"cannot start, for {limit}" if limit else "cannot start"
     return f"{_sentence(pods, what)}; {_REMEDIES[kind]}"
+
+
+def _start_of_role(role: str, expected: int, pods: Collection[Tree]) -> str:
+    """Return for what the tasks of a role wait; empty where all of them run."""
+    parts = [f"{expected - len(pods)} not created"] if len(pods) < expected else []
+    for stage, what in ((pod_state.QUEUEING, "without a node"), (pod_state.STARTING, "starting")):
+        waiting = [pod for pod in pods if pod_state.stage(pod) == stage]
+        reasons = dict.fromkeys(filter(None, map(pod_state.waiting_reason, waiting)))
+        reason = " ".join(next(iter(reasons), "").split())
+        if waiting and all(map(pod_state.waits_as_usual, waiting)):
+            reason = f"{reason}: its image is pulled, its volumes are mounted"
+        if waiting:
+            parts.append(f"{len(waiting)} {what}{f' ({reason})' if reason else ''}")
+    running = sum(pod_state.stage(pod) == pod_state.RUNNING for pod in pods)
+    return f"{role} {running}/{expected}: {', '.join(parts)}" if parts else ""
 
 
 def _sentence(pods: Collection[Tree], what: str) -> str:

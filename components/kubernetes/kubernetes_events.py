@@ -29,10 +29,10 @@ _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied 
 _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
 
 
-def last_events(api: Api, uid: str) -> str:
-    """Return the last events of an object; empty without any, or if the API does not answer."""
+def last_events(api: Api, *uids: str) -> str:
+    """Return the last events of objects; empty for none, or if the API does not answer."""
     try:
-        found = _events(api, uid)
+        found = sorted((each for uid in uids for each in _events(api, uid)), key=_time_of)
     except UnreachableError:
         return ""
     except RefusedError as error:
@@ -46,7 +46,11 @@ def last_events(api: Api, uid: str) -> str:
 
 def _events(api: Api, uid: str) -> list[Tree]:
     found, _ = api.list_objects(EVENTS, {"fieldSelector": f"involvedObject.uid={uid}"})
-    return sorted(found, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime")))
+    return sorted(found, key=_time_of)
+
+
+def _time_of(event: Tree) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime"))
 
 
 def is_final(refusal: str) -> bool:

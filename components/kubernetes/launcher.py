@@ -21,6 +21,7 @@ import logging
 import math
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -74,6 +75,8 @@ ENDPOINTS = (
 )  # fmt: skip
 # Time for the removal of pods from their nodes after the grace period.
 REMOVAL_SECONDS = 60
+# The text is of a task, in which a user's code writes too: names, and no more than some.
+_UNRESOLVED = re.compile(re.escape(names.UNRESOLVED) + r"[a-z0-9., -]{1,300}")
 # How long the exit step retries while the API is unreachable.
 DELETE_SECONDS = 120.0
 
@@ -182,7 +185,7 @@ class _Launch:
         self._message = ""
         self._job_events: JobEvents = queue.SimpleQueue()
         self._heartbeat = self._new_heartbeat()
-        self._deadlines = Deadlines(engine, settings.deadlines, sum(replicas(job.config).values()))
+        self._deadlines = Deadlines(engine, settings.deadlines, replicas(job.config))
         self._restarts = Restarts(job.config, engine)
 
     def run(self) -> None:
@@ -305,8 +308,17 @@ class _Launch:
         event = events.parse(text, job=label_job(self._kind, self._name, self._namespace))
         if isinstance(event, events.Restart):
             self._job_events.put(replace(event, task=str(task)))
+        elif task == leading(self._job.config) and not event:
+            self._note_names(text)
         elif event and task == leading(self._job.config):
             relay.take(event)
+
+    def _note_names(self, text: str) -> None:
+        """Take a line of the guard about names that do not resolve, or do again."""
+        if found := _UNRESOLVED.search(text):
+            self._deadlines.unresolved = found[0]
+        elif names.RESOLVED in text:
+            self._deadlines.unresolved = ""
 
     def _end(self, supervisor: Supervisor) -> None:
         """Delete the job and wait for its pods, so that nothing outlives the step."""

@@ -30,7 +30,10 @@ APP = "app.kubernetes.io/"
 # Flotilla's annotations: the digest of a job, and the stop request, on the lease or on the job.
 MANIFEST = "flotilla/manifest"
 STOP = "flotilla/stop"
-# The guard of the leading task logs this when it has seen `STOP`.
+# How the line of a guard begins that cannot find other tasks by name, and the line after it.
+UNRESOLVED = "these names do not resolve: "
+RESOLVED = "the names of all tasks resolve"
+# What the guard of the leading task writes to its log when it has seen `STOP`.
 STOPPING = "the run is cancelled: training ends with a last checkpoint"
 
 # Pod names, service names and label values have at most 63 characters.
@@ -41,12 +44,24 @@ _DIGEST_LENGTH = 12
 
 
 def job_name(model: str, checkpoints: str) -> str:
-    """Return the name of the job that trains to `checkpoints`, equal for every retry."""
+    """Return the name of the job that trains to `checkpoints`: the same for every retry."""
+    return f"{_job_prefix(model)}{_digest(checkpoints)}"
+
+
+def is_job_name(name: str, model: str) -> bool:
+    """Return whether some job of a model has this name."""
+    digest = re.compile(rf"[0-9a-f]{{{_DIGEST_LENGTH}}}")
+    prefix = _job_prefix(model)
+    return name.startswith(prefix) and digest.fullmatch(name.removeprefix(prefix)) is not None
+
+
+def _job_prefix(model: str) -> str:
+    """Return how the names of the jobs of a model begin."""
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     # The name of a service has to begin with a letter.
     slug = slug if slug[:1].isalpha() else f"f-{slug}"
     length = MAX_LENGTH - _LONGEST_SUFFIX - _DIGEST_LENGTH - 1
-    return f"{slug[:length].rstrip('-')}-{_digest(checkpoints)}"
+    return f"{slug[:length].rstrip('-')}-"
 
 
 def label_value(text: str) -> str:
@@ -136,4 +151,5 @@ PODS = Resource("pods")
 EVENTS = Resource("events")
 JOBS = Resource("jobs", "batch")
 LEASES = Resource("leases", "coordination.k8s.io")
+SERVICES = Resource("services")
 NETWORK_POLICIES = Resource("networkpolicies", "networking.k8s.io")

@@ -55,7 +55,17 @@ def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree 
     }
 
 
-# Prometheus may run in any namespace.
+def is_foreign(kind: JobKind, service: Tree) -> bool:
+    """Return whether a Service of a job's name is that of no job of the kind.
+
+    JobSet 0.12 uses whatever Service has the name that it would give its own (read and seen).
+    """
+    owners = service["metadata"].get("ownerReferences") or []
+    name = service["metadata"]["name"]
+    return not any((each.get("kind"), each.get("name")) == (kind.kind, name) for each in owners)
+
+
+# Prometheus may be in any namespace.
 _SCRAPED: Tree = {
     "from": [{"namespaceSelector": {}}],
     "ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}],

@@ -45,7 +45,9 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 5.0
 # Seconds to wait for the rest of a log once its task has ended.
 DRAIN_SECONDS = 10.0
-# Seconds to wait for the events of deleted pods once the job has failed.
+# A lost pod is made again within seconds where its controller is there.
+ABSENT_SECONDS = 30.0
+# How long the events of pods that are gone are waited for once the job has failed.
 SETTLE_SECONDS = 10.0
 
 # An object and whether it was deleted, a restart that a guard has logged, a watch that the API
@@ -98,6 +100,8 @@ class Supervisor:
         # Lost pods that the controller has to replace, and pods whose end is not a loss.
         self._to_bring_back: dict[str, Tree] = {}
         self._suspended: set[str] = set()
+        # When the controller was asked for the next pod of each task.
+        self._asked_at: dict[Task, float] = {}
         self._start: Work | None = None
 
     def run(self) -> Loss | None:
@@ -303,9 +307,11 @@ class Supervisor:
             except RefusedError as error:
                 log.warning("%s comes back only after a back-off of Kubernetes: %s", task, error)
             else:
+                name = pod["metadata"]["name"]
                 log.warning(
-                    "%s lost its pod %s, which is created again", task, pod["metadata"]["name"]
+                    "%s lost its pod %s: the %s makes it again", task, name, self._kind.controller
                 )
+                self._asked_at[task] = time.monotonic()
             del self._to_bring_back[uid]
 
     def _is_back(self, lost: Tree) -> bool:
@@ -371,7 +377,14 @@ class Supervisor:
             return describe_failure(self._api, final[0], self._logs.tail(final[0].task))
         last = [describe_failure(self._api, end, self._logs.tail(end.task)) for end in failed[-1:]]
         report = "; ".join([f"the job {self._name} failed: {message}", *last])
-        return f"{report}{last_events(self._api, self._uid)}"
+        return f"{report}{self._last_events()}"
+
+    def _last_events(self) -> str:
+        """Return the last events of the job, and of the objects below it that lack a pod."""
+        uids = [self._uid]
+        with suppress(RefusedError, UnreachableError):
+            uids = list(self._engine.reporters(self._api, self._created))
+        return last_events(self._api, *uids)
 
     def _refresh_pods(self) -> None:
         """Record the current pods; handle missing ones by their last events."""
@@ -421,8 +434,27 @@ class Supervisor:
             self._start.__exit__()
             self._start = None
 
+    def _warn_of_absent(self) -> None:
+        """Say once of a pod that it does not come back: its controller may be away."""
+        newest = pod_state.newest(self._pods.values())
+        for task, at in list(self._asked_at.items()):
+            pod = newest.get(task)
+            if (
+                pod
+                and not pod_state.has_ended(pod)
+                and not pod["metadata"].get("deletionTimestamp")
+            ):
+                del self._asked_at[task]
+            elif time.monotonic() - at >= ABSENT_SECONDS:
+                del self._asked_at[task]
+                log.warning(
+                    "%s has no new pod after %g s: the %s is away, or refused the pod; see: %s",
+                    task, ABSENT_SECONDS, self._kind.controller, self._kind.show,
+                )  # fmt: skip
+
     def _check_deadlines(self) -> None:
         self._bring_back()
+        self._warn_of_absent()
         self._report_start()
         pods = self._pods.values()
         refusal = self._refusals.final() if self._deadlines.lacks_pods(pods) else ""
@@ -432,7 +464,7 @@ class Supervisor:
         if exceeded:
             # An operator that is away comes back, for example after an update.
             kind = UserError if self._deadlines.is_taken_up else TransientError
-            raise kind(f"{exceeded} (job {self._name}){last_events(self._api, self._uid)}")
+            raise kind(f"{exceeded} (job {self._name}){self._last_events()}")
         limit = self._unreachable
         if limit and time.monotonic() - self._api.answered_at > limit:
             raise TransientError(unreachable(limit, f"the job {self._name} may still run"))

@@ -14,8 +14,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn, TypeVar
 
@@ -45,6 +46,7 @@ from flotilla.trainer.runtime.errors import (
     TransientError,
     UserError,
 )
+from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.output import stamps, streams
 from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
@@ -58,7 +60,9 @@ FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
 PROGRESS_SECONDS = 30.0
 # Errors of a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Number of newest incidents in a record.
+# What the pod of a step hands to Kubernetes, and Argo to KFP; a node keeps so many bytes of it.
+TERMINATION_LOG, TERMINATION_BYTES = Path("/dev/termination-log"), 2048
+# So many of the newest incidents are part of a record.
 _MOST_INCIDENTS = 200
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -224,6 +228,15 @@ def _full_disk(error: BaseException) -> str:
     return f"cannot write {where}: {error.strerror}; free some space, or {more}"
 
 
+def _leave_message(message: str) -> None:
+    """Have the pod end with a message: where the record cannot be written, it is all that is known.
+
+    A file is there in a container alone.
+    """
+    with suppress(OSError), TERMINATION_LOG.open("r+b") as file:
+        file.write(mask(one_line(message)).encode()[:TERMINATION_BYTES])
+
+
 class _Course:
     """The state of a running stage, and the reports of its end."""
 
@@ -288,6 +301,8 @@ class _Course:
         # Emitted first, since the store may not respond within the grace period of a step.
         if line:
             streams.say(line)
+        if error:
+            _leave_message(f"{self.name}: {error}")
         self.published.end(
             ended,
             held=dict(self.output.held),

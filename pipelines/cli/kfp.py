@@ -121,8 +121,10 @@ def _pages(**pages: str) -> dict[str, str]:
 
 
 def _no_page(access: Access) -> str:
-    """Return the line shown in place of a link that would not work."""
-    return f"no link: {access.endpoint} serves no user interface; name it by --ui or {UI[0]}"
+    """Return the line in place of a link, which would lead nowhere."""
+    return (
+        f"no link: {access.endpoint} is the API alone; name the user interface by --ui or {UI[0]}"
+    )
 
 
 @answers

@@ -19,6 +19,7 @@ from rich.text import Text
 from flotilla.components.table import EXIT_STEP, FIRST_STAGE, find_maker
 from flotilla.pipelines.cli.display import Terminal, mark, step_line, steps_table
 from flotilla.pipelines.cli.tables import escape_controls, wrap_text
+from flotilla.pipelines.runs.outcome import key_metrics
 from flotilla.trainer.events import (
     Event,
     Interrupted,
@@ -104,6 +105,8 @@ class Steps(LiveView):
         super().__init__()
         self._run: RemoteRun | None = None
         self._seen: dict[str, Text] = {}
+        # When there was a line of how far each step is.
+        self._said_at: dict[str, float] = {}
 
     def show(self, run: RemoteRun) -> None:
         """Show the changes."""
@@ -116,6 +119,19 @@ class Steps(LiveView):
             if self._seen.get(step.name) != line:
                 self._seen[step.name] = line
                 self._console.print(line)
+                self._said_at[step.name] = time.monotonic()
+            self._show_progress(step.name)
+
+    def _show_progress(self, step: str) -> None:
+        """Say every half minute how far a step is, or what it waits for, as its record does."""
+        at = self._run.doing.get(step) if self._run else None
+        now = time.monotonic()
+        if at and at.metrics and now - self._said_at.get(step, 0.0) >= LOG_SECONDS:
+            self._said_at[step] = now
+            words = at.metrics.get("progress") or ", ".join(
+                f"{name} {value}" for name, value in key_metrics(at.metrics).items()
+            )
+            self.say(f"{step}: {words}")
 
     def _view(self) -> RenderableType:
         return steps_table(self._run) if self._run else ""

@@ -226,7 +226,11 @@ def _engine_checks(
     )
     yield from _permission_checks(config, options, cluster, kind)
     show = f"kubectl describe resourcequotas --namespace {where}"
-    yield _cluster_check("quota", lambda: resources.room(cluster, job), show)
+    if kind.has_child_jobs:
+        look = partial(clusters.check_services, cluster, config, one)
+        yield _cluster_check("services", look, f"kubectl get services --namespace {where}")
+    has_step = options.namespace in ("", where)
+    yield _cluster_check("quota", lambda: resources.room(cluster, job, has_step=has_step), show)
     for resource in resources.devices(job):
         title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
         look = partial(resources.present, cluster, job, resource)

@@ -13,7 +13,7 @@ from http import HTTPStatus
 import urllib3
 
 from flotilla.components.image import DEFAULTS, PodDefaults
-from flotilla.components.kubernetes import choice
+from flotilla.components.kubernetes import choice, names, owned_objects
 from flotilla.components.kubernetes.api.client import (
     Api,
     RefusedError,
@@ -311,3 +311,22 @@ def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Findi
         remedy = "flotilla doctor --set cluster.launcher=tfjob"
         return Finding("fail", f"{message}; {error}", remedy)
     return Finding("ok", message if choice.is_on_a_cluster() else f"{message}; {_HERE}")
+
+
+def check_services(cluster: Cluster, config: Config, one: Engine) -> Finding:
+    """Check that no Service of someone else has a name that a job of the model may have."""
+    where = cluster.namespace
+    found = cluster.api.read(f"/api/v1/namespaces/{where}/services")["items"]
+    taken = [
+        str(each["metadata"]["name"])
+        for each in found
+        if names.is_job_name(each["metadata"]["name"], config.name)
+        and owned_objects.is_foreign(one.kind, each)
+    ]
+    if not taken:
+        return Finding("ok", "no Service has the name of a job")
+    message = (
+        f"the Service {taken[0]} has the name of a job of this model, and is of no "
+        f"{one.kind.kind}: the tasks of that job would not find each other"
+    )
+    return Finding("fail", message, f"kubectl delete service {taken[0]} --namespace {where}")

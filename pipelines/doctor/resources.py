@@ -30,8 +30,11 @@ def format_quantity(number: Decimal) -> str:
     return str(whole)
 
 
-def room(cluster: Cluster, job: PlannedJob) -> Finding:
-    """Check the sum of all pods against every `ResourceQuota` and its usage."""
+def room(cluster: Cluster, job: PlannedJob, *, has_step: bool = True) -> Finding:
+    """Check the sum of all pods against every `ResourceQuota` and what is used of it.
+
+    The pod of the step that makes the job counts as well, where it `has_step` in its namespace.
+    """
     where = cluster.namespace
     quotas = cluster.api.read(f"/api/v1/namespaces/{where}/resourcequotas")["items"]
     if not quotas:
@@ -39,7 +42,7 @@ def room(cluster: Cluster, job: PlannedJob) -> Finding:
     scoped = [each["metadata"]["name"] for each in quotas if _is_scoped(each)]
     plain = [each for each in quotas if not _is_scoped(each)]
     for quota in plain:
-        if finding := _find_exceeded(where, quota, job):
+        if finding := _exceeded(where, quota, job, int(has_step)):
             return finding
     if scoped:
         message = f"the quotas {', '.join(scoped)} count some pods only, and were left out"
@@ -52,8 +55,8 @@ def _is_scoped(quota: Tree) -> bool:
     return bool(quota["spec"].get("scopes") or quota["spec"].get("scopeSelector"))
 
 
-def _find_exceeded(where: str, quota: Tree, job: PlannedJob) -> Finding | None:
-    name, objects = quota["metadata"]["name"], _objects(job)
+def _exceeded(where: str, quota: Tree, job: PlannedJob, steps: int) -> Finding | None:
+    name, objects = quota["metadata"]["name"], _objects(job, steps)
     hard = dict(quota.get("status", {}).get("hard") or quota["spec"].get("hard", {}))
     used = quota.get("status", {}).get("used", {})
     asked = {key: _count_requested(key, job, objects) for key in hard}
@@ -62,7 +65,8 @@ def _find_exceeded(where: str, quota: Tree, job: PlannedJob) -> Finding | None:
     if not over:
         return None
     message = "; ".join(
-        f"{key}: the job requests {format_quantity(asked[key])}, "
+        f"{key}: the job {'and its step request' if _is_of_pods(key) and steps else 'requests'} "
+        f"{format_quantity(asked[key])}, "
         f"{used.get(key, 0)} of {hard[key]} are used"
         for key in over
     )
@@ -73,11 +77,18 @@ def _find_exceeded(where: str, quota: Tree, job: PlannedJob) -> Finding | None:
     return Finding("fail", f"the quota {name} is too small: {message}", remedy)
 
 
-def _objects(job: PlannedJob) -> dict[str, int]:
-    """Return the number of objects of each kind that the job creates, by quota name."""
+def _is_of_pods(key: str) -> bool:
+    return key.removeprefix("count/") == "pods"
+
+
+def _objects(job: PlannedJob, steps: int) -> dict[str, int]:
+    """Return how many objects of each kind the job makes, by the names of quotas.
+
+    Of pods there is that of its step too.
+    """
     kind, tasks = job.engine.kind, sum(each.count for each in job.roles)
     # The lease is the heartbeat of the launcher.
-    made = {"pods": tasks, "leases.coordination.k8s.io": 1}
+    made = {"pods": tasks + steps, "leases.coordination.k8s.io": 1}
     made[f"{kind.resource.plural}.{kind.resource.group}"] = 1
     # Child Jobs share one headless service; the operator creates a service for every pod.
     made |= {"services": 1, "jobs.batch": tasks} if kind.has_child_jobs else {"services": tasks}

@@ -16,7 +16,7 @@ from flotilla.trainer.signing import signing
 from flotilla.trainer.storage.probe import SILENT, Probe, Unfit
 from flotilla.trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, find_endpoint
 from flotilla.trainer.storage.store import Trouble
-from flotilla.trainer.storage.uri import Location, locate
+from flotilla.trainer.storage.uri import Location, locate, speaks_s3
 
 _LOGINS = {
     "gs": "gcloud auth application-default login",
@@ -119,7 +119,8 @@ def opens(cluster: Cluster, config: Config) -> Finding:
     """Check that the secret holds a complete key pair; a role may replace an absent secret."""
     where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
-    if config.storage.root.startswith("minio://"):
+    root = config.storage.root
+    if speaks_s3(root) and find_endpoint(locate(root)).kfp_secret:
         pairs.append(frozenset(KFP_KEYS))
     try:
         data = cluster.api.read(f"/api/v1/namespaces/{where}/secrets/{KFP_SECRET}").get("data")

@@ -187,7 +187,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
         except InstanceError as error:
             # An instance refuses to end a run twice: the run is ending, or has ended.
             remote = find_run(client, remote.run_id)
-            if remote.state == "CANCELING" and "not found" in str(error):
+            if remote.state == "CANCELING" and error.is_of_absent_workflow:
                 raise UserError(f"run {remote.run_id}: {WORKFLOW_GONE}") from None
             if error.status != _REFUSED or not (remote.has_ended or remote.state == "CANCELING"):
                 raise

@@ -67,6 +67,11 @@ class InstanceError(UserError):
         """Whether the failure is transient: the same request may succeed later."""
         return self.status in (0, 429) or self.status >= _SERVER
 
+    @property
+    def is_of_absent_workflow(self) -> bool:
+        """Whether what the database still has is gone from the cluster."""
+        return self.status >= _SERVER and "not found" in str(self)
+
 
 def make_refusal(access: Access, where: str, error: Any) -> InstanceError:
     """Return the error for a status outside 200 to 299, the client's `ApiException`."""

@@ -45,6 +45,8 @@ _Verdict = tuple[str, int, str]
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
 # Seconds that a store may fail; there is a result without it.
 STORE_SECONDS = 10.0
+# How Argo says the termination message of a step, see `record`: stage and cause.
+_TERMINATED = re.compile(r"main: Error \(exit code (?P<code>\d+)\): (?P<words>[a-z_]+: .+)")
 # States of a step; see `kfp_nodes`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
 
@@ -326,6 +328,9 @@ def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows)
         # KFP's message only adds to that of a stopped step.
         more = first.message if at.exit_code == INTERRUPTED else ""
         return _exit_code(at), _and(f"{at.step}: {at.error}", more)
+    if left := _TERMINATED.fullmatch(first.message):
+        # The record could not be written, and the pod has ended with the line of its stage.
+        return USAGE if int(left["code"]) == USAGE else FAILED, left["words"]
     pod = replace(first, step=at.step) if at else first
     return FAILED, _and(explain_pod(pod), published.unread)
 

@@ -31,6 +31,7 @@ from flotilla.pipelines.compile import read_defaults
 from flotilla.pipelines.runs import kfp_watch
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, ask, connect, pages
+from flotilla.pipelines.runs.kfp_outcome import WORKFLOW_GONE
 from flotilla.pipelines.runs.kfp_run import RemoteRun, view
 from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.settings import Settings
@@ -427,18 +428,20 @@ def unschedule(
 def _wait_for_runs(
     client: Client, schedules: Sequence[Any], on_note: Callable[[str], None], *, cancel: bool
 ) -> None:
-    """Return once no run of these disabled schedules is active."""
-    seen, outage = set[str](), kfp_watch.Outage(on_note)
+    """Return once no run of these schedules, which are disabled, is active."""
+    seen, lost, outage = set[str](), set[str](), kfp_watch.Outage(on_note)
     while True:
         try:
-            active = _active_runs(client, schedules)
+            active = [run for run in _active_runs(client, schedules) if run.run_id not in lost]
             outage.end()
             for run in active:
-                if run.run_id not in seen:
-                    on_note(_describe_wait(client.access, run, cancel=cancel))
-                    if cancel:
-                        _terminate(client, run.run_id)
-                    seen.add(run.run_id)
+                if run.run_id in seen:
+                    continue
+                on_note(_describe_wait(client.access, run, cancel=cancel))
+                if cancel and not _terminate(client, run.run_id):
+                    on_note(f"run {run.run_id} is not waited for: {WORKFLOW_GONE}")
+                    lost.add(run.run_id)
+                seen.add(run.run_id)
         except InstanceError as error:
             if not outage.may_pass(error):
                 raise UserError(
@@ -459,13 +462,16 @@ def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
     return f"{what} ({run.state.lower()}); to end that: {by_hand}"
 
 
-def _terminate(client: Client, run_id: str) -> None:
+def _terminate(client: Client, run_id: str) -> bool:
+    """Cancel a run that may be ending already; return whether it will end."""
     try:
         ask(client.terminate_run, run_id)
     except InstanceError as error:
-        # It has ended, or is already ending.
+        if error.is_of_absent_workflow:
+            return False
         if error.status != _REFUSED:
             raise
+    return True
 
 
 def _disable(client: Client, schedules: Sequence[Any]) -> None:
@@ -475,8 +481,8 @@ def _disable(client: Client, schedules: Sequence[Any]) -> None:
         try:
             ask(client.disable_recurring_run, each.recurring_run_id)
         except InstanceError as error:
-            # Another client has removed it, or its object in the cluster (a 500).
-            if error.status != ABSENT and "not found" not in str(error):
+            # Someone else has removed it, or its object in the cluster.
+            if error.status != ABSENT and not error.is_of_absent_workflow:
                 raise
     if enabled:
         time.sleep(kfp_watch.LOOK_SECONDS)

@@ -57,10 +57,12 @@ class Server(ThreadingHTTPServer):
             self.generation += 1
             self.store.changed.notify_all()
 
-    def go_down(self) -> None:
+    def go_down(self, *, cuts_streams: bool = True) -> None:
+        """Refuse connections; one that ends by SIGTERM serves its open streams a while longer."""
         with self.store.changed:
             self.faults.down = True
-        self.drop_streams()
+        if cuts_streams:
+            self.drop_streams()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log nothing: tests kill clients on purpose."""

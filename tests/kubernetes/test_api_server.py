@@ -119,6 +119,29 @@ def test_a_log_that_is_lost_is_a_message_without_time_and_newline(kube, jobs, co
     assert not text.endswith("\n")
 
 
+@pytest.mark.parametrize("cuts_streams", [False, True])
+def test_a_server_that_ends_serves_its_open_streams_unless_it_is_killed(
+    kube, jobs, core, cuts_streams
+):
+    jobs.create_namespaced_custom_object(*ARGS, tfjob(roles={"Chief": 1, "PS": 1}))
+    name = kube.run_all()["chief-0"]["metadata"]["name"]
+    kube.write_log("chief-0", "one")
+    with core.read_namespaced_pod_log(
+        name, NAMESPACE, follow=True, _preload_content=False
+    ) as stream:
+        lines = iter(stream.stream(None))
+        assert next(lines).decode().endswith("one\n")
+        kube.server.go_down(cuts_streams=cuts_streams)
+        with pytest.raises(urllib3.exceptions.HTTPError):
+            core.list_namespaced_pod(NAMESPACE, _request_timeout=1)
+        if cuts_streams:
+            with pytest.raises((urllib3.exceptions.HTTPError, StopIteration)):
+                next(lines)
+        else:
+            kube.write_log("chief-0", "two")
+            assert next(lines).decode().endswith("two\n")
+
+
 def test_an_eviction_says_so_and_leaves_the_pod_its_grace_period(kube, jobs, core):
     kube.store.graceful.add("pods")
     jobs.create_namespaced_custom_object(*ARGS, tfjob())

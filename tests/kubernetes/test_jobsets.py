@@ -267,6 +267,21 @@ def test_what_forbids_a_pod_is_an_event_of_its_job(kube, jobsets):
     assert events(kube, kube.jobset()) == []
 
 
+def test_a_full_quota_is_an_event_of_the_job_alone(kube, jobsets):
+    quota = {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "0"}}}
+    kube.store.create("resourcequotas", NAMESPACE, quota)
+    jobsets.create_namespaced_custom_object(*ARGS, jobset(roles={"chief": 1}))
+    job = kube.store.wait(lambda: kube.child_jobs().get("chief-0"))
+    kube.store.wait(lambda: events(kube, job))
+    [(reason, message), *_] = events(kube, job)
+    assert reason == "FailedCreate"
+    assert "exceeded quota: team, requested: pods=1, used: pods=0, limited: pods=0" in message
+    assert events(kube, kube.jobset()) == []
+    assert not any(
+        each["status"] == "True" for each in kube.jobset()["status"].get("conditions", [])
+    )
+
+
 def test_without_its_controller_no_pod_comes_back(kube, jobsets):
     start(kube, jobsets)
     kube.install_jobset(replicas=0)

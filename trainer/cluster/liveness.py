@@ -131,9 +131,11 @@ CHANNEL_OPTIONS = {
     # A gRPC server closes a channel that sends more than two pings within 300 s without data, as in
     # a call that lasts for hours; no option of TensorFlow's changes that.
     "grpc.keepalive_time_ms": 310_000,
-    "grpc.http2.ping_timeout_ms": 60_000,
-    # gRPC sets TCP_USER_TIMEOUT to it: how long sent bytes may be unacknowledged. It must not be
-    # shorter than a task may be stopped or swapped out, which `training.stall_timeout` limits.
+    # How long any question may be unanswered, also those by which gRPC measures a connection while
+    # data arrives: what stands still because a machine went away during a transfer ends after it.
+    "grpc.http2.ping_timeout_ms": 20_000,
+    # gRPC sets TCP_USER_TIMEOUT to it: how long bytes that were sent may be unacknowledged. Not
+    # shorter than a task may be stopped or swapped out, by `training.stall_timeout`.
     "grpc.keepalive_timeout_ms": 120_000,
     # Ping for as long as a call lasts; the default is two pings.
     "grpc.http2.max_pings_without_data": 0,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from flotilla.trainer.runtime.masking import is_sent_openly
 from flotilla.trainer.storage.uri import Location, locate, speaks_s3, web_address
@@ -16,12 +18,22 @@ KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
 # Variables that boto3 itself reads.
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+# What names other credentials than the pair of keys: a role, or a profile.
+_OTHERS = (
+    BOTO_KEYS[0], "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)  # fmt: skip
+_AMAZON = re.compile(r"\.amazonaws\.com(\.cn)?$")
 _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a store; boto3 chooses values for empty fields."""
+    """How to reach a store; boto3 decides where a text is empty.
+
+    `kfp_secret`: whether the keys of KFP's secret are for it, as for any store but Amazon's, where
+    a role of the service account counts.
+    """
 
     url: str = ""
     region: str = ""
@@ -40,7 +52,7 @@ def find_endpoint(location: Location) -> Endpoint:
         url=url,
         region=location.option("region"),
         path_style=bool(url) or location.is_on("s3ForcePathStyle", "use_path_style"),
-        kfp_secret=minio,
+        kfp_secret=minio or (bool(url) and not _AMAZON.search(urlsplit(url).hostname or "")),
     )
 
 
@@ -57,7 +69,7 @@ def plain_http_remark(uri: str) -> str:
 def kfp_credentials() -> Mapping[str, str]:
     """Return the keys of KFP's secret `mlpipeline-minio-artifact` in the environment, if any."""
     keys = [os.environ.get(name, "") for name in KFP_KEYS]
-    if not all(keys) or os.environ.get("AWS_ACCESS_KEY_ID"):
+    if not all(keys) or any(map(os.environ.get, _OTHERS)):
         return {}
     return {"aws_access_key_id": keys[0], "aws_secret_access_key": keys[1]}
 

@@ -76,7 +76,9 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
         *(_JOBS if kind.has_child_jobs else ()),
-        # Without it, the report of a failure leaves out the events.
+        # A Service of someone else is found by its tasks alone without it, after minutes.
+        *((Permission("get", "services", is_optional=True),) if kind.has_child_jobs else ()),
+        # A report of a failure leaves the events out.
         Permission("list", "events", is_optional=True),
         ISOLATION,
     )

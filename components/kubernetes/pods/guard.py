@@ -12,12 +12,16 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.pods import launcher_watch
 from flotilla.components.kubernetes.pods.shutdown import (
     NOTICE_SECONDS,
@@ -36,6 +40,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader
 from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, UserError
 from flotilla.trainer.runtime.output import streams
@@ -45,6 +50,8 @@ log = logging.getLogger(__name__)
 # for its termination message; for a short grace period this is a share of it.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# So long names may not resolve before that is said: a pod has its name once it has an address.
+NAMES_SECONDS, LOOK_SECONDS = 90.0, 10.0
 
 
 class Guard:
@@ -92,6 +99,45 @@ class Guard:
         return DONE if code == DONE and not self._reason else FAILED
 
 
+class PeerNames:
+    """Says which other tasks cannot be found by their names; TensorFlow waits for them in silence.
+
+    Of a foreign Service of the job's name nothing resolves, and no event says so.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        resolve: Callable[[str, int], object] = socket.getaddrinfo,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take what looks a name up and raises an `OSError` where it does not resolve."""
+        every = [each for role in sorted(cluster.addresses) for each in cluster.addresses[role]]
+        self._left = [each.rpartition(":")[0] for each in every]
+        self._resolve, self._clock = resolve, clock
+        self._began, self._said = clock(), ""
+
+    def look(self) -> bool:
+        """Look up the names that have not resolved yet, and return whether there are any."""
+        self._left = [name for name in self._left if not self._has_address(name)]
+        line = self._said
+        if self._left and self._clock() - self._began >= NAMES_SECONDS:
+            line = f"{names.UNRESOLVED}{', '.join(self._left)}"
+        elif not self._left and self._said:
+            line = names.RESOLVED
+        if line != self._said:
+            log.warning(line)
+        self._said = line
+        return bool(self._left)
+
+    def _has_address(self, name: str) -> bool:
+        try:
+            self._resolve(name, 0)
+        except OSError:
+            return False
+        return True
+
+
 def main(arguments: list[str]) -> int:
     """Run the command after `--`, and return its exit code."""
     streams.log_to_stderr()
@@ -130,6 +176,9 @@ def main(arguments: list[str]) -> int:
     watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
     if watched:
         launcher_watch.start(guard, watched)
+    if leads and cluster:
+        look = PeerNames(cluster).look
+        Loop(look, LOOK_SECONDS, name="names", failing="names are not looked up").start()
     code = guard.wait()
     if guard.ends_job:
         launcher_watch.delete_job(watched)

@@ -124,7 +124,9 @@ def test_a_malformed_image_ends_the_job_at_once(kube):
 
 def test_a_registry_that_hiccups_is_waited_for():
     now = [0.0]
-    deadlines = Deadlines(TFJobs(), DeadlinesConfig(container=120, starting=900), 1, lambda: now[0])
+    deadlines = Deadlines(
+        TFJobs(), DeadlinesConfig(container=120, starting=900), {"chief": 1}, lambda: now[0]
+    )
 
     def waiting(reason):
         state = {"waiting": {"reason": reason}}
@@ -169,7 +171,9 @@ def test_the_usual_way_to_a_start_is_no_warning(kube, caplog):
 
 def test_only_a_new_job_begins_the_deadline_of_the_operator_again():
     now = [0.0]
-    deadlines = Deadlines(TFJobs(), DeadlinesConfig(operator=60), 2, lambda: now[0])
+    deadlines = Deadlines(
+        TFJobs(), DeadlinesConfig(operator=60), {"chief": 1, "worker": 1}, lambda: now[0]
+    )
     job = {"metadata": {"uid": "1"}, "spec": {}}
     deadlines.observe_job(job)
     now[0] = 40.0
@@ -183,7 +187,9 @@ def test_only_a_new_job_begins_the_deadline_of_the_operator_again():
 
 def test_a_job_that_is_suspended_again_queues_again():
     now = [0.0]
-    deadlines = Deadlines(TFJobs(), DeadlinesConfig(queueing=100, stalling=10), 1, lambda: now[0])
+    deadlines = Deadlines(
+        TFJobs(), DeadlinesConfig(queueing=100, stalling=10), {"chief": 1}, lambda: now[0]
+    )
     job = {"metadata": {"uid": "1"}, "spec": {"runPolicy": {}}}
     running = {
         "metadata": {"uid": "p", "labels": LABELS},
@@ -206,7 +212,7 @@ def test_a_job_that_is_suspended_again_queues_again():
 
 def test_a_job_that_is_not_admitted_has_a_deadline():
     now = [0.0]
-    deadlines = Deadlines(TFJobs(), DeadlinesConfig(queueing=100), 1, lambda: now[0])
+    deadlines = Deadlines(TFJobs(), DeadlinesConfig(queueing=100), {"chief": 1}, lambda: now[0])
     deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
     now[0] = 106.0
     assert deadlines.find_exceeded([]).startswith("the job was not admitted after 100 s")
@@ -215,7 +221,7 @@ def test_a_job_that_is_not_admitted_has_a_deadline():
 def test_a_job_that_is_made_again_queues_again_and_has_run_before():
     now = 0.0
     limits = DeadlinesConfig(queueing=50, running=100, stalling=0, operator=0)
-    deadlines = Deadlines(TFJobs(), limits, 1, clock=lambda: now)
+    deadlines = Deadlines(TFJobs(), limits, {"chief": 1}, clock=lambda: now)
     node = {"name": "tensorflow", "state": {"running": {}}}
     pod = {
         "metadata": {"uid": "a", "labels": LABELS},
@@ -250,7 +256,9 @@ class TestStart:
 
     @pytest.fixture
     def deadlines(self):
-        found = Deadlines(TFJobs(), DeadlinesConfig(), 2, iter(range(100)).__next__)
+        found = Deadlines(
+            TFJobs(), DeadlinesConfig(), {"chief": 1, "worker": 1}, iter(range(100)).__next__
+        )
         found.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {}}})
         return found
 
@@ -265,7 +273,7 @@ class TestStart:
     def test_pods_that_are_not_made(self, deadlines):
         pods = [of_state("chief-0", running={})]
         deadlines.observe(pods)
-        assert deadlines.start(pods) == (1, "1 of 2 pods are not created yet")
+        assert deadlines.start(pods) == (1, "worker 0/1: 1 not created")
 
     def test_pods_without_a_node(self, deadlines):
         condition = {"type": "PodScheduled", "status": "False", "message": "Insufficient cpu."}
@@ -274,7 +282,10 @@ class TestStart:
             pod_with("worker-0", {"conditions": [condition]}, node=""),
         ]
         deadlines.observe(pods)
-        assert deadlines.start(pods) == (1, "worker-0 has no node: Insufficient cpu.")
+        assert deadlines.start(pods) == (
+            1,
+            "worker 0/1: 1 without a node (Insufficient cpu.)",
+        )
 
     def test_images(self, deadlines):
         pods = [
@@ -282,19 +293,23 @@ class TestStart:
             of_state("worker-0", waiting={"reason": "ImagePullBackOff", "message": "no such tag"}),
         ]
         deadlines.observe(pods)
-        running, words = deadlines.start(pods)
-        assert (running, words.partition(":")[0]) == (0, "chief-0, worker-0 has not started")
-        assert deadlines.start([pods[0], of_state("worker-0", running={})]) == (
-            1,
-            "chief-0 has not started: ContainerCreating (its image is pulled, its volumes are "
-            "mounted)",
+        assert deadlines.start(pods) == (
+            0,
+            "chief 0/1: 1 starting (ContainerCreating: its image is pulled, its volumes are "
+            "mounted); worker 0/1: 1 starting (ImagePullBackOff: no such tag)",
         )
+        assert deadlines.start([pods[0], of_state("worker-0", running={})])[0] == 1
 
     def test_the_first_step(self, deadlines):
         pods = [of_state("chief-0", running={}), of_state("worker-0", running={})]
         deadlines.observe(pods)
         assert deadlines.start(pods) == (2, "all tasks run, and training has made no step yet")
         assert not deadlines.is_training
+        # A foreign Service of the name of the job.
+        deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
+        assert deadlines.start(pods)[1].endswith(
+            "no step yet; these names do not resolve: a-ps-0-0.a"
+        )
         deadlines.restart_progress()
         assert deadlines.is_training
 

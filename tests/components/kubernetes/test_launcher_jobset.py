@@ -178,6 +178,39 @@ def test_where_jobs_may_not_be_deleted_a_lost_pod_comes_back_later(kube, caplog)
     assert "worker-0 comes back only after a back-off of Kubernetes" in caplog.text
 
 
+def test_a_pod_that_does_not_come_back_is_said_with_its_controller(kube, caplog, monkeypatch):
+    monkeypatch.setattr("flotilla.components.kubernetes.supervisor.CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("flotilla.components.kubernetes.supervisor.ABSENT_SECONDS", 0.3)
+    attempt = start(kube)
+    before = uids(kube)["worker-0"]
+    kube.install_jobset(replicas=0)
+    evict(kube, "worker-0")
+    kube.store.wait(lambda: "worker-0 has no new pod after" in caplog.text)
+    assert "the JobSet controller is away, or refused the pod; see: kubectl get" in caplog.text
+    kube.install_jobset()
+    pods.running(kube.store, kube.pod("worker-0", but=before))
+    finish(kube, attempt)
+
+
+def test_who_takes_over_a_lease_changes_no_owner_of_it(kube, monkeypatch):
+    kill_launcher(kube)
+    patched = []
+    patch = Api.patch
+
+    def note(self, resource, name, tree):
+        patched.extend(
+            [tree["metadata"]] if resource.plural == "leases" and "metadata" in tree else []
+        )
+        return patch(self, resource, name, tree)
+
+    monkeypatch.setattr(Api, "patch", note)
+    attempt = Attempt(job_of(tree_of()))
+    kube.wait_watched()
+    finish(kube, attempt)
+    assert any("labels" in each for each in patched)
+    assert not any("ownerReferences" in each for each in patched)
+
+
 def test_a_restart_that_a_guard_has_made_counts(kube, run_events):
     attempt = start(kube, max_restarts=1)
     cause = "exit code 137 (signal SIGKILL)"
@@ -363,6 +396,30 @@ class TestRefused:
             "changed: delete it, or give the model another name"
         )
         assert kube.jobsets()
+
+    @pytest.mark.parametrize("may_look", [True, False])
+    def test_a_service_of_someone_else_is_found_before_the_job_is_made(self, kube, may_look):
+        engine = launchers.engine("jobset")
+        job = engine.manifest(job_of(tree_of()), Place(namespace=NAMESPACE))
+        name = job["metadata"]["name"]
+        kube.store.create("services", NAMESPACE, {"metadata": {"name": name}, "spec": {}})
+        if not may_look:
+            kube.faults.add("GET .*/services/", 403)
+            attempt = start(kube)
+            finish(kube, attempt)
+            return
+        message = Attempt(job_of(tree_of())).failure()
+        assert message.startswith(f"the Service {name} is there already and of no JobSet: no task")
+        assert f"kubectl delete service {name}" in message
+        assert not kube.jobsets()
+
+    def test_a_quota_that_stays_full_is_the_reason_though_no_event_is_of_the_jobset(self, kube):
+        tree = {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "1"}}}
+        kube.store.create("resourcequotas", NAMESPACE, tree)
+        message = Attempt(job_of(tree_of(queueing=2))).failure()
+        assert message.startswith("2 of 3 pods were not created after 2 s (cluster.kubernetes.")
+        assert "FailedCreate: Error creating: pods" in message
+        assert "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1" in message
 
     def test_pods_that_are_refused_are_the_reason_in_one_line(self, kube, monkeypatch):
         monkeypatch.setattr("flotilla.components.kubernetes.kubernetes_events.LOOK_SECONDS", 0.2)

@@ -656,3 +656,26 @@ def test_in_a_run_that_goes_on_no_step_writes_a_report(failed):
     with record_stage("evaluate_model", run_store.find_run(failed.root, other)):
         pass
     assert storage.names(storage.join(failed.root, other)) == ["steps"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError, 2), (UserError, 1)])
+def test_the_pod_ends_with_the_cause_where_no_record_can_be_written(
+    tmp_path, monkeypatch, error, code
+):
+    left = tmp_path / "termination-log"
+    left.touch()
+    monkeypatch.setattr(record, "TERMINATION_LOG", left)
+    with pytest.raises(SystemExit) as ended, recorded("train_model"):
+        raise error("s3://b: no credentials,\nor wrong ones: token=hush-hush-hush-hush")
+    assert ended.value.code == code
+    [line] = left.read_text().splitlines()
+    assert line.startswith("train_model: s3://b: no credentials")
+    assert "hush" not in line
+
+
+def test_outside_of_a_container_there_is_no_message(tmp_path, monkeypatch):
+    absent = tmp_path / "termination-log"
+    monkeypatch.setattr(record, "TERMINATION_LOG", absent)
+    with pytest.raises(SystemExit), recorded("train_model"):
+        raise UserError("no room")
+    assert not absent.exists()

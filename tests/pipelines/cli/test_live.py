@@ -5,8 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.cli import live
-from flotilla.pipelines.cli.live import Display, SweepDisplay
+from flotilla.pipelines.cli.live import Display, Steps, SweepDisplay
+from flotilla.pipelines.runs.kfp_nodes import Nodes, Step
+from flotilla.pipelines.runs.kfp_run import RemoteRun
 from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPassedOver,
@@ -407,3 +410,26 @@ class TestSweep:
     def test_a_request_to_end_is_said(self, display):
         display(trial(1, "running"), Interrupted())
         assert display._work().what == "sweep: stopping, saving the last checkpoints"
+
+
+def test_a_remote_step_that_starts_says_every_half_minute_for_what(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    steps = (Step(name="train_model", state="RUNNING", began=None, ended=None),)
+    words = "starting the job: 1/3 tasks  worker 0/2: 2 without a node (Insufficient cpu.)"
+    at = StepRecord(step="train_model", status="running", began=1.0, metrics={"progress": words})
+    known = RemoteRun(
+        run_id="1", name="mine", state="RUNNING", created=None, finished=None, error="",
+        nodes=Nodes(steps=steps), doing={"train_model": at},
+    )  # fmt: skip
+    said = []
+    with Steps() as shown:
+        for seconds in (0, 29, 1, 29, 1):
+            now[0] += seconds
+            shown.show(known)
+            said.append(len(capsys.readouterr().err.splitlines()))
+        assert said == [1, 0, 1, 0, 1]
+        now[0] += 30
+        trained = replace(at, metrics={"global_step": 20, "steps": 300, "loss": 0.25})
+        shown.show(replace(known, doing={"train_model": trained}))
+    assert "train_model: global_step 20, steps 300, loss 0.25" in capsys.readouterr().err

@@ -340,3 +340,21 @@ def test_the_version_of_the_cluster_is_judged(kube, of_job):
     assert "training operator has to be 1.9 or later" in report["training operator"]["message"]
     assert "v1.31.4" in report["Kubernetes API"]["message"]
     assert "but with 1.33" in report["Kubernetes API"]["message"]
+
+
+def test_a_service_that_has_the_name_of_a_job_is_found(kube, jobset, of_jobset):
+    assert jobset is kube
+    report = of_jobset()
+    assert report["services"]["state"] == "ok"
+    name = "digits-0123456789ab"
+    owner = {"kind": "JobSet", "name": name, "apiVersion": "jobset.x-k8s.io/v1alpha2", "uid": "1"}
+    metadata = {"name": name, "ownerReferences": [owner]}
+    kube.store.create("services", NAMESPACE, {"metadata": metadata, "spec": {}})
+    kube.store.create("services", NAMESPACE, {"metadata": {"name": "digits-web"}, "spec": {}})
+    assert of_jobset()["services"]["state"] == "ok"
+    name = "digits-ba9876543210"
+    kube.store.create("services", NAMESPACE, {"metadata": {"name": name}, "spec": {}})
+    found = of_jobset()["services"]
+    assert found["state"] == "fail"
+    assert f"the Service {name} has the name of a job of this model" in found["message"]
+    assert found["remedy"] == f"kubectl delete service {name} --namespace {NAMESPACE}"

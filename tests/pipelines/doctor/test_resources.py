@@ -45,7 +45,9 @@ def node(kube):
         ({"cpu": "7"}, {}, ("requests 8, 0 of 7", '"8"')),
         ({"limits.memory": "15Gi"}, {}, ("requests 16Gi, 0 of 15Gi", '"16Gi"')),
         ({"requests.memory": "16Gi"}, {"requests.memory": "1Mi"}, ("requests 16Gi", '"16385Mi"')),
-        ({"pods": "5"}, {"pods": "2"}, ("requests 4, 2 of 5", '"6"')),
+        # With the pod of the step.
+        ({"pods": "4"}, {}, ("and its step request 5, 0 of 4", '"5"')),
+        ({"pods": "5"}, {"pods": "2"}, ("and its step request 5, 2 of 5", '"7"')),
         ({"count/tfjobs.kubeflow.org": "0"}, {}, ("requests 1, 0 of 0", '"1"')),
         ({"requests.nvidia.com/gpu": "3"}, {}, ("requests 4, 0 of 3", '"4"')),
         ({"services": "3"}, {}, ("requests 4, 0 of 3", '"4"')),
@@ -67,7 +69,7 @@ def test_a_quota_that_is_too_small(of_job, quota, hard, used, found):
 @pytest.mark.parametrize(
     "hard",
     [
-        {"requests.cpu": "8", "limits.memory": "16Gi", "pods": "4"},
+        {"requests.cpu": "8", "limits.memory": "16Gi", "pods": "5"},
         {"requests.storage": "1"},
         {"requests.nvidia.com/gpu": "0"},
     ],
@@ -182,7 +184,7 @@ def test_a_limit_alone_is_a_request_too(of_job, quota):
         # A parameter server, a chief and two workers: a Job each, and one service of all.
         ({"count/jobsets.jobset.x-k8s.io": "0"}, "requests 1, 0 of 0 are used"),
         ({"count/jobs.batch": "3"}, "requests 4, 0 of 3 are used"),
-        ({"count/pods": "3"}, "requests 4, 0 of 3 are used"),
+        ({"count/pods": "3"}, "and its step request 5, 0 of 3 are used"),
         ({"services": "0"}, "requests 1, 0 of 0 are used"),
         ({"count/leases.coordination.k8s.io": "0"}, "requests 1, 0 of 0 are used"),
         ({"count/tfjobs.kubeflow.org": "0", "services": "1"}, ""),

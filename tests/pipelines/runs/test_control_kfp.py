@@ -262,7 +262,8 @@ def test_a_cancel_that_comes_too_late_is_no_error(instance, remote, started, sta
     def late(_workflow, _run):
         # Between the look at the run and the request to end it.
         instance.store.play = []
-        instance.faults.add(":terminate", 400)
+        body = b'{"message": "Failed to terminate a run. Row not found"}'
+        instance.faults.add(":terminate", 400, body=body)
         instance.store.play = [lambda _w, run: run.update(state=state)]
 
     instance.store.play = [late]

@@ -457,7 +457,7 @@ def test_without_an_interface_there_is_no_link_but_a_command(instance, remote, u
     made = remote("submit", "--json")
     run_id = made.json["run_id"]
     assert (made.code, made.json["artifacts"]) == (0, {})
-    assert f"no link: {instance.url} serves no user interface; name it by --ui" in made.err
+    assert f"no link: {instance.url} is the API alone; name the user interface by --ui" in made.err
     assert f"flotilla status {run_id} --endpoint {instance.url}" in made.err
     assert "/#/" not in made.err
 

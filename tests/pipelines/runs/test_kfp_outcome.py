@@ -695,3 +695,12 @@ def test_a_driver_of_the_run_is_no_step():
     assert line.startswith(
         "the run: KFP's own driver of it failed (main: Error (exit code 1); bad key): check the"
     )
+
+
+@pytest.mark.usefixtures("inside")
+@pytest.mark.parametrize("code", [1, 2])
+def test_the_cause_of_a_step_without_a_record_is_the_message_of_its_pod(waited, code):
+    words = "prepare_data: s3://b: no credentials, or wrong ones: set AWS_ACCESS_KEY_ID"
+    message = f"main: Error (exit code {code}): {words}"
+    answer = waited(failed("prepare_data", message=message))
+    assert (answer.code, answer.json["message"]) == (code, words)

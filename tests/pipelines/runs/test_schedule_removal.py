@@ -85,6 +85,15 @@ def test_its_runs_are_cancelled_on_request(instance, remote, fire, looks):
     assert not instance.store.recurring
 
 
+@pytest.mark.usefixtures("looks")
+def test_a_run_whose_workflow_is_gone_is_not_waited_for(instance, remote, fire):
+    run = fire()
+    instance.store.workflows[run].collect()
+    answer = remote("unschedule", "digits", "--cancel")
+    assert (answer.code, instance.store.recurring) == (0, {})
+    assert f"run {run} is not waited for: its Workflow was deleted" in answer.err
+
+
 def test_one_that_is_ending_already_is_not_cancelled_twice(instance, remote, fire, looks):
     run = fire()
     assert remote("cancel", run).code == 0

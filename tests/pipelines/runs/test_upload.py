@@ -53,7 +53,9 @@ def test_the_first_upload_makes_the_pipeline_and_a_version_named_by_content_and_
     assert answer.json["version"]["created"] is True
     assert answer.json["version"]["name"] == names(instance)[0]
     assert answer.json["artifacts"] == {}
-    assert f"no link: {instance.url} serves no user interface; name it by --ui" in answer.err
+    assert (
+        f"no link: {instance.url} is the API alone; name the user interface by --ui" in answer.err
+    )
     assert "uploaded: flotilla-training version" in answer.err
 
 

@@ -163,7 +163,7 @@ def test_a_task_that_ends_during_the_probe_is_gone(stack):
 RESOLVE, CONNECT = "grpc.dns_min_time_between_resolutions_ms", "grpc.min_reconnect_backoff_ms"
 AGAIN = "grpc.initial_reconnect_backoff_ms=100"
 ALIVE = (
-    "grpc.keepalive_time_ms=310000,grpc.http2.ping_timeout_ms=60000,"
+    "grpc.keepalive_time_ms=310000,grpc.http2.ping_timeout_ms=20000,"
     "grpc.keepalive_timeout_ms=120000,grpc.http2.max_pings_without_data=0,"
     "grpc.enable_http_proxy=0"
 )

@@ -153,8 +153,8 @@ def test_credentials_that_were_renewed_in_their_file_are_used(
 )
 def test_endpoints(uri: str, url: str, region: str, path_style: bool) -> None:
     found = find_endpoint(locate(uri))
-    minio = uri.startswith("minio")
-    assert found == Endpoint(url=url, region=region, path_style=path_style, kfp_secret=minio)
+    own = Endpoint(url=url, region=region, path_style=path_style, kfp_secret=bool(url))
+    assert found == own
 
 
 def test_the_environment_names_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,9 @@ def test_the_environment_names_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> N
     assert find_endpoint(locate("minio://bucket/k?endpoint=three:3")).url == "https://three:3"
 
 
-def test_the_kfp_secret_is_used_by_minio_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kfp_secret_is_used_by_stores_that_are_not_amazons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("accesskey", "kfp")
     monkeypatch.setenv("secretkey", "hush-hush")
@@ -176,8 +178,16 @@ def test_the_kfp_secret_is_used_by_minio_alone(monkeypatch: pytest.MonkeyPatch) 
         return credentials.access_key if credentials else ""
 
     assert key(find_endpoint(locate("minio://bucket/k"))) == "kfp"
+    # A secret of KFP is in every namespace of it, also where a role opens Amazon's store.
     assert key(find_endpoint(locate("s3://bucket/k"))) == ""
+    amazon = "s3://bucket/k?endpoint=s3.eu-west-1.amazonaws.com"
+    assert key(find_endpoint(locate(amazon))) == ""
+    assert key(find_endpoint(locate("s3://bucket/k?endpoint=store:9000"))) == "kfp"
     assert "hush" not in repr(find_endpoint(locate("minio://bucket/k")))
+    client.cache_clear()
+    with monkeypatch.context() as other:
+        other.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/nowhere")
+        assert key(find_endpoint(locate("s3://bucket/k?endpoint=store:9000"))) == ""
     client.cache_clear()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "own")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
