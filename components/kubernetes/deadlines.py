@@ -73,6 +73,7 @@ class Deadlines:
         self._stage = pod_state.QUEUEING
         self._entered_at = self._progressed_at = self._clock()
         self._failing_since = {}
+        self.unresolved = ""
 
     @property
     def is_training(self) -> bool:
