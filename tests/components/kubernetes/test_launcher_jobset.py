@@ -194,19 +194,17 @@ def test_a_pod_that_does_not_come_back_is_said_with_its_controller(kube, caplog,
 
 def test_who_takes_over_a_lease_changes_no_owner_of_it(kube, monkeypatch):
     kill_launcher(kube)
-    patched = []
-    patch = Api.patch
+    before, patched, patch = kube.wait_renewed(), [], Api.patch
 
-    def note(self, resource, name, tree):
-        patched.extend(
-            [tree["metadata"]] if resource.plural == "leases" and "metadata" in tree else []
-        )
-        return patch(self, resource, name, tree)
+    def note(self, resource, name, tree, **more):
+        if resource.plural == "leases":
+            patched.append(tree.get("metadata", {}))
+        return patch(self, resource, name, tree, **more)
 
     monkeypatch.setattr(Api, "patch", note)
-    attempt = Attempt(job_of(tree_of()))
-    kube.wait_watched()
-    finish(kube, attempt)
+    retry = Attempt(job_of(tree_of()))
+    kube.wait_renewed(but=before)
+    finish(kube, retry)
     assert any("labels" in each for each in patched)
     assert not any("ownerReferences" in each for each in patched)
 

@@ -666,7 +666,7 @@ def test_the_pod_ends_with_the_cause_where_no_record_can_be_written(
     left.touch()
     monkeypatch.setattr(record, "TERMINATION_LOG", left)
     with pytest.raises(SystemExit) as ended, recorded("train_model"):
-        raise error("s3://b: no credentials,\nor wrong ones: token=hush-hush-hush-hush")
+        raise error("s3://b: no credentials,\nor wrong ones at https://me:hush@store")
     assert ended.value.code == code
     [line] = left.read_text().splitlines()
     assert line.startswith("train_model: s3://b: no credentials")

@@ -16,6 +16,7 @@ from flotilla.trainer.storage.s3_endpoint import (
     KFP_ENDPOINT,
     Endpoint,
     find_endpoint,
+    kfp_credentials,
     plain_http_remark,
 )
 from flotilla.trainer.storage.uri import locate
@@ -187,8 +188,7 @@ def test_the_kfp_secret_is_used_by_stores_that_are_not_amazons(
     client.cache_clear()
     with monkeypatch.context() as other:
         other.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", "/nowhere")
-        assert key(find_endpoint(locate("s3://bucket/k?endpoint=store:9000"))) == ""
-    client.cache_clear()
+        assert not kfp_credentials()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "own")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
     assert key(find_endpoint(locate("minio://bucket/k"))) == "own"
