@@ -665,7 +665,7 @@ def test_the_pod_ends_with_the_cause_where_no_record_can_be_written(
     left = tmp_path / "termination-log"
     left.touch()
     monkeypatch.setattr(record, "TERMINATION_LOG", left)
-    with pytest.raises(SystemExit) as ended, recorded("train_model"):
+    with pytest.raises(SystemExit) as ended, record_stage("train_model"):
         raise error("s3://b: no credentials,\nor wrong ones at https://me:hush@store")
     assert ended.value.code == code
     [line] = left.read_text().splitlines()
@@ -676,6 +676,6 @@ def test_the_pod_ends_with_the_cause_where_no_record_can_be_written(
 def test_outside_of_a_container_there_is_no_message(tmp_path, monkeypatch):
     absent = tmp_path / "termination-log"
     monkeypatch.setattr(record, "TERMINATION_LOG", absent)
-    with pytest.raises(SystemExit), recorded("train_model"):
+    with pytest.raises(SystemExit), record_stage("train_model"):
         raise UserError("no room")
     assert not absent.exists()
