@@ -404,6 +404,7 @@ class TestRefused:
         if not may_look:
             kube.faults.add("GET .*/services/", 403)
             attempt = start(kube)
+            kube.store.remove("services", NAMESPACE, name)
             finish(kube, attempt)
             return
         message = Attempt(job_of(tree_of())).failure()
