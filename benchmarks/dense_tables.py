@@ -111,7 +111,7 @@ def dense_ranker(spec: InputSpec, *, ids: str, **arguments: Any) -> keras.Model:
         )
         return lambda ids: rows(places(ids))
 
-    with mock.patch.object(two_tower, "growing", dense):
+    with mock.patch.object(two_tower, "growing_table", dense):
         return two_tower.two_tower_ranker(spec, **arguments)
 
 
