@@ -99,8 +99,7 @@ def predict(
         model: a run, `NAME` (its champion), `NAME@VERSION`, or the URI of a model.
         inputs: files, folders, patterns or URIs: CSV, JSONL, Parquet, images; or rows: a list of
             mappings, or a data frame.
-        output: the file to write: .csv, .jsonl or .parquet; `-` for standard output. Without it the
-            answers are in the result.
+        output: a .csv, .jsonl or .parquet file; `-`: standard output; empty: only the result.
         to: the format of the output, if its name does not imply it.
         format: the format of the inputs, if their names do not imply it.
         split: of the model's dataset, if there are no inputs.
@@ -120,11 +119,8 @@ def predict(
     request |= {"batch_size": batch_size, "skip_bad": skip_bad}
     with _write_inputs(inputs) as given, _place(str(output)) as place:
         _check_inputs(given, split)
-        request |= {
-            "inputs": given,
-            "output": place,
-            "form": choose_format(place, to if output else ""),
-        }
+        request |= {"inputs": given, "output": place}
+        request["form"] = choose_format(place, to if output else "")
         if place != STANDARD_OUTPUT:
             check_output(place, given)
             request["output"] = os.path.abspath(place)

@@ -133,9 +133,7 @@ def gather_facts(
         if each.step != EXIT_STEP.name
     ]
     steps = shared or _list_published(state, root, run_id)
-    tries = [each for each in list_tries(known) if each.step != EXIT_STEP.name] or _list_attempts(
-        steps
-    )
+    tries = [each for each in list_tries(known) if each.step != EXIT_STEP.name]
     made = _Made(steps, root, run_id, every=bool(shared))
     validation = made.read("validation", "validation.json")
     decision = made.read("decision", "decision.json")
@@ -152,7 +150,7 @@ def gather_facts(
         "error": _unsaid(steps, words, shared=bool(shared)) if verdict == "failed" else "",
         "config": config,
         "steps": [_facts(each) for each in steps],
-        "tries": [to_tree(each) for each in tries],
+        "tries": [to_tree(each) for each in tries or _list_attempts(steps)],
         "metrics": evaluation.get("metrics", {}),
         "validation": validation,
         "rules": decision.get("rules"),
