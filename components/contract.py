@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 from flotilla.components.table import STEPS
 from flotilla.trainer.runtime.errors import ConfigError
 
-# : An argument of the first step's command, which KFP's executor ignores. The mark follows it: the
-# : Flotilla version that compiled the pipeline, and the digest of its steps.
+#: An argument of the first step's command, which KFP's executor ignores. The mark follows it: the
+#: Flotilla version that compiled the pipeline, and the digest of its steps.
 OPTION = "--compiled_by"
 # Increase this number if values between steps change their meaning without a change of signatures.
 _REVISION = 3

@@ -20,7 +20,7 @@ def component(function: Callable[..., Any]) -> Any:
     return dsl.component(function, base_image=IMAGE, install_kfp_package=False)
 
 
-# : Keys of the secret; each existing one becomes an environment variable of the same name.
+#: Keys of the secret; each existing one becomes an environment variable of the same name.
 SECRET_KEYS = (*KFP_KEYS, *BOTO_KEYS)
 
 

@@ -20,8 +20,8 @@ Output = Literal[
     "registration",
     "report",
 ]
-# : The results of the first step: whether the run trains. `unchanged` means that an earlier run has
-# : done the same work.
+#: The results of the first step: whether the run trains. `unchanged` means that an earlier run has
+#: done the same work.
 READY, UNCHANGED, REFUSED = "ready", "unchanged", "refused"
 _HOUR, _DAY = 3600, 24 * 3600
 
@@ -128,7 +128,7 @@ STEPS = (
         is_exit_step=True,
     ),
 )
-# : The steps of a sweep in place of training and the exit step; see `pipelines/sweeps/pipeline.py`.
+#: The steps of a sweep in place of training and the exit step; see `pipelines/sweeps/pipeline.py`.
 SWEEP_STEPS = tuple(
     StepSpec(name=name, stages=(StageSpec(name=name),), deadline_seconds=seconds, is_light=light)
     for name, seconds, light in (
@@ -138,9 +138,9 @@ SWEEP_STEPS = tuple(
     )
 )
 STAGES = tuple(stage for step in STEPS for stage in step.stages)
-# : The stage that reports any mistake in the configuration, whenever it is found.
+#: The stage that reports any mistake in the configuration, whenever it is found.
 FIRST_STAGE = STAGES[0].name
-# : The step that runs at the end of every complete run.
+#: The step that runs at the end of every complete run.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
 # All stages except those of the exit step.
 WORKING = tuple(stage for step in STEPS if not step.is_exit_step for stage in step.stages)

@@ -32,7 +32,7 @@ _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
 _EXECUTOR = "kfp.dsl.executor_main"
 _AT_ONCE = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
 _OF_STEPS = {step.name: step.loads for step in STEPS}
-# : KFP reads this variable on import, and loads only what a running step needs.
+#: KFP reads this variable on import, and loads only what a running step needs.
 KFP_RUNTIME = "_KFP_RUNTIME"
 # In the order in which a run needs them.
 _LATER = (

@@ -51,9 +51,9 @@ def check_target(pipeline_root: str, service_account: str) -> None:
 
 
 _DAY = 24 * 3600
-# : Deadline of the whole run, longer than the deadlines of all its steps together.
+#: Deadline of the whole run, longer than the deadlines of all its steps together.
 RUN_SECONDS = 35 * _DAY
-# : How long the pods of an ended run, and with them their logs, are retained.
+#: How long the pods of an ended run, and with them their logs, are retained.
 RETENTION_SECONDS = 7 * _DAY
 _GPU = "nvidia.com/gpu"
 # KFP replaces this text by the run id everywhere in a compiled pipeline, before it creates pods.
@@ -79,7 +79,7 @@ _TAKEN = (
 )  # fmt: skip
 _OWN_VARIABLES = ("KFP_", "FLOTILLA_RUN", "TF_CONFIG")
 _OWN_LABELS = (names.APP, "pipelines.kubeflow.org/", "pipeline/", "workflows.argoproj.io/")
-# : The folder for a step's temporary files.
+#: The folder for a step's temporary files.
 SCRATCH, SCRATCH_FOLDER = "scratch", "/tmp"
 
 

@@ -23,7 +23,7 @@ from flotilla.trainer.config.form import FIELDS, SETTINGS, Field, to_form
 from flotilla.trainer.config.schema import Config
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
-# : The field of the form that is not a configuration key.
+#: The field of the form that is not a configuration key.
 IMAGE_FIELD = Field(name="image", key=(), type=str, description="image of all steps and tasks")
 # Prefix of the URI where a run publishes.
 _BEFORE = "storage_root"

@@ -86,7 +86,7 @@ _LINEAGE = (
 # lost count; the local runner also reports `SUCCESS`.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _CANCELED = ("CANCELED", "CANCELLED")
-# : The state of a run whose steps are retried after its end.
+#: The state of a run whose steps are retried after its end.
 AGAIN = "AGAIN"
 _MOST_WORDS = 500
 PAGE = "report.html"

@@ -89,7 +89,7 @@ class Step(SimpleNamespace):
     The arguments of a stage also include `output`, a `StepOutput`.
     """
 
-    # : The stage that began last.
+    #: The stage that began last.
     last = ""
 
     def stage(self, name: str, work: Callable[[Step], _Result], **more: Any) -> _Result:

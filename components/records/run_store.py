@@ -38,7 +38,7 @@ from flotilla.trainer.runtime.masking import mask
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
-# : The folder below a pipeline root for runs without a `storage.root`.
+#: The folder below a pipeline root for runs without a `storage.root`.
 FLOTILLA = "flotilla"
 CONFIG, PINNED = "config.json", "pinned_inputs.json"
 GIVEN, STEPS, TRIALS = "given", "steps", "trials"

@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.json_records import parse, read_record, tree_of
 from flotilla.trainer.sweeps.sweep import FAILED, Sweep, Trial
 
-# : The result of the step of a place without a trial.
+#: The result of the step of a place without a trial.
 EMPTY = "{}"
 # Fields that training does not accept.
 _OWN = ("sweep", "place", "rung")

@@ -16,11 +16,11 @@ from datetime import datetime, timedelta
 from flotilla.trainer.runtime.errors import ConfigError
 
 RUN, VERSION, CHECKPOINT, SWEEP = "run", "version", "checkpoint", "sweep"
-# : A record outside of runs: it keeps the items it names, and is never deleted.
+#: A record outside of runs: it keeps the items it names, and is never deleted.
 NOTE = "note"
-# : The kind of the items in each folder below the root.
+#: The kind of the items in each folder below the root.
 SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
-# : The order of removal: an item goes before the items that it refers to.
+#: The order of removal: an item goes before the items that it refers to.
 ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
 # A step may be silent for hours, and clocks differ.

@@ -57,7 +57,7 @@ OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
 # Seconds until a stop request is passed on, at most.
 LOOK_SECONDS = 0.2
-# : The configuration of the best trial, in the folder of a sweep.
+#: The configuration of the best trial, in the folder of a sweep.
 BEST = "best.yaml"
 _CODES = {"blessed": DONE, "done": DONE, "unchanged": DONE, "refused": REFUSED}
 

@@ -32,7 +32,7 @@ from flotilla.trainer.runtime.json_records import tree_of
 from flotilla.trainer.sweeps.sweep import Sweep, count_on_rung
 
 NAME = "flotilla-sweep"
-# : The run parameter with the trials, as JSON.
+#: The run parameter with the trials, as JSON.
 PARAMETER = "sweep"
 
 

@@ -20,9 +20,9 @@ from pydantic import (
 from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import find_credentials, mask
 
-# : The largest whole number of a run parameter: KFP passes numbers as doubles.
+#: The largest whole number of a run parameter: KFP passes numbers as doubles.
 MOST = 2**53
-# : A number that the data determine later, and how it is written.
+#: A number that the data determine later, and how it is written.
 AUTOMATIC, AUTO = -1, "auto"
 _Default = TypeVar("_Default")
 _REMEDY = (
@@ -40,7 +40,7 @@ def _or_automatic(value: object, number: Callable[[object], Any]) -> Any:
     return AUTOMATIC if value == AUTO else number(value)
 
 
-# : The type of a key that also accepts the word `auto`, which is `AUTOMATIC` in Python.
+#: The type of a key that also accepts the word `auto`, which is `AUTOMATIC` in Python.
 OR_AUTO = WrapValidator(_or_automatic)
 AS_WRITTEN = PlainSerializer(lambda value: AUTO if value == AUTOMATIC else value)
 
@@ -96,7 +96,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-# : Values that only the code that uses them can check, such as arguments of a model.
+#: Values that only the code that uses them can check, such as arguments of a model.
 Free = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 

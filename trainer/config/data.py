@@ -21,7 +21,7 @@ _IMAGES = (
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".gif", ".bmp", ".dib", ".webp", ".tif", ".tiff",
     ".apng", ".mpo", ".avif", ".jp2", ".j2k", ".ppm", ".pgm", ".pbm", ".pnm", ".tga", ".ico",
 )  # fmt: skip
-# : Each format of source files, and the file name extensions by which it is detected.
+#: Each format of source files, and the file name extensions by which it is detected.
 FORMATS: dict[str, tuple[str, ...]] = {
     "csv": (".csv", ".tsv", ".txt"),
     "parquet": (".parquet", ".pq"),
@@ -35,11 +35,11 @@ _SUFFIXES = frozenset([*_COMPRESSED, *(each for some in FORMATS.values() for eac
 _PATTERN = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[*?]+")
 # With the digest it fits into the 50 characters of `Config.name`.
 _NAME_LETTERS = 43
-# : Numbers as people write them: with a decimal point, and with a decimal comma.
+#: Numbers as people write them: with a decimal point, and with a decimal comma.
 NUMBERS_IN_WRITING = ("number", "number_comma")
-# : The kinds that a column of files can be declared as.
+#: The kinds that a column of files can be declared as.
 TYPES = ("int", "float", *NUMBERS_IN_WRITING, "bool", "text", "class", "time", "image")
-# : The partition that assigns examples to workers as they become free.
+#: The partition that assigns examples to workers as they become free.
 DYNAMIC = "dynamic"
 NEWEST, ALL, SINCE_CHAMPION = "newest", "all", "since_champion"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

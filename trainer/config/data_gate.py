@@ -11,9 +11,9 @@ from flotilla.trainer.runtime.errors import nearest
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
-# : The name with which `rules` sets all rules that it does not list.
+#: The name with which `rules` sets all rules that it does not list.
 ALL = "all"
-# : Each rule with its default action. Data that no model can be trained on, or that make : a metric
+#: Each rule with its default action. Data that no model can be trained on, or that make : a metric
 # wrong, are refused; findings that a person has to judge are warnings.
 RULES = {
     "missing_feature": (REFUSE, "a feature of the schema, or of the champion's dataset, is gone"),
@@ -48,7 +48,7 @@ RULES = {
         "the distribution of a feature differs between the test split and training",
     ),
 }
-# : Each limit: its default, minimum, maximum and meaning.
+#: Each limit: its default, minimum, maximum and meaning.
 LIMITS = {
     "size": (0.5, 0.0, 1.0, "fewest examples, as a share of the champion's dataset"),
     "missing_values": (0.05, 0.0, 1.0, "largest growth of the share of missing values"),

@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.uri import is_uri
 
-# : The field of all other keys, its entry in a drop-down, and the key of a whole configuration.
+#: The field of all other keys, its entry in a drop-down, and the key of a whole configuration.
 SETTINGS, WHOLE = "settings", "json"
 _SOURCE, _DATASET, _LABEL = ("data", "source"), ("data", "dataset"), ("data", "label")
 _STEPS = ("training", "steps")
@@ -60,7 +60,7 @@ def _field(name: str, path: str, kind: Any, description: str, *choices: str) -> 
     return Field(name=name, key=key, type=kind, description=description, choices=listed)
 
 
-# : In the order in which a person thinks about a run.
+#: In the order in which a person thinks about a run.
 FIELDS = (
     _field("name", "name", str, "name of the model in the registry"),
     _field(

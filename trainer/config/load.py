@@ -22,7 +22,7 @@ from flotilla.trainer.config.data import registry_name
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# : Keys of earlier versions, and their replacements.
+#: Keys of earlier versions, and their replacements.
 REMOVED: Mapping[str, str] = {
     "training.cached_rows": "leave it out; rows are read from their servers",
     "training.cache_staleness": "leave it out; rows are read from their servers",

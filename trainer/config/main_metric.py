@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from flotilla.trainer.runtime.json_records import is_number
 
 LOSS = "loss"
-# : The prefix of a validation metric's name in a row.
+#: The prefix of a validation metric's name in a row.
 VALIDATION = "validation_"
 VALIDATION_LOSS = f"{VALIDATION}{LOSS}"
 _Value = TypeVar("_Value")
@@ -60,7 +60,7 @@ class MainMetric:
         return value is None, rank, math.inf if loss is None else loss
 
 
-# : The main metric of earlier records, and of a validation that does not measure it.
+#: The main metric of earlier records, and of a validation that does not measure it.
 BY_LOSS = MainMetric()
 
 

@@ -34,18 +34,18 @@ MODELS = {
     "text": "flotilla.trainer.models.tabular:text",
     "sequence": "flotilla.trainer.models.sequence:sequence",
 }
-# : The models whose argument `tables` configures the table of a feature.
+#: The models whose argument `tables` configures the table of a feature.
 RECOMMENDERS = ("two_tower", "two_tower_ranker")
 _OF_TABLES = ("capacity", "shards", "min_count", "min_age", "max_age", "initializer")
-# : The largest count of an id without a row, which is stored in a byte.
+#: The largest count of an id without a row, which is stored in a byte.
 MOST_COUNTED = 255
-# : Default number of unused steps before a row may be reassigned to another id.
+#: Default number of unused steps before a row may be reassigned to another id.
 MIN_AGE = 16
 # Larger numbers are mistakes.
 _MOST, _MOST_ROWS = 2**31 - 1, 2**40
-# : The word for the checkpoint of the registry's champion.
+#: The word for the checkpoint of the registry's champion.
 CHAMPION = "champion"
-# : The extension of a Keras model file.
+#: The extension of a Keras model file.
 KERAS = ".keras"
 _FROM, _INCLUDE, _EXCLUDE = _KEYS = ("from", "include", "exclude")
 

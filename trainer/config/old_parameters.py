@@ -20,7 +20,7 @@ from flotilla.trainer.config.load import parse_config, parse_value
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
 
-# : The former parameters of the steps' pods, with the compile option that replaces each, and the
+#: The former parameters of the steps' pods, with the compile option that replaces each, and the
 # default.
 OPTIONS: dict[str, tuple[str, Any]] = {
     "step_cpu": ("--cpu", "1"),

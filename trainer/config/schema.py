@@ -33,7 +33,7 @@ from flotilla.trainer.config.topology import TOPOLOGIES, find_topology
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, name_of
 
-# : The class of every named learning task.
+#: The class of every named learning task.
 TASKS = {
     "classification": "flotilla.trainer.tasks.classification:Classification",
     "binary_classification": "flotilla.trainer.tasks.binary_classification:BinaryClassification",
@@ -47,7 +47,7 @@ TASKS = {
     "sequence_labelling": "flotilla.trainer.tasks.sequences:SequenceLabelling",
     "sequence_to_label": "flotilla.trainer.tasks.sequences:SequenceToLabel",
 }
-# : Single-label tasks that have a positive class.
+#: Single-label tasks that have a positive class.
 OF_TWO_CLASSES = ("binary_classification", "ranking", "recommendation")
 STRATEGIES = tuple(TOPOLOGIES)
 # The value of `class_weights` that gives all classes the same total weight.

@@ -16,9 +16,9 @@ from pydantic import Field, field_validator, model_validator
 from flotilla.trainer.config.base import Section, key
 from flotilla.trainer.runtime.errors import nearest
 
-# : Suffixes of the metrics whose values are between 0 and 1.
+#: Suffixes of the metrics whose values are between 0 and 1.
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
-# : Common short names of metrics.
+#: Common short names of metrics.
 _SHORT = {
     "rmse": "root_mean_squared_error",
     "mse": "mean_squared_error",
@@ -27,7 +27,7 @@ _SHORT = {
     "acc": "accuracy",
     "roc_auc": "auc",
 }
-# : Old names of metrics, and their present names if those are measured.
+#: Old names of metrics, and their present names if those are measured.
 _RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
 

@@ -203,7 +203,7 @@ class Topology:
         return task.role == "chief" or (not self.chief and task.role == "worker")
 
 
-# : Every named strategy.
+#: Every named strategy.
 TOPOLOGIES = {
     "single": Topology(
         implementation="flotilla.trainer.strategies.mirrored:Single",
@@ -230,7 +230,7 @@ TOPOLOGIES = {
         capabilities=Capabilities(copies=True, own_steps=True),
     ),
 }
-# : A user's class before its import: it may be asynchronous, and continue after losing a worker.
+#: A user's class before its import: it may be asynchronous, and continue after losing a worker.
 OWN = Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True)
 
 

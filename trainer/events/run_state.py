@@ -12,7 +12,7 @@ from flotilla.trainer import events
 from flotilla.trainer.events import Event
 from flotilla.trainer.events.progress.wording import format_line
 
-# : Fields of a step that records and the report show next to its end.
+#: Fields of a step that records and the report show next to its end.
 INCIDENTS = (
     events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
     events.EvaluatorLeft, events.CheckpointPassedOver,

@@ -38,7 +38,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
-# : The key of the rule that requires a comparison.
+#: The key of the rule that requires a comparison.
 COMPARABLE = "the champion"
 # Number of lost classes above which a rule adds more than the number.
 _FEW = 4

@@ -27,7 +27,7 @@ from flotilla.trainer.report.wording import (
 CONSTANT = "gate.constant"
 MARGIN = "gate.champion.margin"
 CLASS_MARGIN = "gate.champion.class_margin"
-# : Prefixes and suffixes of the metrics of two rules.
+#: Prefixes and suffixes of the metrics of two rules.
 EXPORTED = "difference of "
 DIFFERENCE = "_difference"
 _OPPONENTS = {CONSTANT: "a constant", MARGIN: "the champion", CLASS_MARGIN: "the champion"}

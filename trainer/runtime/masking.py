@@ -50,7 +50,7 @@ _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-# : Terminal escape sequences, as libraries put them into their messages.
+#: Terminal escape sequences, as libraries put them into their messages.
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BREAKS = re.compile("[\t-\r\x85\u2028\u2029]+")
 

@@ -51,7 +51,7 @@ class Probe:
         self._missing = [each for each in parents if not each.exists()]
         self._stopped = threading.Event()
         self._failed: list[Unfit] = []
-        # : Whether something may have been written that is not removed yet.
+        #: Whether something may have been written that is not removed yet.
         self.is_left = False
         self._writing = False
 

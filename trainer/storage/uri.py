@@ -15,10 +15,10 @@ from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.masking import find_credentials
 
-# : Every scheme, with the protocol of its stores.
+#: Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
 _IN_BUCKETS = [f"{scheme}://" for scheme in SCHEMES if scheme != "file"]
-# : The forms of a URI, for messages.
+#: The forms of a URI, for messages.
 FORMS = f"file:///path, {', '.join(_IN_BUCKETS[:-1])} or {_IN_BUCKETS[-1]}"
 # Options that KFP and the Go CDK write; those without effect here are accepted.
 OPTIONS = (

@@ -45,7 +45,7 @@ _DOCUMENTS = (
 )
 # KFP's local runner indents the output of a step, and logs the outputs itself.
 _INDENT, _STREAMED = "    ", "Streamed logs:"
-# : The end of its traceback, which follows the failure of a step.
+#: The end of its traceback, which follows the failure of a step.
 RUNNER_FAILED = re.compile(r"RuntimeError: (?:Pipeline|Task) .* finished with status ")
 _RUNNER = re.compile(r"(\d\d):(\d\d):(\d\d)\.(\d{3}) - [A-Z]+ - ")
 _HALF_A_DAY = 43200.0

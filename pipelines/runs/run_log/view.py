@@ -42,7 +42,7 @@ _PACED: dict[type[Event], Callable[[Any], str]] = {
     ),
     events.CheckpointPublished: lambda event: f"checkpoint of global step {event.global_step}",
 }
-# : Training events, which on this machine do not name their task.
+#: Training events, which on this machine do not name their task.
 _OF_TRAINING = (
     *_PACED, events.AttemptBegin, events.HandedOn, events.Saved, events.UploadFailed,
     events.CheckpointPassedOver, events.WarmStart, events.FromScratch, events.TableEmpty,

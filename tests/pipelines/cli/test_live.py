@@ -423,10 +423,10 @@ def test_a_remote_step_that_starts_says_every_half_minute_for_what(capsys, monke
         nodes=Nodes(steps=steps), doing={"train_model": at},
     )  # fmt: skip
     said = []
-    with Steps() as shown:
+    with Steps() as live_steps:
         for seconds in (0, 29, 1, 29, 1):
             now[0] += seconds
-            shown.show(known)
+            live_steps.show(known)
             said.append(len(capsys.readouterr().err.splitlines()))
         assert said == [1, 0, 1, 0, 1]
         now[0] += 30

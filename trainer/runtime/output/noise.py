@@ -59,7 +59,7 @@ class _Quiet(logging.Filter):
         return not is_noise(record.getMessage())
 
 
-# : One instance, so that a logger or a handler adds it only once.
+#: One instance, so that a logger or a handler adds it only once.
 QUIET = _Quiet()
 
 
