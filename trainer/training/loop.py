@@ -4,7 +4,7 @@ The inner loop is `Strategy.advance`: it applies steps, and never saves, logs or
 outer loop does these between two inner loops, in this order:
 
 1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on what to do next: stop,
-   stop early, save a checkpoint, and how many steps the inner loop runs. No other code decides this.
+   stop early, save a checkpoint, and how many steps the inner loop runs. No other code decides it.
 2. The inner loop, about a second of steps, never across a boundary of `checkpoint_every` or
    `validate_every`. Between boundaries, the workers of an asynchronous strategy continue meanwhile.
    The servers note the step that was reached.

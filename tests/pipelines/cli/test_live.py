@@ -431,5 +431,5 @@ def test_a_remote_step_that_starts_says_every_half_minute_for_what(capsys, monke
         assert said == [1, 0, 1, 0, 1]
         now[0] += 30
         trained = replace(at, metrics={"global_step": 20, "steps": 300, "loss": 0.25})
-        shown.show(replace(known, doing={"train_model": trained}))
+        live_steps.show(replace(known, doing={"train_model": trained}))
     assert "train_model: global_step 20, steps 300, loss 0.25" in capsys.readouterr().err
