@@ -5,6 +5,7 @@ TensorFlow Lite: converts a serving function to floats or 8-bit integers, and ca
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,10 +52,13 @@ def convert_to_tflite(
 
     holder = tf.Module()
     function = tf.function(constant, takes).get_concrete_function()
-    with warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # The converter uses a deprecated interpreter and warns about it.
         warnings.simplefilter("ignore")
-        converter = tf.lite.TFLiteConverter.from_concrete_functions([function], holder)
+        # It would save the gradients of lookups too, and drop the signature where that fails.
+        options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
+        tf.saved_model.save(holder, folder, {SERVING: function}, options)
+        converter = tf.lite.TFLiteConverter.from_saved_model(folder)
         if calibration is not None:
             converter.optimizations = [tf.lite.Optimize.DEFAULT]
             converter.representative_dataset = lambda: _one_by_one(calibration)

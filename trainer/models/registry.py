@@ -24,6 +24,7 @@ from flotilla.trainer.features.names import layer_name
 from flotilla.trainer.models.keras_file import inputs_by_feature
 from flotilla.trainer.models.normalization import Normalization
 from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.models.vocabulary import Vocabulary, Words
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out_of_memory, nearest
 
@@ -147,12 +148,19 @@ def require_trainable(name: str, model: keras.Model) -> None:
 
 def require_lite(model: keras.Model) -> None:
     """Raise `ConfigError` if TensorFlow Lite cannot compute one of our layers."""
-    layers = [each for each in model._flatten_layers() if isinstance(each, Normalization)]
-    if wide := [layer.name for layer in layers if layer.is_double]:
-        raise ConfigError(
-            f"export.formats: TensorFlow Lite has no arithmetic in float64, by which {wide[0]} "
-            "keeps the digits of times and large numbers; leave tflite out, or drop the column"
-        )
+    for layer in model._flatten_layers():
+        why = ""
+        if isinstance(layer, Vocabulary | Words):
+            why = f"operations on texts, by which {layer.name} finds the numbers of known ones"
+        elif isinstance(layer, Normalization) and layer.is_double:
+            why = (
+                f"arithmetic in float64, by which {layer.name} keeps the digits of times and large "
+                "numbers"
+            )
+        if why:
+            raise ConfigError(
+                f"export.formats: TensorFlow Lite has no {why}; leave tflite out, or drop the column"
+            )
 
 
 def require_readable(name: str, model: keras.Model) -> None:

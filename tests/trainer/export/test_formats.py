@@ -17,8 +17,15 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import ModelConfig
 from flotilla.trainer.data.records import encode
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
-from flotilla.trainer.export.formats import FORMATS, Subject, call_model
+from flotilla.trainer.export.formats import (
+    FORMATS,
+    Subject,
+    call_model,
+    convert_to_tflite,
+    reader,
+)
 from flotilla.trainer.export.parity import (
     SMOKE_EXAMPLES,
     Original,
@@ -459,3 +466,13 @@ def test_the_loss_replaces_a_main_metric_that_is_not_defined(defined, tmp_path):
     rounded = prove(original, {"tflite_int8": "m.tflite"}, tmp_path)["formats"]["tflite_int8"]
     assert rounded["metric"] == ("auc" if defined else "loss")
     assert rounded["value"] == pytest.approx(rounded["original"], rel=0.05)
+
+
+def test_a_lookup_of_rows_can_be_asked_as_tflite(tmp_path):
+    ids = keras.Input((None,), dtype="int64")
+    model = keras.Model(ids, ShardedEmbedding(5, 2, shards=1, unknown="wrap")(ids))
+    takes = [tf.TensorSpec((None, None), tf.int64, name="ids")]
+    path = tmp_path / "m.tflite"
+    path.write_bytes(convert_to_tflite(lambda given: {"rows": model(given)}, takes, None))
+    given = np.array([[4, 0, 4], [1, 7, 2]])
+    np.testing.assert_allclose(reader(path)({"ids": given})["rows"], model(given))

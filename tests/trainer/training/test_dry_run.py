@@ -594,11 +594,15 @@ def test_of_several_readings_the_one_that_fits_best_says_what_is_wrong(refused):
     assert refused(churn("no"), tree).startswith("gate.min.recall: classification and the model")
 
 
-@pytest.mark.slow
-def test_what_tensorflow_lite_does_not_have_is_named(refused):
-    city = FeatureSpec(shape=(), dtype="string", stored="bytes")
-    tree = {"export": {"formats": ["saved_model", "tflite"]}}
+@pytest.mark.parametrize(
+    ("name", "shape", "stored"), [("tabular", (), "bytes"), ("sequence", (None,), "sequence")]
+)
+def test_texts_are_refused_for_tensorflow_lite(refused, monkeypatch, name, shape, stored):
+    # Large models are not tried.
+    monkeypatch.setattr(dry_run, "_try_out", lambda *_: None)
+    city = FeatureSpec(shape=shape, dtype="string", stored=stored)
+    tree = {"model": {"name": name}, "export": {"formats": ["saved_model", "tflite"]}}
     assert refused(churn("no", "yes", city=city), tree) == (
-        "export.formats: the model cannot be written as tflite and read back: TensorFlow Lite has "
-        "no LowerBound, StaticRegexReplace, StringToHashBucketFast; leave tflite out"
+        "export.formats: TensorFlow Lite has no operations on texts, by which city_vocabulary finds "
+        "the numbers of known ones; leave tflite out, or drop the column"
     )
