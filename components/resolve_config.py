@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,7 +25,8 @@ from flotilla.trainer.data import listing
 from flotilla.trainer.features import length
 from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.promotion.registry import champion_checkpoint, champion_positive
-from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.storage import patterns
 
@@ -209,9 +211,24 @@ def _choose_model(config: Config, dataset: str) -> Config:
     if config.model.name != AUTO:
         return config
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset), learnt_of_dataset(dataset))
-    name, why = choice.of_dataset(spec)
+    # Another version may choose another model, which checkpoints of the run do not fit.
+    name, why = _model_before(), "an earlier start of this run has chosen it"
+    if not name:
+        name, why = choice.of_dataset(spec)
     events.emit(events.DataNote(text=f"the model is {name}: {why}"))
-    return choice.with_model(config, spec)
+    model = config.model.model_copy(update={"name": name})
+    return choice.with_model(config.model_copy(update={"model": model}), spec)
+
+
+def _model_before() -> str:
+    """Return the model that was chosen when this run last trained here; empty if none was."""
+    with suppress(KeyError, OSError, ValueError, UserError):
+        at = storage.uri_of(os.environ[run_store.RUN_FOLDER])
+        started = parse_mapping(storage.read_bytes(storage.join(at, run_store.CONFIG)))
+        given = run_store.read_given(at, "train_model").arguments
+        if (known := run_store.find_config(given)) and started["model"]["name"] == AUTO:
+            return known.model.name
+    return ""
 
 
 def _choose_length(config: Config, dataset: str) -> Config:

@@ -15,6 +15,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import training_data as trained
 from tests.components.called_steps import RUN, artifact_in, refused
+from tests.trainer.small_run import digits, publish_dataset
 
 pytestmark = pytest.mark.usefixtures("emitted")
 
@@ -165,3 +166,16 @@ def test_the_positive_class_is_the_champions_where_none_is_named(
     tree: dict[str, Any] = {"task": task, "data": {"label": label}}
     made = resolve_config.add_positive(parse_config(tree), "file:///r")
     assert made == parse_config({**tree, "task": expected})
+
+
+@pytest.mark.parametrize(("started", "expected"), [("auto", "mlp"), ("mlp", "cnn")])
+def test_a_resumed_run_keeps_the_model_that_was_chosen(started, expected, tmp_path, monkeypatch):
+    dataset = publish_dataset(tmp_path / "dataset", digits())
+    config = parse_config({"model": {"name": "auto"}})
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
+    assert resolve_config.add_choices(config, dataset, "", RUN).model.name == "cnn"
+    first, then = (parse_config({"model": {"name": name}}) for name in (started, "mlp"))
+    (tmp_path / run_store.CONFIG).write_text(first.model_dump_json())
+    given = run_store.record_call("train_model", {"config": then.model_dump_json()})
+    run_store.write_given(given, "")
+    assert resolve_config.add_choices(config, dataset, "", RUN).model.name == expected
