@@ -159,7 +159,8 @@ def require_lite(model: keras.Model) -> None:
             )
         if why:
             raise ConfigError(
-                f"export.formats: TensorFlow Lite has no {why}; leave tflite out, or drop the column"
+                f"export.formats: TensorFlow Lite has no {why}; leave tflite out, or drop the "
+                "column"
             )
 
 

@@ -603,6 +603,6 @@ def test_texts_are_refused_for_tensorflow_lite(refused, monkeypatch, name, shape
     city = FeatureSpec(shape=shape, dtype="string", stored=stored)
     tree = {"model": {"name": name}, "export": {"formats": ["saved_model", "tflite"]}}
     assert refused(churn("no", "yes", city=city), tree) == (
-        "export.formats: TensorFlow Lite has no operations on texts, by which city_vocabulary finds "
-        "the numbers of known ones; leave tflite out, or drop the column"
+        "export.formats: TensorFlow Lite has no operations on texts, by which city_vocabulary "
+        "finds the numbers of known ones; leave tflite out, or drop the column"
     )
