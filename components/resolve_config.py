@@ -73,7 +73,10 @@ def work(step: Step) -> Resolved:
     if step.published:
         config = add_choices(config, step.published, root, run_id)
     if earlier:
-        reason = f"files and configuration are those of {earlier}, which has finished"
+        reason = (
+            f"files and configuration are those of {earlier}, which has finished; "
+            "training.when_unchanged=train trains again"
+        )
         step.output.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
     descriptor.write(artifact, config.model_dump(mode="json"))
     artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})

@@ -122,7 +122,8 @@ class TestResolveConfig:
         metrics = emitted()[-1].metrics
         assert metrics["decision"] == "unchanged"
         assert metrics["reasons"] == [
-            "files and configuration are those of 123, which has finished"
+            "files and configuration are those of 123, which has finished; "
+            "training.when_unchanged=train trains again"
         ]
         part = {**given, "kfp_run_id": "125", "is_whole_run": False}
         assert not resolve(part).is_unchanged

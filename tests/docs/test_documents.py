@@ -349,7 +349,7 @@ def test_each_row_names_a_test_of_the_stand_in(folder):
     assert len(rows) > 10
     for cells in rows:
         assert len(cells) == 3, cells
-        named = re.findall(r"`([\w/]+\.py)::(\w+)`", cells[2])
+        named = re.findall(r"`([\w./]+\.py)::(\w+)`", cells[2])
         assert named, cells
         for file, test in named:
             tree = ast.parse((TESTS / folder / file).read_text(encoding="utf-8"))

@@ -374,7 +374,11 @@ def test_a_dry_run_takes_it(task_folder):
     [
         ("tf.maximum(q * missed", "tf.maximum(q * missing", "name 'missing' is not defined"),
         ("    def answers(", "    def answer(", "it does not define answers"),
-        ('"pinball": "lower"', '"pinball": "less"', "that of 'pinball' is 'less'; it has to be"),
+        (
+            '"pinball": "lower"',
+            '"pinball": "less"',
+            "the direction of 'pinball' is 'less'; it has to be",
+        ),
         ("len(self.quantiles),)", "2,)", "fails: "),
         ("float(label)", "label", "described() has to be plain data"),
     ],

@@ -51,9 +51,9 @@ def test_a_byte_now_and_then_is_no_progress(clock: Clock) -> None:
     for _ in range(10):
         clock.passed += 60
         asked.progress(100)
-    assert asked._left() == pytest.approx(retry.DEADLINE - 600)
+    assert asked._seconds_left() == pytest.approx(retry.DEADLINE - 600)
     asked.progress(retry.PROGRESS_BYTES)
-    assert asked._left() == pytest.approx(retry.DEADLINE)
+    assert asked._seconds_left() == pytest.approx(retry.DEADLINE)
 
 
 @pytest.mark.parametrize("tokens", [["a", "a"], ["a", "b", "a"]])
