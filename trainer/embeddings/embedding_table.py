@@ -46,6 +46,8 @@ _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
 # Paths of variables that count ids without a row, in this format and in an earlier one.
 _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
+#: The end of the path of a seed; the second of its two numbers counts the draws.
+SEED = "seed_generator_state"
 # Strategies whose replicas each have all variables.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 # The functions that draw new rows, by their initializer without its seed.
@@ -353,9 +355,10 @@ class EmbeddingTable(keras.layers.Layer):
 def may_lack(path: str) -> bool:
     """Say whether a checkpoint of the same model may lack a variable of this path.
 
-    This is the count of ids without a row, which then begins at zero.
+    This is the count of ids without a row, which then begins at zero, and a seed: images may be
+    augmented in one run and not in the other.
     """
-    return bool(_COUNTING.search(path))
+    return bool(_COUNTING.search(path)) or path.endswith(SEED)
 
 
 def shrink(model: keras.Model) -> None:

@@ -53,8 +53,15 @@ class Choice(NamedTuple):
 
 
 def with_model(config: Config, dataset: DatasetSpec) -> Config:
-    """Return the configuration with the name of the model chosen for a dataset."""
+    """Return the configuration with the model chosen for a dataset.
+
+    Images are augmented, unless its arguments say otherwise.
+    """
     model, data = named(config.model, dataset), config.data
+    if model.name == _OF_ALL[IMAGE] and config.model.name == AUTO:
+        # XLA cannot compile the augmentation.
+        args = {"augment": not config.training.jit_compile, **model.args}
+        model = model.model_copy(update={"args": args})
     if model.name in RECOMMENDERS and data.source and not data.inputs:
         # A configuration that names the model has to name them, and they are known here.
         data = data.model_copy(update={"inputs": tuple(dataset.inputs)})

@@ -15,6 +15,7 @@ import keras
 from flotilla.trainer.models.spec import (
     InputSpec,
     Shape,
+    flag,
     initializer,
     layer_name,
     scaled_input,
@@ -86,20 +87,23 @@ def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> k
 
 FLAT_IMAGE = 2
 DEEP_IMAGE = 3
+# Augmentation, in shares of a full turn (10 degrees) and of the sides of an image.
+TURN, ZOOM, MOVE = 10 / 360, 0.1, 0.1
 
 
-def cnn(
+def cnn(  # noqa: PLR0913
     spec: InputSpec,
     *,
     filters: Sequence[int] = (32, 64),
     kernel_size: int = 3,
     hidden_units: Sequence[int] = (128,),
     dropout: float = 0.0,
+    augment: bool = False,
 ) -> keras.Model:
     """Return a convolution with 2x2 pooling per filter count, hidden layers, and the outputs.
 
     Images are (height, width, channels), or (height, width) for one channel; `dropout` follows each
-    hidden layer.
+    hidden layer. With `augment`, training moves, turns and resizes each image a little at random.
     """
     given, x = scaled_input(spec)
     shape = tuple(spec.shape)
@@ -110,6 +114,8 @@ def cnn(
         )
     if len(shape) == FLAT_IMAGE:
         x = keras.layers.Reshape((*shape, 1), name="one_channel")(x)
+    if flag("augment", augment):
+        x = Augmentation(name="augmentation")(x)
     kernel = size("kernel_size", kernel_size)
     for index, count in enumerate(sizes("filters", filters)):
         x = keras.layers.Conv2D(
@@ -119,6 +125,41 @@ def cnn(
         x = keras.layers.MaxPooling2D(2, padding="same", name=f"pool_{index}")(x)
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
     return keras.Model(given, outputs(spec, x), name="cnn")
+
+
+@keras.saving.register_keras_serializable(package="flotilla")
+class Augmentation(keras.layers.Layer):
+    """Moves, turns and resizes each image a little at random, in training only.
+
+    Nothing is mirrored: a digit, a letter or a road sign is another one in a mirror. Keras's own
+    layers also change images where a model is called without `training`; this one does not, and a
+    `.keras` file is written without it.
+    """
+
+    def build(self, shape: Any) -> None:
+        """Create the seeds of the random changes."""
+        layers = keras.layers
+        # The edge of an image continues outwards, since its background may have any colour.
+        self.steps = [
+            layers.RandomRotation(TURN, fill_mode="nearest", name="turn"),
+            layers.RandomZoom(ZOOM, fill_mode="nearest", name="zoom"),
+            layers.RandomTranslation(MOVE, MOVE, fill_mode="nearest", name="move"),
+        ]
+        super().build(shape)
+
+    def call(self, images: Any, training: bool = False) -> Any:
+        """Return images [n, height, width, channels], changed in training."""
+        for step in self.steps if training else ():
+            images = step(images, training=True)
+        return images
+
+    def compute_output_shape(self, shape: Any) -> Any:
+        """Return the shape of the images, which stays."""
+        return shape
+
+    def plain(self, images: Any, **_training: Any) -> Any:
+        """Return the images as they are."""
+        return images
 
 
 def gru(

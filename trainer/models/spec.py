@@ -50,6 +50,13 @@ def share(name: str, value: Any) -> float:
     raise _refused(name, value, "a number from 0 to below 1")
 
 
+def flag(name: str, value: Any) -> bool:
+    """Return true or false."""
+    if isinstance(value, bool):
+        return value
+    raise _refused(name, value, "true or false")
+
+
 def initializer(name: str, value: Any) -> keras.Initializer:
     """Return the Keras initializer of this name, or of `{class_name: ..., config: {...}}`."""
     known = isinstance(value, str) or (

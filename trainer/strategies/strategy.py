@@ -42,8 +42,6 @@ Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
 # A function from the model, a part's number and the count of parts to sums over its examples.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
-# The end of the path of a seed; the second of its two numbers counts the draws.
-SEED = "seed_generator_state"
 
 
 @dataclass(frozen=True, kw_only=True)

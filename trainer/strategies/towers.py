@@ -13,8 +13,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from flotilla.trainer.embeddings.embedding_table import SEED
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.strategies.strategy import SEED, Batch
+from flotilla.trainer.strategies.strategy import Batch
 
 Tensors = list[tf.Tensor]
 # A dense tensor, or `IndexedSlices` of embedding rows.

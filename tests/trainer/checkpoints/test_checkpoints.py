@@ -466,6 +466,14 @@ def test_another_model_does_not_fit(published, tmp_path, other, said):
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.parametrize("shares", [(0.0, 0.5), (0.5, 0.0)])
+def test_seeds_may_be_there_or_not(published, tmp_path, shares):
+    trained, model = (model_of(seed=n, dropout=each) for n, each in enumerate(shares))
+    restore_model(published(trained), model, tmp_path / "scratch")
+    for left, right in zip(model.trainable_variables, trained.trainable_variables, strict=True):
+        np.testing.assert_array_equal(left.numpy(), right.numpy())
+
+
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     source = tmp_path / "source"
     source.mkdir()

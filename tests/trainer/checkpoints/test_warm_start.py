@@ -147,6 +147,12 @@ def test_one_of_another_model_names_the_first_variable_that_differs(run, tmp_pat
     )
 
 
+def test_a_seed_that_this_model_lacks_is_left(run, tmp_path):
+    seed = tf.Variable([3, 4], dtype=tf.int64)
+    found = {"model/weight": tf.Variable(5.0), "model/seed_generator/seed_generator_state": seed}
+    assert run.train(steps=20, warm_start=published(tmp_path, found)) == 20
+
+
 def test_the_first_of_many_that_differ_is_the_first_of_the_model(tmp_path):
     model = net(units=4)
     uri = publish_checkpoint(tmp_path / "checkpoints", net(units=5))

@@ -52,6 +52,20 @@ def test_a_model_that_is_named_stays():
     assert (kept.name, kept.args) == ("cnn", {"dropout": 0.1})
 
 
+@pytest.mark.parametrize(
+    ("given", "augment"),
+    [
+        ({"model": {"name": "auto"}}, {"augment": True}),
+        ({"model": {"name": "auto", "args": {"augment": False}}}, {"augment": False}),
+        ({"model": {"name": "auto"}, "training": {"jit_compile": True}}, {"augment": False}),
+        ({"model": {"name": "cnn"}}, {}),
+    ],
+)
+def test_images_of_a_chosen_model_are_augmented(given, augment):
+    found = choice.with_model(parse_config(given), a_dataset(picture=IMAGE))
+    assert (found.model.name, found.model.args) == ("cnn", augment)
+
+
 def test_ids_by_name():
     ids = ["id", "ID", "customer ID", "userId", "passengerid", "order_no"]
     others = ["paid", "grid", "idle", "notes", "PAID"]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from flotilla.trainer.config.model import MODELS, ModelConfig
+from flotilla.trainer.embeddings.embedding_table import SEED
 from flotilla.trainer.models import registry
+from flotilla.trainer.models.classifiers import Augmentation
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.strategies.gradients import build_pulled_gradient
+from flotilla.trainer.strategies.strategy import build_gradient
+from tests.trainer.objectives import of_classes
 
 # The models of one tensor of any kind; those of ids and of tokens have tests of their own.
 OF_NAMED_INPUTS = {"two_tower", "two_tower_ranker", "gru", "tabular", "text", "sequence"}
@@ -151,6 +158,50 @@ def test_cnn_takes_an_image_without_a_channel_axis():
     assert _build("cnn", spec, filters=[2])(_batch(spec)).shape == (5, 4)
 
 
+def _augmenting():
+    model = _build("cnn", augment=True, filters=[4], hidden_units=[5], dropout=0.5)
+    return of_classes(10).attach(model)
+
+
+def test_augmented_images_differ_in_training_only():
+    augmented, plain = (_build("cnn", augment=each) for each in (True, False))
+    batch = _batch(DIGITS)
+    plain.set_weights([each.numpy() for each in augmented.trainable_variables])
+    once, again = (augmented(batch, training=True).numpy() for _ in range(2))
+    same = _build("cnn", augment=True)(batch, training=True).numpy()
+    assert not np.allclose(once, again)
+    np.testing.assert_array_equal(once, same)
+    for answers in (augmented(batch), augmented(batch, training=False)):
+        np.testing.assert_array_equal(answers, plain(batch))
+
+
+def test_images_keep_their_colours_and_are_moved_apart():
+    image = np.zeros((1, 20, 20, 3), np.float32)
+    image[0, 8:12, 8:12] = [1, 0.5, 0.25]
+    keras.utils.set_random_seed(1)
+    found = Augmentation()(np.repeat(image, 9, axis=0), training=True).numpy()
+    assert len({each.tobytes() for each in found}) == 9
+    np.testing.assert_allclose(found[..., 1] * 2, found[..., 0], atol=1e-6)
+    middles = [np.argwhere(each[..., 0] > 0.5).mean(axis=0) for each in found]
+    assert np.abs(np.array(middles) - 9.5).max() < 5
+
+
+def test_a_worker_with_a_copy_of_the_values_augments_alike():
+    here, copied = _augmenting(), _augmenting()
+    loss = of_classes(10).loss
+    batch = (tf.constant(_batch(DIGITS)), tf.range(5))
+    for _ in range(2):
+        value, gradients = build_gradient(here, loss)(batch)
+        other, pulled = build_pulled_gradient(copied, loss, jit=False)(batch)
+        assert float(value) == pytest.approx(float(other), rel=1e-5)
+        for left, right in zip(gradients, pulled, strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-5)
+    seeds = [each for each in _paths(copied) if each.endswith(SEED)]
+    assert len(seeds) == 4
+    for left, right in zip(here.variables, copied.variables, strict=True):
+        np.testing.assert_array_equal(left.numpy(), right.numpy())
+
+
 def test_cnn_may_pool_a_small_image_any_number_of_times():
     model = _build("cnn", filters=[2] * 6)
     assert model.get_layer("pool_5").output.shape == (None, 1, 1, 2)
@@ -220,6 +271,11 @@ def test_a_single_number_is_an_input_too():
             "cnn",
             {"kernel_size": 0},
             "model cnn: kernel_size: 0 is not allowed; it has to be a whole number of at least 1",
+        ),
+        (
+            "cnn",
+            {"augment": 1},
+            "model cnn: augment: 1 is not allowed; it has to be true or false",
         ),
     ],
 )

@@ -43,6 +43,7 @@ MODELS = {
     "softmax": (of({"image": IMAGE}, IMAGES), IMAGES, {}),
     "mlp": (of({"image": IMAGE}, IMAGES), IMAGES, {"dropout": 0.5}),
     "cnn": (of({"image": IMAGE}, IMAGES), IMAGES, {}),
+    "cnn of augmented images": (of({"image": IMAGE}, IMAGES), IMAGES, {"augment": True}),
     "gru": (
         of({"words": TOKENS}, ["words"]), {"words": np.array([[1, 2, 0], [3, 0, 0]])},
         {"vocabulary": 5, "bidirectional": True},
@@ -136,7 +137,10 @@ def test_a_plain_environment_reads_every_model(tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("name", ["tabular", "tabular of sequences", "two_tower of tables"])
+@pytest.mark.parametrize(
+    "name",
+    ["tabular", "tabular of sequences", "two_tower of tables", "cnn of augmented images"],
+)
 def test_a_file_answers_as_the_model_and_names_no_class_of_ours(tmp_path, name):
     model, given, _ = built(name)
     path = tmp_path / "model.keras"
