@@ -19,7 +19,7 @@ from flotilla.trainer.code import bundle
 from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
 from flotilla.trainer.config.form import from_form
-from flotilla.trainer.config.model import CHAMPION, initial_weights
+from flotilla.trainer.config.model import CHAMPION, ModelConfig, initial_weights
 from flotilla.trainer.config.schema import OF_TWO_CLASSES, Config, OutputConfig
 from flotilla.trainer.data import listing
 from flotilla.trainer.features import length
@@ -215,23 +215,25 @@ def _choose_model(config: Config, dataset: str) -> Config:
         return config
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset), learnt_of_dataset(dataset))
     # Another version may choose another model, which checkpoints of the run do not fit.
-    name, why = _model_before(), "an earlier start of this run has chosen it"
-    if not name:
-        name, why = choice.of_dataset(spec)
+    name, why = choice.of_dataset(spec)
+    if before := _model_before():
+        name, why = before.name, "an earlier start of this run has chosen it"
+        args = {**before.args, **config.model.args}
+        model = config.model.model_copy(update={"name": name, "args": args})
+        config = config.model_copy(update={"model": model})
     events.emit(events.DataNote(text=f"the model is {name}: {why}"))
-    model = config.model.model_copy(update={"name": name})
-    return choice.with_model(config.model_copy(update={"model": model}), spec)
+    return choice.with_model(config, spec)
 
 
-def _model_before() -> str:
-    """Return the model that was chosen when this run last trained here; empty if none was."""
+def _model_before() -> ModelConfig | None:
+    """Return the model that was chosen when this run last trained here, if one was."""
     with suppress(KeyError, OSError, ValueError, UserError):
         at = storage.uri_of(os.environ[run_store.RUN_FOLDER])
         started = parse_mapping(storage.read_bytes(storage.join(at, run_store.CONFIG)))
         given = run_store.read_given(at, "train_model").arguments
         if (known := run_store.find_config(given)) and started["model"]["name"] == AUTO:
-            return known.model.name
-    return ""
+            return known.model
+    return None
 
 
 def _choose_length(config: Config, dataset: str) -> Config:

@@ -174,9 +174,22 @@ def test_a_resumed_run_keeps_the_model_that_was_chosen(started, expected, tmp_pa
     dataset = publish_dataset(tmp_path / "dataset", digits())
     config = parse_config({"model": {"name": "auto"}})
     monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
-    assert resolve_config.add_choices(config, dataset, "", RUN).model.name == "cnn"
+    fresh = resolve_config.add_choices(config, dataset, "", RUN).model
+    assert (fresh.name, fresh.args) == ("cnn", {"augment": True})
     first, then = (parse_config({"model": {"name": name}}) for name in (started, "mlp"))
     (tmp_path / run_store.CONFIG).write_text(first.model_dump_json())
     given = run_store.record_call("train_model", {"config": then.model_dump_json()})
     run_store.write_given(given, "")
     assert resolve_config.add_choices(config, dataset, "", RUN).model.name == expected
+
+
+def test_a_resumed_run_of_an_earlier_version_augments_no_images(tmp_path, monkeypatch):
+    dataset = publish_dataset(tmp_path / "dataset", digits())
+    config = parse_config({"model": {"name": "auto", "args": {"filters": [2]}}})
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
+    (tmp_path / run_store.CONFIG).write_text(config.model_dump_json())
+    then = parse_config({"model": {"name": "cnn", "args": {"filters": [2]}}})
+    given = run_store.record_call("train_model", {"config": then.model_dump_json()})
+    run_store.write_given(given, "")
+    found = resolve_config.add_choices(config, dataset, "", RUN).model
+    assert (found.name, found.args) == ("cnn", {"filters": [2]})
