@@ -1,4 +1,4 @@
-"""`deploy/`: overlays are whole; what they build is of one namespace, labelled and typed."""
+"""`deploy/`: overlays are complete; their objects are in one namespace, labelled and typed."""
 
 import json
 import re

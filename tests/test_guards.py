@@ -1,4 +1,4 @@
-"""What `conftest.py` promises of every test, tried on tests that break it."""
+"""The guarantees of `conftest.py` hold for tests that violate them."""
 
 import os
 import socket

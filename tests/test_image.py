@@ -1,4 +1,4 @@
-"""What goes into the image: the build context holds all that the Dockerfile copies."""
+"""The contents of the image: the build context holds all that the Dockerfile copies."""
 
 import platform
 import re

@@ -1,4 +1,4 @@
-"""What the image leaves out of its packages is opened by no process of a whole run."""
+"""A complete run opens none of the files that the image removes from its packages."""
 
 import json
 import os

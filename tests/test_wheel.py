@@ -1,4 +1,4 @@
-"""The wheel, installed without a checkout, works next to folders that have Flotilla's own names."""
+"""The wheel works without a checkout, next to folders that have Flotilla's own names."""
 
 import json
 import os

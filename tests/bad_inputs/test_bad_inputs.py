@@ -1,4 +1,4 @@
-"""Every command and every option, called wrongly: exit code, one line, nothing left behind."""
+"""A wrong call of every command and option: its exit code, one line, and no file left behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Comparisons: which bound they have, whether they hold, and what is written of them."""
+"""Comparisons: the bound of each, whether it holds, and the text written about it."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Plain tables that tables that grow are held against: the same model, a row for each listed id."""
+"""Dense tables, the reference for growing tables: the same model with one row per listed id."""
 
 from dataclasses import fields
 

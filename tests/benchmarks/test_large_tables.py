@@ -1,4 +1,4 @@
-"""What is measured of large tables: every lazy optimizer, and no more than memory holds."""
+"""The benchmark of large tables covers every lazy optimizer and stays within memory."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""How fast a run was: by the clock, after its first tenth, without what checkpoints take."""
+"""The measured speed of a run: wall time after its first tenth, without checkpoints."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A part of the simulated nights: who is promoted, and that small losses do not add up."""
+"""A part of the simulated nights: which model is promoted, and that small losses do not add up."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Real tables and texts: what the page says of them."""
+"""The page reports the measured results on real tables and texts."""
 
 import pytest
 

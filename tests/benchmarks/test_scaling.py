@@ -1,4 +1,4 @@
-"""The fit of constants to runs, the runs themselves, and the pages that are made of them."""
+"""The fit of constants to runs, the runs themselves, and the pages generated from them."""
 
 from dataclasses import replace
 

@@ -12,7 +12,7 @@ QUICK = {
     "linnerud": "multi_worker_mirrored",
     "digit_properties": "in_graph",
 }
-# What a pass over the batches does not sum: an evaluation has it.
+# Metrics that only an evaluation reports: sums over batches cannot give them.
 ONLY_EVALUATED = {"wine": {"macro_f1"}, "clicks": {"query_auc"}}
 
 

@@ -1,4 +1,4 @@
-"""Runs with faults: on this machine, and on each engine on the stand-in of a cluster."""
+"""Runs with faults, on this machine and on each engine with the stand-in for a cluster."""
 
 import pytest
 

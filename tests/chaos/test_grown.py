@@ -1,4 +1,4 @@
-"""The rows of tables: each invariant of them finds its violation; what plans of tables draw."""
+"""The rows of growing tables: each invariant finds its violation; which faults plans contain."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""When a run is struck, and when it has survived that."""
+"""When a fault hits a run, and when the run counts as recovered."""
 
 import argparse
 import itertools

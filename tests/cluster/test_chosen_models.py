@@ -1,4 +1,4 @@
-"""What the first command chooses for a table, on clusters: the steps of so many epochs, exactly."""
+"""The models that the first command chooses train the exact number of steps on clusters."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Two recommenders, tiny: one of fixed tables, and two nights of one whose tables grow."""
+"""Two small recommenders: one with fixed tables, and one with growing tables over two nights."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Strategies make the same updates: as one process, with state, towers and more."""
+"""All strategies make the same updates as one process: with state, towers and more."""
 
 import signal
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Each step is counted once, and each example is where it has to be."""
+"""Each step is counted once, and each example is in the batch where it belongs."""
 
 import random
 import shutil

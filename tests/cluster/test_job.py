@@ -1,4 +1,4 @@
-"""A job on the stand-in of Kubernetes, whose pods train: launched, lost, suspended, cancelled."""
+"""A job on the Kubernetes stand-in whose pods train: launched, lost, suspended, cancelled."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""One folder of checkpoints has one writer: real launchers at the same time and in turn."""
+"""A folder of checkpoints has one writer, even with several real launchers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Parameter servers: started by hand, joined, killed, and what they publish."""
+"""Parameter servers: started by hand, joined and killed; the checkpoints that they publish."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""A chief or servers die, and a new attempt begins: what lives stays, what is lost goes back."""
+"""A new attempt after a chief or servers die: live values are kept, lost ones are restored."""
 
 import signal
 

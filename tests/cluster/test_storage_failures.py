@@ -1,4 +1,4 @@
-"""A cluster whose place for checkpoints is full, taken, damaged or out of reach."""
+"""A cluster whose checkpoint storage is full, in use, damaged or unreachable."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a cluster survives: lost tasks and attempts; and the end of training."""
+"""A cluster survives lost tasks and attempts; the end of training."""
 
 import itertools
 import json

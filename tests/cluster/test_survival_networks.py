@@ -1,4 +1,4 @@
-"""What a cluster survives: tasks at new addresses, and connections that are cut off."""
+"""A cluster survives tasks at new addresses and connections that are cut."""
 
 import json
 import os

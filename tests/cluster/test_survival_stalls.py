@@ -1,4 +1,4 @@
-"""What a cluster survives: tasks that stand still."""
+"""A cluster survives tasks that stall."""
 
 import signal
 

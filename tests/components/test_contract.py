@@ -1,4 +1,4 @@
-"""A compiled pipeline and the code of its image have to mean the same steps."""
+"""A compiled pipeline and the code of its image must agree on the steps."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What flows between steps as an artifact: small, true to the URI next to it, and not needed."""
+"""The artifacts between steps: small, equal to the URI next to them, and optional."""
 
 import json
 import math

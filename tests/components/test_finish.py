@@ -1,4 +1,4 @@
-"""The exit step: the report that it leaves, and the end of a training cluster that was a TFJob."""
+"""The exit step: the report that it writes, and the deletion of a training cluster of a TFJob."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a run is given as code stays until the run has noted it."""
+"""The code of a run is kept until the run has recorded its use."""
 
 import pytest
 

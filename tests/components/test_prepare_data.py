@@ -1,4 +1,4 @@
-"""What the first step leaves for KFP where there is nothing to do."""
+"""The outputs of the first step for KFP when the dataset already exists."""
 
 from pathlib import Path
 

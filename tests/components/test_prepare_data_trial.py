@@ -1,4 +1,4 @@
-"""The trial of the model beside the preparation, in the first step on a cluster."""
+"""The first step on a cluster tries the model in parallel with the preparation."""
 
 import threading
 from types import SimpleNamespace

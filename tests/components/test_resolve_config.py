@@ -1,4 +1,4 @@
-"""The first stage: a form in, and the checked configuration for the other stages out."""
+"""The first stage: reads a form and returns the checked configuration for the other stages."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The stages between the first one and the exit step, but for training."""
+"""The stages between the first one and the exit step, except training."""
 
 import json
 from dataclasses import replace

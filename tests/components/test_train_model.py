@@ -1,4 +1,4 @@
-"""The step that trains, with a fake launcher: what it returns, records and shows."""
+"""The step that trains, with a fake launcher: its outputs, records and metrics."""
 
 import json
 import os

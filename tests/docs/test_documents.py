@@ -1,4 +1,4 @@
-"""The documents are true: commands, settings, paths, links and targets that they name are there."""
+"""The documents are true: the commands, settings, paths, links and targets in them exist."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""The configurations of the guide to files make blessed models of a stranger's files."""
+"""The configurations of the guide to files train blessed models on a user's files."""
 
 import ast
 import csv

@@ -1,4 +1,4 @@
-"""The example of a dataset of one's own: clicks of days, by laws that are said, with new ids."""
+"""The example of a user's dataset: days of clicks from documented distributions, with new ids."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""The commands and their options, which scripts rely on; how help is laid out may change."""
+"""Scripts rely on the commands and their options; the layout of the help may change."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Which datasets of TFDS are taken, by what they say of themselves: no network, no download."""
+"""Which TFDS datasets are supported, from their metadata: no network, no download."""
 
 import re
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Typical jobs of each engine as files: a change of one is seen before it is kept."""
+"""Typical jobs of each engine as golden files: a change is reviewed before it is kept."""
 
 import pytest
 import yaml

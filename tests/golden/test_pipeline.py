@@ -1,4 +1,4 @@
-"""The compiled pipeline as a file: a change of it is seen before it is kept."""
+"""The compiled pipeline as a golden file: a change is reviewed before it is kept."""
 
 from flotilla.pipelines.compile import compile_pipeline
 

@@ -1,4 +1,4 @@
-"""The reference is what the code says: who changes a key or an option changes its page."""
+"""The reference pages match the code: a changed key or option changes its page."""
 
 from typing import Annotated
 

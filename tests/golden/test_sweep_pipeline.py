@@ -1,4 +1,4 @@
-"""A compiled sweep of nine trials as a file: a change of it is seen before it is kept."""
+"""A compiled sweep of nine trials as a golden file: a change is reviewed before it is kept."""
 
 from flotilla.pipelines.sweeps.pipeline import compile_sweep
 from flotilla.pipelines.sweeps.plan import SweepOptions

@@ -1,4 +1,4 @@
-"""KFP copies the source of a component: what it needs has to be imported in its body."""
+"""KFP copies the source of a component, so the body must import all that it needs."""
 
 import ast
 import sys

@@ -1,4 +1,4 @@
-"""What is imported is declared, what is declared is imported, and all of it is pinned."""
+"""Imports and declared dependencies match, and all dependencies are pinned."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A room has a budget of lines, a function fits a screen, and a folder holds few files."""
+"""Each room has a budget of lines, a function fits a screen, and a folder holds few files."""
 
 import ast
 from collections import Counter

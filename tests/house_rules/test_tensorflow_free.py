@@ -1,4 +1,4 @@
-"""What has to start in milliseconds loads no TensorFlow, not even through others."""
+"""Modules that must start in milliseconds do not load TensorFlow, even indirectly."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What no file may say, and what no library may write to a terminal.
+"""Words that no file may contain, and calls by which a library would write to a terminal.
 
 The patterns are written so as not to match themselves.
 """

@@ -1,4 +1,4 @@
-"""What the stand-in does with schedules and the runs that they start."""
+"""Schedules of the stand-in, and the runs that they start."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The stand-in is what the KFP client expects, and refuses what an instance refuses."""
+"""The stand-in serves the KFP client as an instance does, and rejects the same requests."""
 
 import base64
 import json

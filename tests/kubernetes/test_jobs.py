@@ -1,4 +1,4 @@
-"""The Job controller does what the real one does; see `README.md` for what was seen and read."""
+"""The Job controller behaves as the real one; `README.md` lists what was observed and read."""
 
 import pytest
 from kubernetes import client

@@ -1,4 +1,4 @@
-"""The controller of JobSets does what the real one does; see `README.md` for what was seen."""
+"""The JobSet controller behaves as the real one; `README.md` lists what was observed."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The names of pods: when they resolve, and what becomes of connections that were made by them."""
+"""When the names of pods resolve, and how connections outlast the names."""
 
 import socket
 

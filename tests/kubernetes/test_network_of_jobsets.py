@@ -1,4 +1,4 @@
-"""The names of a JobSet's pods, and processes that find each other by them."""
+"""The names of a JobSet's pods, and processes that find each other by these names."""
 
 import socket
 import sys

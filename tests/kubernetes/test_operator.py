@@ -1,4 +1,4 @@
-"""The operator does to a job what the real one does; see `README.md` for what was seen."""
+"""The operator manages a job as the real one does; `README.md` lists what was observed."""
 
 import pytest
 

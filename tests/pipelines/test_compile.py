@@ -1,4 +1,4 @@
-"""`flotilla compile`: what a KFP instance is given, and what must not be in it."""
+"""`flotilla compile`: what the package for a KFP instance contains, and what it must not."""
 
 import json
 import os

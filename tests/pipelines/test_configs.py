@@ -1,4 +1,4 @@
-"""The files that come with the package: listed with a sentence each, copied by name."""
+"""The configurations of the package: each is listed with one sentence and copied by name."""
 
 import pytest
 

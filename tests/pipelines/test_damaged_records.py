@@ -1,4 +1,4 @@
-"""Records that anything may have happened to: no traceback, and no other run hidden."""
+"""Damaged records cause no traceback and hide no other run."""
 
 import io
 import json

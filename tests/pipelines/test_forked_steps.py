@@ -1,4 +1,4 @@
-"""Steps of a run on this machine that are forked; whole runs are in `tests/pipelines/runs`."""
+"""Forked steps of a local run; complete runs are in `tests/pipelines/runs`."""
 
 import os
 import signal

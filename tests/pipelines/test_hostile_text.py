@@ -1,4 +1,4 @@
-"""Names and texts of strangers in records, logs and arguments: each command shows them as text."""
+"""Hostile names and texts in records, logs and arguments: each command shows them as text."""
 
 import json
 import logging

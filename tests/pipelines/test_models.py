@@ -1,4 +1,4 @@
-"""`flotilla models`: what a person sees and does."""
+"""The output and the actions of `flotilla models`."""
 
 import json
 

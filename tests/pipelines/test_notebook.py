@@ -1,4 +1,4 @@
-"""What a notebook shows of a result: escaped, masked and short."""
+"""A notebook shows a result escaped, masked and short."""
 
 from flotilla.pipelines import notebook
 from flotilla.pipelines.predict import Prediction

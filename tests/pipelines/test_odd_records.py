@@ -1,4 +1,4 @@
-"""Whole records with fields of other types, or without fields: one line, and never a traceback."""
+"""Valid JSON records with wrong types or missing fields give one line, never a traceback."""
 
 import gzip
 import json

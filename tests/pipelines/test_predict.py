@@ -1,4 +1,4 @@
-"""`flotilla predict`: which model and which output are meant, and the process that answers."""
+"""`flotilla predict`: the choice of model and output, and the process that answers."""
 
 import csv
 import json
@@ -281,7 +281,7 @@ def probabilities(path):
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_the_answers_are_those_of_the_evaluation(trained):
-    """Of the same split in the same order, and of the same rows as a file."""
+    """Predictions equal those of the evaluation, for the split and for its rows in a file."""
     folder, result = trained
     evaluation = result.path_of("evaluation")
     logits = np.load(evaluation / "predictions" / "output.npy")

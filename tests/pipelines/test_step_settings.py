@@ -1,4 +1,4 @@
-"""What the pods of the steps get: values that KFP finds, retries where they help, deadlines."""
+"""The pods of the steps: values that KFP finds, retries where they help, deadlines."""
 
 import json
 import re

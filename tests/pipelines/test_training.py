@@ -1,4 +1,4 @@
-"""The wiring of the pipeline, as KFP has understood it."""
+"""The wiring of the pipeline as KFP compiled it."""
 
 import json
 

@@ -70,7 +70,7 @@ class Browser:
     _session = ""
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method and return its result; what happens meanwhile is kept."""
+        """Call a DevTools method and return its result; events that arrive meanwhile are kept."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:

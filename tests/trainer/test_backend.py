@@ -1,4 +1,4 @@
-"""Flotilla trains with TensorFlow, whatever Keras is used for elsewhere."""
+"""Flotilla trains with TensorFlow, whichever backend Keras uses elsewhere."""
 
 import json
 import os

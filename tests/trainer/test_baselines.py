@@ -1,4 +1,4 @@
-"""Simple models of any table, text or recommendation: what they learn, and what never fails."""
+"""Simple models for any table, text or recommendation: what they learn; none fails."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A dataset, a checkpoint, an evaluation and a registry that an earlier version wrote are read.
+"""A dataset, checkpoint, evaluation and registry from an earlier version can be read.
 
 `earlier.zip` is what the version before `import flotilla` wrote, as it was.
 """

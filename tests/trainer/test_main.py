@@ -1,4 +1,4 @@
-"""`python -m flotilla.trainer`: one line and the right exit code, whatever was wrong."""
+"""`python -m flotilla.trainer`: one line and the right exit code for every error."""
 
 import json
 import os

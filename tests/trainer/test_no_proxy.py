@@ -1,4 +1,4 @@
-"""What is on this machine is not asked for through a proxy."""
+"""Requests to this machine use no proxy."""
 
 import importlib
 import urllib.request

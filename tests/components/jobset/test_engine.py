@@ -1,4 +1,4 @@
-"""The JobSet of a configuration: valid for Kubernetes and JobSet, and a Job for each task."""
+"""The JobSet of a configuration is valid for Kubernetes and JobSet, with one Job per task."""
 
 import copy
 import json
@@ -105,7 +105,7 @@ def schema():
 
 
 def refuse_what_kubernetes_refuses(job):
-    """Raise what the webhook of JobSet, and the API for its Jobs, would say of a job."""
+    """Raise the error that JobSet's webhook, or the Jobs API, would return for a job."""
     held = jobset_webhook.defaulted(copy.deepcopy(job))
     for role in held["spec"]["replicatedJobs"]:
         role.setdefault("groupName", "default")

@@ -1,4 +1,4 @@
-"""What `cluster.launcher: auto` is, by what the cluster has."""
+"""How `cluster.launcher: auto` is resolved from what the cluster offers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What keeps a job from its start is said in one line, as soon as it is known."""
+"""The reason that a job cannot start is reported in one line, as soon as it is known."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Pods that the operator cannot make: their reason is in the events of the job alone."""
+"""Pods that the operator cannot create: only the events of the job give the reason."""
 
 import pytest
 

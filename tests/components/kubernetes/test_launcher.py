@@ -1,4 +1,4 @@
-"""Which launcher is called, and what it refuses before its first request."""
+"""Which launcher is called, and what it rejects before its first request."""
 
 import base64
 import json

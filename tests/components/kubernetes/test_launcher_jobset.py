@@ -1,4 +1,4 @@
-"""A run as a JobSet: a lost pod costs that pod, a cancel suspends first, refusals are one line."""
+"""A run as a JobSet: a lost pod is replaced alone, a cancel suspends first, errors are one line."""
 
 import signal
 import threading

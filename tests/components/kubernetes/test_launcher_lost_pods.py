@@ -1,4 +1,4 @@
-"""Pods that are taken away: the operator fails the job, and the launcher makes it again."""
+"""Deleted pods: the operator fails the job, and the launcher creates it again."""
 
 import signal
 

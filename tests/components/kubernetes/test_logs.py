@@ -1,4 +1,4 @@
-"""Every line of every task once, for any times of the lines and any break of the connection."""
+"""Every line of every task is read once, whatever its timestamps and wherever a stream breaks."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Names that do not collide, and that Kubernetes accepts."""
+"""Generated names do not collide, and Kubernetes accepts them."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The stop of a cancelled job: who is asked, who answers, and what ends the job if nobody does."""
+"""The stop of a cancelled job: which task is asked, which answers, and the fallback without one."""
 
 import signal
 import threading

@@ -1,4 +1,4 @@
-"""Time lines of a job: each has the right end, the right message, and leaves no job behind."""
+"""Timelines of a job: each ends with the right result and message, and leaves no job behind."""
 
 import json
 

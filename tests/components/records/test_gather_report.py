@@ -1,4 +1,4 @@
-"""The report of a run: whatever there is of it, and never an end of its own."""
+"""The report of a run is made from the records that exist, and never changes the outcome."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a step leaves behind: its events, one line of an error, and its exit code."""
+"""The records of a step: its events, the one line of an error, and its exit code."""
 
 import errno
 import json

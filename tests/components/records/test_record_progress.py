@@ -1,4 +1,4 @@
-"""A stage that goes on says in its record how far it is."""
+"""A running stage writes its progress to its record."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""Inputs that a run pins: the champion that it begins with, and the version of its dataset."""
+"""The inputs that a run pins: the champion at its start, and the version of its dataset."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The records of steps that share no folder: written, replaced, read, and never in the way."""
+"""The records of steps that share no folder: written, replaced and read; failures stop no step."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The choice among the trials that ended."""
+"""The best of the finished trials is chosen."""
 
 import json
 from dataclasses import replace

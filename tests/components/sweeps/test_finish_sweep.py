@@ -1,4 +1,4 @@
-"""The exit step of a sweep: jobs, table and report, whatever happened before."""
+"""The exit step of a sweep writes jobs, table and report after any outcome."""
 
 import json
 

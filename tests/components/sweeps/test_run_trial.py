@@ -1,4 +1,4 @@
-"""A trial as a step: it trains as a run of its own, and a failure is its result."""
+"""A trial as a step: it trains as a separate run, and a failure is a result."""
 
 import json
 from types import SimpleNamespace

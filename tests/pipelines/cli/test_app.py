@@ -1,4 +1,4 @@
-"""What the command line says to a person who got something wrong, and to a script."""
+"""The errors of the command line, for people and for scripts."""
 
 import json
 import os

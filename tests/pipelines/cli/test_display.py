@@ -1,4 +1,4 @@
-"""What a person sees: progress on standard error, and the closing table."""
+"""The output for people: progress on standard error, and the closing table."""
 
 import io
 import os

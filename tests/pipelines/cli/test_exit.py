@@ -1,4 +1,4 @@
-"""What `--json` adds to the keys of every command is what the command's help says of it."""
+"""The keys that `--json` adds for a command are those that its help documents."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Every command ends with the exit codes of the reference, and answers a program with an object."""
+"""Every command uses the documented exit codes, and prints an object for programs."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The console script from its first moment on: signals while it loads, streams that are gone."""
+"""The console script from its start: signals while it loads, and closed streams."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`flotilla checkpoint show`: what is in a checkpoint, without TensorFlow."""
+"""`flotilla checkpoint show` lists the contents of a checkpoint without TensorFlow."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The last line of a run that has not come to its end: how to go on, where that is possible."""
+"""The last line of an incomplete run says how to resume it, where that is possible."""
 
 import os
 from pathlib import Path

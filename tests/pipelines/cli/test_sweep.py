@@ -1,4 +1,4 @@
-"""`flotilla sweep`: options that do not go together, and its lines."""
+"""`flotilla sweep`: options that exclude each other, and its output."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What fits is drawn, the rest is left out or goes on below: no cell is cut."""
+"""A table shows what fits; the rest is left out or wraps: no cell is cut."""
 
 import io
 

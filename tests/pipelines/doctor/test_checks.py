@@ -1,4 +1,4 @@
-"""A cluster that lacks one thing: the doctor names it, and what mends it."""
+"""A cluster that lacks one thing: the doctor names it and the remedy."""
 
 import json
 import threading

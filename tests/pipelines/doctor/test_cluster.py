@@ -1,4 +1,4 @@
-"""The API, the namespace, which engine is examined, and whether it is there."""
+"""The API, the namespace, which engine is examined, and whether it is installed."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Checks run side by side: none hides another, and none is waited for longer than its deadline."""
+"""Checks run in parallel: none hides another, and none exceeds its deadline."""
 
 import signal
 import threading

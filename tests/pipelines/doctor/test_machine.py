@@ -1,4 +1,4 @@
-"""The configuration as a check, what this machine needs, and how the doctor tells it all."""
+"""The configuration as a check, the needs of this machine, and the output of the doctor."""
 
 import shutil
 import socket

@@ -1,4 +1,4 @@
-"""What the job names and the cluster lacks."""
+"""Objects that the job names and that the cluster lacks."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a namespace refuses is said before the run, in the words of the API."""
+"""Requests that a namespace would reject are reported before the run, in the API's words."""
 
 from tests.kubernetes.admission import ENFORCE
 from tests.kubernetes.cluster import NAMESPACE

@@ -1,4 +1,4 @@
-"""Quotas and GPUs against what the pods of the job ask for."""
+"""Quotas and GPUs are compared with the requests of the job's pods."""
 
 import pytest
 

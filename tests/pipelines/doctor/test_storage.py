@@ -1,4 +1,4 @@
-"""`storage.root`: what is missing is named, with the command for it, and nothing is left."""
+"""`storage.root`: the check names what is missing and the command for it, and leaves no file."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A step of a run again: its failures are seen again, and nothing of the run is written to."""
+"""Replay of a step: its failures occur again, and nothing is written to the run."""
 
 import io
 import json

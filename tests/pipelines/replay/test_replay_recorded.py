@@ -1,4 +1,4 @@
-"""Which step is replayed, of which run, and what is no such step."""
+"""Which step of which run is replayed, and which names are rejected."""
 
 import json
 import re

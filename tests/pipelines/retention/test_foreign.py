@@ -1,4 +1,4 @@
-"""`flotilla gc` removes what is Flotilla's and what nothing needs; all else stays, and is named."""
+"""`flotilla gc` removes only unused files of Flotilla; it keeps and names all others."""
 
 import json
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""Marks of use and of removal: damaged, of another clock, or of a process that was killed."""
+"""Marks of use and of removal: damaged, from another clock, or from a killed process."""
 
 import pytest
 

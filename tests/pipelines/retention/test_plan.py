@@ -1,4 +1,4 @@
-"""What may go: against an oracle that walks over the history itself and not over references."""
+"""The plan of removal agrees with an oracle that walks the history instead of references."""
 
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta

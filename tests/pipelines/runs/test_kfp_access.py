@@ -1,4 +1,4 @@
-"""How an instance is reached: where options and variables meet, and where secrets stay."""
+"""How an instance is reached: options, variables, and where secrets are kept."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What goes wrong between the command line and an instance: one line each, and soon."""
+"""Errors between the command line and an instance: each is one line, and comes soon."""
 
 import json
 import re

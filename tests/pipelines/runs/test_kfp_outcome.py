@@ -1,4 +1,4 @@
-"""How a run on an instance ended: what `submit --wait` and `status` say, whatever is left of it."""
+"""The outcome of a run in `submit --wait` and `status`, even after its pods are deleted."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while a run is looked at: the person goes away, the run does not."""
+"""Ctrl-C while a run is watched ends the command and not the run."""
 
 import json
 import os

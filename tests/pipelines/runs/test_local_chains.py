@@ -1,4 +1,4 @@
-"""`flotilla run` that begins with the champion: from scratch, then at the champion's loss."""
+"""`flotilla run` that starts from the champion: first from scratch, then at its loss."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""The trial of the model beside the steps of a run on this machine."""
+"""The trial of the model runs in parallel with the steps of a local run."""
 
 import os
 import signal

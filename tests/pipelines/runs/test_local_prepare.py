@@ -1,4 +1,4 @@
-"""`flotilla prepare`, whole: a pipeline by KFP's own local runner, on real digits."""
+"""The complete `flotilla prepare`: a pipeline in KFP's own local runner, on real digits."""
 
 import shutil
 

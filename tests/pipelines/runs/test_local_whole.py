@@ -1,4 +1,4 @@
-"""`flotilla run`, whole and real: digits through a cluster of processes, blessed and refused."""
+"""The complete `flotilla run`: digits on a cluster of processes, blessed and refused."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How a run ended, by its events and the exit code of the runner."""
+"""The outcome of a run, from its events and the exit code of the runner."""
 
 import subprocess
 from contextlib import suppress

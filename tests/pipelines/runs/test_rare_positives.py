@@ -1,4 +1,4 @@
-"""One customer in a hundred leaves: a champion that finds most of them stays, night for night."""
+"""One customer in a hundred leaves: a champion that finds most of them stays every night."""
 
 import csv
 

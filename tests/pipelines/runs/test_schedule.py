@@ -1,4 +1,4 @@
-"""`flotilla schedule`: one schedule for each name, as it was asked for last."""
+"""`flotilla schedule` keeps one schedule per name, with the settings of the last call."""
 
 import copy
 from datetime import UTC, datetime

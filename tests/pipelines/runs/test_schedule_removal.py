@@ -1,4 +1,4 @@
-"""A schedule that is removed or replaced while runs of it are active: none is lost."""
+"""A schedule is removed or replaced while its runs are active: no run is lost."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Settings from Python: what a mapping holds is what the configuration gets."""
+"""Settings from Python: the configuration gets the values of the mapping."""
 
 from pathlib import Path
 

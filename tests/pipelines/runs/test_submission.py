@@ -1,4 +1,4 @@
-"""`flotilla submit`: what an instance gets, and how a run that is waited for is judged."""
+"""`flotilla submit`: the request to an instance, and the verdict on a run that it waits for."""
 
 import json
 import os

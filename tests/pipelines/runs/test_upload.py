@@ -1,4 +1,4 @@
-"""`flotilla upload`: one version for each content, whoever comes first."""
+"""`flotilla upload` keeps one version per content, even with concurrent uploads."""
 
 import copy
 import json

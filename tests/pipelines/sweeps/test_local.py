@@ -1,4 +1,4 @@
-"""A sweep on this machine: which runs it begins, what it keeps, and how it goes on."""
+"""A sweep on this machine: which runs it starts, what it keeps, and how it resumes."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What a sweep is asked to do is checked before it begins."""
+"""The plan of a sweep is checked before it starts."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back, and only what can be read is ever taken."""
+"""Checkpoints restore what was saved, and only readable ones are used."""
 
 import math
 import resource

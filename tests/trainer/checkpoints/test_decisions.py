@@ -1,4 +1,4 @@
-"""When a checkpoint is due, which ones stay, and which one is selected."""
+"""When a checkpoint is due, which ones are kept, and which one is selected."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are published, with what was measured of them."""
+"""The index of published checkpoints, with their metrics."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Checkpoints that each server writes a part of."""
+"""Checkpoints of which each server writes a part."""
 
 import errno
 import gc

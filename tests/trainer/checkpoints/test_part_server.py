@@ -1,4 +1,4 @@
-"""What a server answers to the files of a chief."""
+"""The answers of a server to the request files of a chief."""
 
 import base64
 import errno

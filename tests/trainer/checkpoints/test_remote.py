@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: training never waits, and nothing that was saved is lost."""
+"""Checkpoints in an object store: training never waits for it, and no saved one is lost."""
 
 import threading
 from contextlib import nullcontext, suppress

@@ -1,4 +1,4 @@
-"""What the chief asks servers for, and restores on them."""
+"""The requests of the chief to servers, and the restoration of their values."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What is written again and again is what TensorFlow's own checkpoint reads."""
+"""TensorFlow's own reader restores the bundles that are written repeatedly."""
 
 import numpy as np
 import pytest

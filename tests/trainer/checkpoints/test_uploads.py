@@ -1,4 +1,4 @@
-"""Uploads in the background: one at a time, the newest of each slot, and errors are reported."""
+"""Background uploads: one at a time, the newest of each slot, and errors are reported."""
 
 import threading
 from collections.abc import Callable

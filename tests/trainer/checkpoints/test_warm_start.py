@@ -1,4 +1,4 @@
-"""A fresh run that begins with the weights of another one, and what it says if they do not fit."""
+"""A new run starts with the weights of another one, and reports weights that do not fit."""
 
 import shutil
 

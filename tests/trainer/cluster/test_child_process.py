@@ -1,4 +1,4 @@
-"""A module that is called in a process of its own answers, or says what is wrong."""
+"""A module that is called in a separate process returns its answer or an error."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The record of the end of training: what it says, and when it is not believed."""
+"""The record of the end of training: its contents, and when it is rejected."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What is said where a trial in a process of its own comes to no answer."""
+"""The message when a trial in a separate process gives no answer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What every launcher takes: a job that is data, and one way to be called."""
+"""The common interface of launchers: a job as data, and one call."""
 
 from pathlib import Path
 

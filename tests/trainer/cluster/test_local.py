@@ -1,4 +1,4 @@
-"""The logs of local tasks become lines of the step's own log, each once."""
+"""The step's log contains the lines of local tasks, each once."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Workers of one machine get equal parts of its cores."""
+"""Workers on one machine get equal parts of its cores."""
 
 import os
 import subprocess

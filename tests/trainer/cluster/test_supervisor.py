@@ -1,4 +1,4 @@
-"""Which ends of tasks the supervisor of a local cluster believes; tasks are shell scripts."""
+"""Which task exits the supervisor of a local cluster accepts; tasks are shell scripts."""
 
 from unittest.mock import create_autospec
 

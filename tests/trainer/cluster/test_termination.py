@@ -1,4 +1,4 @@
-"""The termination message of a task: its space is reserved before a disk is full."""
+"""The termination message of a task: its space is reserved in case the disk fills up."""
 
 import errno
 import resource

@@ -1,4 +1,4 @@
-"""A bundle has the name of its content, and is published once."""
+"""A bundle is named after its content and published once."""
 
 import json
 import os

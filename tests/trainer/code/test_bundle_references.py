@@ -1,4 +1,4 @@
-"""What refers to a bundle: runs, also resumed ones, and schedules."""
+"""References to a bundle: runs, resumed ones included, and schedules."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What of a folder becomes a bundle, what is left out, and what is refused in one line."""
+"""Which files of a folder are bundled, left out, or rejected in one line."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The key `data.gate`: every rule has an action, every limit a default within its bounds."""
+"""The key `data.gate`: each rule has an action, each limit a default within its bounds."""
 
 from flotilla.trainer.config.data_gate import ACTIONS, LIMITS, RULES, DataGateConfig
 

@@ -1,4 +1,4 @@
-"""The form of a run: its fields, and the same configuration when they come back."""
+"""The form of a run: its fields, and the same configuration after a round trip."""
 
 from __future__ import annotations
 

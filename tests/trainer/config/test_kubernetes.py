@@ -1,4 +1,4 @@
-"""What `cluster.kubernetes` refuses, by name and in one line."""
+"""Invalid values of `cluster.kubernetes` are rejected by name in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By which metric models are compared is read from what was written down."""
+"""The metric that compares models is read from the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of a model are checked before there are data; what `training.warm_start` says."""
+"""Tables of a model are checked without data; the messages of `training.warm_start`."""
 
 from __future__ import annotations
 

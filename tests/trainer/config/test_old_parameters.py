@@ -1,4 +1,4 @@
-"""Run parameters of before the form: what they were, and how each is spelled now."""
+"""Run parameters from before the form: their meaning, and the present spelling of each."""
 
 import json
 

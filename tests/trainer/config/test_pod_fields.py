@@ -1,4 +1,4 @@
-"""What Kubernetes takes for a pod is taken, and what it refuses is one line with a remedy."""
+"""Valid pod fields are accepted; each invalid one gives one line with a remedy."""
 
 import re
 

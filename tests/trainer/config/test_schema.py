@@ -1,4 +1,4 @@
-"""What the configuration allows, key by key, and what it refuses by name."""
+"""Which values each key of the configuration accepts and rejects."""
 
 from __future__ import annotations
 

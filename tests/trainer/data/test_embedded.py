@@ -1,4 +1,4 @@
-"""The data that is always there: what is in it, the same everywhere, with something to find."""
+"""The data in the package: its contents, the same on every machine, with planted patterns."""
 
 from __future__ import annotations
 

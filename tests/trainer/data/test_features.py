@@ -1,4 +1,4 @@
-"""Which features are kept, which is the label, and what is refused before any download."""
+"""Which features are kept, which is the label, and which are rejected before a download."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Files as a source: what is read of them, inferred, drawn, left out and refused."""
+"""Files as a source: reading, inference, splits, omitted columns and errors."""
 
 from __future__ import annotations
 

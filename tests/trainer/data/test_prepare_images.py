@@ -1,4 +1,4 @@
-"""Images as they came, and examples of `data.map`, in prepared datasets."""
+"""Images in their original bytes, and examples of `data.map`, in prepared datasets."""
 
 from __future__ import annotations
 

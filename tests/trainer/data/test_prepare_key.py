@@ -1,4 +1,4 @@
-"""Under which name a dataset is published, and what is loaded to find it: no TensorFlow."""
+"""The key of a published dataset, which is computed without loading TensorFlow."""
 
 import json
 import subprocess

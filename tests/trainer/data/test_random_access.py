@@ -1,4 +1,4 @@
-"""Examples by their numbers: those of the files in their order, however they are held."""
+"""Examples by index: in the order of the files, however they are stored."""
 
 from __future__ import annotations
 

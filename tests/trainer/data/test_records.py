@@ -1,4 +1,4 @@
-"""What is written is what is read, for every type, in whole batches."""
+"""Records are read as they were written, for every type, in whole batches."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""One shape where examples differ: what is asked for, refused, and done to the values."""
+"""One shape for examples that differ: configured shapes, rejected ones, padding and cropping."""
 
 import logging
 
@@ -158,7 +158,7 @@ def test_a_sequence_of_labels_can_hold_what_is_no_label(dtype, stored, tmp_path)
 
 @pytest.mark.slow
 def test_of_every_kind_it_is_what_is_expected(prepared, contents):
-    """The records of a whole dataset beside what NumPy makes of its examples."""
+    """All records of a dataset equal what NumPy computes from its examples."""
     section = {"shapes": SHAPES, "label": ("kinds", "tags"), "validation": 0}
     values = contents(prepared("Ragged", **section), "train")
     order = values["sound"].argsort(axis=0)[:, 0]

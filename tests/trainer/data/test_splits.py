@@ -1,4 +1,4 @@
-"""Who goes where: disjoint, complete, balanced, and the same for the same seed."""
+"""Splits are disjoint, complete, balanced, and the same for the same seed."""
 
 import numpy as np
 import pytest

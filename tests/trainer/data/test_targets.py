@@ -1,4 +1,4 @@
-"""What the manifest says of the targets, beside NumPy; and values that no one can train on."""
+"""The targets in the manifest agree with NumPy; values that cannot be trained on are rejected."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Random tables as four programs write them: what is read is what was written."""
+"""Random tables that four programs write are read as they were written."""
 
 from __future__ import annotations
 

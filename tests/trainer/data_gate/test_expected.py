@@ -1,4 +1,4 @@
-"""The schema file: what it refuses of a dataset, and what is refused of it."""
+"""The schema file: which datasets it rejects, and which schema files are invalid."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Labels: a class that is gone by chance is not gone, nor is an association that is weaker."""
+"""Label rules ignore a class that is missing by chance and an association that is weaker."""
 
 from dataclasses import replace
 

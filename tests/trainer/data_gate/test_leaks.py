@@ -1,4 +1,4 @@
-"""One input that decides a label is named, and one that says much of it is left alone."""
+"""An input that determines the label is named; one that is only informative is not."""
 
 import numpy as np
 import pytest

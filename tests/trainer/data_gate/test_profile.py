@@ -1,4 +1,4 @@
-"""What the rules see of a published dataset is what its statistics say."""
+"""The profile of a published dataset equals its statistics."""
 
 from __future__ import annotations
 

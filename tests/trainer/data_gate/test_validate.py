@@ -1,4 +1,4 @@
-"""What refuses and what warns, by the configuration; the page, where nothing is markup."""
+"""The configuration decides between refusal and warning; the page escapes all text."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The rows of a batch, known before the model is computed: the same gradient, each row once."""
+"""The rows of a batch are collected before the forward pass: same gradient, each row once."""
 
 import keras
 import numpy as np

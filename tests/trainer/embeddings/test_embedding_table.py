@@ -1,4 +1,4 @@
-"""A table that grows: who gets a row, who loses it, and what the others get."""
+"""A growing table: which ids get a row, which lose it, and what the other ids get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazy updates: what a batch looks up moves as by Keras's formula, and all else stands still."""
+"""Lazy updates move the rows of a batch by Keras's formula, and no other row."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A table in shards: rows and gradients of one table, and no more of them than were asked for."""
+"""A sharded table gives the rows and gradients of one table, and transfers only requested rows."""
 
 from __future__ import annotations
 

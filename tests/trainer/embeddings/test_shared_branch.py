@@ -1,4 +1,4 @@
-"""A branch of a table's graph: traced once, of the resources that it is given."""
+"""A branch of a table's graph is traced once, with the resources passed to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard of a table that grows: many workers at once, their steps, and what one leaves behind."""
+"""A shard of a growing table: concurrent workers, their steps, and lost workers."""
 
 from __future__ import annotations
 

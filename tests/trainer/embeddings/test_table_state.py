@@ -1,4 +1,4 @@
-"""What a strategy does for a table that grows, in one process."""
+"""The state of a growing table, as a strategy handles it in one process."""
 
 import keras
 import numpy as np

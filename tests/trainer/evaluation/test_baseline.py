@@ -1,4 +1,4 @@
-"""What an evaluation says of baselines: metrics of the same code, and the model next to each."""
+"""Baselines in an evaluation: the same metric code, with the model next to each."""
 
 import numpy as np
 import pytest

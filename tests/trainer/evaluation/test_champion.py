@@ -1,4 +1,4 @@
-"""The champion in its exported form, asked about the examples of the challenger."""
+"""The exported champion is evaluated on the examples of the challenger."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""No class that the champion finds may be lost; one of too few examples is named as such."""
+"""No class that the champion finds may be lost; a class with too few examples is named."""
 
 import numpy as np
 import pytest

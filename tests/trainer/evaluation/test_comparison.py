@@ -1,4 +1,4 @@
-"""The metric decides which test compares two models, and which side of its bound is the bad one."""
+"""The metric decides which test compares two models, and which side of its bound is worse."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Whether test examples judge fairly: a champion, or a model itself, that was trained on them."""
+"""Contaminated tests: a champion, or the model itself, was trained on test examples."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The evaluation of a checkpoint: figures by hand, every example once, and what is refused."""
+"""The evaluation of a checkpoint: figures by hand, every example once, and errors."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A bound of a difference is worse than the truth as often as the confidence says, and no more."""
+"""The bound of a difference errs as often as the confidence level allows, not more often."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""The metrics of a task over examples in parts: sums of metrics, and what the task adds to them."""
+"""The metrics of a task over parts of the examples: sums, and what the task adds to them."""
 
 import gc
 import tracemalloc

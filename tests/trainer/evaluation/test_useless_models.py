@@ -1,6 +1,6 @@
-"""Models that are worth nothing are refused and the reason is said; models that find little pass.
+"""Useless models are refused with a reason; models that find few positives pass.
 
-Each is what a model would give for examples, through the real evaluation and the real gate.
+Each test passes a model's predictions through the real evaluation and the real gate.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Events as lines of a log: enough to follow a training by, and not more."""
+"""Events as log lines: enough to follow a training, and not more."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Events of several processes in one file: whole lines, typed, and never in the way of a run."""
+"""Events of several processes in one file: whole lines, typed; errors never stop a run."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The state of a run, as its events make it."""
+"""The state of a run, computed from its events."""
 
 from flotilla.trainer.events import (
     AttemptBegin,

@@ -1,4 +1,4 @@
-"""The exported model: what it holds, that it answers alike from disk, and when nothing leaves."""
+"""The exported model: its contents, equal outputs after loading, and when none is published."""
 
 from __future__ import annotations
 

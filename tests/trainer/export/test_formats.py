@@ -1,4 +1,4 @@
-"""The forms of an exported model: parity from disk, the user's own classes, names and inputs."""
+"""The formats of an exported model: parity after loading, custom classes, names and inputs."""
 
 from __future__ import annotations
 

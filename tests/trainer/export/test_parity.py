@@ -1,4 +1,4 @@
-"""The fresh process that is asked about an exported model: what it loads, and when it ends."""
+"""The separate process that checks an exported model: what it loads, and when it ends."""
 
 from __future__ import annotations
 

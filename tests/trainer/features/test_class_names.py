@@ -1,4 +1,4 @@
-"""Which spellings are one class, which only look alike, and which name a class has."""
+"""Which spellings are one class, which only look alike, and the name of a class."""
 
 import unicodedata
 

@@ -1,4 +1,4 @@
-"""What a reader takes from the manifest, and what it refuses."""
+"""Which fields a reader takes from the manifest, and which manifests it rejects."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The length of training: epochs, steps, and what is chosen by the number of examples."""
+"""The length of training: epochs, steps, and the default for a number of examples."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Names of ours: of layers and of arguments, for columns of any name."""
+"""Safe names of layers and arguments, for columns of any name."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The models that Flotilla brings: shapes, names of variables, and what they refuse."""
+"""The built-in classifiers: shapes, names of variables, and errors."""
 
 from __future__ import annotations
 

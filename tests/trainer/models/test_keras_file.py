@@ -1,4 +1,4 @@
-"""A `.keras` file needs Keras alone, for every model that is built in."""
+"""The `.keras` file of every built-in model needs only Keras."""
 
 from __future__ import annotations
 

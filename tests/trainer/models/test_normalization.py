@@ -1,4 +1,4 @@
-"""Numbers to a mean of 0 and a variance of 1, whatever digits they have."""
+"""Numbers are normalized to mean 0 and variance 1, whatever their magnitude."""
 
 from __future__ import annotations
 

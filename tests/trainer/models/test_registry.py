@@ -1,4 +1,4 @@
-"""The user's own models, what is said about those that do not fit, and what is frozen."""
+"""The user's own models, the errors for those that do not fit, and frozen layers."""
 
 from __future__ import annotations
 

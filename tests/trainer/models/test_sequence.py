@@ -1,4 +1,4 @@
-"""The model of sequences: what counts as a place, what it takes, and that it sees the order."""
+"""The sequence model: which positions count, its inputs, and that it uses the order."""
 
 from __future__ import annotations
 

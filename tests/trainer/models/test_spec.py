@@ -1,4 +1,4 @@
-"""From a dataset's features to what the model has to take in."""
+"""The inputs of a model, from the features of a dataset."""
 
 from __future__ import annotations
 

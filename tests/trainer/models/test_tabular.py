@@ -1,4 +1,4 @@
-"""The model of a table: numbers with gaps, classes, texts, and what it refuses."""
+"""The tabular model: numbers with gaps, classes, texts, and errors."""
 
 from __future__ import annotations
 

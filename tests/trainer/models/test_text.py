@@ -1,4 +1,4 @@
-"""Texts as weighed bags of words and pairs, in any script, and as the Keras file has them."""
+"""Texts as weighted bags of words and pairs, in any script, also in the Keras file."""
 
 from __future__ import annotations
 

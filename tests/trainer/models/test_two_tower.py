@@ -1,4 +1,4 @@
-"""The recommender: its answers, its tables, what it takes, and that it finds planted tastes."""
+"""The recommender: its outputs, tables and inputs, and that it learns planted preferences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recommender that finds and ranks: outputs, both losses, what it takes, and that it learns."""
+"""The retrieval and ranking model: outputs, both losses, inputs, and that it learns."""
 
 from __future__ import annotations
 

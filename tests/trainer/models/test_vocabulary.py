@@ -1,4 +1,4 @@
-"""Texts to numbers by constants of the graph: the same anywhere, saved with the model."""
+"""Vocabularies are constants of the graph: the same anywhere, saved with the model."""
 
 from __future__ import annotations
 

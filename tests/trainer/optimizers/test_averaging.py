@@ -1,4 +1,4 @@
-"""Averages of weights: against ones computed by hand, exchanged, and begun."""
+"""Weight averages: compared with averages by hand, swapped in and out, and initialized."""
 
 import threading
 

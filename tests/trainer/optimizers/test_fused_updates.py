@@ -1,4 +1,4 @@
-"""The kernels of TensorFlow move variables as Keras's own formulas do."""
+"""TensorFlow's fused kernels update variables by Keras's formulas."""
 
 import keras
 import numpy as np

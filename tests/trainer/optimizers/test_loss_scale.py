@@ -1,4 +1,4 @@
-"""The scale of a float16 loss: halved, doubled, and never the end of a step."""
+"""The scale of a float16 loss is halved and doubled, and never ends training."""
 
 from dataclasses import replace
 

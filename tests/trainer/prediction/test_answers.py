@@ -1,4 +1,4 @@
-"""What each task answers becomes columns: classes by name, probabilities, numbers."""
+"""The predictions of each task as columns: classes by name, probabilities, numbers."""
 
 from __future__ import annotations
 

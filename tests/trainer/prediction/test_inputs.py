@@ -1,4 +1,4 @@
-"""Images, lists and the splits of a dataset become inputs as those of training did."""
+"""Images, lists and splits of a dataset become inputs as in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of every form become rows: the same answers, and one line for whatever is wrong."""
+"""Files of every format give the same predictions, and one line for each error."""
 
 from __future__ import annotations
 

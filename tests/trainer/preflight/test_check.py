@@ -1,4 +1,4 @@
-"""The one check: the source first, then the trial of the model; what is not known is a note."""
+"""The check: first the source, then the trial of the model; open questions are notes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Heads of large files: they end where a row ends, and messages name the file itself."""
+"""The first part of a large file ends at the end of a row; messages name the file itself."""
 
 import gzip
 from pathlib import Path

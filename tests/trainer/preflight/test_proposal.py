@@ -1,4 +1,4 @@
-"""The configuration of a first run, by the first rows of files."""
+"""The proposed configuration of a first run, from the first rows of files."""
 
 import json
 import random

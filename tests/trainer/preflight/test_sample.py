@@ -1,4 +1,4 @@
-"""The first rows of a source as a dataset: what is certain by them, and what is not."""
+"""The first rows of a source as a dataset: which findings are certain, and which are not."""
 
 import json
 from pathlib import Path

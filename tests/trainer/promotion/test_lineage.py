@@ -1,4 +1,4 @@
-"""The commit that made a model: that of the image, or of the checkout."""
+"""The commit that made a model: of the image, or of the checkout."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The rules that an exported model has to pass before it is promoted."""
+"""The rules for an exported model before its promotion."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""The registry: versions, promotions, the champion; two at once, and what is damaged."""
+"""The registry: versions, promotions, the champion; concurrent writers, and damage."""
 
 import json
 import shutil

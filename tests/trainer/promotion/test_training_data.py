@@ -1,4 +1,4 @@
-"""What champions were trained on: nights with data that comes, comes late, comes twice, changes."""
+"""The training data of champions over nights: new, late, repeated and changed data."""
 
 import random
 from collections import Counter

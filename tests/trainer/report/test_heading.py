@@ -1,4 +1,4 @@
-"""The head of the page: what ran, why it failed, what to do next, and how to use the model."""
+"""The head of the page: what ran, the error, the next command, and the use of the model."""
 
 import math
 from typing import Any

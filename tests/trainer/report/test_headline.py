@@ -1,4 +1,4 @@
-"""One sentence says what a run has come to; notes say what a person has to know besides."""
+"""One sentence gives the outcome of a run; notes give the rest that a person must know."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The environment that the pages of every room share."""
+"""The Jinja environment that all pages share."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The page of a run: whatever is known of it, and as a browser shows it."""
+"""The page of a run, from all available records, and in a browser."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""`summary.md`: a run at a glance, whatever is known of it."""
+"""`summary.md`: a short overview of a run from all available records."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The rules of the gate and of the registry are sentences that need no statistics."""
+"""The rules of the gate and the registry as sentences that need no statistics."""
 
 from typing import Any
 

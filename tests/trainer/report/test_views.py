@@ -1,4 +1,4 @@
-"""What an evaluation looks like on the page of a run."""
+"""The views of an evaluation on the page of a run."""
 
 import base64
 import json

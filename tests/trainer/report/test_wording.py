@@ -1,4 +1,4 @@
-"""Numbers with the digits that their interval leaves them, and names as they are spoken."""
+"""Numbers with as many digits as their interval supports, and readable names."""
 
 import math
 from typing import Any

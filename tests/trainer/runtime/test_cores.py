@@ -1,4 +1,4 @@
-"""The processors of a process are those that its container may use."""
+"""A process sees the CPUs that its container may use."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Every environment variable of Flotilla is checked before anything begins."""
+"""Every environment variable of Flotilla is checked at the start."""
 
 import re
 from pathlib import Path

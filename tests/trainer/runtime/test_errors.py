@@ -1,4 +1,4 @@
-"""What a user reads, and with which exit code a process ends."""
+"""The error that a user reads, and the exit code of the process."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Records in JSON: whatever is read can be compared, printed and written again."""
+"""JSON records that were read can be compared, printed and written again."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A process ends with the one that started it: chains of real processes, of which one is killed."""
+"""A process ends with its parent: in chains of real processes, one is killed."""
 
 import os
 import select

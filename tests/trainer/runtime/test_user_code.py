@@ -1,4 +1,4 @@
-"""The user's folder is the last place that is looked into, in this process and in its children."""
+"""The user's folder is last in the import path, in this process and in its children."""
 
 import json
 import os

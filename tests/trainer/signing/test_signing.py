@@ -1,4 +1,4 @@
-"""Signatures of models: by OpenSSF model signing, with keys that are files."""
+"""Signatures of models by OpenSSF model signing, with keys in files."""
 
 import hashlib
 import json

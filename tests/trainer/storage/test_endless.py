@@ -1,4 +1,4 @@
-"""A store that never ends what it says is not waited for for ever; uploads of others stay."""
+"""Endless answers of a store time out; uploads of other writers stay."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Outages at the level of connections: every operation waits until the store is there again."""
+"""Outages at the level of connections: every operation waits until the store is back."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A probe says what a place lacks, and leaves nothing."""
+"""A probe reports what a storage location lacks, and leaves no file."""
 
 import threading
 from contextlib import contextmanager, suppress

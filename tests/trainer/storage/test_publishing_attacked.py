@@ -1,4 +1,4 @@
-"""Publishers, readers and fetches that are killed, or work at once."""
+"""Publishers, readers and fetches that are killed, or run concurrently."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Full disks, files in the way, limits: one line each, and nothing half-made is left."""
+"""Full disks, conflicting files, limits: one line each, and no partial file is left."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Stores that ignore the MD5 of what is sent: nothing damaged is published, or stays."""
+"""Stores that ignore the MD5 of a request: no damaged object is published or kept."""
 
 import builtins
 import os

@@ -1,4 +1,4 @@
-"""Asynchronous training: portions, stretches of turns, and what the chief sees of them."""
+"""Asynchronous training: portions, turns of workers, and the counts of the chief."""
 
 import heapq
 

@@ -1,4 +1,4 @@
-"""AutoGraph, which takes seconds, converts loops of one process alone, and nothing they call."""
+"""AutoGraph, which takes seconds, converts only loops of one process, and no called function."""
 
 import re
 import tempfile

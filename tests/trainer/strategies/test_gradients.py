@@ -1,4 +1,4 @@
-"""Gradients over pulled values are those over variables, compiled or not."""
+"""Gradients over pulled values equal those over variables, compiled or not."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Which examples are next, and how the visits of workers are counted."""
+"""Which examples come next, and how the visits of workers are counted."""
 
 import json
 import random

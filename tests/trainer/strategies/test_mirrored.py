@@ -1,4 +1,4 @@
-"""One process: the same updates as written out, and what mirrored workers refuse."""
+"""One process makes the updates of the written-out formula; limits of mirrored workers."""
 
 from functools import partial
 

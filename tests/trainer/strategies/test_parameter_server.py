@@ -1,4 +1,4 @@
-"""How a model is built where an attempt before has left values; all servers are here."""
+"""A model is built where an earlier attempt left values; all servers are in this process."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""The placement of variables: balance, servers by name, models, and what is refused."""
+"""The placement of variables: balance, servers by name, models, and errors."""
 
 from itertools import product
 

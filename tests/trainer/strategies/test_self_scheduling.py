@@ -1,4 +1,4 @@
-"""How workers take turns, and wait for those of a chief before."""
+"""How workers take turns, and wait for the workers of an earlier chief."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""What an attempt has left on servers (this process) is taken by the next one, or removed."""
+"""The next attempt takes or removes the state of an earlier one on servers (this process)."""
 
 import secrets
 import weakref

@@ -1,4 +1,4 @@
-"""What all strategies are built from: gradients, the counter, variables, and how one is made."""
+"""The common parts of strategies: gradients, the counter, variables, and their creation."""
 
 import inspect
 import json

@@ -1,4 +1,4 @@
-"""Synchronous training: which announcements count, and gradients that wait on the servers."""
+"""Synchronous training: which announcements count, and gradients that queue on the servers."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""A gradient over two devices is that over both batches on one."""
+"""A gradient over two devices equals the gradient over both batches on one device."""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""What is known of a sweep: objective, rungs, the best trial, and the tables of all."""
+"""The results of a sweep: objective, rungs, the best trial, and the tables of all trials."""
 
 from dataclasses import replace
 

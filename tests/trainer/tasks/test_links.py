@@ -1,4 +1,4 @@
-"""Yes and no, once or for each of several classes, is measured as Keras and scikit-learn do."""
+"""Binary and multi-label classification measures the same as Keras and scikit-learn."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Metrics agree with scikit-learn's own on the same predictions.
+"""Metrics agree with scikit-learn's on the same predictions.
 
-Those over the numbers of an example whatever the shapes; their states are sums: what several
-workers measured is added up.
+Metrics over the numbers of an example do so for any shape. Their states are sums, so the results of
+several workers are added.
 """
 
 from __future__ import annotations

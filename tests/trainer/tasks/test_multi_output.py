@@ -1,4 +1,4 @@
-"""Several outputs are minimised and measured as Keras does with a mapping of losses."""
+"""Several outputs are trained and measured as Keras does with a mapping of losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that was compiled brings its loss and its metrics; what contradicts a run is refused."""
+"""A compiled model keeps its loss and its metrics; conflicts with a run are rejected."""
 
 from __future__ import annotations
 

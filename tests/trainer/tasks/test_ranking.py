@@ -1,4 +1,4 @@
-"""What is taken of what is shown, by query: as scikit-learn ranks each of them."""
+"""Ranking metrics per query equal scikit-learn's."""
 
 from __future__ import annotations
 

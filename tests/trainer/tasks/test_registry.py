@@ -1,4 +1,4 @@
-"""A task is chosen by the dataset, or by the configuration."""
+"""The dataset, or the configuration, selects the task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regression measures what Keras and scikit-learn do, in the label's units."""
+"""Regression metrics equal those of Keras and scikit-learn, in the label's units."""
 
 from __future__ import annotations
 

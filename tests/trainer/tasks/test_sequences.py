@@ -1,4 +1,4 @@
-"""Sequences of padded places: what has no label counts nowhere."""
+"""Padded sequences: positions without a label count nowhere."""
 
 from __future__ import annotations
 

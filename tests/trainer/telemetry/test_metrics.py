@@ -1,4 +1,4 @@
-"""The metrics of a run, as the events of the leading task make them."""
+"""The metrics of a run, from the events of the leading task."""
 
 import re
 import socket

@@ -1,4 +1,4 @@
-"""Which steps are profiled, and that no profiler ends training."""
+"""Which steps are profiled, and that a profiler error does not end training."""
 
 import pytest
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""What TensorBoard finds in `logs/`: every metric at its step, and the config's keys."""
+"""The TensorBoard files in `logs/`: every metric at its step, and the keys of the config."""
 
 import resource
 from pathlib import Path

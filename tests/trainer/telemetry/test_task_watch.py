@@ -1,4 +1,4 @@
-"""Which tasks are alive, and which have begun again."""
+"""Which tasks are alive, and which have restarted."""
 
 import json
 

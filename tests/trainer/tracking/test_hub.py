@@ -1,4 +1,4 @@
-"""Kubeflow's Model Registry as a second address, against a stand-in of its server."""
+"""Kubeflow's Model Registry as a second registry, against a stand-in of its server."""
 
 import json
 import re

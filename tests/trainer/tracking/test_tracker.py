@@ -1,4 +1,4 @@
-"""What the tracker gets of a run; one that is away, slow or raises never makes a run wait."""
+"""The tracker's view of a run; a tracker that is absent, slow or failing never delays a run."""
 
 import logging
 import threading

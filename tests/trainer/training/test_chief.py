@@ -1,4 +1,4 @@
-"""What the chief gives to the outer loop, and which errors of TensorFlow begin a new attempt."""
+"""The parts that the chief gives to the outer loop; TensorFlow errors that restart an attempt."""
 
 import itertools
 import subprocess

@@ -1,4 +1,4 @@
-"""What is configured and cannot be done is refused before training: models, tasks, datasets."""
+"""Impossible configurations are rejected before training: models, tasks, datasets."""
 
 import sys
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Which checkpoints the evaluator passes over, and which errors end it."""
+"""Which checkpoints the evaluator skips, and which errors end it."""
 
 import math
 

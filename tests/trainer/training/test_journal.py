@@ -1,4 +1,4 @@
-"""The journal of an attempt: which rows it keeps, and what it begins with."""
+"""The journal of an attempt: which rows it keeps, and its first rows."""
 
 from pathlib import Path
 

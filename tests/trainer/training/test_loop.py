@@ -1,4 +1,4 @@
-"""The outer loop: how far it trains, and what it leaves on the way."""
+"""The outer loop: its end, and the files that it writes."""
 
 from contextlib import contextmanager
 from dataclasses import FrozenInstanceError

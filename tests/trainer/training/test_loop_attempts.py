@@ -1,4 +1,4 @@
-"""How an attempt begins again: from a checkpoint, and from what lives on the servers."""
+"""How an attempt resumes: from a checkpoint, and from live values on the servers."""
 
 from types import SimpleNamespace
 from unittest.mock import create_autospec

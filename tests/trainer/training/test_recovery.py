@@ -1,4 +1,4 @@
-"""Which values an attempt begins with: what lives is taken, what is lost is restored."""
+"""The initial values of an attempt: live ones are kept, lost ones are restored."""
 
 from pathlib import Path
 from types import SimpleNamespace

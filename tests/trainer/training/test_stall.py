@@ -1,4 +1,4 @@
-"""When a wait is a stall, and who is named; the real waits are in `tests/cluster`."""
+"""When a wait is a stall, and which task is named; the real waits are in `tests/cluster`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A learning task of the user's that does not keep to its contract is refused before training."""
+"""A user's learning task that breaks its contract is rejected before training."""
 
 from types import SimpleNamespace
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""The names of other tasks that do not resolve are said, and no others."""
+"""The guard reports the names of other tasks that do not resolve, and only these."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which pod was taken away, how, and which of several was the first."""
+"""Which pod was deleted, why, and which of several was the first."""
 
 import pytest
 

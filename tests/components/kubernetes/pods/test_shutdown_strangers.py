@@ -1,4 +1,4 @@
-"""The port of the shutdown connection under attack: it holds few connections, and its own."""
+"""The shutdown port under attack: it limits foreign connections and keeps its own."""
 
 import socket
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The attempts of a task in its pod: which end is final, and what is left when the next begins."""
+"""The attempts of a task in its pod: which exit is final, and what remains for the next attempt."""
 
 import math
 import os

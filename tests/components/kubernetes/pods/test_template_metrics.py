@@ -1,4 +1,4 @@
-"""The port of the metrics in the pods of a job, and who reaches it."""
+"""The metrics port of a job's pods, and which clients can reach it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A program to be forked: it says what it is, and ends with what it reads from a descriptor."""
+"""A program for the fork server: it prints its arguments, environment and folder as JSON."""
 
 import gc
 import json

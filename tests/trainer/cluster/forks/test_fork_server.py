@@ -14,7 +14,7 @@ from flotilla.trainer.cluster.forks import fork_request
 from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, serving
 
 pytestmark = pytest.mark.cluster
-# Less than two callers get for their requests.
+# Longer than the time-out of one request, shorter than that of two in sequence.
 HELD = 1.5 * fork_request._SECONDS
 
 

@@ -1,4 +1,4 @@
-"""Which builder a name stands for, and what its folder is told by."""
+"""Which builder a name selects, and which files identify its folder."""
 
 import sys
 import textwrap

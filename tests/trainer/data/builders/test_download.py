@@ -1,4 +1,4 @@
-"""What is downloaded, and in one line why it could not be."""
+"""Downloads, and the one-line error of a failed one."""
 
 import gzip
 import http.server

@@ -1,4 +1,4 @@
-"""The quick PNG holds the same pixels, and goes its way only where it may."""
+"""The fast PNG encoder writes the same pixels, and is used only where it is safe."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Encoded images: what keeps its bytes, what is made of the rest, and what does not decode."""
+"""Encoded images: which keep their bytes, which are converted, and which do not decode."""
 
 import contextlib
 import io
@@ -74,7 +74,7 @@ NEAR = {
 @pytest.mark.parametrize("name", EXACT)
 def test_pixels_that_no_format_changes(name, channels):
     data, image = EXACT[name]()
-    # The weights by which colours become grey are rounded by each decoder in its way.
+    # Decoders round the weights of the conversion to grayscale differently.
     found = pixels_of(data, channels).astype(int)
     np.testing.assert_allclose(found, expected(image, channels), atol=channels == 1)
 

@@ -1,4 +1,4 @@
-"""Sequences of any length: stored as they are, padded to the longest of a batch."""
+"""Sequences of any length: stored unpadded, padded to the longest of a batch."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a function of the user's makes of examples, and what of it cannot be stored."""
+"""Examples from a user's map function, and results that cannot be stored."""
 
 import pickle
 import sys

@@ -1,4 +1,4 @@
-"""Values of columns: each row by itself, all of its digits, the same from every format."""
+"""Column values are converted row by row, without lost digits, alike in every format."""
 
 from __future__ import annotations
 

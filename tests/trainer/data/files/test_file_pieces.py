@@ -1,4 +1,4 @@
-"""What is read of a file is what was listed."""
+"""A file is read as it was when it was listed."""
 
 import os
 import shutil

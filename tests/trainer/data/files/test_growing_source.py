@@ -1,4 +1,4 @@
-"""A source that grows keeps each example in its split: the examples judge another night, too."""
+"""A growing source keeps each example in its split, so test examples stay test examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a label is, over all files, rows and spellings; the same in every format."""
+"""The label of a row, over all files and spellings; the same in every format."""
 
 from __future__ import annotations
 

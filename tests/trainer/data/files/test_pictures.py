@@ -1,4 +1,4 @@
-"""Images that the cells of a table name."""
+"""Images whose paths are in the cells of a table."""
 
 import os
 from io import BytesIO

@@ -1,4 +1,4 @@
-"""A row means the same from each format of files, in training, `predict` and serving."""
+"""A row means the same in each file format, in training, `predict` and serving."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of files: what is the table in them, and what names of files and folders say."""
+"""Folders of files: which of them are the table, and how their names are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of numbers: written in a text, of one length or of several, padded where that is asked."""
+"""Lists of numbers in text: of one length or several, padded where configured."""
 
 import json
 from pathlib import Path

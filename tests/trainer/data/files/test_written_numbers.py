@@ -1,4 +1,4 @@
-"""Numbers in writing: what each reading takes, refuses, and which of them a column asks for."""
+"""Number notations: which values each accepts and rejects, and which one a column needs."""
 
 from __future__ import annotations
 

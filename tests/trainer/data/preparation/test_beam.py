@@ -1,4 +1,4 @@
-"""Parts that Apache Beam maps make the same dataset; a part that fails is one line.
+"""Parts that Apache Beam maps make the same dataset; a failed part gives one line.
 
 Options of a Beam pipeline are refused in one line before anything is made.
 """

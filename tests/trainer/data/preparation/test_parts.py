@@ -1,4 +1,4 @@
-"""Mapped parts, the shards that are made of all, and these as TensorFlow reads them."""
+"""Mapped parts, the shards that are made from all parts, and their reading in TensorFlow."""
 
 import google_crc32c
 import numpy as np

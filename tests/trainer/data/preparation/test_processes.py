@@ -1,4 +1,4 @@
-"""Parts are mapped in parallel; what a killed process has finished is kept."""
+"""Parts are mapped in parallel; the finished work of a killed process is kept."""
 
 import itertools
 import random

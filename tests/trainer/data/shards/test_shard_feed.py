@@ -1,4 +1,4 @@
-"""Graphs get the shards that they ask for, each record once, and never wait for ever."""
+"""Graphs get the requested shards, each record once, and never wait for ever."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_parts_of_a_validation_are_all_of_it_once_in_whole_batches(feed, parts):
             found = tf.concat([found, x], axis=0)
         return found
 
-    # A part of a worker that is gone moves to another one, in any order; twice is as good.
+    # Another worker may take the part of a lost worker, in any order and more than once.
     for _ in range(2):
         whole = [measured(tf.constant(part)).numpy() for part in reversed(range(parts))]
         assert np.concatenate(whole[::-1]).tolist() == list(range(sum(MEASURED)))

@@ -1,4 +1,4 @@
-"""Which shards are on the disk, and when they come and go."""
+"""Which shards are on disk, and when they are fetched and removed."""
 
 from __future__ import annotations
 

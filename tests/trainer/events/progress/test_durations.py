@@ -1,4 +1,4 @@
-"""How long something took, as a person reads it."""
+"""Durations as a person reads them."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How far work is, in words."""
+"""The progress of work in words."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How far work is: nothing for short work, a number now and then for long, and no wrong whole."""
+"""Progress of work: none for short work, regular for long work, and no wrong total."""
 
 import logging
 import math

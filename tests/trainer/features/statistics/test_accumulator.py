@@ -1,4 +1,4 @@
-"""The statistics of a split, whichever parts and batches its examples came in."""
+"""The statistics of a split do not depend on its division into parts and batches."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""From nothing to all: what one value says about another."""
+"""The association of two values, from none to full."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Hashes depend on the content of an example alone."""
+"""Hashes depend only on the content of an example."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Counts are exact up to a limit; means and deviations in one pass are NumPy's in two."""
+"""Counts are exact up to a limit; one-pass means and deviations equal NumPy's two-pass ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A sample stands for all examples, and the smallest hashes for all hashes."""
+"""A sample represents all examples, and the smallest hashes represent all hashes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is written is read again, once and where a model asks; damage is named."""
+"""Statistics are read as they were written; damage is named."""
 
 import dataclasses
 

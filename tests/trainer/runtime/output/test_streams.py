@@ -1,4 +1,4 @@
-"""Each line of a process is one line: what it quotes begins no other one, and is no command."""
+"""Each line of a process is printed as one line; quoted text cannot start a line or command."""
 
 import io
 import logging

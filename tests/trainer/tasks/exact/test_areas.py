@@ -1,4 +1,4 @@
-"""Both areas are those of scikit-learn for any scores and weights; influences are derivatives."""
+"""Both areas equal scikit-learn's for any scores and weights; influences are derivatives."""
 
 from __future__ import annotations
 

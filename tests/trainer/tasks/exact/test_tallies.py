@@ -1,4 +1,4 @@
-"""What an evaluation measures is what scikit-learn measures, of any labels, scores and weights."""
+"""Metrics of an evaluation equal scikit-learn's, for any labels, scores and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recommendations: a ranking of what was shown, and what is found by the vectors."""
+"""Recommendations: ranking metrics of the shown items, and retrieval by the vectors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet that takes far more memory than its file, which is read in small blocks, or refused."""
+"""Parquet that needs far more memory than its file: read in small blocks, or rejected."""
 
 import numpy as np
 import pyarrow as pa

@@ -1,4 +1,4 @@
-"""What is around the rows of a CSV: titles, comments, quotes, columns without a name."""
+"""The parts of a CSV around its rows: titles, comments, quotes, columns without a name."""
 
 from __future__ import annotations
 

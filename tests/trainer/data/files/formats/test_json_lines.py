@@ -1,4 +1,4 @@
-"""JSON as it is written: one object a line, lists, objects over several lines, and what is none."""
+"""Layouts of JSON: one object per line, lists, objects over several lines, and invalid text."""
 
 from __future__ import annotations
 
