@@ -95,7 +95,7 @@ def test_the_table_is_trained_saved_and_resumed(training, tmp_path):
     again, _ = built(**training)
     kept = select_resumed(found, again.variables(), config_of(**training).training)
     restore(found, kept, io_device=None)
-    again.rebuild()
+    again.refresh()
     np.testing.assert_array_equal(answers(again.model), expected)
     assert again.run(1).metrics["tables"]["table"]["rows"] == 20
     reset_uids()
@@ -121,7 +121,7 @@ def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
         found = checkpoints.newest()
         kept = select_resumed(found, again.variables(), config_of().training)
         restore(found, kept, io_device=None)
-        again.rebuild()
+        again.refresh()
         np.testing.assert_array_equal(answers(again.model), expected)
         assert again.run(1).metrics["tables"]["table"]["rows"] == 20
         reset_uids()
@@ -131,7 +131,7 @@ def test_a_checkpoint_with_an_earlier_sieve_or_none_is_read(tmp_path):
         warmed, _ = built(min_count=2)
         source = warm_start.fetch_weights(uri, tmp_path / "warm")
         line = warm_start.load(source, warmed.variables(), io_device=None)["warm_start"]
-        warmed.rebuild()
+        warmed.refresh()
         np.testing.assert_array_equal(answers(warmed.model), expected)
         assert "2 absent there (table/shard_0_sieve, table/shard_1_sieve)" in line
         assert ("2 not in this model (table/shard_0_seen" in line) == earlier

@@ -333,7 +333,7 @@ def test_a_form_that_cannot_be_written_is_refused(form, monkeypatch):
     def refuse(*_args, **_kwargs):
         raise ValueError("Op type not supported")
 
-    monkeypatch.setattr(tf.lite.TFLiteConverter, "convert", refuse)
+    monkeypatch.setattr(tf.lite.TFLiteConverter, "from_saved_model", refuse)
     with pytest.raises(ConfigError) as error:
         tried("mlp", **formats)
     message = str(error.value)
