@@ -1,7 +1,7 @@
-"""Checkpoints by parts: the chief's memory, and how long training stands still.
+"""Measures checkpoints in parts: the chief's memory, and how long training pauses.
 
-Two servers hold tables that are larger than the chief's memory. A process of its own leads them, as
-a chief does, and says what it saw: it builds the model on them, saves, and restores.
+Two servers hold tables that are larger than the chief's memory. A separate process acts as the
+chief: it builds the model on the servers, saves and restores it, and prints its measurements.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CHIEF = Task(role="chief", index=0)
 
 
 def checkpoint_parts() -> Comparison:
-    """Seconds for which a save holds training up, over those of a copy in the servers' memory."""
+    """Compare the seconds for which a save pauses training with a copy in the servers' memory."""
     seen = _led()
     return Comparison(
         name=f"a save of {MEGABYTES:,} MB of tables by parts holds training up, over a copy",
@@ -57,7 +57,7 @@ def checkpoint_parts() -> Comparison:
 
 
 def _led() -> Any:
-    """Return what a chief sees, which two servers and a worker of a cluster serve."""
+    """Return the measurements of a chief with two servers and one worker."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         with reserve_cluster({"chief": 1, "ps": SERVERS, "worker": 1}) as cluster:
@@ -89,7 +89,7 @@ def _process(
 ) -> subprocess.Popen[str]:
     own = folder / str(task)
     own.mkdir()
-    # By it a worker knows itself.
+    # The worker reads its own number from this file.
     (own / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
     settings = {
         **os.environ,
@@ -167,13 +167,13 @@ def _touch(variables: Variables) -> None:
 
 
 def _copied(variables: Variables) -> float:
-    """Return the seconds of a copy in the memory of the servers, side by side."""
+    """Return the seconds that the servers take to copy their variables in memory, in parallel."""
 
     def of_server(server: int) -> None:
         for each in variables.values():
             if find_server(each) == server:
                 with tf.device(each.device):
-                    # Of what rows were updated of, a read is a copy.
+                    # Reading a variable copies it if some of its rows were updated.
                     each.read_value()
 
     began = time.monotonic()
@@ -182,14 +182,14 @@ def _copied(variables: Variables) -> float:
 
 
 def peak() -> int:
-    """Return the most memory that this process has used, in megabytes."""
+    """Return the peak memory of this process in megabytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     kilobytes = next(int(each.split()[1]) for each in lines if each.startswith("VmHWM"))
     return kilobytes * 1024 // 10**6
 
 
 def main() -> None:
-    """Serve, or lead and print what was seen."""
+    """Serve, or act as the chief and print the measurements."""
     signals.end_with_parent()
     cluster, task = from_tf_config(os.environ["TF_CONFIG"])
     if task != CHIEF:
@@ -197,7 +197,7 @@ def main() -> None:
         return
     sys.stdout.write(json.dumps(_lead(cluster, task, Path(sys.argv[1]))) + "\n")
     sys.stdout.flush()
-    # TensorFlow's threads may still hold what is gone.
+    # Skip the cleanup: TensorFlow's threads may still use objects that it deletes.
     os._exit(0)
 
 

@@ -1,11 +1,11 @@
-"""What tables that grow, on servers, cost in accuracy: a recommender beside one with dense tables.
+"""Compares the accuracy of a recommender with growing tables on servers to one with dense tables.
 
-`examples/clicks_large` with fewer ids, each of which has its own row in both. The one side is
-trained by two asynchronous workers over two parameter servers, where a row is made when its id
-comes. The other is one process whose tables are `keras.layers.Embedding`, made for all ids of the
-training split beforehand. So what is lost is what tables, workers and servers cost together. Both
-take as many batches of one size, with a rate that falls to zero, and answer the same test split;
-each round is a seed.
+The dataset is `examples/clicks_large` with fewer ids; each id has its own row on both sides. One
+side is trained by two asynchronous workers and two parameter servers, which create the row of an
+id when it first occurs. The other side is one process with `keras.layers.Embedding` tables, created
+beforehand for all ids of the training split. The difference is the joint cost of tables, workers
+and servers. Both sides take the same number of batches of the same size, with a learning rate that
+falls to zero, and are evaluated on the same test split. Each round is a seed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SEEDS = (1, 2, 3)
 LOST = 0.002
 EVENTS, TEST_EVENTS, BATCH = 1_200_000, 100_000, 512
 TRUTH = {"users": 1_000_000, "items": 100_000, "events": EVENTS, "test_events": TEST_EVENTS}
-# More than there are ids of each, and no filter: every id gets its row at once.
+# Each table has more rows than ids, and no filter: every id gets its row at once.
 TABLES = {
     "user": {"capacity": 131_072},
     "item": {"capacity": 131_072},
@@ -49,13 +49,13 @@ SETTINGS: Mapping[str, Any] = {
     **{f"data.builder_args.{name}": value for name, value in TRUTH.items()},
     "data.validation": 0,
     "training.batch_size": BATCH,
-    # Each event about twice.
+    # About two epochs.
     "training.steps": 2 * EVENTS // BATCH,
     "training.checkpoint_every": 2 * EVENTS // BATCH,
     "training.validate_every": 0,
     "training.warm_start": '""',
     "training.schedule.name": "cosine",
-    # Keras's own format would need a class for what the dense rows begin with.
+    # Keras's own format would need a class for the initializer of the dense rows.
     "export.formats": "[saved_model]",
 }
 METRICS = ("auc", "query_auc")
@@ -63,8 +63,8 @@ Measured = Mapping[str, float]
 
 
 def same_tables() -> Comparison:
-    """Return 1 less the AUC that is lost, for each seed."""
-    # As Python finds the modules of who works in that folder.
+    """Return 1 minus the loss in AUC, for each seed."""
+    # Python finds these modules if the working folder is that folder.
     sys.path.append(str(FILE.parent))
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
@@ -92,14 +92,14 @@ def same_tables() -> Comparison:
 
 
 def dense_ranker(spec: InputSpec, *, ids: str, **arguments: Any) -> keras.Model:
-    """Return `two_tower_ranker` with a row of a plain table for each id in a file.
+    """Return `two_tower_ranker` with plain tables that have one row per id in a file.
 
-    The first row is that of all other ids. It begins with zeros, as that of a table that grows.
+    All other ids share the first row. It is initialized with zeros, as in a growing table.
 
     Args:
-        spec: as that of `two_tower_ranker`.
-        ids: path of an `.npz` file with an array of whole numbers for each table.
-        **arguments: those of `two_tower_ranker`; of `tables` nothing but the names count.
+        spec: the argument `spec` of `two_tower_ranker`.
+        ids: path of an `.npz` file with an array of integers for each table.
+        **arguments: further arguments of `two_tower_ranker`; only the names of `tables` are used.
     """
     with np.load(ids) as found:
         listed = {name: found[name] for name in found.files}
@@ -152,7 +152,7 @@ def _plain(seed: int, dataset: str, folder: Path, ids: Path) -> Measured:
 
 
 def _measured(config: Config, dataset: str, home: Path) -> Measured:
-    """Return the metrics of what a run has learned, on the test split."""
+    """Return the metrics of the model of a run on the test split."""
     trained = launched.trained(config, home, dataset)
     output = storage.join(storage.uri_of(home), "evaluation")
     with tempfile.TemporaryDirectory(dir=home) as scratch:

@@ -29,7 +29,7 @@ from flotilla.trainer.models.spec import InputSpec
 EXAMPLES, CLASSES, SHAPE = 20_000, 10, (28, 28, 1)
 ROUNDS = 5
 RESAMPLES = 1000
-# Of the labels; metrics at the level of chance would be quick to get.
+# The share of labels that the features reveal. Metrics at chance level would take less time.
 KNOWN = 0.5
 FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
@@ -45,7 +45,7 @@ CONFIG = parse_config(
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The same model and examples, published, and in memory."""
+    """One model and its examples, both published and in memory."""
 
     dataset: str
     checkpoint: str
@@ -55,7 +55,7 @@ class Subject:
 
 
 def evaluation() -> Comparison:
-    """Evaluate a published checkpoint, and predict and measure arrays in memory."""
+    """Compare evaluating a published checkpoint with predicting and scoring arrays in memory."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subject = subject_of(folder)
@@ -74,7 +74,7 @@ def evaluation() -> Comparison:
             metrics_of(subject)
             return EXAMPLES / (time.perf_counter() - began)
 
-        # Both trace and load what they need once.
+        # The first run of each is not counted: it traces and loads.
         ours(), bare()
         pairs = alternating(ROUNDS, ours, bare)
     return Comparison(
@@ -86,7 +86,7 @@ def evaluation() -> Comparison:
 
 
 def metrics_of(subject: Subject) -> dict[str, Any]:
-    """Return what a person writes down who has the examples in memory, and nothing to publish."""
+    """Return the metrics by a minimal program that has the examples in memory."""
     labels = subject.labels
     logits = subject.model.predict(subject.images, batch_size=1000, verbose=0)
     probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
@@ -114,7 +114,7 @@ def metrics_of(subject: Subject) -> dict[str, Any]:
 
 
 def subject_of(folder: Path) -> Subject:
-    """Make examples and a model, and publish them below a folder."""
+    """Create examples and a model, and publish them below a folder."""
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (EXAMPLES, *SHAPE)).astype(np.uint8)
     spec = InputSpec(shape=SHAPE, dtype="uint8", output_shape=(CLASSES,))

@@ -1,7 +1,7 @@
-"""Rows that a table that grows looks up and updates, by the seconds of a processor that it takes.
+"""Measures how many rows a growing table looks up and updates per second of CPU time.
 
-All is in one process, so that ids are made unique and split here too, which is the work of workers:
-a server has less to do than what is measured.
+Everything runs in one process, which also makes ids unique and splits them. In a cluster workers do
+that, so a server has less to do than is measured here.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flotilla.trainer.models.spec import InputSpec, scaled_input
 ROUNDS = 5
 ROWS, DIMENSION, BATCH, STEPS = 1_000_000, 16, 8192, 100
 RATE = 0.01
-# Of the ids that drift: of an example, that are new at a step, and that may come at a step. Each
-# comes eight times on average with the batches of `benchmarks.memory`, and then never again.
+# Drifting ids: ids per example, new ids per step, and ids that a step draws from. With the batches
+# of `benchmarks.memory` each id occurs eight times on average, and then never again.
 IDS, NEW_IDS, LIVE_IDS = 4, 8, 8_000
-# Rows that are fewer, so that some are taken by use; others are taken by their age.
+# The table has fewer rows than ids: some rows are evicted by use, others by age.
 DRIFTING_ROWS, OLDEST = 6_000, 500
 Step = Callable[[tf.Tensor], tf.Tensor]
 
 
 def table_rows() -> Comparison:
-    """Rows a second of one core: of a table that knows all ids, over a plain variable's."""
+    """Compare rows per second of one core: a table that holds all ids over a plain variable."""
     random = np.random.default_rng(0)
     ids = random.integers(-(2**62), 2**62, ROWS)
     numbers = [random.integers(0, ROWS, BATCH) for _ in range(STEPS)]
@@ -60,9 +60,9 @@ def table_rows() -> Comparison:
 
 
 def _new(random: np.random.Generator, min_count: int) -> float:
-    """Return the rows a second where all ids are new.
+    """Return the rows per second if all ids are new.
 
-    The table is full half of the time, unless an id has to come `min_count` times.
+    With a `min_count` of 1 the table is full during half of the steps.
     """
     table = EmbeddingTable(
         STEPS * BATCH // 2, DIMENSION, shards=2, min_count=min_count, min_age=1, name="new"
@@ -73,23 +73,23 @@ def _new(random: np.random.Generator, min_count: int) -> float:
 
 
 class _Drifting(EmbeddingTable):
-    """A table whose ids are drawn, from a window that moves with the global step."""
+    """A table that draws its ids from a window that moves with the global step."""
 
     def call(self, examples: tf.Tensor, training: bool | None = None) -> tf.Tensor:
-        """Return the rows of some ids for each of the examples, whatever these are."""
+        """Return the rows of random ids for each example; the values of the examples are unused."""
         step = self._step(examples)
         shape = [tf.shape(examples)[0], IDS]
         ids = tf.random.uniform(shape, maxval=LIVE_IDS, dtype=tf.int64)
         return super().call(ids if step is None else ids + step * NEW_IDS, training)
 
     def compute_output_spec(self, examples: Any, training: bool | None = None) -> keras.KerasTensor:
-        """Return type and shape of the rows."""
+        """Return the type and shape of the rows."""
         del training
         return keras.KerasTensor((examples.shape[0], IDS, self.dimension), self.compute_dtype)
 
 
 def drifting(spec: InputSpec) -> keras.Model:
-    """Return a linear model of the input and of the rows of ids that no later example has."""
+    """Return a linear model of the input and of the rows of drifting ids."""
     given, pixels = scaled_input(spec)
     table = _Drifting(DRIFTING_ROWS, DIMENSION, min_count=2, max_age=OLDEST, shards=2, name="table")
     rows = keras.layers.Flatten()(table(given))

@@ -1,4 +1,4 @@
-"""How many updates a second one chief hands out to a fleet of stubs, over loopback."""
+"""Measures how many updates per second one chief hands out to a fleet of stubs over loopback."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from benchmarks.baselines.cluster import free_ports
 from benchmarks.comparisons import Comparison
 from flotilla.trainer.runtime import signals
 
-# Of which a server takes some 45 MB and 93 threads on two cores, and 60 MB and 145 threads on 16.
+# The server of a worker takes some 45 MB and 93 threads on two cores, 60 MB and 145 threads on 16.
 WORKERS = int(os.environ.get("BENCH_STUBS", "64"))
-# In one process.
+# The number of workers in one process.
 TOGETHER = 64
-# Updates of a turn; see `flotilla.trainer.strategies.async_parameter_server`.
+# The updates per turn; see `flotilla.trainer.strategies.async_parameter_server`.
 TURN = 20
 SECONDS = 5.0
 ROUNDS = 2
-# After which a round has failed: a fleet that waits for itself never ends.
+# The time limit of a round: a deadlocked fleet never ends.
 LIMIT_SECONDS = 240.0
-# Serves as so many tasks of a role, of which all report as the same worker.
+# Runs the servers of several tasks of a role, which all report as the same worker.
 _SERVE = """
 import json, sys
 import tensorflow as tf
@@ -52,7 +52,7 @@ servers[0].join()
 
 
 def handed_out(workers: int = WORKERS) -> Comparison:
-    """Updates a second that one chief hands out to stub workers, without a model."""
+    """Measure the updates per second that one chief hands out to stub workers, without a model."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         rounds = [measured(Path(name) / f"{each}", workers) for each in range(ROUNDS)]
     return Comparison(
@@ -64,7 +64,7 @@ def handed_out(workers: int = WORKERS) -> Comparison:
 
 
 def measured(folder: Path, workers: int, seconds: float = SECONDS) -> dict[str, Any]:
-    """Return what `benchmarks.stubs` found of a fleet below a folder, and what its tasks hold."""
+    """Return the results of `benchmarks.stubs` for a fleet, and the memory of its tasks."""
     folder.mkdir(parents=True, exist_ok=True)
     ports = iter(free_ports(workers + 2))
     counts = {"ps": 1, "worker": workers, "chief": 1}
@@ -115,7 +115,7 @@ def _process(folder: Path, words: list[Any]) -> Iterator[subprocess.Popen[str]]:
     }
     own = folder / "-".join(map(str, words[3:]))
     own.mkdir()
-    # In the working folder of a worker.
+    # A worker reads its number from its working folder.
     (own / "number.txt").write_text("0", encoding="utf-8")
     command = [sys.executable, *map(str, words)]
     with (own / "log.txt").open("wb") as log:

@@ -1,8 +1,8 @@
-"""A step over a large table of embeddings, over the same step with a small one.
+"""Compares a training step with a large embedding table to the same step with a small table.
 
-Each optimizer with a lazy form, with tables of 10,000,000 and of 1,000 rows, alternating: the whole
-step of `single`, and the update alone. `python -m benchmarks.large_tables NAME DIMENSION` is the
-process of one, which holds up to 8 GB and prints a line of JSON.
+Measures each optimizer that has a lazy form, with tables of 10,000,000 and 1,000 rows in turn: the
+whole step of `single`, and the update alone. `python -m benchmarks.large_tables NAME DIMENSION`
+measures one optimizer in its own process, which uses up to 8 GB, and prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import psutil
 from benchmarks.comparisons import Comparison, alternating
 
 SMALL, LARGE = 1_000, 10_000_000
-# A batch looks up each row of the small table, and some twice.
+# A batch looks up each row of the small table, and some of them twice.
 BATCH, DISTINCT = 1_024, 1_000
 DIMENSIONS = (16, 64)
 ROUNDS, STEPS = 5, 50
-# The optimizer, its arguments, and how many slots it has.
+# The optimizer, its arguments, and its number of slots.
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], int]] = {
     "adam": ("adam", {}, 2),
     "adamw": ("adamw", {}, 2),
@@ -34,12 +34,12 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], int]] = {
     "sgd": ("sgd", {}, 0),
     "momentum": ("sgd", {"momentum": 0.9, "nesterov": True}, 1),
 }
-# Of TensorFlow, and of a table while it is made.
+# Further memory in bytes: TensorFlow, and the initialization of a table.
 BESIDES = 2 << 30
 
 
 def large_tables() -> list[Comparison]:
-    """Processor seconds of a step and of an update, of each optimizer and dimension."""
+    """Compare the CPU seconds of a step and of an update for each optimizer and dimension."""
     return [
         comparison
         for name in OPTIMIZERS
@@ -70,7 +70,7 @@ def _measured(name: str, dimension: int) -> list[Comparison]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Built:
-    """What is measured of one table: functions that make so many steps, and updates."""
+    """Functions that run a number of steps, and of updates, with one table."""
 
     step: Callable[[int], Any]
     update: Callable[[int], Any]
@@ -98,7 +98,7 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
         return keras.Model(ids, keras.layers.Dense(1, name="out")(found))
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # As many different rows of each table, all over it: the prime is no divisor.
+        # Both tables get equally many distinct rows, spread evenly: the prime divides neither size.
         ids = (number * DISTINCT + tf.range(BATCH, dtype=tf.int64) % DISTINCT) * 7_919_993 % rows
         return ids, tf.cast(ids % 2, tf.float32)[:, tf.newaxis]
 
@@ -128,7 +128,7 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
 
 
 def _seconds(steps: Callable[[int], Any]) -> float:
-    """Return the processor seconds of one step: those of all threads."""
+    """Return the CPU seconds of one step, summed over all threads."""
     begin = time.process_time()
     steps(STEPS)
     return (time.process_time() - begin) / STEPS
@@ -141,7 +141,7 @@ def main() -> None:
     found = {}
     for what in ("step", "update"):
         big, little = getattr(large, what), getattr(small, what)
-        # The first ones trace, and copy the table once.
+        # Warm-up: the first calls trace, and copy the table once.
         big(STEPS)
         little(STEPS)
         found[what] = alternating(ROUNDS, partial(_seconds, big), partial(_seconds, little))

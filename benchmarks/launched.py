@@ -1,4 +1,4 @@
-"""Flotilla's own training, launched as `flotilla train` does it, and what its history says."""
+"""Launches Flotilla's training as `flotilla train` does, and reads the run's history."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ SAME_AS_BASELINE = {
     "cluster.workers": 2,
 }
 NONE: Mapping[str, Any] = MappingProxyType({})
-# Of all steps; before it graphs are traced, also that of turns, after the first or second look at
-# the speed. `fit` is measured from its second epoch of four on.
+# The share of steps that is not measured: graphs are traced there, also the graph of turns after
+# the first or second measurement of speed. `fit` is measured from its second epoch of four.
 _WARM = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What training has brought.
+    """The results of a training.
 
     Attributes:
-        steps_per_second: global steps a second, after the first quarter.
+        steps_per_second: global steps per second after the first quarter.
         local_steps_per_second: the same for the local steps of all workers.
-        checkpoints: where they are.
-        rows: its progress, with the seconds of a clock that stops while it keeps weights.
+        checkpoints: URI of the checkpoints.
+        rows: progress of the training; its clock stops while checkpoints are saved.
     """
 
     steps_per_second: float
@@ -72,7 +72,7 @@ def mnist() -> str:
 
 
 def prepared(workdir: Path, settings: Mapping[str, Any] = NONE) -> str:
-    """Publish MNIST below a folder, with other settings where there are some; return its URI."""
+    """Publish MNIST below a folder, optionally with other settings; return its URI."""
     program = (
         "import sys; from pathlib import Path; from flotilla.trainer.data import prepare; "
         "from flotilla.trainer.config.data import DataConfig; "
@@ -95,13 +95,13 @@ def configuration(settings: Mapping[str, Any]) -> Any:
 
 
 def model(settings: Mapping[str, Any] = NONE) -> Any:
-    """Return the model that is trained, with weights of its own."""
+    """Return a new, untrained model of the configuration."""
     spec = InputSpec(shape=(28, 28, 1), dtype="uint8", output_shape=(10,))
     return models.build(configuration(settings).model, spec, 0)
 
 
 def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
-    """Train with the baseline's configuration and other settings; keys have `__` for the dot."""
+    """Train with the baseline's configuration and other settings; `__` in a key is a dot."""
     config = configuration({key.replace("__", "."): value for key, value in settings.items()})
     return trained(config, workdir, dataset)
 
@@ -124,7 +124,7 @@ def trained(config: Config, workdir: Path, dataset: str) -> Trained:
 
 
 def clocked(run_events: Iterable[events.Event]) -> list[Progress]:
-    """Return the progress of a run; `seconds` are those of the clock, less those of checkpoints."""
+    """Return the progress of a run; its `seconds` exclude the time of checkpoints."""
     rows: list[Progress] = []
     saving = 0.0
     for each in run_events:

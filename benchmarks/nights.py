@@ -1,11 +1,11 @@
-"""A thousand nights of a gate: how often it errs, and what becomes of the champion, simulated.
+"""Simulates a thousand nights of a gate: how often it errs, and how the champion develops.
 
     python -m benchmarks.nights
 
 Each night a new model and the champion score new test examples of two classes, and the gate's own
-code judges them. Scores are normal, those of the positive class shifted, so that the true areas are
-known. In each class the scores of both models correlate. The script prints the tables of
-`benchmarks/results/gate.md`, from one seed.
+code judges them. The scores are normally distributed, and shifted for the positive class, so the
+true areas are known. In each class the scores of both models correlate. The script prints the
+tables of `benchmarks/results/gate.md` from one seed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from flotilla.trainer.tasks.base import Part, Target, Whole
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 
 NIGHTS = 1000
-# Of a chain of champions.
+# The number of nights in a chain of champions.
 CHAIN = 300
-# Of the scores of two models in one class; networks that are trained twice have 0.8 to 0.97.
+# Correlation of the scores of two models within a class. A network trained twice has 0.8 to 0.97.
 CORRELATION = 0.9
 GATE = GateConfig()
 Floats = npt.NDArray[np.floating[Any]]
@@ -44,7 +44,7 @@ _GRID = np.linspace(-9, 15, 24_001)
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Examples of two classes: the share of positives, and what the first champion reaches."""
+    """Examples of two classes: the share of positives, and the metric of the first champion."""
 
     share: float
     metric: str
@@ -52,12 +52,12 @@ class Data:
 
     @property
     def constant(self) -> float:
-        """What a constant reaches."""
+        """The metric of a constant."""
         return 0.5 if self.metric == "auc" else self.share
 
     @property
     def margin(self) -> float:
-        """What may be lost of the first champion."""
+        """How much worse than the first champion a model may be."""
         return GATE.champion.compute_margin(self.value - self.constant)
 
 
@@ -70,7 +70,7 @@ DATA = {
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """How far a model's scores of positives are shifted, and above which score it says positive."""
+    """The shift of a model's scores of positives, and its threshold for a positive prediction."""
 
     shift: float
     threshold: float
@@ -85,9 +85,9 @@ class Model:
         return cls(shift=shift, threshold=float(_GRID[best]))
 
     def finding(self, part: float) -> Model:
-        """Return a model of the same scores that finds a part of the positives that this one does.
+        """Return a model with the same scores and a higher threshold.
 
-        Its threshold is higher.
+        Its recall is this part of the recall of this model.
         """
         found = part * stats.norm.sf(self.threshold - self.shift)
         return Model(shift=self.shift, threshold=self.shift + float(stats.norm.isf(found)))
@@ -110,10 +110,10 @@ def _precision(share: float, shift: float) -> float:
 
 
 class Night:
-    """The test examples of one night, and what models answer."""
+    """The test examples of one night, and the scores of models."""
 
     def __init__(self, data: Data, examples: int, generator: np.random.Generator) -> None:
-        """Draw examples; there is one of each class at least."""
+        """Draw examples, at least one of each class."""
         self._data, self._generator = data, generator
         self._labels = (generator.random(examples) < data.share).astype(np.int64)
         self._labels[:2] = 0, 1
@@ -127,7 +127,7 @@ class Night:
         return Whole(Part(self._labels, logits[:, np.newaxis], None, {}))
 
     def over_constant(self, own: Whole) -> bool:
-        """Say whether the gate blesses a first model."""
+        """Return whether the gate blesses a first model."""
         metric, mine = self._data.metric, _estimate(own, self._data.metric)
         best = 0.5 if metric == "auc" else float(self._labels.mean())
         paired = constant.compare_shuffled(_OBJECTIVE, own, metric, mine.value, best)
@@ -137,7 +137,7 @@ class Night:
     def over_champion(
         self, own: Whole, champion: Whole, config: GateConfig = GATE
     ) -> tuple[bool, bool]:
-        """Say whether the gate blesses, by the champion, and whether a gain is proved."""
+        """Return whether the gate blesses over the champion, and whether a gain is proved."""
         metric, rule = self._data.metric, config.champion
         mine, theirs = _estimate(own, metric), _estimate(champion, metric)
         compared = noninferiority.compare_paired(
@@ -176,7 +176,7 @@ def _estimate(examples: Whole, metric: str) -> noninferiority.Estimate:
 
 
 def kinds(data: Data) -> dict[str, Model]:
-    """Return the models that are tried against the first champion."""
+    """Return the models that are compared with the first champion."""
     champion = Model.of(data, data.value)
     return {
         "as good": champion,
@@ -196,13 +196,13 @@ def promoted(
         night = Night(data, examples, generator)
         own = night.answered(model)
         if night.over_champion(own, night.answered(champion), config)[0]:
-            # One that finds something is far above the constant each night.
+            # A model that finds some positives is far above the constant each night.
             count += bool(model.shift) or night.over_constant(own)
     return count / nights
 
 
 def first(data: Data, examples: int, nights: int = NIGHTS) -> float:
-    """Return how often a model that finds nothing becomes the first champion."""
+    """Return how often a model that finds no positives becomes the first champion."""
     generator, model = np.random.default_rng(examples), Model(shift=0.0, threshold=1.0)
     drawn = (Night(data, examples, generator) for _ in range(nights))
     return sum(night.over_constant(night.answered(model)) for night in drawn) / nights
@@ -216,7 +216,7 @@ class Chain:
     promoted: int
 
 
-# What a new model reaches, by what the champion does.
+# Maps the metric of the champion to the metric of a new model.
 Made = Callable[[float, np.random.Generator], float]
 MODELS: dict[str, Made] = {
     "of one recipe": lambda _, generator: 0.85 + float(generator.normal(0, 0.004)),
@@ -229,10 +229,10 @@ GATES = ("the gate", "champion alone", "not proved worse")
 
 
 def chain(models: str, rule: str, nights: int = CHAIN, examples: int = 2000) -> Chain:
-    """Return what becomes of the champion, by a kind of models and one of `GATES`.
+    """Simulate the champions of a kind of models under one of `GATES`.
 
-    The gate compares with the version since which no gain was proved, too. What is not proved worse
-    is promoted by earlier versions.
+    `the gate` also compares with the last version that proved a gain. `not proved worse` is the
+    rule of earlier versions of Flotilla.
     """
     data, made = DATA["50 %"], MODELS[models]
     generator = np.random.default_rng(0)
@@ -258,7 +258,7 @@ def chain(models: str, rule: str, nights: int = CHAIN, examples: int = 2000) -> 
     return Chain(values=tuple(values), promoted=count)
 
 
-# Test examples with 28 positives.
+# The number of test examples that has 28 positives.
 SIZES = {"50 %": 56, "5 %": 560, "1 %": 2800}
 POWER_SIZES = (1000, 5000, 20_000)
 MARGINS = ("5%", "10%", "20%")

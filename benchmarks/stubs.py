@@ -1,7 +1,7 @@
-"""A chief of stub workers: `python -m benchmarks.stubs SPEC SECONDS`; see `benchmarks.handout`.
+"""Runs a chief with stub workers: `python -m benchmarks.stubs SPEC SECONDS`.
 
-It leads TensorFlow's servers with the strategy itself. There is no model: an update counts itself
-on the parameter server. The messages are real, those of a turn as well as the chief's own.
+It runs the strategy itself on TensorFlow's servers, without a model: an update only increments a
+counter on the parameter server. All messages are real. See `benchmarks.handout`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from flotilla.trainer.strategies.async_parameter_server import AsyncParameterSer
 from flotilla.trainer.strategies.placement import server_device
 from flotilla.trainer.strategies.self_scheduling import TURN
 
-# Before it, closures are sent to all workers.
+# Warm-up: within this time every worker receives its first closures.
 WARM_SECONDS = 3.0
-# Of which the mean is taken.
+# The numbers of stretches and of looks that the means are taken over.
 STRETCHES, LOOKS = 3, 20
 
 
 class Stubs(AsyncParameterServer):
-    """A chief whose workers make updates of nothing."""
+    """A chief whose workers make empty updates."""
 
     def lead(self) -> None:
-        """Connect, and make what the workers take."""
+        """Connect, and create the counter and the datasets of the workers."""
         self.connect()
         with tf.device(server_device(0)):
             self.applied = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -41,12 +41,12 @@ class Stubs(AsyncParameterServer):
         self.hand_out(self._update, TURN)
 
     def look(self) -> None:
-        """Look and report once, as in each second of a stretch."""
+        """Check the workers and report once, as the strategy does in each second of a stretch."""
         self._seen = self._turns.look()
         self._report()
 
     def metrics(self) -> dict[str, Any]:
-        """Return those of the workers: there is no model that could have any."""
+        """Return the metrics of the workers, because there is no model with metrics."""
         return self._tally.metrics()
 
     def _update(self, _iterator: object) -> tf.Tensor:
@@ -56,13 +56,13 @@ class Stubs(AsyncParameterServer):
 
 
 def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
-    """Lead all workers for some seconds; return what was handed out, and what the chief used."""
+    """Lead all workers for some seconds; return the update rate and the chief's CPU time."""
     cluster = Cluster(addresses={role: tuple(addresses) for role, addresses in spec.items()})
     began, used = time.monotonic(), time.process_time()
     stubs = Stubs(parse_config({}), cluster, Task(role="chief", index=0))
     stubs.lead()
     connected, of_connecting = time.monotonic() - began, time.process_time() - used
-    # As long as a second is not known to have more, it is expected to have these.
+    # The expected updates per second until more are measured.
     steps = 4 * TURN * len(spec["worker"])
     boundary = 10**12
     began, used = time.monotonic(), time.process_time()
@@ -93,10 +93,10 @@ def lead(spec: dict[str, list[str]], seconds: float) -> dict[str, float]:
 
 
 def _of_one_worker(stubs: Stubs, workers: int) -> dict[str, float]:
-    """Return the processor seconds of the chief for a stretch and for a look, by the workers."""
+    """Return the CPU seconds of the chief per worker, for a stretch and for a look."""
     used = time.process_time()
     for _ in range(STRETCHES):
-        # Enough for turns of many updates, the closure of which all workers have had before.
+        # Enough updates for turns; all workers already have the closure of a turn.
         updates = 4 * TURN * workers
         stubs.advance(updates, stubs.global_step() + updates)
     of_stretches, used = time.process_time() - used, time.process_time()
@@ -115,7 +115,7 @@ def _say(found: dict[str, float]) -> None:
 
 
 def main() -> None:
-    """Print what `lead` returns, as JSON; SPEC is a file of addresses by role."""
+    """Print the result of `lead` as JSON; SPEC is a file of addresses by role."""
     signals.end_with_parent()
     path, seconds = sys.argv[1:]
     found = lead(json.loads(Path(path).read_text(encoding="utf-8")), float(seconds))

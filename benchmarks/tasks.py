@@ -1,8 +1,8 @@
-"""Every learning task under every strategy, beside `fit` of Keras: `docs/tasks.md`, three seeds.
+"""Compares every learning task under every strategy with Keras's `fit`, and writes `docs/tasks.md`.
 
-`fit` has the same model, optimizer, batch and number of updates, and losses by Keras's own names.
-All are measured on the test split, with the last weights. What is measured is kept as it comes, in
-`build/tasks.json`: a run that was broken off goes on.
+`fit` has the same model, optimizer, batch and number of updates, and Keras's own losses. All are
+evaluated on the test split with the last weights, with three seeds. Each result is written to
+`build/tasks.json` at once: an interrupted measurement resumes from there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def configuration(name: str, strategy: str, seed: int) -> Config:
 
 def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
     """Train one configuration in one way, and return its metrics on the test split."""
-    # TensorFlow is for this process alone: the parent starts many.
+    # Only this child process imports TensorFlow: the parent starts many of them.
     from benchmarks.baselines import compiled  # noqa: PLC0415
     from flotilla.trainer.data.prepare import prepare  # noqa: PLC0415
     from flotilla.trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
@@ -101,7 +101,7 @@ def launched(config: Config, dataset: str, work: Path) -> str:
 
 
 def run(kept: Path) -> dict[str, dict[str, list[float]]]:
-    """Measure what is not kept yet; return the values of all seeds by configuration and way."""
+    """Measure what is not yet kept; return the values of all seeds by configuration and way."""
     found: dict[str, dict[str, list[float]]] = (
         json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     )
@@ -124,7 +124,7 @@ def run(kept: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
-    """Return the values as a table: mean, and the least and the largest where there are several."""
+    """Return the values as a table: the mean, and the smallest and largest of several values."""
     lines = [
         f"| configuration | task | metric | `{FIT}` | "
         + " | ".join(f"`{name}`" for name in STRATEGIES)
@@ -156,7 +156,7 @@ def _cell(values: list[float]) -> str:
 
 
 def main() -> None:
-    """Measure one, or all of them and write the page."""
+    """Measure one task, or measure all tasks and write the page."""
     if arguments := sys.argv[1:]:
         name, way, seed, home = arguments
         sys.stdout.write(f"{json.dumps(measured(name, way, int(seed), Path(home)))}\n")
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def put(page: Path, name: str, text: str) -> None:
-    """Write a table between the marks of its name in a page."""
+    """Write a table into a page, between the marks that have its name."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
     before, rest = page.read_text(encoding="utf-8").split(begin)
     _, after = rest.split(end)

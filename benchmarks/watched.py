@@ -1,4 +1,4 @@
-"""A training run of this machine, and what its tasks hold and have used at some of its steps."""
+"""Runs a training on this machine and records the memory and CPU time of its tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.trainer.runtime.errors import RunInterruptedError
 
 @dataclass(frozen=True, kw_only=True)
 class Used:
-    """What one task holds and has used so far."""
+    """The memory and the CPU time of one task so far."""
 
     resident_bytes: int
     cpu_seconds: float
@@ -29,10 +29,10 @@ class Look:
     """All tasks at one moment.
 
     Attributes:
-        global_step: as training said it last.
-        time: seconds since the epoch when it did.
-        tasks: by name, such as `worker-0`.
-        metrics: further ones of the strategy.
+        global_step: the last step that training reported.
+        time: when it was reported, in seconds since the epoch.
+        tasks: usage by name of the task, such as `worker-0`.
+        metrics: further metrics of the strategy.
     """
 
     global_step: int
@@ -44,18 +44,18 @@ class Look:
 def watched(
     config: Config, workdir: Path, steps: Sequence[int], dataset: str = ""
 ) -> tuple[Look, ...]:
-    """Train below a folder, and look at all tasks as soon as each of these global steps is reached.
+    """Train below a folder, and record all tasks when each of these global steps is reached.
 
     Args:
-        config: of the run.
-        workdir: the run's folder is made in it.
-        steps: in order; two that are reached together cannot be distinguished.
-        dataset: URI of the published dataset; prepared when empty.
+        config: the configuration of the run.
+        workdir: the folder in which the run's folder is created.
+        steps: in ascending order, and far enough apart to be reported separately.
+        dataset: URI of the published dataset; if empty, the dataset is prepared.
 
     Raises:
-        RunInterruptedError: SIGINT or SIGTERM came.
-        RuntimeError: training has failed, a task was begun again on the way, or two of the steps
-            were reached together.
+        RunInterruptedError: SIGINT or SIGTERM was received.
+        RuntimeError: training failed, a task was restarted, or two of the steps were reported
+            together.
     """
     run = local.new_run(config, workdir)
     looks: list[Look] = []
@@ -80,10 +80,10 @@ def watched(
 
 
 def tasks_below(folder: Path) -> dict[str, Used]:
-    """Return what the tasks that work below a folder hold and have used, by name."""
+    """Return the memory and CPU time of the tasks below a folder, by name."""
     found = {}
     for process in psutil.Process().children(recursive=True):
-        # Some that were there a moment ago have ended.
+        # A process may have ended since it was listed.
         with suppress(psutil.NoSuchProcess):
             words = process.cmdline()
             if words[1:4] == ["-m", "flotilla.trainer", "task"]:

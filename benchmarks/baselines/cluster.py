@@ -1,4 +1,4 @@
-"""Runs the published parameter-server program: one server, and workers that all really work."""
+"""Runs the published parameter-server program with one server and several workers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import Any
 
 from flotilla.trainer.runtime import signals
 
-# Of the time when all workers were there; before it they import, connect and trace.
+# The share of the time with all workers that is not measured: they import, connect and trace.
 _WARM = 0.1
-# Seconds between two looks at the tasks.
+# Seconds between two checks of the tasks.
 _LOOK = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What the program has brought.
+    """The results of the program.
 
     Attributes:
-        steps_per_second: global steps a second while all workers were at work.
-        local_steps: of each worker.
-        kept: seconds since all were at work, global step and file of each snapshot of the weights.
+        steps_per_second: global steps per second while all workers trained.
+        local_steps: the number of local steps of each worker.
+        kept: per snapshot of the weights, seconds since all workers train, global step and file.
     """
 
     steps_per_second: float
@@ -38,7 +38,7 @@ class Trained:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of loopback; all are held at once, so that none comes twice."""
+    """Return free ports of loopback; all are bound at the same time, so none occurs twice."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -49,9 +49,9 @@ def free_ports(count: int) -> list[int]:
 def train(
     folder: Path, *, steps: int, workers: int = 2, sync: bool = False, snapshots: int = 0
 ) -> Trained:
-    """Run the program to a global step; with `snapshots` keep the weights every so many steps.
+    """Run the program to a global step; save the weights every `snapshots` steps if it is set.
 
-    Only in asynchronous training do all workers come to their end, where weights are written.
+    Workers write the weights at their end. In synchronous training not all workers reach it.
 
     Raises:
         ValueError: weights of synchronous training are requested.
@@ -68,7 +68,7 @@ def train(
         started.append(_start(folder, "ps", where))
         for index in range(workers):
             started.append(_start(folder, f"worker-{index}", [*where, *what], index))
-        # In synchronous training one that waits for the others' gradients waits for ever.
+        # In synchronous training the last worker waits forever for the gradients of the others.
         wait(started[0], started[1:], until=1 if sync else workers)
     except RuntimeError as error:
         raise RuntimeError(f"{error}: {_last_words(folder)}") from None
@@ -82,15 +82,15 @@ def train(
 def wait(
     server: subprocess.Popen[bytes], workers: Sequence[subprocess.Popen[bytes]], until: int
 ) -> None:
-    """Wait until so many workers have ended well.
+    """Wait until this number of workers has succeeded.
 
     Raises:
-        RuntimeError: a worker has failed, or the server has ended at all.
+        RuntimeError: a worker failed, or the server ended.
     """
     while (ended := [each.poll() for each in workers]).count(0) < until:
         if any(ended) or server.poll() is not None:
             raise RuntimeError("a task of the TensorFlow 1 program has failed")
-        # How the end of one of several processes is reported differs from system to system.
+        # Operating systems report the end of one of several processes differently.
         time.sleep(_LOOK)
 
 

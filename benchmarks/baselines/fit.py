@@ -1,7 +1,7 @@
-"""`model.fit` of Keras in one process: its speed as a JSON object, and the name of its device.
+"""Runs Keras's `model.fit` in one process; prints its speed and its device as a JSON object.
 
-The input is what Keras's own documents advise: arrays in memory, through `tf.data`, shuffled,
-batched and prefetched; 500 steps run in one call into TensorFlow.
+The input follows Keras's documentation: arrays in memory are shuffled, batched and prefetched by
+`tf.data`. One call into TensorFlow runs 500 steps.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from benchmarks.baselines.mnist import training_examples
 
 BATCH, RATE = 100, 0.01
 STEPS_PER_EXECUTION = 500
-# The first is traced.
+# The first epoch is not measured, because it traces graphs.
 EPOCHS = 4
 
 
 def main() -> None:
-    """Train, and print the steps a second after the first epoch."""
+    """Train, and print the steps per second after the first epoch."""
     options = _options()
     model, jit = (_cnn(), True) if options.network == "cnn" else (perceptron(), "auto")
     model.compile(
@@ -61,14 +61,14 @@ def perceptron() -> keras.Model:
 
 
 def batches(size: int) -> tf.data.Dataset:
-    """Return the training examples without end, shuffled: images [size, 784], labels [size]."""
+    """Return endless shuffled batches of training examples: images [size, 784], labels [size]."""
     images, labels = training_examples()
     examples = tf.data.Dataset.from_tensor_slices((images, labels.argmax(1)))
     return examples.cache().shuffle(len(images)).repeat().batch(size).prefetch(2)
 
 
 def _cnn() -> keras.Model:
-    """Return Flotilla's `cnn` by its own words, in 16 bits but for variables and logits."""
+    """Return Flotilla's `cnn` written in plain Keras, in 16 bits except variables and logits."""
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     layers: list[keras.layers.Layer] = [keras.Input((784,)), keras.layers.Reshape((28, 28, 1))]
     for filters in (32, 64):

@@ -1,9 +1,9 @@
-"""One task of the published parameter-server program for MNIST, in the manner of TensorFlow 1.
+"""Runs one task of the published parameter-server program for MNIST, in TensorFlow 1 style.
 
-Between-graph replication with `feed_dict`: a perceptron 784-100-10, Adam 0.01, batches of 100, and
-`SyncReplicasOptimizer` where updates are synchronous; after the description of `mnist_replica.py`
-of TensorFlow 1 and `dist_mnist.py` of the examples of Kubeflow's training operator. What is
-measured is kept in memory and seldom written: the program is as fast as without it.
+It uses between-graph replication with `feed_dict`: a perceptron 784-100-10, Adam 0.01, batches of
+100, and `SyncReplicasOptimizer` for synchronous updates. It follows `mnist_replica.py` of
+TensorFlow 1 and `dist_mnist.py` of the examples of Kubeflow's training operator. Measurements are
+kept in memory and seldom written, so they do not slow the program down.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flotilla.trainer.runtime import signals
 
 PIXELS, HIDDEN, CLASSES = 784, 100, 10
 BATCH, RATE = 100, 0.01
-# Own steps between two looks at the clock, and between two writes of what was seen.
+# Local steps between two readings of the clock, and between two writes of the measurements.
 EVERY, WRITTEN_EVERY = 20, 100
 
 
 def main() -> None:
-    """Be one task: serve, or train to the last global step and write what was measured."""
+    """Run one task: serve, or train to the last global step and write the measurements."""
     signals.end_with_parent()
     options = _options()
     tf.disable_v2_behavior()
@@ -43,11 +43,11 @@ def main() -> None:
     hooks = [tf.train.StopAtStepHook(last_step=options.steps), *graph.hooks]
     batches = Batches(*training_examples(), BATCH, seed=options.index)
     record = _Record(options)
-    # A worker that looks for the others waits for ever when they have ended before it.
+    # Without a filter a worker connects to the others, and waits forever if they have ended.
     own = tf.ConfigProto(device_filters=["/job:ps", f"/job:worker/task:{options.index}"])
     gate = _Gate(options)
     if options.index:
-        # One that looks before the first has initialised looks again after half a minute only.
+        # A worker that starts before the variables are initialised retries only after 30 seconds.
         gate.wait_for([0])
     with tf.train.MonitoredTrainingSession(
         master=server.target, is_chief=options.index == 0, hooks=hooks, config=own
@@ -96,7 +96,7 @@ def _dense(inputs: Any, given: int, units: int, name: str) -> Any:
 
 
 class _Gate:
-    """Lets all workers start at once: the first one would take the others' turns."""
+    """Lets all workers start together: otherwise the first would take steps of the others."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._folder: Path = options.record.parent
@@ -104,18 +104,18 @@ class _Gate:
         self._all = range(len(options.workers))
 
     def pass_together(self) -> None:
-        """Say that this worker is there, and wait for the others."""
+        """Announce that this worker is ready, and wait for the others."""
         (self._folder / f"ready-{self._index}").touch()
         self.wait_for(self._all)
 
     def wait_for(self, workers: Iterable[int]) -> None:
-        """Wait until these workers are there."""
+        """Wait until these workers are ready."""
         while not all((self._folder / f"ready-{each}").exists() for each in workers):
             time.sleep(0.005)
 
 
 class _Record:
-    """What one worker saw: the global step at times, and the weights at some global steps."""
+    """The measurements of one worker: the global step over time, and snapshots of the weights."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._path: Path = options.record
@@ -125,7 +125,7 @@ class _Record:
         self._kept: list[tuple[float, int, list[Any]]] = []
 
     def add(self, step: int) -> bool:
-        """Count an own step; say whether the weights are wanted."""
+        """Count a local step; return whether a snapshot of the weights is due."""
         self._local_steps += 1
         if self._local_steps % EVERY == 1:
             self._marks.append((time.time(), step))
@@ -139,13 +139,13 @@ class _Record:
         self._kept.append((time.time(), self._marks[-1][1], weights))
 
     def write(self) -> None:
-        """Write what was seen.
+        """Write the measurements.
 
-        In synchronous training the last worker waits for ever when the others have ended.
+        They are written during training: in synchronous training the last worker never ends.
         """
         result = {"local_steps": self._local_steps, "marks": self._marks}
         result["kept"] = [(when, step) for when, step, _ in self._kept]
-        # The end may come at any moment.
+        # Rename a finished file, because the process may be killed at any moment.
         whole = self._path.with_suffix(".new")
         whole.write_text(json.dumps(result), encoding="utf-8")
         whole.replace(self._path)

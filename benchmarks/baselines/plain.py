@@ -1,7 +1,7 @@
-"""`model.fit` of Keras, and the test accuracy that it comes to: the published perceptron, plainly.
+"""Trains the published perceptron with Keras's `model.fit`, and prints its test accuracy.
 
-The only argument is a JSON object of `Settings`. Keras's own optimizer and schedule, variables and
-gradients of one process: nothing of Flotilla has a part in it.
+The only argument is a JSON object of `Settings`. The program runs in one process with Keras's own
+optimizer and schedule, and does not use Flotilla.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from benchmarks.baselines.mnist import held_out_examples
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What training is; the rate falls along a cosine to zero with the last step.
+    """Settings of the training; the learning rate falls along a cosine to zero.
 
     Attributes:
-        optimizer: its class in Keras.
-        rate: of the first step.
-        batch: examples of a step.
-        steps: of training.
-        seed: of weights and orders.
+        optimizer: name of the Keras class.
+        rate: learning rate of the first step.
+        batch: examples per step.
+        steps: number of steps.
+        seed: seed of the weights and of the order of examples.
     """
 
     optimizer: str
@@ -40,7 +40,7 @@ class Settings:
 
 
 def main() -> None:
-    """Train, and print the share of right answers as a JSON object."""
+    """Train, and print the accuracy as a JSON object."""
     settings = Settings(**json.loads(sys.argv[1]))
     keras.utils.set_random_seed(settings.seed)
     model = perceptron()
@@ -51,7 +51,7 @@ def main() -> None:
         metrics=["accuracy"],
         steps_per_execution=STEPS_PER_EXECUTION,
     )
-    # Shuffled already; Keras warns unless this is declared.
+    # The batches are already shuffled; without this argument Keras warns.
     model.fit(batches(settings.batch), steps_per_epoch=settings.steps, shuffle=False, verbose=0)
     images, labels = held_out_examples()
     found = model.evaluate(images, labels, batch_size=1000, verbose=0, return_dict=True)

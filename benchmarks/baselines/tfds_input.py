@@ -1,6 +1,7 @@
-"""Training input as TFDS's own documents advise it, but for the cache: examples decoded one by one.
+"""Reads training input as TFDS's documentation advises, but without the cache.
 
-`as_dataset` reads and decodes, then the whole split is shuffled, batched and prefetched.
+`as_dataset` reads and decodes each example; then the whole split is shuffled, batched and
+prefetched.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import tensorflow_datasets as tfds
 
 from benchmarks.baselines.mnist import VALIDATION, folder
 
-# As many examples as the published programs train on.
+# The number of examples that the published programs train on.
 SPLIT = f"train[{VALIDATION}:]"
 
 
 def builder(data_dir: Path) -> Any:
-    """Return TFDS's builder of MNIST, which keeps what it prepares below a folder."""
+    """Return TFDS's builder of MNIST, which prepares the dataset below a folder."""
     return tfds.builder("mnist", data_dir=data_dir)
 
 
@@ -30,7 +31,7 @@ def prepare(data_dir: Path) -> None:
 
 
 def batches(source: Any, *, batch_size: int, cached: bool = False) -> tf.data.Dataset:
-    """Return shuffled batches without end; `cached` keeps decoded examples in memory."""
+    """Return endless shuffled batches; `cached` keeps decoded examples in memory."""
     settings = tfds.ReadConfig(try_autocache=False)
     examples = source.as_dataset(
         split=SPLIT, as_supervised=True, shuffle_files=True, read_config=settings
