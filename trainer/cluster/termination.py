@@ -1,4 +1,13 @@
-"""The termination message of a task: one line, whose space is reserved in case of a full disk."""
+"""The termination message of a task: one line, whose space is reserved in case of a full disk.
+
+The path of the line that ends a failed run:
+
+1. The task writes its error here (`trainer/__main__.py`).
+2. The supervisor of the local cluster (`supervisor.py`), or the launcher on Kubernetes
+   (`components/kubernetes/restarts.py`), reads it and raises a `UserError`.
+3. `components/records/record.py` writes the error into the record and the event of its step.
+4. `pipelines/runs/outcome.py` makes the line, and `pipelines/cli/exit.py` prints it.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from flotilla.trainer.storage.object_store import ObjectStore
 from flotilla.trainer.storage.retry import run_parallel
 from flotilla.trainer.storage.s3_endpoint import find_endpoint
 from flotilla.trainer.storage.store import Bucket, Count, Retrying, Store, count_nothing
-from flotilla.trainer.storage.uri import Location, find_scheme, join, local_path, locate
+from flotilla.trainer.storage.uri import SCHEMES, Location, find_scheme, join, local_path, locate
 
 _log = logging.getLogger(__name__)
 
@@ -414,7 +414,7 @@ def choose_store(uri: str, count: Count = count_nothing) -> Store:
 
 
 def _bucket(location: Location, retry: Retrying) -> Bucket:
-    if location.scheme == "gs":
+    if SCHEMES[location.scheme] == "gcs":
         from flotilla.trainer.storage.gcs import GcsBucket
 
         return GcsBucket(location.bucket, retry)

@@ -286,7 +286,8 @@ class Task(ABC):
         """Return metrics of labels and predictions, by the names of `directions`.
 
         The state of each metric has to be sums over the examples, like that of all Keras metrics:
-        states of workers are added, and examples are resampled by adding others.
+        states of workers are added, and examples are resampled by adding others. The tally of a
+        built-in task (`exact/tallies.py`) computes the value that the evaluation and the gate use.
         """
 
     @property
