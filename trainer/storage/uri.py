@@ -1,8 +1,8 @@
 """Storage URIs: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`.
 
-A scheme is a row in `SCHEMES`, and a `Bucket` (`store.py`) that `publishing.choose_store` opens. Its
-login in `pipelines/doctor/storage.py` and its name in the user interface of KFP in
-`pipelines/runs/kfp_nodes.py` are two more rows.
+A scheme is a row in `SCHEMES`, and a `Bucket` (`store.py`) that `publishing.choose_store` opens.
+Two more rows are its login in `pipelines/doctor/storage.py` and its name in the user interface of
+KFP in `pipelines/runs/kfp_nodes.py`.
 Keys of buckets are not encoded, except `%25` and `%3F`: a question mark begins the options.
 """
 
