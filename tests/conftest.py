@@ -1,4 +1,4 @@
-"""What holds for every test: a fixed environment, loopback only, no process left behind."""
+"""Fixtures for every test: a fixed environment, loopback only, no process left behind."""
 
 import errno
 import functools
@@ -39,7 +39,7 @@ FOREIGN = (
 )  # fmt: skip
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-# Of a process that is about to end: a ceiling for a machine that is busy with other things.
+# The upper limit for the end of a process on a busy machine.
 SECONDS_TO_END = 60
 
 
@@ -50,9 +50,9 @@ def _clear_environment() -> None:
         if foreign or name in TERMINAL or name.lower() in PROXIES:
             del os.environ[name]
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", NO_COLOR="1", COLUMNS="100", TZ="UTC")
-    # Clients of object stores would look for the machine's own account at these addresses.
+    # Object store clients would look for the machine's account at these addresses.
     os.environ.update(NO_GCE_CHECK="true", AWS_EC2_METADATA_DISABLED="true")
-    # A shell starts what it puts into the background deaf to Ctrl-C, and so all that that starts.
+    # A shell starts background processes with SIGINT ignored, which their children inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -74,12 +74,12 @@ inspect.stack = _stack
 # Tests end processes and never the machine: what the kernel was given outlives them all, and a
 # disk that others use keeps a sync waiting for seconds.
 os.fsync = lambda _descriptor: None
-# Made of all commands and their options at each call otherwise.
+# Otherwise it is rebuilt from all commands and options at each call.
 typer.main.get_command = functools.cache(typer.main.get_command)
 # Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
 _clear_environment()
 
-# A busy machine is no reason to fail, and one commit has one result: `--hypothesis-profile=random`
+# A busy machine must not fail tests, and a commit has one result: `--hypothesis-profile=random`
 # tries other examples.
 settings.register_profile(
     "same", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
@@ -118,7 +118,7 @@ def _collected() -> Iterator[None]:
     """
     yield
     gc.collect()
-    # What is left lives on: the next collections need not look at it.
+    # The remaining objects stay alive: later collections can skip them.
     gc.freeze()
 
 

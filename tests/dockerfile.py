@@ -1,4 +1,4 @@
-"""The Dockerfile and `.dockerignore`, read as a container engine reads them."""
+"""The Dockerfile and `.dockerignore`, parsed as a container engine parses them."""
 
 import re
 import shlex

@@ -23,7 +23,7 @@ from tests.house_rules.source import all_imports, module_name, tree
 
 ROOT = Path(__file__).parent.parent
 MIRRORED = ("trainer", "components", "pipelines", "benchmarks")
-# What tests of another name show, where none is named for a file and none imports it.
+# Tests for files that no test is named after and no test imports.
 ELSEWHERE = {
     "CHANGELOG.md": ("tests/docs",),
     "CONTRIBUTING.md": ("tests/docs",),
@@ -150,7 +150,7 @@ def git_lines(*arguments: str) -> list[str]:
 def main(base: str = "HEAD") -> None:
     untracked = git_lines("ls-files", "--others", "--exclude-standard")
     changed = sorted({*git_lines("diff", "--name-only", "--no-renames", base, "--"), *untracked})
-    # The index still has what was deleted since.
+    # The index still lists deleted files.
     tracked = [name for name in git_lines("ls-files") if (ROOT / name).exists()]
     selection = select(changed, [*tracked, *untracked])
     for name in selection.unmirrored:

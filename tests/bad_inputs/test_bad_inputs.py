@@ -21,7 +21,7 @@ from tests.bad_inputs.table import Row, rows
 
 ROWS = rows()
 KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
-# The SDK of KFP pauses before it tries a connection again, and a closed port stays closed.
+# The KFP SDK pauses between retries, and a closed port stays closed.
 NO_PAUSE = "urllib3.util.retry.Retry.get_backoff_time"
 
 
@@ -58,7 +58,7 @@ def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, 
     for name, value in row.variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(NO_PAUSE, lambda _: 0)
-    # It would be that of the next tests as well.
+    # Later tests would inherit it.
     monkeypatch.setattr(flotilla, "_own_temporary", lambda: None)
     monkeypatch.setattr(sys, "argv", [row.program, *words])
     main = trainer.main if row.program == "trainer" else flotilla.main
@@ -106,7 +106,7 @@ def test_a_bad_input_is_one_line(row, here, monkeypatch, capsys):
     assert err.startswith(("flotilla: ", "python -m flotilla.trainer"))
     assert code == row.code
     assert tree(here) == before if here.exists() else row.program == "sh"
-    # One of an earlier test may end meanwhile.
+    # A process of an earlier test may end meanwhile.
     assert children.issuperset(psutil.Process().children(recursive=True))
 
 

@@ -60,7 +60,7 @@ def process(seconds: float, code: int = 0) -> subprocess.Popen[bytes]:
 @pytest.mark.parametrize(
     ("server", "workers"),
     [
-        # A worker fails while the other waits for it; the server is gone.
+        # A worker fails while the other waits for it; the server has ended.
         ((60, 0), [(60, 0), (0, 1)]),
         ((0, 0), [(60, 0), (60, 0)]),
         ((60, 0), [(0, 0), (0.1, 3)]),

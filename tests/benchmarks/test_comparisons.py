@@ -264,7 +264,7 @@ def progress(step, seconds):
 
 
 def test_set_up_is_left_out():
-    # 10 updates a second, and 5 s before the first of them.
+    # 10 updates per second, after 5 s without one.
     rows = [progress(step, 5 + step / 10) for step in (20, 40, 100)]
     assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
 
@@ -410,7 +410,7 @@ def test_the_comparison_has_a_ratio_for_each_round(monkeypatch):
     assert tree["examples_per_second"] == [[100, 300]] * evaluation.ROUNDS
 
 
-# One strategy of each, in turn; the others are as long as all other tests together.
+# Each runs with one strategy; all of them would double the time of the tests.
 
 
 ROOT = Path(__file__).parents[2]
@@ -548,7 +548,7 @@ def test_both_prepare_all_of_it(prepared):
     assert counts == {"train": 60_000, "test": 10_000}
 
 
-# TFDS reads its own description of a dataset so.
+# TFDS reads its dataset descriptions this way.
 @pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
 @pytest.mark.long
 def test_both_give_each_example_once_an_epoch_in_another_order(prepared):

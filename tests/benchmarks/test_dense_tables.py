@@ -75,7 +75,7 @@ def test_no_id_is_turned_away_or_evicted():
     for name, table in config.model.args["tables"].items():
         assert table.keys() == {"capacity"}
         ids = len(np.unique(np.concatenate([each[name] for each in parts])))
-        # Two shards do not get as many ids each.
+        # The two shards get different numbers of ids.
         assert 1.05 * ids < table["capacity"]
 
 

@@ -53,7 +53,7 @@ def test_speed_is_that_after_the_first_tenth():
 def test_local_steps_are_those_of_all_workers():
     workers = {"worker-0": {"local_steps": 40}, "worker-1": {"local_steps": 60}}
     assert _local_steps(progress(10, 0.0, workers=workers)) == 100
-    # One process does not count them.
+    # A single process does not count them.
     assert _local_steps(progress(10, 0.0)) == 10
 
 
@@ -98,7 +98,7 @@ EARLY = look(5_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600)
         (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600), 1.0, True),
         (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=636), 1.06, False),
         (look(50_000, chief_0=880, ps_0=500, worker_0=600, worker_1=600), 1.1, False),
-        # The server is reported and not judged.
+        # The server is reported without a bound.
         (look(50_000, chief_0=800, ps_0=900, worker_0=600, worker_1=540), 1.0, True),
     ],
 )
@@ -142,7 +142,7 @@ def test_rows_of_the_table_that_is_watched_are_given_to_other_ids(tmp_path):
 
 
 def test_tasks_are_known_by_their_folder(tmp_path):
-    # Any program will do that has a task's command line.
+    # Any program with the command line of a task suffices.
     package = tmp_path / "flotilla" / "trainer"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -212,7 +212,7 @@ NEVER = {
     "matplotlib", "mlflow", "pandas",
 }  # fmt: skip
 TENSORFLOW = {"tensorflow", "keras"}
-# Those that compute with the model.
+# The tasks that compute with the model.
 COMPUTE = {
     "evaluate_model", "export_model", "task: chief", "task: worker", "task: evaluator",
     "task: server",

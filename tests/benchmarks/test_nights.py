@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.nights import DATA, Model, chain, first, kinds, promoted
 
-# Of as many nights, more are as good as never seen at a level of 1 in 200.
+# At a level of 1 in 200, more in this number of nights are practically impossible.
 NIGHTS, MOST = 100, 4
 
 

@@ -78,7 +78,7 @@ def points():
         made_up("small", workers=1),
         made_up("small", workers=4),
         made_up("small", workers=16),
-        # Too slow for turns to begin, and not so slow that turns would end.
+        # Too slow for turns to begin, and too fast for turns to end.
         made_up("small", workers=20),
         made_up("small", servers=4),
         made_up("small", looped=True),
@@ -134,7 +134,7 @@ def test_every_constant_has_the_runs_that_tell_it():
         assert {case.pull_every for case in wanted if case.model == model} == {1, 10}
     assert any(not case.fitted for case in wanted)
     assert all(measure.FIRST * case.steps >= 100 for case in wanted)
-    # The last is like another one, but for its turns, and is looked at where a stretch ends.
+    # The last one differs from another only in its turns, and is observed at the end of a stretch.
     looped = wanted[-1]
     assert looped.steps < LONG_RUN
     first, last = (int(share * looped.steps) for share in (measure.FIRST, measure.LAST))
@@ -240,7 +240,7 @@ def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path, poin
     found = measure.all_measured(tmp_path, 3, said.append)
     assert [each.rate for each in found] == [200.0] * len(wanted)
     assert [each.workers for each in found] == [case.workers for case in wanted]
-    # A round after the other, so that a slow minute is one of one round.
+    # Rounds run in sequence, so a slow minute affects one round.
     assert said[0].replace("1 of", "2 of") == said[len(wanted)]
 
 
@@ -314,7 +314,7 @@ def test_workers_that_share_a_cache_are_slower_and_servers_are_not():
         assert each == pytest.approx(1.5)
     assert shared.loop[0] == pytest.approx(1.5 * own.loop[0])
     assert (shared.push, shared.pull, shared.loop[1]) == (own.push, own.pull, own.loop[1])
-    # With a core each there is nobody else's data in its cache.
+    # With one core per process the caches are not shared.
     assert own == work_of(costs, model, workers=1, cores=2)
     assert work_of(costs, model, workers=10_000) == work_of(costs, model)
     assert sharing_cache(0.5, 8, 2) == pytest.approx(1.5)
@@ -351,7 +351,7 @@ def test_one_worker_is_the_sum_of_its_phases():
     # Two round trips, both services, both ways on the wire, one computation.
     found = run(replace(WORK, compute=0.030))
     assert found.cycle == pytest.approx(0.038)
-    # And a round trip more to take a turn.
+    # Taking a turn needs one more round trip.
     assert found.rate == pytest.approx(1 / 0.039, rel=0.01)
     assert found.limit == "workers"
 
@@ -363,7 +363,7 @@ def test_updates_are_the_sum_of_what_workers_pushed(workers):
     assert found.kills
     synchronous = run(fleet=replace(ALONE, workers=workers, needed=max(1, workers - 1), spread=0.3))
     used = synchronous.updates * max(1, workers - 1)
-    # What is announced of the step that is open when counting ends is neither used nor dropped.
+    # Announcements for the open step at the end of counting are neither used nor dropped.
     assert abs(sum(synchronous.gradients) - synchronous.dropped - used) <= workers
 
 
@@ -402,7 +402,7 @@ def test_all_tasks_of_one_machine_share_its_cores():
     shared = Fleet(workers=8, cores=2, spread=0.0)
     assert run(work, shared).rate == pytest.approx(2 / 0.010, rel=0.05)
     assert run(work, shared).limit == "cores"
-    # What is done aside overlaps, where a core is free for it.
+    # Background work overlaps if a core is free.
     assert run(work, replace(shared, workers=1)).rate > 1.2 * 100
 
 
@@ -440,7 +440,7 @@ def test_a_chief_sends_workers_into_a_stretch_one_after_the_other():
     fleet = replace(ALONE, workers=100)
     slow = run(long, fleet, Dispatch(closure=0.1))
     assert slow.rate < 0.8 * run(long, fleet, Dispatch()).rate
-    # What it does in a stretch does not depend on how many updates it has.
+    # The work per stretch does not depend on its number of updates.
     longer = run(long, fleet, Dispatch(closure=0.1, seconds=200.0))
     assert longer.rate > 0.95 * run(long, fleet, Dispatch(seconds=200.0)).rate
 
@@ -454,7 +454,7 @@ def test_updates_are_taken_one_by_one_where_they_are_slow():
 
 
 def test_turns_are_taken_only_where_single_updates_are_fast_enough():
-    # In turns each of them makes more than 40 updates in a second, and one by one less.
+    # With turns each worker makes more than 40 updates per second, without turns fewer.
     sharing = replace(ALONE, workers=16, cores=2)
     work = Work(compute=5e-4, pull=(5e-4,), push=(5e-4,), wire=(0.0,), loop=(4e-3, 0.0))
     found = run(work, sharing)

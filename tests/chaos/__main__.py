@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     tally = Tally()
     for seed in seeds:
         one(options.on, seed, folder, tally)
-        # What is known so far, also of a series that is interrupted.
+        # The results so far, also of an interrupted series.
         say(f"  so far: {tally}")
     say(f"{tally.table()}\nseed {options.seed}: {tally}, {time.monotonic() - began:.0f} seconds")
     return int(tally.is_violated)

@@ -1,4 +1,4 @@
-"""What the loss of parameter servers costs in accuracy, and not in time.
+"""The cost of lost parameter servers in accuracy, not in time.
 
     export PYTHONPATH=examples/clicks_large
     python -m tests.chaos.accuracy_after_losses $PYTHONPATH/clicks_large.yaml --steps 4000 \
@@ -33,7 +33,7 @@ from tests.chaos.kills import Course, Kills
 
 METRICS = ("auc", "query_auc")
 SETTINGS = {"training.validate_every": 0, "cluster.max_restarts": 10**4}
-# Between two reports of progress.
+# The time between two reports of progress.
 SPREAD_SECONDS = 1.0
 Measured = Mapping[str, float]
 

@@ -16,7 +16,7 @@ from flotilla.trainer.storage.manifest import MANIFEST, Manifest
 from tests.chaos.plan import OUTAGES, Fault
 from tests.chaos.stores import Store
 
-# The free space of a full disk, less than any checkpoint.
+# The free space of a full disk: less than any checkpoint needs.
 ROOM = 4096
 
 
@@ -64,7 +64,7 @@ class Target:
         """Return the URIs of the published checkpoints, oldest first."""
         names = self.store.names(f"{self._run_id}/checkpoints")
         folders = [name.rpartition("/")[0] for name in names if name.endswith(f"/{MANIFEST}")]
-        # Of a file system also what is not published yet, in a hidden folder.
+        # On a file system this includes unpublished files in a hidden folder.
         published = [each for each in folders if not each.rpartition("/")[2].startswith(".")]
         return [storage.join(self.store.root, *each.split("/")) for each in published]
 

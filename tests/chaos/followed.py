@@ -1,4 +1,4 @@
-"""A run of `flotilla` in a process of its own, followed by its events."""
+"""A run of `flotilla` in a separate process, followed through its events."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flotilla.trainer.events import Event, newest_progress, parse
 
-# A ceiling for a machine that is busy with other things.
+# An upper limit for a busy machine.
 SECONDS = 900
 FLOTILLA = [sys.executable, "-c", "from flotilla.pipelines.cli.__main__ import main; main()"]
 
@@ -27,7 +27,7 @@ def events_of(
         ended = process.poll() is not None
         for path in workdir.glob("*/events.jsonl"):
             with path.open("rb") as lines:
-                # A resumed run appends to what is there.
+                # A resumed run appends to the existing file.
                 lines.seek(read.get(path, 0))
                 whole = [line for line in lines if line.endswith(b"\n")]
             read[path] = read.get(path, 0) + sum(map(len, whole))

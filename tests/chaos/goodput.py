@@ -1,4 +1,4 @@
-"""How much of its speed a job keeps that loses a worker again and again.
+"""The share of its speed that a job keeps when it loses workers repeatedly.
 
     python -m tests.chaos.goodput --launcher jobset --seconds 240 --every 60
 

@@ -16,7 +16,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.contents import PREFIX, find_path, is_variable
 from flotilla.trainer.embeddings.table_shard import EVICTED, GIVEN
 
-# Of a table's name and the number of a shard, its rows.
+# The rows by the table's name and the number of the shard.
 Shards = Mapping[tuple[str, int], "GrownShard"]
 
 
@@ -74,7 +74,7 @@ def _values_of(folder: Path) -> dict[str, npt.NDArray[Any]]:
 
 def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:
     rows, used = values[f"{own}rows"], values[f"{own}used"]
-    # The last slot is that of all ids without a row.
+    # The last slot is shared by all ids without a row.
     live = np.flatnonzero(used[:-1] >= 0)
     name = f"{own.removeprefix('model/')}rows".replace("/", "_")
     slots = [path for path in values if path.startswith("optimizer/") and name in path]

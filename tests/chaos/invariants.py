@@ -1,4 +1,4 @@
-"""All invariants: what holds for every run, whatever failed in it."""
+"""All invariants: conditions that hold for every run, whatever failed in it."""
 
 import signal
 from collections.abc import Iterator
@@ -162,7 +162,7 @@ def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
     """A table has given out no fewer rows than at the step from which training went on."""
-    # Steps, and how many rows each table had given out there, evicted ones included.
+    # Steps, and the number of rows that each table had allocated by then, evicted ones included.
     before: list[tuple[int, dict[str, int]]] = []
     backs: list[int] = []
     for event in outcome.events:
@@ -199,7 +199,7 @@ def no_row_is_lost(outcome: Outcome) -> Iterator[str]:
     most = outcome.halfway * _disturbances(outcome)
     found = rows_of(outcome)
     if _has_kept_values(outcome):
-        # Rows that were taken back while it was made are not counted.
+        # Rows that were evicted while it was written are not counted.
         most += sum(len(each.ids) for shards in found.values() for each in shards.values())
     for (uri, earlier), (later_uri, later) in combinations(found.items(), 2):
         for words in lost_between(earlier, later, halfway=most):
@@ -215,7 +215,7 @@ def rows_of(outcome: Outcome) -> dict[str, Shards]:
             try:
                 found[uri] = grown(uri, created, outcome.tables)
             except UserError:
-                # Another invariant describes it.
+                # Another invariant covers it.
                 continue
     return found
 

@@ -13,7 +13,7 @@ from tests.kubernetes.cluster import NAMESPACE, Cluster
 from tests.kubernetes.store import Tree
 from tests.pipelines.called import processes_of
 
-# What `kubectl delete`, a drain and the scheduler do differs only in the reason that is given.
+# `kubectl delete`, a drain and the scheduler differ only in the reason.
 REASONS = {"delete": "", "evict": "EvictionByEvictionAPI", "preempt": "PreemptionByScheduler"}
 
 
@@ -63,7 +63,7 @@ class JobTarget:
         with self.kube.store.changed:
             for job in self._jobs():
                 metadata = job["metadata"]
-                # Nobody resumes what was cancelled.
+                # A cancelled run is not resumed.
                 if metadata["uid"] == uid and names.STOP not in metadata.get("annotations", {}):
                     self.kube.suspend(job, is_suspended)
 

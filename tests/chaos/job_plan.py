@@ -12,7 +12,7 @@ STRATEGIES = (
     "in_graph",
     "multi_worker_mirrored",
 )
-# Each kind with its weight; those of the first line hit a task.
+# Each kind with its weight; the kinds of the first line hit a task.
 OF_TASKS = {
     "delete": 4,
     "evict": 3,
@@ -46,7 +46,7 @@ class JobPlan(Plan):
             **super().settings(),
             "cluster.launcher": self.launcher,
             "gate.min.accuracy": 0.7,
-            # Where no guard ends a job whose launcher was killed, the exit step has to.
+            # Without a guard, the exit step ends a job whose launcher was killed.
             "cluster.kubernetes.deadlines.heartbeat": 300,
         }
 

@@ -12,7 +12,7 @@ from tests.chaos.run import Run, Say
 from tests.chaos.stores import Store
 from tests.kubernetes.cluster import Cluster, real_cluster
 
-# Faults of which training notices nothing.
+# Faults that training does not notice.
 HARMLESS = ("API outage", "controller outage")
 
 

@@ -1,4 +1,4 @@
-"""A run on this machine of which tasks are killed (SIGKILL); when that is, subclasses decide."""
+"""A local run whose tasks are killed (SIGKILL); subclasses decide when."""
 
 import random
 import subprocess
@@ -17,7 +17,7 @@ from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.events import AttemptBegin, Progress, Restart, ServersLost
 from tests.chaos.followed import FLOTILLA, events_of, say
 
-# Exit codes of a run that is done, and of one that was asked to end.
+# Exit codes of a finished run, and of a terminated one.
 ENDS = (0, 130)
 
 
@@ -55,7 +55,7 @@ class Kills:
         self._command = [*FLOTILLA, "train", str(config), "--workdir", str(self.workdir)]
         self._command += [f"--set={each}" for each in [*settings, f"storage.root={root}"]]
         self._folder, self._root, self._limit = folder, root, limit
-        # The role that was killed last, when, and the step that the run had reached.
+        # The role of the last kill, its time, and the step of the run at that time.
         self._awaited: tuple[str, float, int] | None = None
         self._has_begun = False
         self._lock = threading.Lock()

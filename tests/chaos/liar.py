@@ -1,4 +1,4 @@
-"""A model that lies: its process ends with exit code 0 in the middle of training."""
+"""A model whose process ends with exit code 0 in the middle of training."""
 
 import os
 import threading

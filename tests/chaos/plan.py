@@ -1,4 +1,4 @@
-"""The plan of a run: drawn from a seed, so that it can be repeated."""
+"""The plan of a run: drawn from a seed, and so repeatable."""
 
 import random
 from dataclasses import dataclass, replace
@@ -117,7 +117,7 @@ class Plan:
             "cluster.workers": self.workers,
             "cluster.evaluator": str(self.evaluator).lower(),
             "cluster.communication": "ring",
-            # Each fault may cost a restart, and the limit is not what is tested.
+            # Each fault may cost a restart, and these tests do not test the limit.
             "cluster.max_restarts": 2 * len(self.faults) + 2,
             "gate.min.accuracy": 0.8,
         }

@@ -21,7 +21,7 @@ from tests.kubernetes.cluster import shared
 from tests.pipelines.called import processes_of
 
 SECONDS_TO_NOTICE = 30
-# Named, and not imported: it loads Keras.
+# The name avoids an import, which would load Keras.
 LIAR = "tests.chaos.liar:mlp"
 # The roles whose loss costs no steps, by strategy.
 SPARED = {
@@ -64,7 +64,7 @@ class Run:
     def to_its_end(self) -> Outcome:
         """Start the run, and resume it as long as it fails and faults may be the reason."""
         root = self._store.root
-        # Models of one name would be compared with each other.
+        # Models with the same name would be compared with each other.
         own = {"name": f"chaos-{self._plan.seed}", "storage.root": root}
         if self._plan.exits_early:
             lie = json.dumps({"lie": str(lie_of(self._workdir)), "hidden_units": [100]})

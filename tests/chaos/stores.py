@@ -1,4 +1,4 @@
-"""Where the runs publish: a folder, or an object store behind a door that faults close."""
+"""The storage of the runs: a folder, or an object store behind a proxy that faults close."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Door:
         self._flows.clear()
         if not silent:
             self._hang_up()
-            # Bound and not listening: refused, and taken by no one else.
+            # A bound port that does not listen refuses connections and stays reserved.
             self._socket = _bound(self.port)
         self._timer = threading.Timer(seconds, self.end_outage if silent else self._reopen)
         self._timer.daemon = True

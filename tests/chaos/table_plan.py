@@ -1,4 +1,4 @@
-"""The plan of a run that trains tables: raw ids get rows, and lose them where there are too few."""
+"""The plan of a run that trains growing tables, some with too few rows for all ids."""
 
 import json
 import random
@@ -20,7 +20,7 @@ TURNS = (
     ("stop", "ps"), ("full disk", "ps"), ("kill", "worker"), ("kill launcher", ""),
     ("kill pair", "ps"),
 )  # fmt: skip
-# Each further one by its weight.
+# Further faults are drawn by weight.
 FURTHER = {"kill": 6, "kill pair": 2, "stop": 2, "pause": 2, "torn file": 2, "full disk": 1}
 OF_TASKS = ("kill", "stop", "pause")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clicks_large"
@@ -103,7 +103,7 @@ class TablePlan(Plan):
             "training.batch_size": BATCH,
             "training.keep": self.keep,
             "training.checkpoint_parts_mb": self.parts_mb,
-            # At least one for each server.
+            # At least one per server.
             "model.args.shards": max(2, self.servers),
             **self._growing(),
         }
@@ -123,7 +123,7 @@ class TablePlan(Plan):
             "model.args.tables": json.dumps(tables),
             "training.warm_start": "''",
             "gate.min": json.dumps({"query_auc": 0.4}),
-            # What survives is asked here, of models that have learnt little.
+            # This tests survival, with models that have learnt little.
             "gate.constant": "reported",
             "export.formats": json.dumps(["saved_model"]),
         }

@@ -1,4 +1,4 @@
-"""What came of many runs: their figures, by kind of fault and by strategy, and the totals."""
+"""The results of many runs, by kind of fault and by strategy, and the totals."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""How much of its speed a run on this machine keeps of which a task is killed again and again.
+"""The share of its speed that a local run keeps while tasks are killed repeatedly.
 
     export PYTHONPATH=examples/clicks_large
     python -m tests.chaos.task_kills $PYTHONPATH/clicks_large.yaml --seconds 1800 --every 60
@@ -36,11 +36,11 @@ from tests.chaos.kills import Kills
 
 ROLES = ("worker", "ps", "chief")
 SETTINGS = {"training.steps": 10**8, "training.validate_every": 0, "cluster.max_restarts": 10**4}
-# After a kill, until the speed is again that without one; at most half of the time between two.
+# The time until the speed recovers from a kill; at most half of the time between two kills.
 RECOVERY_SECONDS = 15.0
-# More than the time between two progresses: none reaches from before a kill to after it.
+# Longer than the time between two progress events, so none spans a kill.
 PROGRESS_SECONDS = 2.0
-# Before the first progress, and after the end.
+# Before the first progress event, and after the end.
 AROUND_SECONDS = 600.0
 
 
@@ -109,7 +109,7 @@ def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[fl
     for number in range(1, int((times[-1] - times[0]) / every)):
         at = times[0] + number * every
         rests = [(begin + recovery, begin + every - PROGRESS_SECONDS) for begin in (at - every, at)]
-        # A machine that becomes slower all the time is so in the middle as well.
+        # A machine that slows down steadily is slower in the middle too.
         speeds = [speed(*rest) for rest in rests]
         if min(speeds) > 0:
             usual = float(np.interp(at + every / 2, np.mean(rests, axis=1), speeds))

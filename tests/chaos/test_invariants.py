@@ -176,7 +176,7 @@ def test_a_torn_checkpoint_is_found_unless_a_fault_has_torn_it(sound, tmp_path):
     ],
 )
 def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
-    # What they repeat is not what is looked at.
+    # The repeated rows are not tested here.
     sound.events, sound.by_parts = [attempt(0), *events], True
     assert [each.words for each in violations_of(sound)] == ([words] if words else [])
 
@@ -191,7 +191,7 @@ def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
             [progress(500, rows=40), progress(600, rows=50), attempt(500), progress(520, rows=39)],
             40,
         ),
-        # The attempt goes on at 600, with values of ps-1 of 500.
+        # The attempt resumes at 600, with the values of ps-1 at 500.
         (
             [
                 progress(500, rows=40),
@@ -214,7 +214,7 @@ def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
             ],
             40,
         ),
-        # All go back to the checkpoint of an attempt, whatever was said before.
+        # All return to the checkpoint of an attempt, whatever was reported before.
         (
             [
                 progress(500, rows=40),
@@ -299,7 +299,7 @@ def test_a_door_refuses_in_an_outage_and_opens_again():
         address = (LOOPBACK, door.port)
         before = socket.create_connection(address)
         inner, _ = server.accept()
-        # What has passed it is known to the door.
+        # The proxy records the requests that passed it.
         before.sendall(b"x")
         assert inner.recv(1) == b"x"
         door.close_for(600, silent=False)

@@ -65,7 +65,7 @@ def test_a_kill_waits_until_the_run_has_gone_on_after_the_one_before(struck_at):
     steps, course = struck_at(
         3,
         progress(210),
-        # Of the attempt that lost its server.
+        # From the attempt that lost its server.
         progress(220),
         lost(220, 200),
         begin(220),

@@ -1,6 +1,6 @@
-"""Asks a TensorFlow server for its devices: `python -m tests.cluster.asks TARGET`.
+"""Queries a TensorFlow server for its devices: `python -m tests.cluster.asks TARGET`.
 
-Once at the start and once for each line of its input, on one channel, as a chief does.
+It queries once at the start and once per input line, on one channel, as a chief does.
 """
 
 import sys
@@ -28,7 +28,7 @@ def _devices(session: tf.compat.v1.Session) -> int:
         try:
             return len(session.list_devices())
         except tf.errors.UnavailableError:
-            # Errors come at once, and nothing tells when the channel tries again.
+            # Errors come at once, and gRPC does not report when the channel retries.
             time.sleep(0.2)
 
 

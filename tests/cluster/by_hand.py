@@ -15,7 +15,7 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import signals
 
 PS, CHIEF = (Task(role=role, index=0) for role in ("ps", "chief"))
-# A ceiling for a machine that is busy with other things.
+# An upper limit for a busy machine.
 SECONDS = 600
 
 
@@ -58,7 +58,7 @@ class ByHand:
         """Wait until a task has said something; fail when it ends before."""
         while text not in self.log(task):
             assert self.processes[task].poll() is None, self.log(task)
-            # A file has no event for those who wait for more of it.
+            # A file has no event for appended data.
             time.sleep(0.1)
 
     def flags(self, task: Task) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the tests of this folder train on: a published dataset, and a cluster of Kubernetes."""
+"""Fixtures of the cluster tests: a published dataset and a Kubernetes cluster."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +51,7 @@ def kube(
         if parameters and parameters.params.get("engine") == "jobset":
             made.install_jobset()
         monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
-        # Those of the launcher; the pods have an environment of their own.
+        # The launcher's variables; the pods have a separate environment.
         monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
         yield made
 

@@ -1,4 +1,4 @@
-"""A model that ends the process, as code that was a script once does."""
+"""A model that ends the process, as code from a script may do."""
 
 import sys
 from typing import NoReturn

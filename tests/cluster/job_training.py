@@ -1,4 +1,4 @@
-"""Training as a job of an engine on Kubernetes, whose pods are processes: what engines share."""
+"""Training as a job on Kubernetes, with processes as pods: the common part of the engines."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Training:
         self.end()
 
     def published(self) -> int:
-        """Return the global step of the newest checkpoint, which has to be whole."""
+        """Return the global step of the newest checkpoint, which must be complete."""
         uri, reached = newest_checkpoint(storage.join(self.root, "checkpoints"))
         storage.verify(uri)
         return reached
@@ -109,7 +109,7 @@ class Training:
 
     def lose_a_worker(self, lost: str = "worker-1") -> None:
         """Lose a worker, and wait until it takes part again."""
-        # What was dispatched to it before is counted as well.
+        # Work that was dispatched to it before is counted too.
         last = [_steps_of(self.wait(Progress), lost)]
         self.lose(lost)
 
@@ -122,7 +122,7 @@ class Training:
     def require_nothing_left(self) -> None:
         """Wait until neither an object nor a process of the run is left."""
         self.kube.store.wait(lambda: not self.kube.of_jobs())
-        # A pod that is deleted by force is gone before its processes are.
+        # A forced deletion removes a pod before its processes end.
         _, alive = psutil.wait_procs(processes_of(self._folder), timeout=SECONDS_TO_END)
         assert not alive
 

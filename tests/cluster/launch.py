@@ -14,7 +14,7 @@ from flotilla.trainer.runtime.errors import UserError
 
 def main() -> int:
     """Launch the job of a JSON file; return the exit code of its end."""
-    # Held open for as long as this process lives: its end is the end of the reader's events.
+    # The file stays open until this process ends; then the reader sees the end of the events.
     os.open(os.environ[events.VARIABLE], os.O_WRONLY)
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:

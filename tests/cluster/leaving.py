@@ -1,4 +1,4 @@
-"""A chief that begins with what is on the servers, trains, and dies.
+"""A chief that starts with the values on the servers, trains, and dies.
 
 `python -m tests.cluster.leaving SPEC`, which is a JSON file: `config` (sections that differ from
 the defaults), `uri` of the checkpoints of its run, `saved`, the global step of the newest of them
@@ -53,7 +53,7 @@ def main() -> None:
     """Begin as the outer loop does, and die."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    # All but the smallest variables have no values before they get those that are on the servers.
+    # All but the smallest variables have no values before they are bound to the servers' values.
     placement.LARGE_BYTES = 64
     config = parse_config(spec["config"])
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
@@ -62,7 +62,7 @@ def main() -> None:
     checkpoint = RestoredCheckpoint(
         uri=spec["uri"], global_step=spec["saved"], folder=Path(), fields={}
     )
-    # What is not taken keeps its first values.
+    # Variables that are not taken over keep their initial values.
     recovery.restore = lambda *_, **__: None
     recovery.select_resumed = lambda _found, variables, _training: variables
     begins = recovery.Recovery(config, strategy, checkpoints)

@@ -1,4 +1,4 @@
-"""A chief that looks at turns again and again: `python -m tests.cluster.looking SPEC`."""
+"""A chief that checks turns repeatedly: `python -m tests.cluster.looking SPEC`."""
 
 import json
 import os

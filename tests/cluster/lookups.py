@@ -1,4 +1,4 @@
-"""Trains on a table and says what moved for it: `python -m tests.cluster.lookups SPEC`.
+"""Trains on a table and measures its traffic: `python -m tests.cluster.lookups SPEC`.
 
 SPEC is a JSON file: `config` (sections that differ from the defaults), `counter` (see
 `benchmarks.relay`) and `trials`, pairs of the rows of a table and of a batch. A line of JSON for
@@ -31,7 +31,7 @@ def problem(config: Config, rows: int, batch: int) -> Problem:
     """Return one whose batches ask for as many rows as they have examples, all over the table."""
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # Of a prime: a thousand ids in turn are a thousand rows.
+        # A multiple of a prime maps a thousand consecutive ids to a thousand rows.
         return number * 7919 % rows, number % 2
 
     def looked_up(given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A cluster whose tasks are pods: a network namespace each, with an address that a restart changes.
+"""A cluster whose tasks are pods: each has a network namespace, and a new address per restart.
 
     with pods(tmp_path, dataset, config, {"ps": 1, "worker": 2, "chief": 1}) as cluster:
         cluster.lose(Task(role="worker", index=0))
@@ -31,13 +31,13 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 
 DOMAIN, PORT = "fleet.test", 2222
-# Of the block for the documentation of benchmarks (RFC 2544), which no real network uses.
+# From the block for benchmarks (RFC 2544), which no real network uses.
 NETWORK, ROUTER = "198.18.{}.{}", "198.18.0.1"
 PREFIX = f"fl{os.getpid()}"
-# A new pod is there after so long, seen on Kubernetes.
+# The start time of a new pod, as measured on Kubernetes.
 BACK_SECONDS = 1.0
 CLOSING_SECONDS = 0.3
-# As `flotilla.components.kubernetes` does, before a chief that has lost its cluster begins again.
+# As `flotilla.components.kubernetes` does before it restarts a chief that lost its cluster.
 PAUSE_SECONDS = 2.0
 CHIEF = Task(role="chief", index=0)
 _QUERY_A, _NO_SUCH_NAME = 1, 3
@@ -223,7 +223,7 @@ class Pods:
 
     def read_events(self, pipe: Path) -> None:
         """Read what the chief emits, for ever."""
-        # Open for writing too: chiefs come and go.
+        # Open for writing too, as chiefs are replaced.
         with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as lines:
             for line in lines:
                 if event := events.parse(line):
@@ -271,7 +271,7 @@ def _later(seconds: float, act: Callable[[], object]) -> None:
 def _remove(pod: Pod) -> None:
     pod.process.kill()
     pod.process.wait()
-    # The kernel takes its time with what is left in a namespace, and names are used again.
+    # The kernel cleans up a namespace slowly, and names are reused.
     _ip("link", "del", pod.link("v"))
     _ip("netns", "del", pod.namespace)
     shutil.rmtree(Path("/etc/netns") / pod.namespace, ignore_errors=True)
@@ -296,7 +296,7 @@ def pods(  # noqa: PLR0913
     os.mkfifo(pipe)
     (folder / "config.json").write_text(parse_config(config).model_dump_json(), encoding="utf-8")
     with ExitStack() as stack:
-        # With an address of its own: otherwise it changes with the pods, and peers lose it.
+        # It has its own address; otherwise the address changes with the pods, and peers lose it.
         _ip("link", "add", PREFIX, "address", "02:00:00:00:00:01", "type", "bridge")
         stack.callback(_ip, "link", "del", PREFIX)
         _ip("addr", "add", f"{ROUTER}/15", "dev", PREFIX)

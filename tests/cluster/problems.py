@@ -1,4 +1,4 @@
-"""Problems of the strategies under test, and strategies on parts of a processor."""
+"""Problems for the strategies under test, and strategies on virtual devices."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +51,7 @@ def number() -> tf.Tensor:
 
 def two_layers() -> keras.Model:
     """A small network with fixed weights."""
-    # `clear_session` would break a strategy's scope that is entered.
+    # `clear_session` would break the active scope of a strategy.
     reset_uids()
     keras.utils.set_random_seed(7)
     return keras.Sequential(
@@ -75,7 +75,7 @@ def problem(
         build_optimizer=lambda: keras.optimizers.get(
             {"class_name": optimizer, "config": {"learning_rate": learning_rate}}
         ),
-        # Models that take the place of this one have no loss yet.
+        # Models that replace this one have no loss yet.
         loss=lambda model, batch, outputs: objective.loss(objective.attach(model), batch, outputs),
         chance_loss=objective.task.chance_loss(),
         batches=batches,
@@ -109,7 +109,7 @@ def measured() -> Problem:
     def totals(model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
         batches = tf.data.Dataset.from_tensor_slices(examples(23, seed=1)).batch(4)
         mine = batches.shard(of, tf.cast(part, tf.int64))
-        # A decimal for each worker: who has measured how many parts.
+        # One decimal digit per worker: the number of parts that it has measured.
         where = tf.cast([10 ** number()], tf.float64)
         return tf.concat([objective.totals(model, mine), where], 0)
 
@@ -367,7 +367,7 @@ def dropped(batch_size: int = 8) -> Problem:
         random = np.random.default_rng(0)
         inputs = random.normal(size=(batch_size, FEATURES)).astype("float32")
         labels = random.integers(0, CLASSES, size=batch_size)
-        # The tasks differ in the mean of what they see, as the moving averages have to tell.
+        # The tasks' inputs have different means, which the moving averages must show.
         shift = tf.cast(number(), tf.float32)
         data = tf.data.Dataset.from_tensors((inputs, labels))
         return data.map(lambda x, y: (x + shift, y)).repeat()
@@ -459,7 +459,7 @@ def lent(worker: int, times: int, microseconds: int) -> Problem:
     data = examples(800)
 
     def read(held: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # It is asked twice: for an element, and whether that was the last one.
+        # It is called twice: for an element, and for the end of the data.
         delay = sleep(_factor(worker, times) * microseconds // 2)
         wanted = tf.data.Dataset.from_tensors(numbers).apply(delay).get_single_element()
         inputs, labels = held

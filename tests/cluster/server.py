@@ -1,4 +1,4 @@
-"""A worker, with parts of the processor as `DEVICES`, or parameter server under test."""
+"""A worker with virtual devices as `DEVICES`, or a parameter server, under test."""
 
 import os
 

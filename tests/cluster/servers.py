@@ -1,4 +1,4 @@
-"""Strategies under test on servers of their own, without a launcher and without a dataset.
+"""Strategies under test on real servers, without a launcher and without a dataset.
 
     with serving(tmp_path, ps=1, workers=2) as servers:
         outcome = servers.lead(Trial(config, "tests.cluster.problems:equal", runs=[20]))
@@ -26,7 +26,7 @@ from flotilla.trainer.runtime import signals
 
 Words = dict[str, Any]
 CHIEF = Task(role="chief", index=0)
-# Of a process that leads: the descriptor of its words.
+# The file descriptor for the results of a leading process.
 WORDS = "WORDS"
 
 

@@ -1,4 +1,4 @@
-"""Who reaches this machine over an address that is not a loopback address."""
+"""Connections to this machine from an address that is not a loopback address."""
 
 import ipaddress
 import select

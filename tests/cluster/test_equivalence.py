@@ -131,7 +131,7 @@ def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
 @pytest.mark.long
 @pytest.mark.parametrize(("problem", "pull_every"), [("clipped", 1), ("normed", 1), ("clipped", 3)])
 def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
-    # Several turns, and some updates one by one.
+    # Several turns, and some single updates.
     updates = 4 * TURN + 3
 
     def outcome(steps: int) -> Outcome:
@@ -185,7 +185,7 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     different = {path for path in first if first[path] != second[path]}
     (seed,) = different
     assert seed.endswith("seed_generator_state")
-    # As many draws on each, from seeds of their own; the first worker, which saves, has the given.
+    # Each worker draws as often, with its own seed; the first one, which saves, has the given seed.
     assert np.subtract(second[seed], first[seed]).tolist() == [1, 0]
     (moving_mean,) = (path for path in first if path.endswith("moving_mean"))
     inputs = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
@@ -250,7 +250,7 @@ def test_state_is_trained_saved_resumed_and_exported(dataset, tmp_path, strategy
     assert (before["moving_variance"] != 1).all()
     assert before["seed_generator_state"][1] > 0
     after = state(trained(strategy, 400, dataset, tmp_path))
-    # Were it not restored, a hundred steps would count fewer draws than the three hundred before.
+    # Without the restoration, a hundred steps would count fewer draws than the 300 before.
     assert after["seed_generator_state"][0] == before["seed_generator_state"][0]
     assert after["seed_generator_state"][1] > before["seed_generator_state"][1]
     assert (after["moving_mean"] != before["moving_mean"]).any()
@@ -266,7 +266,7 @@ def _export(run: Launched, config: Any, dataset: str, folder: Path) -> None:
     scratch.mkdir()
     evaluate(config, dataset, checkpoint, evaluation, scratch)
     assert gate.check(config, evaluation, decision).blessed
-    # Raises when what is loaded again answers otherwise than the model in memory.
+    # This raises if the loaded model's outputs differ from those in memory.
     export(config, dataset, checkpoint, decision, model, scratch)
     assert storage.verify(model).kind == "model"
 
@@ -404,7 +404,7 @@ def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_pat
     with serving(tmp_path, ps=2, workers=1, devices=2) as servers:
         outcome = servers.lead(trial_of_updates(strategy, "dense", UPDATES_BATCH // 4, **together))
     scale = {path for path in outcome.variables if path.startswith("loss_scale/")}
-    # As the gradients of one worker: those of its towers are computed at once.
+    # As for one worker, whose towers compute their gradients in parallel.
     assert outcome.variables["loss_scale/gradients"] == sum(UPDATES_RUNS) * 2
     kept = {path: each for path, each in outcome.variables.items() if path not in scale}
     assert_same_of_updates(replace(outcome, variables=kept), whole)

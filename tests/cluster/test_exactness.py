@@ -27,7 +27,7 @@ from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 STEPS = 1000
-# The others are processes of their own by nature, or one process.
+# The others always use several processes, or always one.
 IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
@@ -169,7 +169,7 @@ def test_two_mirrored_workers_on_the_same_batches(alone, tmp_path):
 
 
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
-# From one kill to the next.
+# The time between two kills.
 DYNAMIC_STEPS = 400
 KILLED = ("worker-0", "chief-0", "ps-0", "worker-1")
 
@@ -195,12 +195,12 @@ def require_once(run: Launched, batches: int, *, lost: int = 0) -> None:
         position["visited"] // visited.EXAMPLES,
         -(-position["visited"] // visited.EXAMPLES),
     )
-    # What is visited next is missing here, and nothing else.
+    # Only the examples of the next visits are missing here.
     assert np.maximum(least - seen, 0).sum() <= gaps
     assert np.maximum(seen - most, 0).sum() <= more
 
 
-# How many batches make an update of two workers, and of three.
+# The number of batches per update, for two workers and for three.
 AVERAGED = {
     "single": (1, 1),
     ASYNC: (1, 1),
@@ -302,7 +302,7 @@ def require_kept(run: Launched, strategy: str, names: list[str]) -> None:
     require_once(run, run.newest() * AVERAGED[strategy][0], lost=lost)
 
 
-# Times that a slow worker takes for a step of the others.
+# The time of a slow worker's step, as a multiple of the others'.
 SLOWER = 4
 
 
@@ -310,7 +310,7 @@ SLOWER = 4
 @pytest.mark.long
 def test_a_worker_that_is_four_times_slower_takes_a_quarter(tmp_path):
     config = {"training": {"strategy": ASYNC, "batch_size": 8}, "cluster": {"workers": 2}}
-    # Long enough that what else a step costs counts for little.
+    # Long enough that the other costs of a step are negligible.
     uneven = {"worker": 1, "times": SLOWER, "microseconds": 200_000}
     trial = Trial(config, "tests.cluster.problems:lent", [10, 100], uneven)
     with serving(tmp_path, ps=1, workers=2) as servers:
@@ -399,7 +399,7 @@ def test_with_reshuffle_every_worker_sees_everything_in_an_order_of_its_own(
 
 RUNS = [3]
 EXAMPLES = 23
-# One part on each of two workers, or both on one of them; see `problems.measured`.
+# One part on each of two workers, or both on one worker; see `problems.measured`.
 ON_WORKERS = {2, 11, 20}
 
 

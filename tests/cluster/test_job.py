@@ -155,7 +155,7 @@ def test_without_a_heartbeat_the_guard_ends_the_job_with_a_last_checkpoint(train
     assert training.published() >= reached > 0
 
 
-# Synchronous training waits for a worker, so that it is there again before the end.
+# Synchronous training waits for a worker, so it is back before the end.
 JOB_LOST_PODS_STRATEGIES = {"worker-1": "sync_parameter_server"}
 BY_ROLE = pytest.mark.parametrize(
     "task",
@@ -233,7 +233,7 @@ def test_a_task_that_is_killed_begins_again_in_its_pod(training):
             line = training.wait_for_line(f'"task": "{task}", "cause": "exit code 137')
             assert line.startswith(f"[{task}]")
             if task == "ps-0":
-                # The chief ends by itself when it sees the loss: the one after it is killed.
+                # The chief exits by itself when it sees the loss; its successor is killed.
                 training.wait(AttemptBegin)
         training.wait(Progress)
         assert training.uids() == before
@@ -257,7 +257,7 @@ def test_suspended_and_resumed_training_ends_at_its_exact_step(training):
     assert (code, training.published()) == (0, 8000), message
     assert begin.global_step == last
     assert [each.is_over for each in training.said(Suspension)] == [False, True]
-    # Who has room is no failure.
+    # Spare capacity is no failure.
     assert not training.said(Restart)
     training.require_nothing_left()
 
@@ -310,7 +310,7 @@ def test_a_launcher_killed_after_its_request_leaves_a_checkpoint_and_no_job(trai
         training.lose_a_worker()
         reached = training.wait(Progress).global_step
         training.step.signal(signal.SIGTERM)
-        # As KFP may kill it a second later, and the exit step too.
+        # KFP may kill it a second later, and the exit step too.
         training.kube.store.wait(training.kube.stop_is_asked)
         training.step.signal(signal.SIGKILL)
         training.end()

@@ -111,7 +111,7 @@ def left_elsewhere(run):
     (number,) = lease.holders(run.checkpoints)
     place = lease_uri(run.checkpoints, number)
     left = json.loads(storage.read_bytes(place))
-    # Long enough for a machine that is busy with other things.
+    # Long enough for a busy machine.
     other = {"writer": "another-boot.1/1/77", "renewed": time.time() + 600}
     storage.write_bytes(place, json.dumps({**left, **other}).encode())
     return place
@@ -166,7 +166,7 @@ def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_pat
     assert f"was taken over by run later (process {holder.process}" in said
     assert f"; run {tmp_path.name} stops writing: " in said
     assert run.events(Restart) == []
-    # At most the checkpoint that was being written at that moment is new.
+    # Only the checkpoint that was being written then may be new.
     assert len({path.parent for path in content(run)} - {path.parent for path in before}) <= 1
     # The lease of the other holder stays.
     assert [each.run for each in holders(run) if each.token == "1"] == ["later"]

@@ -264,7 +264,7 @@ def test_a_strangers_session_runs_no_graph_in_a_task(dataset, tmp_path):
     with launched(run_of("async_parameter_server"), dataset, tmp_path) as run:
         run.wait_for_step(200)
         (port,) = open_ports(run.task("ps-0"))
-        # What other processes of this machine can do.
+        # Other processes of this machine can do this.
         assert read_as_task("127.0.0.1", port, str(secret), seconds=120) == b"secret"
         for address in other_addresses():
             if "%" not in address:
@@ -316,11 +316,11 @@ def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader
             run.wait_for(lambda event: isinstance(event, Restart))
             back = ("flotilla_restarts_total", "worker")
             alive = ("flotilla_tasks_alive", "worker")
-            # It is counted when it is started, before it answers.
+            # A server is counted at its start, before it answers.
             scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
 
 
-# What `train_model` does between its inputs and its outputs.
+# The body of `train_model`.
 STEP = """
 import json, sys
 from pathlib import Path
@@ -371,7 +371,7 @@ def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path)
     assert [int(found[1]) for found in validated if found] == [150, 300]
     published = [re.search(r"checkpoint of global step (\d+): file://", each) for each in lines]
     assert [int(found[1]) for found in published if found][-3:] == [100, 200, 300]
-    # Each event once, in words.
+    # Each event appears once, in words.
     assert not [each for each in lines if '{"event": "progress"' in each]
 
 

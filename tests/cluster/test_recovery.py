@@ -51,7 +51,7 @@ def test_the_next_chief_goes_on_with_what_is_there(leaving, servers):
         second = said(started, 3)
         third = said(started, 3, torn=True)
         fourth = said(started, 3)
-        # Of other variables, whose values are its own then.
+        # It has other variables and keeps their own values.
         fifth = said(started, 3, training={"optimizer": {"name": "adagrad", "learning_rate": 0.1}})
         more = said(started, 3, layers=1)
         fewer = said(started, 3)
@@ -81,10 +81,10 @@ def test_servers_that_live_keep_their_values_to_the_bit(leaving, lost):
         for work in (started.kill, started.start):
             work(Task(role="ps", index=lost))
         second = said(started, 3)
-        # The chief alone: what the server got again is there too.
+        # Only the chief died: the values that the server got again are there too.
         third = said(started, 3)
     assert (second["found"], second["taken"]) == (STEPS, [1 - lost])
-    # The count of steps stays, also where its server is lost.
+    # The step count is kept even if its server is lost.
     assert second["step"] == 2 * STEPS
     stayed = {path for path, each in first["left"].items() if second["begun"][path] == each}
     living = {path for path, each in first["devices"].items() if f"task:{1 - lost}" in each}
@@ -132,19 +132,19 @@ def test_only_the_variables_of_the_lost_server_go_back(dataset, tmp_path, parts_
     assert begun == [0, first.global_step, second.global_step]
     assert run.newest() == END
     assert [step for _, step in list_checkpoints(run.checkpoints)] == list(range(0, END + 1, EVERY))
-    # The next checkpoint says so, and no other one.
+    # Only the next checkpoint records it.
     marked = {
         step: fields(run.checkpoints, step)[RECOVERED]
         for _, step in list_checkpoints(run.checkpoints)
         if RECOVERED in fields(run.checkpoints, step)
     }
     for event in (first, second):
-        # Also that of the step itself, which is saved by the next attempt.
+        # This includes the row of the step itself, which the next attempt saves.
         after = max(-(-event.global_step // EVERY) * EVERY, event.back_to + EVERY)
         (name,) = event.servers
         assert marked[after][name]["global_step"] == event.back_to
         assert marked[after][name]["variables"]
-    # Also where the server died at a boundary, before the validation.
+    # Also if the server died at a boundary, before the validation.
     assert validated(run) == [1, 2, 3, 4, 5]
 
 

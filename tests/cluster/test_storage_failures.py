@@ -145,4 +145,4 @@ def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
         local.launch(job)
 
 
-# 2,400 to 3,100 were left by each look that TensorFlow fetched by itself.
+# TensorFlow's own fetch left 2,400 to 3,100 per check.

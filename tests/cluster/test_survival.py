@@ -23,7 +23,7 @@ from tests.pipelines.called import Called, call, calling, setting
 pytestmark = pytest.mark.cluster
 
 EVERY = 200
-# No more: of a longer run the history has no row for every step it may be interrupted at.
+# A longer run has no history row for some steps at which it may be interrupted.
 STEPS = MAX_ROWS
 SETTINGS = {
     "training": {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0},
@@ -43,7 +43,7 @@ def applied(run: Launched) -> int:
     return total
 
 
-# More than any machine does before it is interrupted.
+# More than any machine trains before the interrupt.
 ENDLESS = {**SETTINGS, "training": {**SETTINGS["training"], "steps": 10**7}}
 
 
@@ -69,7 +69,7 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(running):
     assert [e.task for e in running.events(Restart)] == ["worker-1"]
     assert running.events(Restart)[0].cause == "signal SIGKILL"
     assert len(running.events(AttemptBegin)) == 1
-    # One that was under way on the server when its worker died may count as well.
+    # An update in progress on the server when its worker died may count too.
     assert STEPS <= running.newest() <= STEPS + 1
 
 
@@ -236,7 +236,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(train, 
     assert json.loads(path.read_text(encoding="utf-8"))["global_step"] == COMPLETION_STEPS
     first, *others = run.events(Restart)
     assert first.cause == f"signal {signal.SIGKILL.name}"
-    # The other workers of a mirrored strategy begin again with it.
+    # The other workers of a mirrored strategy restart with it.
     assert {each.restarts for each in others} <= {1}
 
 
@@ -244,7 +244,7 @@ ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")
 CHIEF_ATTEMPTS_SETTINGS = {
     "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
-    # Servers keep no values, as these would allow them to grow more.
+    # Servers keep no values, which would allow them to grow more.
     "cluster": {"workers": 2, "max_restarts": ATTEMPTS, "recovery": "full"},
 }
 
@@ -273,7 +273,7 @@ def test_after_five_attempts_the_servers_have_not_grown(dataset, tmp_path):
         assert megabytes[-1] <= (1 + MAX_GROWTH) * megabytes[0], (name, megabytes)
 
 
-# More than any machine trains before the interrupt, and few enough for a history of each leg.
+# More than any machine trains before the interrupt, and few enough for a complete history.
 HANDOVER_ENDLESS, MORE = 2 * 10**5, 40
 
 
@@ -325,6 +325,6 @@ def test_a_run_that_changes_its_engine_twice_ends_at_its_exact_step(kube, run):
     steps = [row["global_step"] for row in read_history(checkpoints)]
     assert steps == sorted(set(steps))
     assert steps[-1] == reached[-1] + MORE
-    # Each engine has added its own.
+    # Each engine has added its own fields.
     for begin, end in itertools.pairwise([0, *reached, reached[-1] + MORE]):
         assert [step for step in steps if begin < step <= end]

@@ -64,7 +64,7 @@ class Relay:
                 try:
                     called = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:
-                    # Not there yet: the caller tries again.
+                    # It does not exist yet: the caller retries.
                     caller.close()
                     continue
                 self._sockets.append(called)
@@ -185,7 +185,7 @@ def _end(run) -> int:
 def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rejoin):
     before = running_of_rejoin.pods[WORKER].address
     gone = running_of_rejoin.lose(WORKER)
-    # All that it had begun before is over.
+    # All of its earlier work has ended.
     _, other = running_of_rejoin.wait_for(lambda e: isinstance(e, Progress), after=gone)
     _, other = running_of_rejoin.wait_for(
         lambda e: isinstance(e, Progress) and e.global_step > other.global_step + 10 * TURN,
@@ -195,7 +195,7 @@ def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rej
     assert running_of_rejoin.pods[WORKER].address != before
     step = _end(running_of_rejoin)
     assert len([e for _, e in running_of_rejoin.seen if isinstance(e, AttemptBegin)]) == 1
-    # What was applied of a turn that was under way has no worker.
+    # Updates of an unfinished turn are counted for no worker.
     assert 0 <= step - running_of_rejoin.attempt_steps <= TURN
 
 
@@ -212,7 +212,7 @@ def test_after_a_server_has_come_back_at_another_address_an_attempt_begins(runni
 
 CUT_OFF_EVERY, STALL = 500, 10
 TIME, TIMEOUT = "grpc.keepalive_time_ms", "grpc.http2.ping_timeout_ms"
-# A call that nothing ends would be waited for until a test's own limit.
+# A hanging call would last until the time-out of the test.
 CUT_OFF_CEILING = 120
 
 
@@ -304,7 +304,7 @@ def reached(step):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
-    # Short stretches: an idle channel that asks this often would be closed.
+    # Stretches are short: an idle channel with such frequent pings would be closed.
     own = {liveness.CHANNELS: options(15)}
     with pods(
         tmp_path, dataset, settings_of_cut_off("async_parameter_server"), ROLES, environment=own
@@ -312,7 +312,7 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         run.cut_off(WORKER)
         _, at = run.seen[-1]
-        # Over a boundary, at which all workers rest.
+        # Across a boundary, at which all workers are idle.
         run.wait_for(reached(at.global_step + 3 * CUT_OFF_EVERY))
         assert len([e for _, e in run.seen if isinstance(e, AttemptBegin)]) == 1
 
@@ -321,12 +321,12 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_token_that_never_arrives_ends_the_attempt_and_no_more(dataset, tmp_path):
-    # Of a worker that all others reach: only what it sends to the server is lost.
+    # All others reach this worker; only its packets to the server are lost.
     with pods(tmp_path, dataset, settings_of_cut_off("sync_parameter_server"), ROLES) as run:
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         connect = run.cut_off(WORKER, PS)
         while not run.lost:
-            # The end of the chief, which is started again.
+            # The exit of the chief, which is restarted.
             assert run.pods[CHIEF].process.wait() == BEGIN_AGAIN, run.log(CHIEF)
         connect()
         _, attempt = run.wait_for(lambda e: isinstance(e, AttemptBegin), after=run.lost[0])

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 NEAR = 1e-5
 SLOW_STEPS = 50
-# A run that is long unrolls steps in a graph, whatever the number of those that follow.
+# A long run unrolls steps in a graph, whatever the number of remaining steps.
 IN_TURNS = pytest.mark.parametrize("steps", [LONG_RUN, 100], ids=["in turns", "one by one"])
 
 
@@ -86,7 +86,7 @@ def failure(leading: Leading, servers: Servers) -> str:
 @pytest.mark.slow
 @IN_TURNS
 def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
-    # A turn and some more, only turns, and less than one.
+    # More than a turn, only whole turns, and less than a turn.
     runs = [17, 20, 3]
     outcome = two_workers.lead(trial("problems:equal", runs, steps=steps))
     single = alone("problems:equal", runs)
@@ -101,7 +101,7 @@ def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
 def test_each_worker_computes_its_own_gradients(two_workers):
     known = two_workers.lead(trial("problems:equal", [4])).reports
     found = two_workers.lead(trial("problems:located", [4])).reports
-    # Half of the losses are those of worker 1.
+    # Half of the losses come from worker 1.
     assert found[-1]["loss"] == pytest.approx(known[-1]["loss"] + 50, abs=1e-3)
 
 
@@ -143,7 +143,7 @@ def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_worke
     assert local_steps(waiting.reports[-1])["worker-2"] == waiting.global_step == SLOW_STEPS
     ahead = three_workers.lead(slowed(needed=2, runs=runs))
     assert_adds_up(ahead, runs, needed=2)
-    # In the steps of the slow worker, and not on a clock.
+    # In steps of the slow worker, not in seconds.
     slow = local_steps(ahead.reports[-1])["worker-2"]
     assert slow > 0
     assert ahead.global_step / slow >= 5 * waiting.global_step / SLOW_STEPS

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
 SMALL, LARGE = 1000, 1_000_000
 BATCH = 64
-# Its id up, a row down and its gradient up.
+# An id up, a row down and a gradient up.
 EXAMPLE = 4 + 2 * DIMENSION * 4
 # The other messages of a step: announcements, learning rate, counters, the small variables.
 ROUND_TRIPS = 20_000
@@ -209,7 +209,7 @@ def test_an_asynchronous_table_is_taken_over_by_one_server(servers, tmp_path):
         again = other.lead(trial("async_parameter_server", [10], 1, 1, start=start))
     later = grown(again)
     assert 10 * GROWING_BATCH > IDS
-    # They go on from what they were: no row was made anew, which is within 0.05 of zero.
+    # Training resumed from the old rows; new rows would be within 0.05 of zero.
     apart = max(np.abs(later[each] - rows[each]).max() for each in rows)
     assert apart < 0.2 < min(np.abs(row).max() for row in rows.values())
 
@@ -277,7 +277,7 @@ def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
 
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
-# One that a chief leads, and one that all workers lead; `make test-long` runs the others.
+# One strategy with a chief, and one without; `make test-long` runs the others.
 LED_DIFFERENTLY = ("async_parameter_server", "multi_worker_mirrored")
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 
@@ -333,7 +333,7 @@ def require_begun_with(uri, found, run):
     assert storage.read_manifest(found[0]).fields["global_step"] == 0
     assert storage.read_manifest(found[max(found)]).fields["warmed_from"] == uri
     assert {event.uri for event in run.events(WarmStart)} == {uri}
-    # Training goes on from there.
+    # Training resumes from there.
     last = values(found[max(found)])
     assert any((last[key] != first[key]).any() for key in first)
 

@@ -1,4 +1,4 @@
-"""What a document claims: that a command, a setting or a path is one. Each check says why not."""
+"""The claims of a document: each command, setting and path exists; each check gives its reason."""
 
 import re
 
@@ -70,7 +70,7 @@ def wrong_settings(params):
     path = params.get("config")
     if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
         return f"there is no {path}"
-    # A file that the reader writes is shown on the page, and is checked there: any of both will do.
+    # The page shows a file that the reader writes, and its check is there; either passes.
     is_here = bool(path) and (ROOT / path).is_file() and str(path).endswith((".yaml", ".yml"))
     refusals = []
     for base in [ROOT / path] if is_here else [ROOT / "configs/digits.yaml", None]:
@@ -110,7 +110,7 @@ def wrong_command(words, *, whole=True):
         return refusal(words, whole=whole)
     if words[0] == "make":
         return wrong_make(words)
-    # Under a debugger too.
+    # This works under a debugger too.
     if words[0] == "python" and "flotilla.trainer" in words and whole:
         return wrong_task(words)
     return ""
@@ -123,7 +123,7 @@ def wrong_key(word):
         try:
             load_config(None, [f"{key}={value}"])
         except ConfigError as error:
-            # One line of prose does not show what else it needs.
+            # One line of prose may omit its other required parts.
             is_wrong = any(words in str(error) for words in ("no such key", " is not allowed"))
             return str(error) if is_wrong else ""
         return ""

@@ -1,4 +1,4 @@
-"""What a Markdown page says: its blocks of code, its words set as code, its links, its headings."""
+"""The parts of a Markdown page: blocks of code, inline code, links, headings."""
 
 import re
 import shlex

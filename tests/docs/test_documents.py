@@ -63,7 +63,7 @@ def test_every_snippet_of_a_configuration_is_valid(document):
     for block in document.of("yaml"):
         tree = yaml.load(block.text, yaml.CSafeLoader)
         if "apiVersion" not in tree:
-            # As far as what its job would be: it is refused where the engine lacks a setting.
+            # The check includes the job: a setting that the engine lacks is rejected.
             config = parse_config(tree)
             kind = "JobSet" if config.cluster.launcher == "jobset" else "TFJob"
             assert render_job(config)["kind"] == kind
@@ -293,7 +293,7 @@ def test_what_the_page_leaves_out_is_refused_by_jobsets_and_taken_by_tfjobs(key)
         launcher: parse_config({"cluster": {"launcher": launcher, "kubernetes": ANOTHER[key]}})
         for launcher in ("jobset", "tfjob")
     }
-    # A setting of all roles is refused by the name of one.
+    # The error for a setting of all roles names one role.
     role = r"\w+" if section == "pod" else section
     with pytest.raises(ConfigError, match=rf"cluster\.kubernetes\.{role}\.{name}: "):
         render_job(clusters["jobset"])

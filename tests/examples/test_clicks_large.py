@@ -55,7 +55,7 @@ def test_ids_are_sparse_and_have_nothing_of_their_order():
         ids = np.unique(drawn[name])
         assert ids.min() >= 0
         assert 2**51 < ids.max() < 2**52
-        # As far apart as drawn ones are.
+        # As far apart as random ones are.
         assert np.median(np.diff(ids)) == pytest.approx(2**52 / len(ids) * np.log(2), rel=0.1)
 
 
@@ -94,7 +94,7 @@ def test_popularity_drifts_by_as_much_as_was_asked_for():
     ids = np.unique(joined(everyone.draw(0, 0, part) for part in range(3))["item"])
     days = [everyone.exposure(ids, day) for day in range(11)]
     moved = [np.abs(after - before).sum() / 2 for before, after in pairwise(days)]
-    # All of it within ten days, so the same part of it in each.
+    # All of them appear within ten days, the same share on each day.
     np.testing.assert_allclose(moved, np.abs(days[10] - days[0]).sum() / 20, rtol=1e-6)
     assert sum(moved) > 0.5
     still = Clickstream(**{**SMALL, "new_items": 0}, drift=0.0)
@@ -183,7 +183,7 @@ def test_no_table_of_users_or_items_is_held():
     Clickstream(users=10**9, items=10**9).draw(7, 0, 0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # Of a billion numbers one column alone would be 8 GB.
+    # One column of a billion numbers would need 8 GB.
     assert peak < 60_000_000
 
 
@@ -198,7 +198,7 @@ def test_a_dataset_is_made_of_the_events_of_its_days(tmp_path):
     assert fields["version"] == "1.1.6"
     assert set(fields["inputs"]) == {"category", "item", "segment", "shown"}
     assert (fields["targets"], fields["group"]) == (["label"], "user")
-    # TFDS has written nothing.
+    # TFDS wrote no file.
     assert not list(tmp_path.rglob("dataset_info.json"))
 
 
@@ -238,7 +238,7 @@ def config(**args):
 def test_the_newest_version_is_the_day(tmp_path):
     assert newest_version(config(day=17), tmp_path) == "1.1.17"
     begin = datetime.now(UTC).date() - timedelta(days=3)
-    # The day may end while this runs.
+    # The date may change while this runs.
     assert newest_version(config(since=begin.isoformat()), tmp_path) in {"1.1.3", "1.1.4"}
     named = config(since=begin.isoformat()).model_copy(update={"version": "1.1.2"})
     assert datasets.builder(named, tmp_path).day == 2

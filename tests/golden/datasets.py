@@ -1,4 +1,4 @@
-"""Well-known supervised datasets of TFDS, and what is set where one asks for more."""
+"""Well-known supervised datasets of TFDS, and the settings that some of them need."""
 
 IMAGES = {
     "mnist": ("handwritten digits", {}),

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("trainer", "components", "pipelines")
-# Only where there is no git to ask, as in an unpacked archive.
+# Only without git, as in an unpacked archive.
 NOT_OURS = {"build", "dist", "runs", "__pycache__"}
 
 

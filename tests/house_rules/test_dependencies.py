@@ -25,15 +25,14 @@ from tests.house_rules.source import (
     tree,
 )
 
-# Imported by TFDS, `tf.summary` and model_signing, which do not declare them.
+# TFDS, `tf.summary` and model_signing import these without declaring them.
 FOR_OTHERS = {"importlib-resources", "tensorboard", "pyopenssl"}
 LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-cpu", "-gpu")]
 IMAGE = runpy.run_path(".ci/lock.py")
 PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)((?: --hash=sha256:[0-9a-f]{64})+)$")
 
 
-# Modules of TensorFlow and Keras that no version promises: each line has to be looked at when
-# TensorFlow is upgraded.
+# Private modules of TensorFlow and Keras: check each line at an upgrade of TensorFlow.
 MOST_PRIVATE_IMPORTS = 20
 PRIVATE = ("tensorflow.python", "tensorflow.core", "keras.src")
 
@@ -173,7 +172,7 @@ def test_nothing_is_installed_without_its_hash():
             # The project itself, and what `make lock` pins.
             is_own = "--no-deps" in call or "'.[dev]'" in call
             assert is_own or "--require-hashes" in call, f"{file}: {call}"
-            # Without, a requirement with an extra takes the newest version there is.
+            # Without it, a requirement with an extra resolves to the newest version.
             for lock in re.findall(r"--requirement (requirements\S*)", call):
                 assert f"--constraint {lock}" in call, f"{file}: {call}"
             assert is_own or "--no-build-isolation" in call or "build.lock" in call, (

@@ -5,7 +5,7 @@ import re
 
 from tests.house_rules.source import files, python_files, tree
 
-# Words of our own, and the words of the field.
+# Project words, and the field's words for them.
 BANNED = {
     "agreement": "consensus",
     "beside": "next to, or what it is compared with",

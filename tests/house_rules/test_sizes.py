@@ -17,7 +17,7 @@ FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20}
-# Lines that a room may have. A room that wants more says in its decision page what left it.
+# The budget of lines per room. A decision page of a larger room says what was removed.
 BUDGETS = {
     "components": 1625,
     "components/jobset": 300,
@@ -62,7 +62,7 @@ BUDGETS = {
     "trainer/training": 2475,
 }
 
-# Small files with one importer, and why they are files.
+# Small files with one importer, and the reason for each.
 ALONE = {
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",
 }

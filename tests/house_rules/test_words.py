@@ -24,7 +24,7 @@ SEEN = {
     "a ticket": "as in issue" + " 12",
     "how the text came about": "as the A" + "I wrote",
 }
-# Programs, and what has to be written when nobody is left to return it to.
+# Programs, and output without a caller that could receive it.
 WRITERS = {
     "pipelines/cli/__main__.py": "before anything is imported: an interrupt, and a bug",
     "pipelines/cli/exit.py": "the answer of a command",
@@ -38,7 +38,7 @@ WRITERS = {
 WRITES = re.compile(
     r"(builtins\.)?print|sys\.(__)?std(out|err)(__)?(\.buffer)?\.write|(typer|click)\.s?echo"
 )
-# Numbers and times of records, names and servers have one reader, which refuses what only looks so.
+# Numbers, times, names and server addresses have one parser each, which rejects look-alikes.
 READERS = {
     "trainer/runtime/json_records.py": "the reader",
     "trainer/cluster/liveness.py": "a variable of this program's own",

@@ -1,4 +1,4 @@
-"""The paths of an instance: what each takes and gives, by the models of the client."""
+"""The paths of an instance: what each accepts and returns, by the client's models."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 V2 = "/apis/v2beta1"
 HEALTH = {"commit_sha": "0123abc", "tag_name": "2.17.0"}
-# The user interface answers every page that it does not know with this one.
+# The UI answers every unknown page with this one.
 UI = b"<!DOCTYPE html><html><head><title>Kubeflow Pipelines</title></head></html>"
 Handle = Callable[..., Tree]
-# The namespace of pods, where the instance is for one user.
+# The namespace of the pods of a single-user instance.
 NAMESPACE = "kubeflow"
 
 
@@ -31,7 +31,7 @@ class Request:
 
 
 def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
-    """Return what is served next to the API: versions and logs."""
+    """Return the answers outside the API: versions and logs."""
     if path in (f"{V2}/healthz", "/apis/v1beta1/healthz"):
         body = {**HEALTH, "multi_user": instance.multi_user}
         if path.startswith(V2):
@@ -47,7 +47,7 @@ def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, st
 
 
 def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
-    """Return what the user interface serves for its pages, at its address alone."""
+    """Return the answers of the UI's own endpoints, which only its address has."""
     if stored := re.fullmatch(r"/artifacts/(minio|s3|gcs)/(.+)", path):
         return _object(instance, stored[2])
     if path == "/k8s/pod/logs":
@@ -56,7 +56,7 @@ def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int,
 
 
 def _nodes(instance: Instance, run: str) -> tuple[int, str, bytes]:
-    """Return a run as version v1beta1 of the API has it, through the address of the UI as well."""
+    """Return a run in version v1beta1 of the API, which the address of the UI serves too."""
     if not instance.has_v1beta1:
         raise RefusedError(404, "Not Found")
     with instance.store.lock:
@@ -70,7 +70,7 @@ def _nodes(instance: Instance, run: str) -> tuple[int, str, bytes]:
 
 
 def _log(instance: Instance, run: str, pod: str) -> tuple[int, str, bytes]:
-    """Return a log; that of an absent pod is an error with status 200, as the header is out."""
+    """Return a log; for an absent pod an error with status 200, as the header is sent before."""
     with instance.store.lock:
         workflow = instance.store.workflows.get(run)
         logs = {**workflow.archive, **workflow.logs} if workflow else {}
@@ -82,7 +82,7 @@ def _log(instance: Instance, run: str, pod: str) -> tuple[int, str, bytes]:
 
 
 def _object(instance: Instance, key: str) -> tuple[int, str, bytes]:
-    """Return an object of a store in the cluster, as the user interface does for its pages."""
+    """Return an object of the cluster's store, as the UI does for its pages."""
     if not instance.has_ui:
         return 404, "text/plain", b"404 page not found"
     if instance.multi_user:
@@ -94,7 +94,7 @@ def _object(instance: Instance, key: str) -> tuple[int, str, bytes]:
 
 
 def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, bytes]:
-    """Return a log as the user interface does: not of a pod that is gone."""
+    """Return a log as the UI does: none of a deleted pod."""
     if not instance.has_ui:
         return 404, "text/plain", b"404 page not found"
     with instance.store.lock:
@@ -108,7 +108,7 @@ def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, b
 
 
 def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> list[Tree]:
-    """Return what belongs to the requested namespace or experiment."""
+    """Return the objects of the requested namespace or experiment."""
     if experiment := query.get("experiment_id"):
         return [row for row in rows if row.get("experiment_id") == experiment]
     if not instance.multi_user:
@@ -126,7 +126,7 @@ def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> l
 
 
 def _kept(instance: Instance) -> tuple[str, ...]:
-    """Return the operations of a filter of a store of pipelines that has few, else none."""
+    """Return the filter operations of the pipeline store, if it supports only some."""
     return () if instance.pipeline_store == "database" else ("IS_SUBSTRING",)
 
 
@@ -157,7 +157,7 @@ def _upload(instance: Instance, request: Request) -> Tree:
 
 
 def _version(instance: Instance, _pipeline: str, key: str, _request: Request) -> Tree:
-    # The id of the pipeline is not looked at.
+    # The server ignores the pipeline's id.
     return found(instance.store.versions, key, "pipeline version")
 
 
@@ -207,7 +207,7 @@ _RECURRING = f"{V2}/recurringruns"
 
 @dataclass(frozen=True)
 class Route:
-    """A path and method, what does it, the model that it takes, the model that it gives."""
+    """A path and method, its handler, the request model and the response model."""
 
     path: str
     method: str

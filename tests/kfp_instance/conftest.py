@@ -1,4 +1,4 @@
-"""The instance itself, for the tests of what it does."""
+"""The KFP instance as a fixture, for its own tests."""
 
 from tests.kfp_instance.fixtures import compiled, instance, remote, uploaded
 

@@ -1,4 +1,4 @@
-"""What can go wrong with an instance, on demand."""
+"""Faults of an instance, on demand."""
 
 import re
 import threading
@@ -23,7 +23,7 @@ class Fault:
 
 
 class Faults:
-    """All faults of a server; `met` counts how often each pattern was met."""
+    """All faults of a server; `met` counts the matches of each pattern."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

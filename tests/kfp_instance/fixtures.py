@@ -1,4 +1,4 @@
-"""An instance on loopback, and the command line on it."""
+"""An instance on loopback, and the command line that uses it."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from tests.kfp_instance.server import Instance
 
 
 class _Tree(dict[str, Any]):
-    """A JSON object that says what it has where a key is not there: the line of an error."""
+    """A JSON object whose error for a missing key shows its content."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(f"{key} in {dict(self)}")
@@ -27,7 +27,7 @@ class _Tree(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """How a call ended."""
+    """The result of a call."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ class CommandResult:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The JSON object, which is alone on standard output."""
+        """The JSON object, the only output on standard output."""
         [line] = self.out.splitlines()
         return _Tree(json.loads(line))
 
@@ -45,13 +45,13 @@ Flotilla = Callable[..., CommandResult]
 
 @pytest.fixture
 def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
-    """A KFP instance; a home folder of its own, and looks that do not wait."""
+    """A KFP instance, with a separate home folder and polls that do not wait."""
     monkeypatch.setattr(kfp_watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sdk.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "home" / "context.json"))
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     with Instance() as served:
-        # A store that this machine can read.
+        # This machine can read this store.
         served.store.pipeline_root = (tmp_path / "store").as_uri()
         served.store.disk = (tmp_path / "disk").as_uri()
         yield served
@@ -63,7 +63,7 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     (tmp_path / "here").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    # Compiling takes long, and always gives the same.
+    # Compilation is slow and always gives the same result.
     monkeypatch.setattr(compile, "_text_of_pipeline", _compiled_before)
 
     def call(*words: object) -> CommandResult:
@@ -75,7 +75,7 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     return call
 
 
-# The fixture above puts another function in its place.
+# The fixture above replaces this function.
 _COMPILE = compile._text_of_pipeline
 _COMPILED: dict[str, str] = {}
 
@@ -94,7 +94,7 @@ def compiled() -> Package:
 
 @pytest.fixture
 def uploaded(instance, compiled) -> str:
-    """Name of the one version of our pipeline on the instance."""
+    """The name of the only version of our pipeline on the instance."""
     store = instance.store
     made = store.create_pipeline({"display_name": compiled.name})
     version = store.add_version(

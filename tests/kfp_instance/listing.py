@@ -1,4 +1,4 @@
-"""Pages of a list: what the API server takes as filter, order, token and size of a page.
+"""Pages of a list: filter, order, page token and page size of the API server.
 
 Read in `backend/src/apiserver` of 2.17 (`server/list_request_util.go`, `list`, `filter`), and seen.
 """
@@ -14,7 +14,7 @@ from tests.kfp_instance.store import RefusedError, Tree
 
 # The SDK sends the number of an operation.
 OPERATIONS = {1: "EQUALS", 9: "IS_SUBSTRING"}
-# What can be named in a filter and in an order, by what is listed.
+# The keys of filters and orders, by the kind of object.
 _ALL = ("display_name", "name", "created_at", "description", "namespace", "id")
 FIELDS = {
     "pipelines": (*_ALL, "pipeline_id"),
@@ -31,7 +31,7 @@ _PREDICATE = {"operation", "key", "stringValue", "string_value"}
 def page_of(
     things: Iterable[Tree], name: str, query: dict[str, str], *, operations: tuple[str, ...] = ()
 ) -> Tree:
-    """Return a page of what the filter, of these operations, lets through, in order."""
+    """Return an ordered page of the objects that pass the filter with these operations."""
     rows, text = list(things), query.get("filter", "")
     wanted = {"sort_by": query.get("sort_by", ""), "filter": text}
     first = 0
@@ -71,7 +71,7 @@ def _place(token: str) -> tuple[int, dict[str, str]]:
 
 
 def _predicates(text: str) -> list[Tree]:
-    """Return the predicates of a filter, which is decoded a second time, after the query."""
+    """Return the predicates of a filter, which is percent-decoded again after the query."""
     if not text:
         return []
     if re.search(r"%(?![0-9a-fA-F]{2})", text):
@@ -98,7 +98,7 @@ def _let_through(
         raise RefusedError(400, f"no support for filtering on unrecognized field {key!r}")
     wanted = predicate.get("stringValue", predicate.get("string_value", ""))
     if operation == "EQUALS":
-        # The database and Kubernetes compare as people do.
+        # The database and Kubernetes ignore case.
         return [row for row in rows if str(row.get(key, "")).lower() == wanted.lower()]
     if operations:
         return [row for row in rows if wanted.lower() in str(row.get(key, "")).lower()]

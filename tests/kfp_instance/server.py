@@ -1,4 +1,4 @@
-"""A KFP instance over HTTP: the API of 2.17 as far as the client calls it, from a `Store`."""
+"""A KFP instance over HTTP: the part of the API of 2.17 that the client uses, from a `Store`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Instance(ThreadingHTTPServer):
     """The API on a port of loopback; as a context manager it serves until the block ends.
 
     Attributes:
-        token: what has to follow `Bearer`; empty where none is needed.
+        token: the required token after `Bearer`; empty where none is needed.
         multi_user: whether what belongs to a namespace has to name it.
         pipeline_store: where pipelines are kept: `database`, or `kubernetes` with fewer filters.
-        has_ui: whether the address is that of the user interface, which passes the API on.
-        has_v1beta1: whether the version of the API is there that has the nodes; KFP 3 drops it.
-        received: line, headers and body of each, without credentials.
+        has_ui: whether the address is the UI's, which forwards the API.
+        has_v1beta1: whether it serves the API version that has the nodes; KFP 3 drops it.
+        received: line, headers and body of each request, without credentials.
     """
 
     daemon_threads = True
@@ -66,7 +66,7 @@ class Instance(ThreadingHTTPServer):
         return [request for request in self.requests if re.search(pattern, request)]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: clients that go away are what tests are about."""
+        """Print nothing: tests break connections on purpose."""
 
     def __enter__(self) -> Instance:
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -138,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
                 sent = with_text(json.loads(body or b"{}"))
                 check(sent, route.takes)
             except ValueError as error:
-                # A `ShapeError` is one too.
+                # A `ShapeError` is a `ValueError` too.
                 raise RefusedError(400, f"proto: syntax error: {error}") from None
         with self.server.store.lock:
             tree = route.handle(self.server, *words, api.Request(query=query, sent=sent))
@@ -161,11 +161,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _refused_upload(self, error: RefusedError) -> tuple[int, str, bytes]:
         tree = {"error_message": str(error), "error_details": f"Error: {error}"}
-        # Early refusals come before the type is set, which the server then guesses.
+        # Early errors come before the content type is set, and the server guesses it.
         kind = "text/plain; charset=utf-8" if error.status == 400 else "application/json"
         return error.status, kind, json.dumps(tree).encode()
 
-    # The names are those of the base.
+    # The base class defines the names.
     do_GET = do_POST = do_DELETE = _answer  # noqa: N815
 
     def _fail(self, fault: Fault) -> None:

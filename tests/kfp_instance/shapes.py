@@ -1,4 +1,4 @@
-"""What goes over the wire, held against the models of the KFP client, which drops other keys."""
+"""JSON on the wire, checked against the models of the KFP client, which drops unknown keys."""
 
 import re
 from typing import Any
@@ -8,12 +8,12 @@ from kfp_server_api import models
 SCALARS = {"str": str, "bool": bool, "int": int, "float": (int, float), "datetime": str}
 
 
-# The answers hold numbers of 64 bits as text; a request may send a number.
+# Responses have 64-bit numbers as text; a request may send a number.
 INT64 = ("max_concurrency", "interval_second")
 
 
 def with_text(tree: Any) -> Any:
-    """Return what was sent, with numbers of 64 bits as an instance tells them."""
+    """Return the JSON with 64-bit numbers as an instance writes them."""
     if isinstance(tree, dict):
         return {
             key: str(value) if key in INT64 and isinstance(value, int) else with_text(value)
@@ -23,7 +23,7 @@ def with_text(tree: Any) -> Any:
 
 
 class ShapeError(ValueError):
-    """A tree is not what the model says."""
+    """A JSON tree does not match its model."""
 
 
 def check(tree: Any, kind: str, where: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What an instance holds: pipelines, experiments, runs, recurring runs."""
+"""The state of an instance: pipelines, experiments, runs, recurring runs."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ Tree = dict[str, Any]
 NOT_FOUND, CONFLICT, INVALID = 404, 409, 400
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# An integer is any number to the API.
+# The API accepts any number as an integer.
 TYPES = {
     "STRING": str,
     "NUMBER_INTEGER": (int, float),
@@ -45,13 +45,13 @@ class Store:
         self.runs: dict[str, Tree] = {}
         self.recurring: dict[str, Tree] = {}
         self.workflows: dict[str, Workflow] = {}
-        # Of runs that name none.
+        # For runs that name none.
         self.pipeline_root = ""
-        # Of the buckets of a store in the cluster: a folder, as a URI.
+        # The folder of the buckets of the cluster's store, as a URI.
         self.disk = ""
         # Whether a schedule may be deleted without its workflows: since 2.16.
         self.leaves_orphans = True
-        # What happens to a run: one of these at each look at it.
+        # The events of a run: each request for it applies the next one.
         self.play: list[Callable[[Workflow, Tree], None]] = []
         self._seconds = itertools.count()
 
@@ -132,7 +132,7 @@ class Store:
         return made
 
     def get_run(self, run_id: str) -> Tree:
-        """Return a run with its nodes, after the next thing in it has happened."""
+        """Return a run with its nodes, after its next event."""
         run = found(self.runs, run_id, "run")
         if self.play:
             self.play.pop(0)(self.workflows[run_id], run)
@@ -146,7 +146,7 @@ class Store:
         self._note(run)
 
     def terminate(self, run_id: str) -> Tree:
-        """Ask a run to end; it is FAILED in the end, after it was CANCELING."""
+        """Terminate a run: its state becomes CANCELING, and then FAILED."""
         run = found(self.runs, run_id, "run")
         begun = run["state"] in ("PENDING", "RUNNING", "PAUSED")
         _require(begun, INVALID, f"Failed to terminate a run {run_id}. Row not found")
@@ -171,14 +171,14 @@ class Store:
         _require(cron is None or is_cron(cron), INVALID, f"Schedule cron is not supported: {cron}")
         made = {**body, "recurring_run_id": _id(), "created_at": self._now()}
         made["status"] = "ENABLED" if body.get("mode") == "ENABLE" else "DISABLED"
-        # What takes the newest version at each run is no workflow yet, which would get the default.
+        # With the newest version at each run there is no workflow yet to get the default.
         if body["pipeline_version_reference"].get("pipeline_version_id"):
             made["service_account"] = body.get("service_account") or "pipeline-runner"
         self.recurring[made["recurring_run_id"]] = made
         return made
 
     def fire(self, recurring_run_id: str) -> Tree:
-        """Start the next run of a schedule, as its controller does by the same API."""
+        """Start the next run of a schedule, as its controller does through the same API."""
         each = self.recurring[recurring_run_id]
         copied = ("runtime_config", "experiment_id", "pipeline_version_reference")
         body = {key: each[key] for key in copied}
@@ -209,7 +209,7 @@ class Store:
         reference = body.get("pipeline_version_reference") or {}
         pipeline = reference.get("pipeline_id")
         if key := reference.get("pipeline_version_id"):
-            # Seen as 500, not as 404: the server wraps the one in the other.
+            # The server wraps the 404 in a 500.
             version = found(self.versions, key, "PipelineVersion", BROKEN)
             same = version["pipeline_id"] == pipeline
             _require(same, INVALID, f"Pipeline version {key} belongs to another pipeline")

@@ -438,12 +438,12 @@ def test_a_pod_has_the_hash_of_the_name_of_its_node(get, run_id, workflow):
     assert workflow.pod("train_model") == (
         f"flotilla-training-x7z2p-{IMPLEMENTATION}-{fnv(node['name'])}"
     )
-    # As published for this hash.
+    # The published test vector of this hash.
     assert (fnv(""), fnv("a"), fnv("foobar")) == (0x811C9DC5, 0xE40C292C, 0xBF9CF968)
 
 
 def played(*stages):
-    """Return the nodes of a run in which these stages were done, and then the exit step."""
+    """Return the nodes of a run that completed these stages and the exit step."""
     workflow = Workflow("some-run")
     for stage in (*stages, *(() if "register_model" in stages else [None]), "finish"):
         if stage is None:
@@ -456,12 +456,12 @@ def played(*stages):
 
 
 def pods(nodes):
-    """Return how many pods there are of each kind."""
+    """Return the number of pods of each kind."""
     return Counter(each["templateName"] for each in nodes if each["type"] == "Pod")
 
 
 def compiled_pods(spec):
-    """Return how many pods a run of a compiled pipeline has, of each kind."""
+    """Return the number of pods of each kind in a run of a compiled pipeline."""
     found = Counter({"system-dag-driver": 1})
     dags = [spec["root"]["dag"]]
     while dags:
@@ -478,7 +478,7 @@ def compiled_pods(spec):
 def test_a_whole_run_has_the_pods_of_the_compiled_pipeline(compiled):
     found = pods(played(*(stage.name for stage in WORKING)))
     assert found == compiled_pods(compiled.spec.get("pipeline_spec", compiled.spec))
-    # Of the root, of the exit handler, and of the groups of training and of the export.
+    # The drivers of the root, of the exit handler, and of the groups of training and export.
     expected = {"system-dag-driver": 4, "system-container-driver": 5, IMPLEMENTATION: 5}
     assert found == expected
 
@@ -539,7 +539,7 @@ def test_the_page_answers_the_path_of_logs_with_its_start_page(instance, get, ru
     instance.has_ui = True
     path = f"/apis/v1alpha1/runs/{run_id}/nodes/{workflow.pod('train_model')}/log"
     assert get(path)[:2] == (200, "text/html")
-    # The API is behind this address as well.
+    # This address serves the API too.
     assert nodes(get, run_id)
 
 

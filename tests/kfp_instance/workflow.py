@@ -1,4 +1,4 @@
-"""A run as KFP 2.17 and Argo 4.0.5 leave it: the nodes of a workflow, its pods' logs, its records.
+"""The nodes, pod logs and records of a run, as KFP 2.17 and Argo 4.0.5 leave them.
 
 KFP's configuration of Argo gives every template a retry strategy, so that each task is a node `x`
 and a node `x(0)` for its first try. A step is a task `x-driver` and a task `x` with a task
@@ -30,7 +30,7 @@ BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 EXECUTOR = "metadata-0-6-retry-system-container-executor"
 IMPLEMENTATION = "metadata-0-6-retry-system-container-impl"
 IMAGE = "registry.example/flotilla:1"
-# As the SDK names the groups with a condition: one in the other.
+# The SDK's names of the nested condition groups.
 CONDITIONS = ("condition-2", "condition-3")
 Node = dict[str, Any]
 
@@ -49,13 +49,13 @@ def fnv(name: str) -> int:
 class Workflow:
     """The nodes of one run; each change is a second later than the one before.
 
-    What happens to a step may be said of any of its stages.
+    The methods accept any stage of a step for the step.
 
     Attributes:
-        has_old_steps: whether each stage is a step, as in pipelines of before.
-        logs: of the pods that are there; `archive`: of those that are gone.
+        has_old_steps: whether each stage is a step, as in older pipelines.
+        logs: the logs of existing pods; `archive`: the logs of deleted pods.
         disk: URI of the folder with the buckets of a store that only the instance can read.
-        is_gone: whether the workflow was deleted; the API keeps what was reported last.
+        is_gone: whether the workflow was deleted; the API keeps its last report.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Workflow:
         self._outer = self._enter(self._handler)
 
     def begin(self, step: str, *, image: str = IMAGE) -> None:
-        """Start the step of a stage where it has not begun; its code has not said anything yet."""
+        """Start the step of a stage, if it has not begun; its code has written nothing yet."""
         if self._has(step):
             return
         self._drive(step)
@@ -101,7 +101,7 @@ class Workflow:
         self.logs[self.pod(step)] += text
 
     def say_begin(self, stage: str) -> None:
-        """Let a stage say that it begins: in the log of its step and in its record."""
+        """Write the start of a stage to the log of its step and to its record."""
         self.write(stage, log_of(StepBegin(step=stage)))
         folder = self.root
         if not folder.startswith("file://"):
@@ -113,11 +113,11 @@ class Workflow:
         self._records[stage].begin()
 
     def say_progress(self, stage: str, **metrics: Any) -> None:
-        """Let a stage that goes on say how far it is."""
+        """Write the progress of a running stage."""
         self._records[stage].progress(metrics)
 
     def end(self, stage: str, state: str = "SUCCEEDED", **record: Any) -> None:
-        """End a stage, which says how; the step ends with its last one, or after a failure."""
+        """End a stage with its outcome; the step ends with its last stage or a failure."""
         status = "done" if state == "SUCCEEDED" else "failed"
         whole = {"status": status, "exit_code": 0 if status == "done" else 1, "seconds": 1.5}
         self.say_begin(stage)
@@ -130,19 +130,19 @@ class Workflow:
             self.stop(stage, state)
 
     def stop(self, step: str, state: str, message: str = "") -> None:
-        """End a step without a word; KFP has the message of its pod."""
+        """End a step without a record; KFP has the message of its pod."""
         failed = state == "FAILED"
         said = message or ("main: Error (exit code 1)" if failed else "")
         self._close(self._group(step), "Failed" if failed else "Succeeded", pod_message=said)
 
     def lose_pod(self, step: str, pause: str = "1 minutes 0 seconds") -> None:
-        """Let the pod of a step be deleted; Argo waits before it makes the next one."""
+        """Delete the pod of a step; Argo waits before it creates the next one."""
         last = self._last(step)
         last.update(phase="Error", finishedAt=self._now(), message="pod deleted")
         self._named(last["name"].rpartition("(")[0])["message"] = f"Backoff for {pause}"
 
     def try_again(self, step: str) -> None:
-        """Make the next pod of a step whose pod was lost."""
+        """Create the next pod of a step whose pod was lost."""
         last = self._last(step)
         name, _, number = last["name"].removesuffix(")").rpartition("(")
         self._named(name)["message"] = ""
@@ -151,7 +151,7 @@ class Workflow:
         self.logs[self.pod(step)] = ""
 
     def fail_driver(self, step: str, message: str = "main: Error (exit code 1)") -> None:
-        """Let KFP's own driver of a step, or of the whole run (`root`), fail."""
+        """Fail KFP's own driver of a step, or of the whole run (`root`)."""
         if step == "root":
             self.nodes, self.logs, self._outer = [], {}, ""
             self._outer = self._tried(WORKFLOW, "entrypoint", "DAG")
@@ -182,7 +182,7 @@ class Workflow:
             outer = f"{group}(0)"
 
     def terminate(self) -> None:
-        """Do what Argo does when the limit of the workflow is set to 0 seconds."""
+        """Terminate as Argo does when the deadline of the workflow is set to 0 seconds."""
         self.active_deadline = 0
         for node in self.nodes:
             if node["phase"] in ("Running", "Pending"):
@@ -191,7 +191,7 @@ class Workflow:
                 node.update(phase="Failed", finishedAt=self._now())
 
     def lose_pods(self) -> None:
-        """Let the hour pass after which the workflow and its pods are removed."""
+        """Remove the workflow and its pods, as happens an hour after the end."""
         self.archive.update(self.logs)
         self.logs.clear()
 
@@ -276,7 +276,7 @@ class Workflow:
         return node
 
     def _pod_spec(self, step: str, image: str) -> dict[str, Any]:
-        """Return what KFP's driver has made of a step for the launcher in its pod."""
+        """Return the pod spec that KFP's driver gives the launcher of a step."""
         name = self._kfp_name(step)
         place = f"{self._pipeline_root}/flotilla-training/{self.run_id}/{name}/77/place"
         given = {
@@ -344,7 +344,7 @@ def log_of(event: Event) -> str:
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("flotilla.trainer.events")
     level = logger.level
-    # By the method: the logger remembers what is enabled, and forgets it only there.
+    # Only the method `setLevel` clears the logger's cache of enabled levels.
     logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)

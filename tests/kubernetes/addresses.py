@@ -1,7 +1,7 @@
-"""An address of loopback for each pod that has a hostname, as the pods of a JobSet have.
+"""A loopback address for each pod that has a hostname, as the pods of a JobSet have.
 
 TensorFlow's server listens on all addresses, so each pod gets a free port, to which the network
-takes those who ask for the port of the manifest.
+relays connections to the port of the manifest.
 """
 
 import itertools
@@ -17,7 +17,7 @@ class Addresses:
     """The addresses of pods by their UID, and the ports on which they listen."""
 
     def __init__(self, ports: dict[str, dict[int, int]]) -> None:
-        """Write to `ports` where a pod listens, by the port for which it is asked."""
+        """Write the real port of each pod to `ports`, by the port of its manifest."""
         self._ports = ports
         self._held = ExitStack()
         self._found: dict[str, str] = {}
@@ -48,7 +48,7 @@ class Addresses:
         ports = self._ports.setdefault(pod["metadata"]["uid"], {})
         asked = int(found[2])
         if asked not in ports:
-            # It is held so that nobody else gets it, and does not listen: the pod still can.
+            # The socket reserves the port and does not listen, so the pod still can.
             holder = self._held.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(("127.0.0.1", 0))
@@ -56,5 +56,5 @@ class Addresses:
         return f'"{found[1]}:{ports[asked]}"'
 
     def close(self) -> None:
-        """Let go of all ports."""
+        """Release all ports."""
         self._held.close()

@@ -1,6 +1,6 @@
-"""Pod Security admission: what the standard `restricted` refuses, in the words of Kubernetes.
+"""Pod Security admission: what the standard `restricted` rejects, in the words of Kubernetes.
 
-Of its checks these are those that a pod of a training job can meet; `baseline` is not enforced.
+It has only the checks that a training pod can fail; `baseline` is not enforced.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ _PROFILES = ("RuntimeDefault", "Localhost")
 
 
 def refusal(pod: Tree, labels: Mapping[str, str]) -> str:
-    """Return why a namespace with these labels does not admit a pod; empty where it does."""
+    """Return why a namespace with these labels rejects a pod, or an empty string."""
     if labels.get(ENFORCE) != RESTRICTED:
         return ""
     found = [text for check in _CHECKS for text in check(pod["spec"])]

@@ -20,12 +20,12 @@ from tests.kubernetes.server import Server
 from tests.kubernetes.store import Store, Tree
 
 NAMESPACE = "models"
-# Who the tasks of a job are to the API.
+# The service account of the tasks of a job.
 TRAINER, TRAINER_TOKEN = f"system:serviceaccount:{NAMESPACE}:flotilla-trainer", "a-pods-token"
 
 
 class Cluster:
-    """What a test does and sees; without a kubelet the test sets the states of pods itself."""
+    """The actions and views of a test; without a kubelet the test sets the states of pods."""
 
     def __init__(self, server: Server, operator: Operator, kubeconfig: Path) -> None:
         self.server = server
@@ -52,7 +52,7 @@ class Cluster:
     def install_jobset(
         self, version: str = "v0.12.0", replicas: int = 1, lacks: Iterable[str] = ()
     ) -> None:
-        """Serve JobSets, but for fields that it `lacks`, and start or stop their controller."""
+        """Serve JobSets without the fields in `lacks`, and start or stop their controller."""
         name, place = "jobset-controller-manager", "jobset-system"
         parts = {"name": "jobset", "instance": "jobset", "component": "manager"}
         labels = {f"app.kubernetes.io/{key}": value for key, value in parts.items()}
@@ -134,7 +134,7 @@ class Cluster:
     def pods(self) -> dict[str, Tree]:
         """Return the pods by task, such as `worker-0`.
 
-        Of several of one task it is the newest of those that run, if any does, else of all.
+        For a task with several pods it is the newest running one, or else the newest.
         """
         found: dict[str, Tree] = {}
         for pod in self.store.all("pods", NAMESPACE):
@@ -165,7 +165,7 @@ class Cluster:
         return self.pods()
 
     def wait_watched(self, *kinds: str, times: int = 1) -> None:
-        """Wait until so many watches of each kind began: of TFJobs and pods where none is named."""
+        """Wait until this many watches of each kind have begun; by default TFJobs and pods."""
         for kind in kinds or ("tfjobs", "pods"):
 
             def watched(kind: str = f"{kind}?") -> bool:
@@ -206,7 +206,7 @@ class Cluster:
             self.server.logs.write(uid, 0, line)
 
     def write_event(self, task: str, event: Event) -> str:
-        """Write an event to the log of a task, as the task does; return its line."""
+        """Write an event to the log of a task as the task does, and return the line."""
         [container] = self.pod(task)["spec"]["containers"]
         job = next(each["value"] for each in container["env"] if each["name"] == JOB)
         line = f"2026-01-01 00:00:00,000 INFO {json.dumps({**to_tree(event), 'job': job})}"
@@ -221,14 +221,14 @@ class Cluster:
         return pods.finished(self.store, pod, code, message, reason)
 
     def kill(self, task: str, number: int = signal.SIGKILL) -> Tree:
-        """Send a signal to the processes of a task, and return the pod that it had."""
+        """Send a signal to the processes of a task, and return its pod."""
         assert self.kubelet
         pod = self.pod(task)
         self.kubelet.kill(NAMESPACE, pod["metadata"]["name"], number)
         return pod
 
     def take_away(self, task: str, reason: str = "", grace: int | None = None) -> Tree:
-        """Delete the pod of a task as Kubernetes does for a reason, or a person for none."""
+        """Delete the pod of a task: as Kubernetes does with a reason, or a person without one."""
         with self.store.changed:
             pod = self.pod(task)
             if reason:
@@ -282,7 +282,7 @@ def jobset(
     pod: Mapping[str, object] | None = None,
     **spec: object,
 ) -> Tree:
-    """Return a JobSet whose tasks do nothing, and which is done when its chief is."""
+    """Return a JobSet whose tasks do nothing, and which completes with its chief."""
     container = {"name": "tensorflow", "command": ["true"]}
     pods_spec = {"containers": [container], "restartPolicy": "Never", **(pod or {})}
     template = {"spec": {"completions": 1, "parallelism": 1, "template": {"spec": pods_spec}}}
@@ -350,7 +350,7 @@ def real_cluster(
 
 
 def shared(folder: Path) -> str:
-    """Return the setting by which the pods share a folder; processes of one machine do anyway."""
+    """Return the setting for a shared folder, which local processes have anyway."""
     volume = {"name": "shared", "mount_path": str(folder), "source": {"emptyDir": {}}}
     return f"cluster.kubernetes.pod.volumes={json.dumps([volume])}"
 

@@ -1,4 +1,4 @@
-"""The API outside of a namespace's objects: version, kinds, nodes, namespaces, access reviews."""
+"""The API outside a namespace's objects: version, kinds, nodes, namespaces, access reviews."""
 
 import re
 from collections.abc import Callable
@@ -25,10 +25,10 @@ class Control:
     """Answers every request that is not about the objects of a namespace.
 
     Attributes:
-        user: who sends the requests, apart from those with a token of `users`.
-        granted: pairs of verb and resource for a user; who is not in it may do everything.
+        user: the sender of requests without a token of `users`.
+        granted: pairs of verb and resource per user; a user without an entry may do everything.
         denied: `(user, verb, resource)`, whatever is granted.
-        is_webhook_silent: whether TFJobs are judged by a webhook that nobody answers.
+        is_webhook_silent: whether the webhook for TFJobs has no server.
     """
 
     def __init__(self, store: Store) -> None:
@@ -63,7 +63,7 @@ class Control:
         raise NotServedError
 
     def check_served(self, group: str, version: str, kind: str) -> None:
-        """Refuse what the cluster has no resource for, as its HTTP server does."""
+        """Reject a path without a resource, as the HTTP server of the cluster does."""
         if kind in ("jobsets", "jobs", "leases") and group != rbac.GROUPS[kind]:
             raise NotServedError
         if group in BUILT_IN:
@@ -72,7 +72,7 @@ class Control:
             raise NotServedError
 
     def call_webhook(self) -> None:
-        """Have the operator judge a TFJob that is written, where its webhook is installed."""
+        """Have the operator validate a written TFJob, where its webhook is installed."""
         if self.is_webhook_silent:
             raise RefusedError(500, "InternalError", WEBHOOK_FAILED)
 
@@ -95,7 +95,7 @@ class Control:
             self.denied.add((user, verb, resource))
 
     def user_of(self, token: str) -> str:
-        """Return who sends a request with this token."""
+        """Return the user of this token."""
         return self.users.get(token, self.user)
 
     def may(self, user: str, verb: str, resource: str) -> bool:

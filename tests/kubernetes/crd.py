@@ -1,4 +1,4 @@
-"""What an API server does with an object of a custom resource: defaults, unknown fields, types.
+"""The API server's handling of a custom resource: defaults, unknown fields, types.
 
 The schema is that of the CRD, which is no part of this repository: without it an object is taken as
 it is. Read in Kubernetes 1.33, `apiextensions-apiserver`; the words of a strict decoder were seen.
@@ -77,7 +77,7 @@ def _pruned(
 
 
 def invalid(node: Any, schema: Tree, path: str = "") -> list[str]:
-    """Return why an object is not what the schema wants: types, required fields, values."""
+    """Return why an object violates the schema: types, required fields, values."""
     kind, found = schema.get("type", ""), []
     wanted = _TYPES.get(kind, (object,))
     is_bool = isinstance(node, bool) and kind in ("integer", "number")
@@ -113,7 +113,7 @@ def changed(old: Tree, new: Tree, schema: Tree) -> list[str]:
     return [
         f'spec.{key}: Invalid value: "{each.get("type", "object")}": Value is immutable'
         for key, each in properties.items()
-        # A rule that compares with the old value is not asked where there was none, or is none.
+        # A transition rule needs both an old and a new value.
         if key in old["spec"] and key in new["spec"] and old["spec"][key] != new["spec"][key]
         for rule in each.get("x-kubernetes-validations", [])
         if rule["rule"] == "self == oldSelf"

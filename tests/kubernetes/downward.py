@@ -1,4 +1,4 @@
-"""What a pod's variables may say of the pod itself: the downward API."""
+"""The downward API: the fields of a pod that its variables may contain."""
 
 import re
 from typing import Any

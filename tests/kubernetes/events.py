@@ -1,4 +1,4 @@
-"""The events that the parts of a cluster write about its objects: one for each message."""
+"""The events that the parts of a cluster write about its objects: one per message."""
 
 import hashlib
 from contextlib import suppress
@@ -7,7 +7,7 @@ from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 
 def warn(store: Store, involved: Tree, reason: str, message: str) -> None:
-    """Write a warning about an object; the same one again is counted, which no test needs."""
+    """Write a warning about an object; repeated warnings are written once, without a count."""
     write(store, involved, reason, message)
 
 

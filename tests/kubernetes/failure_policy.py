@@ -1,4 +1,4 @@
-"""What a Job's `podFailurePolicy` says of a pod that has failed.
+"""A Job's `podFailurePolicy`, applied to a failed pod.
 
 Read in Kubernetes 1.33, `pkg/controller/job/pod_failure_policy.go`.
 """

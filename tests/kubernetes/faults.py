@@ -4,7 +4,7 @@ import re
 import threading
 from dataclasses import dataclass, field
 
-# The status of a fault that sends no answer until the server ends.
+# The status of a fault that does not answer before the server ends.
 SILENCE = -1
 
 
@@ -13,8 +13,8 @@ class Fault:
     """A wrong answer, `times` times, to requests that match `pattern`.
 
     The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without an
-    answer. A `late` fault does what was requested before it answers wrongly. One that `echoes`
-    has the headers of the request in its message.
+    answer. A `late` fault executes the request before its wrong answer. One that `echoes`
+    repeats the headers of the request in its message.
     """
 
     pattern: str

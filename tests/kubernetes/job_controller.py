@@ -1,9 +1,9 @@
-"""The Job controller of Kubernetes 1.33: what can be observed of Jobs and of their pods.
+"""The Job controller of Kubernetes 1.33: the observable behaviour of Jobs and their pods.
 
-A Job has a pod for each index, named with a random suffix: a failed one stays, and another one
-takes its index after a back-off that doubles and is reset by nothing while the Job is there (a pod
-that a policy ignores counts for it as well). A finalizer keeps each pod until its end is counted.
-With a `podFailurePolicy` a pod is replaced only once it has ended, so never on a node that is dead.
+A Job has a pod for each index, named with a random suffix. A failed pod stays, and a new pod takes
+its index after a back-off. The back-off doubles and is never reset during the life of a Job; a pod
+that a policy ignores counts as well. A finalizer keeps each pod until its end is counted.
+With a `podFailurePolicy` a pod is replaced only once it has ended, so never on a dead node.
 Read in `pkg/controller/job`: conditions, events, and the order in which they come. Not here:
 limits by index, and success policies.
 """
@@ -100,7 +100,7 @@ class JobController(Reconciler):
         self._count(sync)
 
     def _fail(self, sync: Sync, reason: str, message: str) -> None:
-        """Delete what runs; the Job has failed once no pod is left that does."""
+        """Delete running pods; the Job has failed once no pod runs."""
         for pod in sync.active:
             self._delete(sync.job, pod)
         put(sync.job, "FailureTarget", "True", reason, message)
@@ -119,7 +119,7 @@ class JobController(Reconciler):
         job = sync.job
         if job["spec"].get("suspend"):
             for pod in sync.active:
-                # What is not tracked is not counted: its end is no failure.
+                # The end of an untracked pod is not counted, so it is no failure.
                 self._release(pod)
                 self._delete(job, pod)
                 sync.deleted.append(pod)
@@ -149,7 +149,7 @@ class JobController(Reconciler):
             events.note(self._store, job, "SuccessfulCreate", words)
 
     def _count(self, sync: Sync) -> None:
-        """Write the status, and let go of the pods whose end is in it."""
+        """Write the status, and remove the finalizers of the pods that it counts."""
         job, status = sync.job, sync.job["status"]
         running = [p for p in sync.active if p not in sync.deleted]
         status["active"] = len(running) + len(sync.created)
@@ -205,7 +205,7 @@ class Sync:
 
     def _is_failed(self, pod: Tree) -> bool:
         phase = pod["status"].get("phase")
-        # A pod that is being deleted counts at once where it may be replaced at once.
+        # A terminating pod counts at once if it may be replaced at once.
         is_going = bool(pod["metadata"].get("deletionTimestamp")) and phase != "Succeeded"
         return phase == "Failed" or (is_going and not self.waits)
 
@@ -228,7 +228,7 @@ class Sync:
         return "", ""
 
     def _crashed(self) -> bool:
-        """Return whether containers have begun again in their pods more often than they may."""
+        """Return whether containers have restarted in their pods more often than allowed."""
         spec = self.job["spec"]
         if spec["template"]["spec"].get("restartPolicy") != "OnFailure":
             return False
@@ -246,7 +246,7 @@ class Sync:
 
 
 def is_tracked(pod: Tree) -> bool:
-    """Return whether the end of a pod is still to be counted."""
+    """Return whether the end of a pod has not been counted yet."""
     return TRACKED in pod["metadata"].get("finalizers", [])
 
 

@@ -1,4 +1,4 @@
-"""What the API of Kubernetes 1.33 adds to a Job, and what it refuses of one, in its words."""
+"""The defaults and the validation of Jobs in the API of Kubernetes 1.33, in its words."""
 
 from tests.kubernetes.store import RefusedError, Tree
 
@@ -6,7 +6,7 @@ _TEMPLATE = "spec.template.spec.restartPolicy"
 
 
 def defaulted(job: Tree) -> Tree:
-    """Return a Job with its defaults; a policy for failed pods has them replaced when failed."""
+    """Return a Job with its defaults; with a `podFailurePolicy`, pods are replaced when failed."""
     spec = job["spec"]
     if "completions" not in spec and "parallelism" not in spec:
         spec |= {"completions": 1, "parallelism": 1}

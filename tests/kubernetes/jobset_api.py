@@ -11,7 +11,7 @@ from tests.kubernetes.jobset_controller import NAME
 from tests.kubernetes.store import RefusedError, Tree, generated
 
 CRD = "jobset.x-k8s.io_jobsets"
-#: Marks what an object without a schema would not do.
+#: Marks tests that need the schema.
 with_schema = pytest.mark.skipif(
     not crd.schema(CRD), reason="the CRD of JobSet is absent: it is no part of Flotilla"
 )
@@ -19,7 +19,7 @@ KINDS = {"jobset.x-k8s.io/v1alpha2": ["jobsets", "jobsets/status"]}
 
 
 class JobSetApi:
-    """What the API server does with JobSets that are written, and with the pods of JobSets."""
+    """The API server's handling of JobSets and of their pods."""
 
     def __init__(self) -> None:
         self.is_installed = False
@@ -48,7 +48,7 @@ class JobSetApi:
         name = tree["metadata"].get("name", "")
         refuse(jobset_webhook.KIND, name, crd.invalid(tree, schema))
         tree = jobset_webhook.defaulted(tree)
-        # The webhook that refuses is called with the name that was made up.
+        # The validating webhook is called with the generated name.
         tree["metadata"].setdefault("name", generated(tree["metadata"].get("generateName", "")))
         jobset_webhook.check_created(tree)
         return tree
@@ -68,7 +68,7 @@ class JobSetApi:
         jobset_webhook.check_changed(old, new)
 
     def check(self, kind: str, tree: dict[str, Any]) -> None:
-        """Refuse a pod of a JobSet while nobody answers the webhook for pods."""
+        """Reject a pod of a JobSet while the webhook for pods is unreachable."""
         labels = tree["metadata"].get("labels") or {}
         if kind == "pods" and self.is_installed and self.is_away and NAME in labels:
             raise jobset_webhook.unanswered("mpod.kb.io", "mutate--v1-pod")

@@ -89,7 +89,7 @@ class JobSetController(Reconciler):
         events.write(self._store, jobset, reason, message, type=event, action="Reconciling", **at)
 
     def _delete(self, jobs: list[Tree]) -> None:
-        """Delete Jobs in the foreground: they are there until their pods have gone."""
+        """Delete Jobs in the foreground: they exist until their pods have gone."""
         for job in jobs:
             meta = job["metadata"]
             if not meta.get("deletionTimestamp"):
@@ -108,7 +108,7 @@ class JobSetController(Reconciler):
             self._store.delete("jobsets", meta["namespace"], meta["name"], meta["uid"])
 
     def _fail(self, jobset: Tree, failed: list[Tree]) -> None:
-        """Fail the JobSet, or begin all of it again, as its failure policy says."""
+        """Fail the JobSet, or restart all of it, as its failure policy says."""
         policy, status = jobset["spec"].get("failurePolicy"), jobset["status"]
         first = min(failed, key=failed_at)["metadata"]["name"]
         named = f"(first failed job: {first})"
@@ -128,7 +128,7 @@ class JobSetController(Reconciler):
         status["terminalState"] = "Failed"
 
     def _serve(self, jobset: Tree) -> None:
-        """Create the headless Service; one of that name is used, whoever owns it."""
+        """Create the headless Service; an existing one of that name is used, whatever its owner."""
         network, meta = jobset["spec"]["network"], jobset["metadata"]
         name = network.get("subdomain") or meta["name"]
         if not network["enableDNSHostnames"]:
@@ -196,7 +196,7 @@ def is_ready(jobset: Tree) -> bool:
 
 
 def is_successful(jobset: Tree, succeeded: list[Tree]) -> bool:
-    """Return whether the Jobs that have succeeded are those of the success policy."""
+    """Return whether the succeeded Jobs satisfy the success policy."""
     policy = jobset["spec"]["successPolicy"]
     roles = jobset["spec"]["replicatedJobs"]
     targets = policy.get("targetReplicatedJobs") or [role["name"] for role in roles]
@@ -213,7 +213,7 @@ def failed_at(job: Tree) -> str:
 def counted(
     jobset: Tree, active: list[Tree], succeeded: list[Tree], failed: list[Tree]
 ) -> list[Tree]:
-    """Return the counts of Jobs by role, sorted as the controller does: backwards."""
+    """Return the counts of Jobs by role, in the reverse order that the controller uses."""
     found = []
     for role in jobset["spec"]["replicatedJobs"]:
         its = [job for job in active if job["metadata"]["labels"][ROLE] == role["name"]]

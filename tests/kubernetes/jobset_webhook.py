@@ -1,4 +1,4 @@
-"""The webhooks of JobSet v0.12.0: what they add to a JobSet, and what they refuse.
+"""The webhooks of JobSet v0.12.0: defaults and validation of a JobSet.
 
 Read in `pkg/webhooks` of that version. All have `failurePolicy: Fail`: without the controller no
 JobSet is created or patched and no pod of one is created, while reading and deleting work.
@@ -25,12 +25,12 @@ _GATE = (
     "RestartJob and RestartJobAndIgnoreMaxRestarts failure policy actions are not allowed when "
     "RestartJob feature gate is disabled"
 )
-# What Kueue may write while a JobSet is suspended.
+# The fields that Kueue may change while a JobSet is suspended.
 _MUTABLE = ("nodeSelector", "tolerations", "schedulingGates")
 
 
 def unanswered(name: str, path: str) -> RefusedError:
-    """Return the refusal of the API server where nobody answers a webhook."""
+    """Return the API server's error for an unreachable webhook."""
     message = (
         f'Internal error occurred: failed calling webhook "{name}": failed to call webhook: Post '
         f'"https://jobset-webhook-service.jobset-system.svc:443/{path}?timeout=10s": '
@@ -40,7 +40,7 @@ def unanswered(name: str, path: str) -> RefusedError:
 
 
 def defaulted(jobset: Tree) -> Tree:
-    """Return a JobSet with what the webhook adds."""
+    """Return a JobSet with the defaults of the webhook."""
     spec = jobset["spec"]
     spec.setdefault("successPolicy", {"operator": "All"})
     spec.setdefault("startupPolicy", {"startupPolicyOrder": "AnyOrder"})
@@ -117,7 +117,7 @@ def check_changed(old: Tree, new: Tree) -> None:
 
 
 def _keep(job: Tree, before: Tree) -> None:
-    """Set back what may change, so that the rest can be compared."""
+    """Reset the mutable fields, so that the rest can be compared."""
     pairs = [(job["template"], before["template"], "metadata")]
     pairs += [(job["template"]["spec"], before["template"]["spec"], key) for key in _MUTABLE]
     for tree, old, key in pairs:

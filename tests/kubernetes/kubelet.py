@@ -1,7 +1,7 @@
 """Runs the command of every pod as a local process, for tests that train.
 
-A pod's mounts are below a folder of its own; the paths at which it expects them are replaced in
-its command, its working folder and its variables. Memory, nodes and images are ignored.
+Each pod has a folder with its mounts; the mount paths are replaced in its command, its working
+folder and its variables. Memory, nodes and images are ignored.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Kubelet:
         os.killpg(self._processes[uid].pid, number)
 
     def kill_task(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to what the first process of a pod has started, but to no child of that."""
+        """Send a signal to the direct children of a pod's first process only."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         first = self._processes[uid].pid
         for pid in Path(f"/proc/{first}/task/{first}/children").read_text("ascii").split():
@@ -97,7 +97,7 @@ class Kubelet:
         return [str(each.args) for each in self._processes.values() if each.poll() is None]
 
     def evict(self, namespace: str, name: str, message: str) -> None:
-        """Kill a pod since the node is short of something."""
+        """Kill a pod because the node is short of a resource."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         self._evicted[uid] = message
         os.killpg(self._processes[uid].pid, signal.SIGKILL)
@@ -108,7 +108,7 @@ class Kubelet:
                 pods = self._store.all("pods")
                 for pod in pods:
                     self._reconcile(pod)
-                # A pod that was deleted by force is gone from the API before it is from its node.
+                # A forced deletion removes a pod from the API before its node does.
                 for uid in self._processes.keys() - {pod["metadata"]["uid"] for pod in pods}:
                     self._kill(self._processes[uid])
                 self._store.changed.wait(RESYNC_SECONDS)
@@ -141,10 +141,10 @@ class Kubelet:
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONPATH": f"{self._site()}:{ROOT}",
             "FLOTILLA_PARENT": str(os.getpid()),
-            # On a cluster every pod has its own address; those of a TFJob share one here.
+            # On a cluster every pod has its own address; here the pods of a TFJob share one.
             **({ADDRESS: address} if address else {"FLOTILLA_GUARD_PORT": self._guard_port(pod)}),
             **self._environment,
-            # Only these are written for the pod's file system.
+            # Only these contain paths of the pod's file system.
             **{k: _mounted(v, mounts) for k, v in variables.items()},
         }
         words = [_mounted(word, mounts) for word in command]
@@ -160,7 +160,7 @@ class Kubelet:
     def _follow(
         self, pod: Tree, begin: Callable[[], subprocess.Popen[bytes]], message: Path
     ) -> None:
-        """Follow the container of a pod, and those that are begun in its place, to the end."""
+        """Follow the container of a pod and its restarts to the end."""
         uid = pod["metadata"]["uid"]
         for restarts in itertools.count():
             code = self._wait(uid, restarts)
@@ -173,7 +173,7 @@ class Kubelet:
         text = message.read_text(encoding="utf-8") if message.is_file() else "\n".join(lines)
         with self._store.changed, suppress(RefusedError):
             found = self._store.get("pods", *_key(pod))
-            # After a deletion by force another pod may have the name.
+            # After a forced deletion another pod may have the name.
             if found["metadata"]["uid"] != uid:
                 return
             finished(self._store, found, code, text[-MESSAGE_BYTES:])
@@ -197,7 +197,7 @@ class Kubelet:
         return code if code >= 0 else 128 - code
 
     def _begins_again(self, pod: Tree, restarts: int) -> bool:
-        """Return whether a container of a Job's pod begins again, after the back-off."""
+        """Return whether a container of a Job's pod restarts, after the back-off."""
         if pod["spec"].get("restartPolicy") != "OnFailure" or not is_tracked(pod):
             return False
         delay = min(LONGEST_CRASH, self.crash_seconds * 2 ** (restarts - 1)) if restarts else 0.0
@@ -209,7 +209,7 @@ class Kubelet:
         return self._stays(pod)
 
     def _stays(self, pod: Tree) -> bool:
-        """Return whether a pod is there and not being taken away."""
+        """Return whether a pod exists and is not being deleted."""
         uid = pod["metadata"]["uid"]
         with suppress(RefusedError):
             meta = self._store.get("pods", *_key(pod))["metadata"]
@@ -230,13 +230,13 @@ class Kubelet:
         self._killers[uid].start()
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        # Once it has been waited for, another process may have its number.
+        # Once it has been reaped, another process may have its PID.
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def _site(self) -> Path:
-        """Return a folder from which every Python of a pod gets the names of pods."""
+        """Return a folder that installs the name resolver in every Python process of a pod."""
         folder = self._folder / "site"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "sitecustomize.py").write_text(SITE, encoding="utf-8")

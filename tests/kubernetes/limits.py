@@ -1,4 +1,4 @@
-"""What a namespace refuses of pods, in the words of Kubernetes 1.33: accounts and quotas."""
+"""Limits of a namespace on pods, in the words of Kubernetes 1.33: accounts and quotas."""
 
 from collections.abc import Iterator
 from decimal import Decimal
@@ -7,7 +7,7 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 Tree = dict[str, Any]
-# Those of the kinds of which a quota counts the objects.
+# The kinds whose objects a quota counts.
 GROUPS = {"tfjobs": "kubeflow.org", "jobsets": "jobset.x-k8s.io", "jobs": "batch"}
 
 
@@ -22,7 +22,7 @@ def excess(
         reasons.insert(0, f'{looked}: serviceaccount "{account}" not found')
     name = pod["metadata"].get("name", "")
     if account not in accounts | {"default"}:
-        # It is looked up before a name is generated.
+        # The account is looked up before a name is generated.
         name = pod["metadata"].get("generateName", name)
     return f'pods "{name}" is forbidden: {reasons[0]}' if reasons else ""
 
@@ -62,7 +62,7 @@ def _exceeded(quota: Tree, pod: Tree, pods: list[Tree]) -> Iterator[str]:
 
 
 def _asked(key: str, pod: Tree) -> Decimal | None:
-    """Return how much a pod asks for; None where it has to say so and does not."""
+    """Return the request of a pod; None where a required one is missing."""
     if key in ("pods", "count/pods"):
         return Decimal(1)
     side = "limits" if key.startswith("limits.") else "requests"

@@ -1,4 +1,4 @@
-"""The logs of containers: lines with their times in nanoseconds, one log for each restart."""
+"""The logs of containers: lines with timestamps in nanoseconds, one log per restart."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ def stamp(nanoseconds: int) -> str:
 
 @dataclass(kw_only=True)
 class ContainerLog:
-    """The log of a container between two restarts; a `lost` one is not on its node any more."""
+    """The log of a container between two restarts; a `lost` one is no longer on its node."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)
     ended: bool = False

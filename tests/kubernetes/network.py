@@ -1,4 +1,4 @@
-"""The names of pods, which come and go, and the connections between them, which outlast the names.
+"""The names of pods, and the connections between pods, which outlast the names.
 
 Every pod of a TFJob has a headless Service of its name: `POD.NAMESPACE.svc` resolves while that
 Service exists and the pod runs, and neither is being deleted. The pods of a JobSet share one:
@@ -6,8 +6,8 @@ Service exists and the pod runs, and neither is being deleted. The pods of a Job
 the pod and the pod runs, also while it is being deleted where the Service publishes what is not
 ready. All pods are processes of this machine. Those of a TFJob have a port each. Those of a JobSet
 have an address of loopback each, a new one for a new pod, and their servers of TensorFlow, which
-listen on all addresses, a port that only the network knows. Of two pods of a hostname, one of which
-still ends, a caller gets the older one: the real DNS answers with both.
+listen on all addresses, a port that only the network knows. While an old pod of a
+hostname terminates, a caller gets it and not the new one; the real DNS answers with both.
 
 TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which looks the name up when a
 connection is opened; sockets of Python ask it too (`tests.kubernetes.resolver`). So nothing here
@@ -51,14 +51,14 @@ class Network:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        # Wakes the thread that accepts; `close` alone does not.
+        # This wakes the accepting thread; `close` alone does not.
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return what a pod's processes need to use it."""
+        """Return the environment variables by which a pod's processes use it."""
         address = f"{LOOPBACK}:{self._server.getsockname()[1]}"
         # A task takes no proxy for its channels, unless its environment says so in this way.
         options = {CHANNELS: "grpc.enable_http_proxy=1"}
@@ -84,7 +84,7 @@ class Network:
             ]
 
     def _remember(self) -> None:
-        """Remember which names are the cluster's, since they are so without pods as well."""
+        """Remember the names of the cluster, which stay its names without pods."""
         for kind in ("pods", "services"):
             for tree in self._store.all(kind):
                 subdomain = tree["spec"].get("subdomain")
@@ -121,7 +121,7 @@ class Network:
         return found
 
     def _answer_of(self, host: str, port: int) -> str:
-        """Return what the resolver says of a name: its first address, nothing, or `UNKNOWN`."""
+        """Return the resolver's answer for a name: its first address, nothing, or `UNKNOWN`."""
         found = self.endpoints(host, port)
         if found:
             return "{} {}".format(*found[0])
@@ -168,7 +168,7 @@ class Network:
 
 
 def _request(caller: socket.socket) -> tuple[str, str]:
-    """Read the head of a request, and no byte more; return its method and its target."""
+    """Read the head of a request, without a byte of its body; return its method and target."""
     head = b""
     while not head.endswith(b"\r\n\r\n"):
         byte = caller.recv(1)

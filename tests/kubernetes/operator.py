@@ -67,7 +67,7 @@ class Operator:
                 for job in [] if self.down else self._store.all("tfjobs"):
                     with suppress(RefusedError):
                         self._reconcile(job)
-                # The same version twice: there is nothing to do until the next event.
+                # The version is unchanged: there is nothing to do before the next event.
                 if self._store.version() == reconciled:
                     self._store.changed.wait(RESYNC_SECONDS)
                 reconciled = self._store.version()
@@ -114,7 +114,7 @@ class Operator:
         condition(job, "Suspended", message=f"TFJob {job['metadata']['name']} is suspended.")
 
     def _pods(self, job: Tree) -> dict[str, list[Tree]]:
-        """Create what is missing, replace what has failed; return the pods by role."""
+        """Create missing pods, replace failed ones, and return the pods by role."""
         found = {pod["metadata"]["name"]: pod for pod in self._of(job)}
         by_role: dict[str, list[Tree]] = {}
         for role, spec in job["spec"]["tfReplicaSpecs"].items():

@@ -66,7 +66,7 @@ def finished(store: Store, pod: Tree, code: int, message: str = "", reason: str 
 
 
 def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
-    """The node is short of something and has ended the pod."""
+    """The node was short of a resource and has ended the pod."""
     killed = {"terminated": {"exitCode": code, "reason": "Error", "finishedAt": now()}}
     status = {
         "phase": "Failed",
@@ -78,7 +78,7 @@ def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
 
 
 def disrupted(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
-    """Kubernetes is about to take the pod away, and says why."""
+    """Kubernetes is about to delete the pod and gives the reason."""
     target = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
     before = pod.get("status", {}).get("conditions") or []
     rest = [each for each in before if each["type"] != "DisruptionTarget"]

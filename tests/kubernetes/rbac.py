@@ -1,4 +1,4 @@
-"""What the roles of deploy/base/rbac.yaml grant, and how the API server refuses the rest."""
+"""The permissions of the roles in deploy/base/rbac.yaml, and the API server's refusals."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def verb_of(method: str, name: str | None, *, watches: bool) -> str:
 
 
 def refusal(user: str, verb: str, resource: str, namespace: str, name: str) -> RefusedError:
-    """Return the answer for a user that may not do this; `resource` is such as `pods/log`."""
+    """Return the answer for a user without a permission; `resource` is such as `pods/log`."""
     kind = resource.partition("/")[0]
     group = GROUPS.get(kind, "")
     what = f"{kind}.{group}" if group else kind

@@ -10,7 +10,7 @@ RESYNC_SECONDS = 0.1
 
 
 class Reconciler(ABC):
-    """Reconciles what is there with what is wanted, in its block, unless it is `down`."""
+    """Reconciles the actual with the desired state, in its block, unless it is `down`."""
 
     def __init__(self, store: Store) -> None:
         self.down = False
@@ -30,7 +30,7 @@ class Reconciler(ABC):
 
     @abstractmethod
     def reconcile(self) -> None:
-        """Do what is to be done now; the lock of the store is held."""
+        """Reconcile once; the caller holds the lock of the store."""
 
     def _run(self) -> None:
         reconciled = -1
@@ -38,7 +38,7 @@ class Reconciler(ABC):
             with self._store.changed:
                 if not self.down:
                     self.reconcile()
-                # The same version twice: there is nothing to do until the next event.
+                # The version is unchanged: there is nothing to do before the next event.
                 if self._store.version() == reconciled:
                     self._store.changed.wait(RESYNC_SECONDS)
                 reconciled = self._store.version()

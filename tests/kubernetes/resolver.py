@@ -1,6 +1,6 @@
 """Resolves the names of pods in a pod's Python, as the cluster's DNS does.
 
-A pod that has an address of its own listens on that one where it would listen on all.
+A pod with its own address listens on it instead of on all addresses.
 """
 
 import os
@@ -14,7 +14,7 @@ _SUFFIXES = (".svc", ".svc.cluster.local")
 
 
 def endpoint_of(host: str, port: int, resolver: str) -> tuple[str, int] | None:
-    """Return address and port of a name, None of a foreign one; raises `gaierror`."""
+    """Return address and port of a name, or None for a foreign name; raises `gaierror`."""
     at, _, its_port = resolver.rpartition(":")
     with socket.create_connection((at, int(its_port))) as peer:
         peer.sendall(f"RESOLVE {host}:{port} HTTP/1.1\r\n\r\n".encode())

@@ -40,10 +40,10 @@ class Server(ThreadingHTTPServer):
         self.logs = Logs(self.store.changed)
         self.control = Control(self.store)
         self.requests: list[str] = []
-        # Line, headers and body of each request; the tokens apart.
+        # Line, headers and body of each request, without tokens.
         self.received: list[bytes] = []
         self.tokens: set[str] = set()
-        # A stream ends when this number is no longer that of its beginning.
+        # A stream ends when this number changes.
         self.generation = 0
         self.closing = False
 
@@ -58,7 +58,7 @@ class Server(ThreadingHTTPServer):
             self.store.changed.notify_all()
 
     def go_down(self, *, cuts_streams: bool = True) -> None:
-        """Refuse connections; one that ends by SIGTERM serves its open streams a while longer."""
+        """Refuse connections; after a SIGTERM open streams are served for a while."""
         with self.store.changed:
             self.faults.down = True
         if cuts_streams:
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             self._send(200, answer)
         return None
 
-    # The names are those of the base.
+    # The base class defines the names.
     do_GET = do_POST = do_PATCH = do_DELETE = _answer  # noqa: N815
 
     def _fail(self, fault: Fault) -> None:
@@ -169,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
             token = self._token()
             return self.server.control.answer(self.command, parts.path, body, token)
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
-        # In this order: who has no permission does not learn what the cluster serves.
+        # This order hides from users without permission what the cluster serves.
         self._authorize(found, query)
         self.server.control.check_served(found["group"] or "", found["version"] or "", kind)
         if found["log"]:
@@ -218,7 +218,7 @@ class Handler(BaseHTTPRequestHandler):
             body = {**query, **body}
             uid = (body.get("preconditions") or {}).get("uid", "")
             grace = body.get("gracePeriodSeconds")
-            # The API leaves the pods of a Job there, unless it is told otherwise.
+            # By default the API keeps the pods of a deleted Job.
             default = "Orphan" if kind == "jobs" else "Background"
             propagation = body.get("propagationPolicy") or default
             if grace is not None:

@@ -12,9 +12,9 @@ from tests.kubernetes import admission, limits
 
 Tree = dict[str, Any]
 SECONDS = 180
-# What holds an object until all that it owns has gone, when it is deleted in the foreground.
+# Keeps an object that is deleted in the foreground until its dependents are gone.
 FOREGROUND = "foregroundDeletion"
-# Kubernetes makes names of these letters: no vowels, and no digits that look like letters.
+# Kubernetes generates names from these characters, without vowels and look-alike digits.
 _LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 
@@ -39,7 +39,7 @@ class NotServedError(Exception):
 
 
 def now(seconds: int = 0) -> str:
-    """Return the time in so many seconds as Kubernetes writes it, in whole seconds."""
+    """Return the time, moved by these seconds, as Kubernetes writes it, in whole seconds."""
     return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -68,7 +68,7 @@ class Store:
             return self._record("ADDED", kind, made)
 
     def admitted(self, kind: str, namespace: str, tree: Tree) -> Tree:
-        """Return an object as it would be created: what `dryRun=All` answers."""
+        """Return an object as it would be created: the answer to `dryRun=All`."""
         with self.changed:
             made = copy.deepcopy(tree)
             if not made["metadata"].get("name"):
@@ -128,7 +128,7 @@ class Store:
             changed = self._record("MODIFIED", kind, tree)
             meta = tree["metadata"]
             released = before["metadata"].get("finalizers") and not meta.get("finalizers")
-            # An object that only its finalizers held goes with the last of them.
+            # A deleted object is removed with its last finalizer.
             if released and meta.get("deletionGracePeriodSeconds") == 0:
                 self.remove(kind, namespace, name)
             return changed
@@ -143,7 +143,7 @@ class Store:
     ) -> Tree:
         """Merge a patch (RFC 7396); a resource version in it has to be the newest.
 
-        `check` refuses the new object, which it may change, by what the old one is.
+        `check` compares the new object, which it may change, with the old one, and may reject it.
         """
 
         def by(tree: Tree) -> None:
@@ -179,7 +179,7 @@ class Store:
     def delete_as(
         self, propagation: str, kind: str, namespace: str, name: str, uid: str = ""
     ) -> None:
-        """Delete an object, and what it owns after it, before it, or not at all."""
+        """Delete an object; its dependents are deleted after it, before it, or not at all."""
         with self.changed:
             tree = self.get(kind, namespace, name)
             is_same = uid in ("", tree["metadata"]["uid"])
@@ -211,7 +211,7 @@ class Store:
         ]
 
     def _part(self, kind: str, tree: Tree, propagation: str) -> bool:
-        """Orphan what an object owns, or delete it first; return whether the object has to wait."""
+        """Orphan or delete the dependents of an object; return whether the object has to wait."""
         namespace, name = tree["metadata"]["namespace"], tree["metadata"]["name"]
         owned = self._owned(tree)
         if propagation == "Orphan":
@@ -227,7 +227,7 @@ class Store:
         return bool(owned)
 
     def _release(self, removed: Tree) -> None:
-        """Let go of an owner that was waiting for the last of what it owns."""
+        """Remove an owner that waited for the deletion of its last dependent."""
         uids = [each["uid"] for each in removed["metadata"].get("ownerReferences", [])]
         for (kind, namespace, name), tree in list(self._objects.items()):
             held = tree["metadata"].get("finalizers", [])
@@ -270,24 +270,24 @@ def _uid(tree: Tree) -> str:
 
 
 def generated(prefix: str) -> str:
-    """Return a name that nobody else has."""
+    """Return the prefix with a random suffix, as `metadata.generateName` does."""
     return prefix + "".join(random.choices(_LETTERS, k=5))
 
 
 def _mark(kind: str, tree: Tree, finalizer: str = "") -> None:
-    """Mark an object as deleted, which its finalizers hold."""
+    """Mark an object as deleted that its finalizers keep."""
     meta = tree["metadata"]
     meta.setdefault("deletionTimestamp", now())
     meta["deletionGracePeriodSeconds"] = 0
     if finalizer:
         meta["finalizers"] = [*{*meta.get("finalizers", []), finalizer}]
-    # A pod that has never run, or whose node is not asked, is set failed by the garbage collection.
+    # Garbage collection sets a pod failed that never ran, or whose node is not asked.
     elif kind == "pods" and not _has_ended(tree):
         tree["status"]["phase"] = "Failed"
 
 
 def _runs(pod: Tree) -> bool:
-    """Return whether a pod has a node and has not ended: what the API deletes with a grace."""
+    """Return whether a pod has a node and has not ended; its deletion has a grace period."""
     return bool(pod["spec"].get("nodeName")) and not _has_ended(pod)
 
 

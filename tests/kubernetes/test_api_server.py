@@ -197,7 +197,7 @@ def test_a_pod_deleted_by_force_is_killed_and_its_end_is_not_that_of_its_success
     kube.store.delete("tfjobs", NAMESPACE, "job")
     kube.wait_until_deleted()
     made = {tree["metadata"]["uid"] for _, _, kind, tree in kube.store.history if kind == "pods"}
-    # Those two, and the chief: none was made for an end that was not its own.
+    # These two and the chief: no other pod was created.
     assert {before["metadata"]["uid"], after["metadata"]["uid"]} < made
     assert len(made) == 3
 
@@ -219,7 +219,7 @@ def test_network_policies_are_listed_and_go_with_their_owner(kube, api, jobs):
 RESTRICTED = {ENFORCE: "restricted"}
 
 
-# What a pod without any security context violates, as a real API server says it.
+# A real API server's message for a pod without a security context.
 NOTHING_SET = (
     'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false (container '
     '"tensorflow" must set securityContext.allowPrivilegeEscalation=false), unrestricted '

@@ -14,7 +14,7 @@ from tests.kubernetes.test_jobsets import ARGS
 
 HOST = "a-worker-0-0.a"
 CLUSTER = '{"cluster": {"worker": ["a-worker-0-0.a:2222"]}, "task": {"index": $(INDEX)}}'
-# Listens on all addresses as TensorFlow does, and on one of its own as Python does.
+# Listens on all addresses, as TensorFlow does, and on its own address, as Python does.
 SERVE = """
 import json, os, socket
 host, _, port = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0].rpartition(":")
@@ -55,11 +55,11 @@ def test_a_name_resolves_while_the_service_is_there_and_the_pod_runs(kube, netwo
     assert not network.resolves("a-worker-7-0.a")
     assert not network.resolves(f"{HOST}.other.svc")
     kube.take_away("worker-0")
-    # The Service publishes what is not ready, and so what is ending.
+    # The Service publishes pods that are not ready, so terminating ones too.
     assert network.resolves(HOST)
     kube.end_deleted()
     assert not network.resolves(HOST)
-    # Held, so that the controller does not create it again in between.
+    # The lock keeps the controller from creating it again in between.
     with kube.store.changed:
         kube.store.remove("services", NAMESPACE, "a")
         assert not network.resolves("a-chief-0-0.a")

@@ -155,7 +155,7 @@ def test_an_operator_that_is_down_does_nothing(kube):
     before = kube.take_away("worker-1")
     kube.end_deleted()
     kube.operator.down = False
-    # What the operator has not seen does not fail the job.
+    # A failure that the operator has not observed does not fail the job.
     kube.pod("worker-1", but=before["metadata"]["uid"])
     assert not is_true(kube.job(), "Failed")
 
