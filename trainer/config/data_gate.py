@@ -13,26 +13,26 @@ REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
 #: The name with which `rules` sets all rules that it does not list.
 ALL = "all"
-#: Each rule with its default action. Data that no model can be trained on, or that make : a metric
-# wrong, are refused; findings that a person has to judge are warnings.
+#: Each rule with its default action and meaning. A rule refuses data that no model can learn from,
+#: or that make a metric wrong; it warns if a person has to judge the finding.
 RULES = {
     "missing_feature": (REFUSE, "a feature of the schema, or of the champion's dataset, is gone"),
     "new_feature": (WARN, "a feature that the champion's dataset does not have"),
-    "type": (REFUSE, "a feature is of another type or shape"),
+    "type": (REFUSE, "a feature has an unexpected type or shape"),
     "schema": (REFUSE, "a value that the schema file does not allow"),
     "empty": (REFUSE, "a split without examples, or a feature without values"),
     "size": (WARN, "far fewer examples than the champion's dataset"),
     "range": (WARN, "values beyond those of the champion's dataset"),
-    "unit": (REFUSE, "all values are those of the champion's dataset in another unit"),
+    "unit": (REFUSE, "all values are in another unit than in the champion's dataset"),
     "missing_values": (WARN, "more missing values than in the champion's dataset"),
-    "constant": (WARN, "a feature has one value, in all examples"),
+    "constant": (WARN, "a feature has the same value in all examples"),
     "new_values": (WARN, "categories that the champion's dataset does not have"),
     "new_class": (WARN, "a class of a label that the champion's dataset does not have"),
     "class_gone": (REFUSE, "a class of a label without examples in a split that had some"),
-    "balance": (WARN, "shares of the classes, or the mean of a label, have moved"),
-    "imbalance": (WARN, "a class too rare for accuracy to measure"),
-    "duplicates": (WARN, "the same example several times in one split"),
-    "leakage": (REFUSE, "the same examples in two splits"),
+    "balance": (WARN, "the shares of the classes, or the mean of a label, have changed"),
+    "imbalance": (WARN, "a class that is too rare for accuracy to measure"),
+    "duplicates": (WARN, "an example occurs several times in one split"),
+    "leakage": (REFUSE, "examples occur in two splits"),
     "label_leakage": (
         WARN,
         "a feature that determines the label by its values, a threshold or an order",
@@ -51,7 +51,7 @@ RULES = {
 #: Each limit: its default, minimum, maximum and meaning.
 LIMITS = {
     "size": (0.5, 0.0, 1.0, "fewest examples, as a share of the champion's dataset"),
-    "missing_values": (0.05, 0.0, 1.0, "largest growth of the share of missing values"),
+    "missing_values": (0.05, 0.0, 1.0, "largest increase of the share of missing values"),
     "range": (0.002, 0.0, 1.0, "largest share of values outside the champion's range"),
     "new_values": (0.005, 0.0, 1.0, "largest share of examples with a new value"),
     "balance": (0.05, 0.0, 1.0, "largest share of examples that changed their class"),
@@ -62,8 +62,8 @@ LIMITS = {
                       "to be reported: of examples by class, or of the variance"),
     "drift": (0.1, 0.0, 1.0, "largest distance of two distributions: Kolmogorov-Smirnov for "
               "numbers, total variation for categories"),
-    "drift_together": (0.015, 0.0, 1.0, "the same for many features, as the root mean square of "
-                       "P(new > old) - 1/2"),
+    "drift_together": (0.015, 0.0, 1.0, "largest root mean square of P(new > old) - 1/2 over the "
+                       "features"),
     "significance": (0.0002, 1e-12, 0.1, "significance level for each rule and dataset: a change "
                      "less probable by chance is reported"),
 }  # fmt: skip
