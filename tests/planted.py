@@ -1,4 +1,4 @@
-"""Secrets planted around a test, as a person or a pod has them, and the search for them."""
+"""Secrets planted around a test, where a person or a pod has them, and the search for them."""
 
 import base64
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Ports that nobody else is given, for servers that start later, or for none."""
+"""Reserved ports, for servers that start later, or for none."""
 
 import socket
 from collections.abc import Iterator

@@ -43,6 +43,6 @@ def test_digits_shows_every_key():
 
 
 def test_digits_shows_the_defaults():
-    # But for what fits this dataset alone.
+    # Except settings for this dataset alone.
     config = load_config(FOLDER / "digits.yaml", ["model.args={}", "gate.min={}"])
     assert config == Config()

@@ -24,7 +24,7 @@ OVERLAYS = {path.name: path for path in sorted((DEPLOY / "overlays").iterdir())}
 LABELS = yaml.safe_load((DEPLOY / "labels/kustomization.yaml").read_text())["labels"][0]["pairs"]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PREFIX = "app.kubernetes.io/"
-# Of each overlay: the namespace, and the account of the steps.
+# The namespace and the steps' service account of each overlay.
 STANDALONE = ("kubeflow", "pipeline-runner")
 PROFILE = ("kubeflow-user-example-com", "default-editor")
 EXPECTED = {

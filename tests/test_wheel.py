@@ -63,7 +63,7 @@ def flotilla(wheel, tmp_path_factory):
     run([sys.executable, "-m", "venv", "--without-pip", str(place)], cwd=place)
     (packages,) = place.glob("lib/python*/site-packages")
     words = ["install", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
-    # The target's own interpreter gets the script's first line right.
+    # The target's own interpreter writes the correct first line of the script.
     pip = Path(distribution("pip").locate_file(""))
     run([str(place / "bin/python"), str(pip / "pip"), *words], cwd=place)
     # A line of a `.pth` file adds a folder but not the `.pth` files in it: no editable finder.
@@ -150,7 +150,7 @@ result = flotilla.run("flotilla.yaml", settings={SMALL!r})
 print(flotilla.evaluate(result, gate={{"min": {{"accuracy": 1.0}}}}).status, flotilla.__file__)
 print(result.status, len(flotilla.predict(result, split="test").predictions))
 """
-    # As from a notebook, whose folder is not the first one.
+    # As in a notebook, whose folder is not first in the path.
     printed = run([flotilla.with_name("python"), "-P", "-c", program], cwd=own).splitlines()
     assert printed[0].startswith(f"refused {flotilla.parents[1]}")
     status, rows = printed[1].split()

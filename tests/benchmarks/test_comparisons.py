@@ -410,9 +410,6 @@ def test_the_comparison_has_a_ratio_for_each_round(monkeypatch):
     assert tree["examples_per_second"] == [[100, 300]] * evaluation.ROUNDS
 
 
-# Each runs with one strategy; all of them would double the time of the tests.
-
-
 ROOT = Path(__file__).parents[2]
 GOOD = Measured(
     accuracy=0.97,

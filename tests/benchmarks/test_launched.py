@@ -212,7 +212,7 @@ NEVER = {
     "matplotlib", "mlflow", "pandas",
 }  # fmt: skip
 TENSORFLOW = {"tensorflow", "keras"}
-# The tasks that compute with the model.
+# The processes that compute with the model.
 COMPUTE = {
     "evaluate_model", "export_model", "task: chief", "task: worker", "task: evaluator",
     "task: server",

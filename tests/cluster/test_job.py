@@ -257,7 +257,7 @@ def test_suspended_and_resumed_training_ends_at_its_exact_step(training):
     assert (code, training.published()) == (0, 8000), message
     assert begin.global_step == last
     assert [each.is_over for each in training.said(Suspension)] == [False, True]
-    # Spare capacity is no failure.
+    # A suspension is no failure.
     assert not training.said(Restart)
     training.require_nothing_left()
 

@@ -316,7 +316,7 @@ def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader
             run.wait_for(lambda event: isinstance(event, Restart))
             back = ("flotilla_restarts_total", "worker")
             alive = ("flotilla_tasks_alive", "worker")
-            # A server is counted at its start, before it answers.
+            # A task counts as alive from its start, before it answers.
             scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
 
 

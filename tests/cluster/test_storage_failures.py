@@ -143,6 +143,3 @@ def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
     )
     with pytest.raises(TransientError, match=r"has not been available .* \(chief-0, log "):
         local.launch(job)
-
-
-# TensorFlow's own fetch left 2,400 to 3,100 per check.

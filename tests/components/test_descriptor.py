@@ -165,7 +165,7 @@ def test_a_confusion_matrix_has_the_true_classes_as_rows(tmp_path):
     matrix = confusion.metadata["confusionMatrix"]
     assert [each["displayName"] for each in matrix["annotationSpecs"]] == ["cat", "dog"]
     assert [row["row"] for row in matrix["rows"]] == [[3, 1], [0, 2]]
-    # There is something at the URI that the UI shows.
+    # An object exists at the URI that the UI shows.
     assert json.loads(Path(confusion.path).read_text(encoding="utf-8")) == confusion.metadata
 
 
@@ -238,7 +238,7 @@ def test_the_ui_of_a_profile_learns_of_tensorboard(tmp_path, monkeypatch):
     ],
 )
 def test_a_ui_without_profiles_gets_the_command_alone(tmp_path, monkeypatch, logs, command):
-    # The viewer fails there with "Namespace is required", and takes the others along.
+    # The viewer fails there with "Namespace is required", and breaks the other ones.
     monkeypatch.setenv("ML_PIPELINE_SERVICE_HOST", "10.0.0.7")
     [words], metadata = viewers_of(tmp_path, logs)
     assert words == {

@@ -66,7 +66,7 @@ def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, ca
     code, line = refused(finish.finish.python_func, *given, capsys=capsys)
     assert code == 1
     assert line.startswith("cannot write ")
-    # There is a report all the same.
+    # The report is written nevertheless.
     assert Page((tmp_path / "folder" / "report.html").read_text(encoding="utf-8")).words
 
 

@@ -40,7 +40,7 @@ def found(monkeypatch, mistake: str) -> None:
 
 def test_a_mistake_ends_a_preparation_that_goes_on(step, monkeypatch):
     found(monkeypatch, "gate.min: no such metric")
-    # As the frame of a step does.
+    # The frame of a step does this too.
     monkeypatch.setattr(prepare_data.os, "kill", lambda *_: ended.set())
     ended = threading.Event()
 

@@ -76,11 +76,11 @@ class TestResolveConfig:
         ],
     )
     def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
-        # Without a request to the store of a real bucket.
+        # No request is sent to the store of a real bucket.
         assert run_store.find_root("", output, values["kfp_run_id"]) == root
 
     def test_the_first_step_finds_the_root_itself(self, values, tmp_path, monkeypatch):
-        # To KFP, a URI of a file is a path like any other.
+        # KFP treats a file URI as a path.
         monkeypatch.chdir(tmp_path)
         uri = storage.uri_of(tmp_path / "k/p/123/prepare-data/7/configuration")
         given = {**values, "storage_root": "", "configuration": dsl.Artifact(uri=uri)}
@@ -149,7 +149,7 @@ class TestResolveConfig:
         ({"name": "classification"}, ["churn"], {"": "yes"}, {"name": "classification"}),
         ({"name": "ranking"}, [], {"": "yes"}, {"name": "ranking", "positive": "yes"}),
         ({}, [], {}, {}),
-        # What is of one output is of no other.
+        # A setting of one output applies to no other.
         ({}, ["a", "b"], {"": "yes"}, {}),
         ({}, ["a"], {"a": "yes"}, {}),
         (

@@ -66,13 +66,13 @@ def test_a_new_run_takes_the_newest_and_a_resumed_one_keeps_its_own(offered, pre
     prepared, said = prepared
     assert prepared("run-1") == ("1.0.0", False)
     offered("1.1.0")
-    # The builder does not offer it any more; the dataset is published.
+    # The builder no longer offers it, but the dataset is published.
     assert prepared("run-1") == ("1.0.0", True)
     assert prepared("run-2") == ("1.1.0", False)
     assert prepared("run-2") == ("1.1.0", True)
-    # Who names one gets it.
+    # A named version is used.
     assert prepared("run-2", version="1.0.0") == ("1.0.0", True)
-    # Where the newest was looked for, it is said.
+    # A search for the newest version reports the version.
     assert said == ["1.0.0", "", "1.1.0", "", ""]
 
 
@@ -316,7 +316,7 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
     assert lineage["metrics"]["accuracy"] > 0.5
 
     again = small_run.publish_checkpoint(tmp_path / "again", run.model)
-    # So few examples prove no more of two models that are the same.
+    # With so few examples, even two equal models need this margin.
     second = pipeline.go("second", again, gate={"champion": {"margin": 0.2}})
     assert (second.word, second.metrics.get("version")) == ("promoted", 2), second.metrics
     decided = json.loads(storage.read_file(second.decision, "decision.json"))

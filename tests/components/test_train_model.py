@@ -21,7 +21,7 @@ from tests.components.called_steps import RUN, artifact_in, refused, text_of
 
 pytestmark = pytest.mark.usefixtures("emitted")
 
-# An image and a secret of the run's own.
+# The run's own image and secret.
 PODS = ("registry.example/flotilla:2", "our-store")
 
 
@@ -114,7 +114,7 @@ class TestTrainModel:
         )
         assert uri.endswith("/step-00000009")
         metrics = emitted()[-1].metrics
-        # What was trained stays what was trained.
+        # The trained length is kept.
         assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 9)
         assert metrics["handed_on_as"] == "best by validation loss"
         assert metrics["loss"] == 1 / 9

@@ -70,7 +70,7 @@ def test_the_sdk_loads_it(compiled):
 
 
 def test_it_is_small(compiled):
-    # A group of steps declares once more all that enters it.
+    # A group of steps declares all of its inputs again.
     assert len(compiled.encode()) < 60_000
 
 
@@ -97,7 +97,7 @@ def test_the_pods_of_every_step_take_what_they_need_of_the_secret(compiled, exec
     assert set(pods) == set(executors)
     for pod in pods.values():
         (secret,) = pod["secretAsEnv"]
-        # Kubernetes leaves out a secret, or a key of it, that is not there.
+        # Kubernetes skips an absent secret, or an absent key.
         assert secret["optional"] is True
         keys = {each["envVar"]: each["secretKey"] for each in secret["keyToEnv"]}
         assert keys == {key: key for key in SECRET_KEYS}
@@ -135,7 +135,7 @@ def test_it_holds_no_source_of_the_trainer(executors):
     for name, each in executors.items():
         source = each["container"]["command"][-1]
         assert len(source) < 4000, name
-        # No more than imports after those that KFP itself writes, and one call.
+        # Only imports, after those that KFP writes, and one call.
         body = source.split("def ", 1)[1]
         module = name.removeprefix("exec-").replace("-", "_")
         expected = [
@@ -167,7 +167,7 @@ def test_another_image_is_put_everywhere(tmp_path, compiled):
 @pytest.mark.parametrize(
     "image",
     [
-        # YAML would take these for something else than text.
+        # YAML would not parse these as text.
         "123",
         "1e5",
         "12:30",
@@ -261,7 +261,7 @@ def folder(tmp_path_factory):
 def run(name, folder, root, config):
     arguments = json.dumps(to_local_form(config))
     command = [sys.executable, "-m", "tests.pipelines.reused", name, folder, root, arguments]
-    # KFP starts a step by the word `python3` of the path.
+    # KFP starts a step by `python3` from the PATH.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
     environment = {"PATH": path, "TMPDIR": str(root), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
@@ -289,7 +289,7 @@ def test_a_file_says_all_that_its_component_does(folder):
         again = loaded(folder)[component.name].component_spec
         assert set(again.inputs) == set(component.component_spec.inputs)
         assert again.outputs == component.component_spec.outputs
-        # What a file says of itself is the first paragraph.
+        # The description of a file is its first paragraph.
         words = component.component_spec.description.split()
         assert words[: len(again.description.split())] == again.description.split()
         assert again.implementation.container.image == THEIRS
@@ -301,7 +301,7 @@ def test_they_compile_into_another_pipeline(folder, tmp_path):
     compiler.Compiler().compile(pipeline_of(loaded(folder), given), str(path))
     spec = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     executors = spec["deploymentSpec"]["executors"]
-    # A new step of ours is no step of theirs.
+    # A new step of this version is absent from the old pipeline.
     assert {name.removeprefix("exec-") for name in executors} <= set(loaded(folder))
     assert {each["container"]["image"] for each in executors.values()} == {THEIRS}
 
@@ -313,16 +313,16 @@ def test_the_first_one_runs_alone(folder, tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     answer = json.loads((tmp_path / "outputs.json").read_text(encoding="utf-8"))
     assert Config.model_validate_json(answer["config"]) == config
-    # There is no dataset that a cache could know of.
+    # No dataset exists for a cache.
     assert (answer["root"], answer["run_id"]) == (config.storage.root, RUN)
     assert answer["Output"] == "ready"
 
 
 LAST = "is_whole_run: bool = True"
 SOURCES = {
-    # One that was compiled before there was a batch size, and before there was a mark.
+    # A pipeline from before the batch size, and one from before the mark.
     "older": (("batch_size: int,", ""), None),
-    # One that knows a key more.
+    # A pipeline with one more key.
     "newer": ((LAST, f"{LAST}, new: int = 5"), "9.9.9 0123456789ab"),
 }
 
@@ -344,7 +344,7 @@ def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path, age)
         f"Flotilla {mark.replace(' ', ' (steps ')})" if mark else "a Flotilla that left no mark"
     )
     assert f"the pipeline was compiled by {theirs}, and the image has " in line
-    # KFP's own frames are in the errors; in the output of the step there are none.
+    # The errors contain KFP's own frames; the output of the step does not.
     assert "Traceback" not in ended.stdout
 
 

@@ -78,13 +78,13 @@ sys.exit(3)
     step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
     # It loads KFP first.
     monkeypatch.setattr(fork_request, "_SECONDS", 300.0)
-    # Without TensorFlow: of it only a preparation is sure to need none.
+    # Without TensorFlow: only a preparation never needs it.
     with forked_steps.forking(tmp_path, "prepare") as fork_steps:
         fork_steps()
         assert forked.VARIABLE not in os.environ
         assert called("true") == 7
         code = called(*step, STEPS[-1].name)
-        # Those which need TensorFlow are started anew where no server has it.
+        # Steps that need TensorFlow get a new process if no server has loaded it.
         assert called(*step, "export_model") == 7
     assert "step b" in capfd.readouterr().out
     assert (code, len(started)) == (3, 2)

@@ -108,13 +108,13 @@ def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
         arguments = [instance.url if each == "URL" else each for each in arguments]
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            # As in the process of a command, where nobody has set up a log.
+            # As in the process of a command without configured logging.
             patch.setattr(logging.getLogger(), "handlers", [])
             try:
                 code = call(list(arguments))
             except Exception as error:
                 return [f"{arguments}: {type(error).__name__}: {error}"]
-        # An endpoint of a hostile name is asked for, and refused.
+        # An endpoint with a hostile name is requested, and rejected.
         outside_attempts.clear()
         out, err = capfd.readouterr()
         lines = [line for text in (out, err) for line in text.split("\n")]
@@ -188,7 +188,7 @@ def names(template, commands, seed, count, some):
     first = {command[0]: command for command in chance.sample(some, len(some))}
     rest = [chance.choice(some) for _ in range(2 * count)]
     for some_commands in zip(*[iter([*first.values(), *rest])] * 2, strict=False):
-        # No argument of a process has a zero or half of a pair.
+        # An argument of a process has no NUL and no lone surrogate.
         name = hostile(chance).replace("\0", "\x01").encode("utf-8", "replace").decode()
         for command in some_commands:
             if command[0] in ON_AN_INSTANCE and "--endpoint" not in command:

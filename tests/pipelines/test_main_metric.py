@@ -27,7 +27,7 @@ from tests.pipelines.step_events import done, write
 
 RUN, OTHER = "churn-20260101-000000-aaaa", "churn-20260102-000000-bbbb"
 NAMES = {"auc": "higher", "log_loss": "lower"}
-# Of each run the value on the test split, and of its two checkpoints on the validation split.
+# Each run's value on the test split, and its two checkpoints' on the validation split.
 VALUES = {"higher": {RUN: 0.75, OTHER: 0.5}, "lower": {RUN: 0.5, OTHER: 0.75}}
 STEPS = {"higher": {10: 0.75, 20: 0.5}, "lower": {10: 0.5, 20: 0.75}}
 

@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.pipelines.called import FLOTILLA, call
 from tests.trainer.prediction import made_model
 
-# The exported form may differ by as much from the model: `flotilla.trainer.export.formats`.
+# The tolerance of the exported model: `flotilla.trainer.export.formats`.
 TOLERANCE = 1e-5
 
 
@@ -295,7 +295,7 @@ def test_the_answers_are_those_of_the_evaluation(trained):
     assert made.code == 0, made.err
     of_file = probabilities(folder / "f.csv")
     assert list(of_file) == [str(number) for number in range(200)]
-    # The shards have another order than the file.
+    # The order of the shards differs from the file.
     found = np.sort(list(of_file.values()))
     assert np.abs(found - np.sort(expected)).max() <= TOLERANCE
 
@@ -325,5 +325,5 @@ def test_the_memory_does_not_grow_with_the_rows(trained):
         peaks[rows] = int(found.stdout.split()[-1])
         with (folder / "many-out.csv").open("rb") as file:
             assert sum(1 for _ in file) == rows + 1
-    # In MiB. The ten times as many rows alone would take 300 more, as a table in memory.
+    # In MiB. Ten times as many rows would take 300 more as a table in memory.
     assert peaks[1_000_000] - peaks[100_000] < 150, peaks

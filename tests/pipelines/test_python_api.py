@@ -175,7 +175,7 @@ def test_the_code_for_an_instance_runs(instance, here, monkeypatch, capsys):
         workflow.end("train_model", **done)
         run["state"] = "SUCCEEDED"
 
-    # The first look finds the run by its id.
+    # The first request finds the run by its id.
     instance.store.play = [lambda _workflow, _run: None, begin, end]
     names = {}
     exec(compile(REMOTE.replace("http://localhost:8888", instance.url), "guide", "exec"), names)

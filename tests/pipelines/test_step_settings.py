@@ -119,7 +119,7 @@ def test_a_step_of_hours_is_tried_again_too(tasks, pods):
 def test_every_step_has_a_deadline(pods):
     seconds = {step: int(pod["activeDeadlineSeconds"]) for step, pod in pods.items()}
     assert seconds == {name: row.deadline_seconds for name, row in ROWS.items()}
-    # The job ends by its own deadline, and the step tells how.
+    # The job ends by its own deadline, and the step reports how.
     assert seconds["train-model"] > JobConfig().active_deadline_seconds
     assert sum(seconds.values()) < RUN_SECONDS
 
@@ -164,7 +164,7 @@ SECRETS = {
     "KFP's own": {"accesskey": "kfp", "secretkey": "hush-hush"},
     "one's own": {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "hush-hush"},
 }
-# Nothing of this machine may help.
+# No local variable may help.
 BARE = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",

@@ -106,7 +106,7 @@ def test_the_exit_step_runs_after_everything(spec):
     assert set(tasks) == {"exit-handler-1", "finish"}
     assert tasks["finish"]["dependentTasks"] == ["exit-handler-1"]
     assert tasks["finish"]["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
-    # Of the form and not of the first step, which may be the one that failed.
+    # It comes from the form, as the first step may have failed.
     given = inputs_of(tasks["finish"])
     assert given["root"] == {"componentInputParameter": "storage_root"}
     assert given["settings"] == {"componentInputParameter": "settings"}
@@ -140,7 +140,7 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     expected = {
         "train-model": {"dataset_descriptor": "dataset"},
         "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": checkpoint},
-        # They enter a group under the names that its graph shows.
+        # They enter a group under the names in its graph.
         "condition-2": {"dataset": dataset},
         "condition-3": {
             "dataset": "dataset", "checkpoint": checkpoint, "decision": "evaluate-model/decision",
@@ -189,7 +189,7 @@ def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
 
 
 def test_a_step_needs_no_artifact(spec):
-    # KFP cannot make one of the URI that a pipeline of others has.
+    # KFP cannot create one from the URI in a user's pipeline.
     for component in spec["components"].values():
         if "executorLabel" in component:
             taken = component["inputDefinitions"].get("artifacts", {})

@@ -1,4 +1,4 @@
-"""What can go wrong between a client and a store, injected into a server's request handler."""
+"""Faults between a client and a store, injected into a server's request handler."""
 
 import io
 import json
@@ -125,7 +125,7 @@ class Faulty(BaseHTTPRequestHandler):
             self._answer(fault.kind, fault.body)
             return False
         if fault.kind == "mangle":
-            # In the first half, where a manifest has its head.
+            # In the first half, which has the head of a manifest.
             sent = bytearray(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
             sent[len(sent) // 4] ^= 1
             self.rfile = io.BytesIO(sent)

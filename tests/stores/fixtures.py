@@ -1,4 +1,4 @@
-"""The servers as fixtures; a test that changes a server's plan gets it clean, and leaves it so."""
+"""Servers as fixtures; a server's plan of faults is clean before and after each test."""
 
 import uuid
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""A server of Google Cloud Storage: gcp-storage-emulator, and what it lacks.
+"""A Google Cloud Storage server: gcp-storage-emulator, and the features that it lacks.
 
 It lacks threads, connections that stay open, `ifGenerationMatch`, pages of a list, parts that are
 sent twice, and speed: it rewrites all metadata for each object.
@@ -100,7 +100,7 @@ class Objects(Storage):
         expected_start: int | None = None,
     ) -> bytes | None:
         received = self._received[file_id]
-        # What was received already may be sent again, when the answer was lost.
+        # A client may repeat a received part whose answer was lost.
         repeated = len(received) - (len(received) if expected_start is None else expected_start)
         received += (content or b"")[repeated:]
         if total_size is None or len(received) < total_size:
@@ -129,7 +129,7 @@ def _page_of(answer: bytes, query: dict[str, list[str]]) -> bytes:
 
 class _Handler(Faulty, emulator.RequestHandler):
     def _go(self, method: str) -> None:
-        # Bodies are read and written outside of the lock: a client may be slow, or silent.
+        # Bodies are read and written without the lock: a client may be slow, or silent.
         incoming, outgoing = self.rfile, self.wfile
         self.rfile = io.BytesIO(incoming.read(int(self.headers.get("Content-Length") or 0)))  # type: ignore[assignment]
         self.wfile = io.BytesIO()  # type: ignore[assignment]

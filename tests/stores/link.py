@@ -1,4 +1,4 @@
-"""A relay of TCP between a client and a server on loopback, which can be cut in every way."""
+"""A TCP relay between a client and a server on loopback, with all faults of a connection."""
 
 import socket
 import struct
@@ -15,7 +15,7 @@ from tests.ports import held_port
 PARTIAL = ("tear", "cut")
 FAULTS = ("refuse", "unanswered", "silence", "reset", "close", *PARTIAL)
 _CHUNK = 1 << 16
-# More than the head of an answer without content, less than one with it.
+# More than the head of an empty answer, less than an answer with content.
 _PASSED = 700
 
 
@@ -27,7 +27,7 @@ class Link:
         self._state = "whole"
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
-        # Nobody else is given the port while nobody listens on it.
+        # The port stays reserved while no process listens on it.
         self._holders = ExitStack()
         self.port = self._holders.enter_context(held_port())
         self._listener = self._listen(self.port)
@@ -50,7 +50,7 @@ class Link:
         self._holders.close()
 
     def _close_all(self) -> None:
-        # It wakes the thread that accepts, which a mere close does not.
+        # This wakes the accepting thread; `close` alone does not.
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

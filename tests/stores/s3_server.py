@@ -1,4 +1,4 @@
-"""A server of S3: moto's, with faults, latency, and an open door to its objects."""
+"""An S3 server: moto's, with faults, latency, and direct access to its objects."""
 
 import threading
 from collections.abc import Iterator

@@ -205,7 +205,7 @@ def test_the_rule_for_lost_pods_comes_before_that_for_final_codes():
     for role, each in roles_of(job).items():
         spec = each["template"]["spec"]
         if role == "evaluator":
-            # Training does not depend on it: its failure is not that of the job.
+            # Training does not depend on it, so its failure does not fail the job.
             assert "podFailurePolicy" not in spec
             assert template(job, role)["spec"]["restartPolicy"] == "OnFailure"
         else:
@@ -237,7 +237,7 @@ def test_the_settings_of_the_job_are_those_of_the_jobset_and_of_its_jobs():
     for each in roles_of(job).values():
         spec = each["template"]["spec"]
         assert (spec["activeDeadlineSeconds"], spec["backoffLimit"]) == (3600, 7)
-    # JobSet would take 6, and count what Flotilla counts.
+    # JobSet's default is 6, and it would count the restarts that Flotilla counts.
     assert roles_of(made())["worker"]["template"]["spec"]["backoffLimit"] == 1000
     assert "suspend" not in made()["spec"]
 

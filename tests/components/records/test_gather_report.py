@@ -115,7 +115,7 @@ def test_a_blessed_run(run):
         assert word in page.text
     assert "async_parameter_server" in page.text
     assert "progress" not in page.words
-    # A first attempt is no incident.
+    # The first attempt is no incident.
     assert page.words.count("attempt begin") == 1
 
 
@@ -208,7 +208,7 @@ def test_what_only_an_earlier_start_reached_is_skipped_and_costs_what_it_took(ru
     run.events(
         RunBegin(time=0.0, run_id=RUN, number=1),
         begun("train_model", time=10.0),
-        # It was killed: nothing came after this.
+        # It was killed: this is its last event.
         AttemptBegin(time=46.0, global_step=0, steps=60, resumed=False),
         RunBegin(time=900.0, run_id=RUN, number=2),
         begun("prepare_data", time=901.0),
@@ -282,7 +282,7 @@ def test_a_run_that_was_interrupted_after_the_last_stage_of_a_step(run):
     page = run.report("FAILED")
     assert verdict(page) == "interrupted"
     assert "left no record" not in page.text
-    # What was asked of an earlier start is over.
+    # A cancel of an earlier start no longer counts.
     run.events(
         begun("train_model"), ended("train_model"), Interrupted(), RunBegin(run_id="r", number=2),
         begun("train_model"), ended("train_model"),
@@ -312,7 +312,7 @@ def test_on_a_cluster_the_state_tells_what_events_do_not(run):
     run.evaluated()
     run.decided("blessed")
     assert verdict(run.report("FAILED")) == "failed"
-    # By its version a KFP instance says it otherwise, or is not sure yet.
+    # Versions of KFP word it differently, or do not know it yet.
     for state in ("SUCCEEDED", "COMPLETE", "RUNNING"):
         assert verdict(run.report(state)) == "blessed"
 
@@ -420,7 +420,7 @@ def config(**sections):
     [
         ("async_parameter_server", 2, {"tasks": {"ps": 1, "worker": 3, "chief": 1}, "gpus": 6}),
         ("multi_worker_mirrored", 1, {"tasks": {"worker": 3}, "gpus": 3}),
-        # One process, which has the GPUs of one worker.
+        # One process has the GPUs of one worker.
         ("single", 4, {"tasks": {"chief": 1}, "gpus": 4}),
     ],
 )

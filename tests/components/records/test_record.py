@@ -164,7 +164,7 @@ def test_a_bug_is_recorded_and_raised(emitted, capsys):
     assert not step.__exit__(ZeroDivisionError, bug, None)
     end = emitted()[-1]
     assert (end.status, end.exit_code, end.traceback) == ("failed", 1, "")
-    # One line, whatever a library has to say.
+    # It stays one line, whatever text a library adds.
     assert end.error == "bug in check_gate: ZeroDivisionError: by zero"
     assert not "".join(capsys.readouterr())
 
@@ -189,7 +189,7 @@ def test_an_error_in_the_users_code_is_a_line_with_its_place_and_a_traceback(
 def test_sys_exit_in_the_users_code_is_an_error_of_the_users_code(emitted, capsys, given):
     with pytest.raises(SystemExit) as ended, record_stage("export_model"):
         sys.exit(given)
-    # Whatever it wanted to say by its own code: nothing was exported.
+    # Its own exit code does not count: nothing was exported.
     assert ended.value.code == 1
     end = emitted()[-1]
     assert (end.status, end.exit_code) == ("failed", 1)
@@ -220,7 +220,7 @@ def test_a_message_on_a_full_disk_hides_neither_the_record_nor_the_exit_code(tmp
         process = subprocess.run(
             [sys.executable, "-c", body, at], cwd=ROOT, stderr=full, check=False
         )
-    # 1, and not that of a traceback or of a stream that could not be flushed.
+    # The code is 1, not that of a traceback or of a failed flush.
     assert process.returncode == 1
     (found,) = read(at, well=False)
     assert (found.status, found.error) == ("failed", "no space")
@@ -478,7 +478,7 @@ def test_after_a_request_to_end_there_is_no_further_try(at):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 10)
         except BaseException:
-            # A library that gives everything words of its own.
+            # A library that replaces all messages.
             raise TransientError("the connection was closed") from None
 
     with pytest.raises(SystemExit):
@@ -562,7 +562,7 @@ class Run:
 
     def page(self):
         published = storage.read_bytes(storage.join(self.root, RUN, "report.html"))
-        # The one that the UI shows.
+        # The file that the UI shows.
         assert (self._folder / "report").read_bytes() == published
         page = Page(published.decode())
         assert f"{RUN}: {page.words[1]}" in (self._folder / "summary").read_text(encoding="utf-8")
@@ -595,7 +595,7 @@ def failed(run, root, tmp_path, monkeypatch):
 def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     word, decision = failed.judged(0.1)
     assert word == "blessed"
-    # It goes on.
+    # It keeps running.
     assert failed.page().words[1] == "running"
     assert failed.exported(decision) == "promoted"
     page = failed.page()
@@ -610,7 +610,7 @@ def test_both_tries_are_on_the_time_line(failed):
     page = failed.page()
     line = page.words[page.words.index("Time line") :]
     assert line[: line.index("check_gate")].count("evaluate_model") == 2
-    # The first bar alone.
+    # Only the first bar.
     assert page.attributes.count(("class", "bad")) == 1
 
 

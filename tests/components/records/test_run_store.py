@@ -97,7 +97,7 @@ def test_without_a_champion_it_begins_from_scratch_and_says_so(root, tmp_path):
     (event,) = emitted(tmp_path)
     assert isinstance(event, FromScratch)
     assert event.reason == f"digits has no champion yet below {root}"
-    # One that comes later is for later runs.
+    # A later file is for later runs.
     crowned(root, tmp_path / "made", "one")
     assert warm("champion", root) == ""
 
@@ -209,19 +209,19 @@ def test_each_night_trains_on_what_is_new(nights):
     nights.come(1, 2)
     assert nights.begin() == (["1", "2"], "")
     nights.finish()
-    # Nothing came: the files are those of the champion.
+    # No new file: the files equal the champion's.
     assert nights.begin() == (["1", "2"], "run-1")
     nights.come(4)
     assert nights.begin() == (["4"], "")
     nights.finish("refused")
     assert nights.begin() == (["4"], "run-3")
-    # One that is late, and one that was written again.
+    # A late file, and a rewritten file.
     nights.come(3)
     nights.come(1, text="other rows")
     assert nights.begin() == (["1", "3", "4"], "")
     nights.finish()
     assert nights.begin() == (["1", "3", "4"], "run-5")
-    # That old spans are removed is no news either.
+    # The removal of old spans is no new data either.
     (nights.files / "s-3.csv").unlink()
     assert nights.begin() == (["1", "3", "4"], "run-5")
 
@@ -237,7 +237,7 @@ def test_a_run_that_is_resumed_keeps_its_files_and_its_word(nights):
 
 def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
     nights.come(1)
-    # Of a place without files nothing is listed.
+    # A location without files has an empty list.
     with pytest.raises(UserError, match=r"no file|nothing at"):
         resolve_config.add_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
     nights.resume()

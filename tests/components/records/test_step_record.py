@@ -171,7 +171,7 @@ def test_the_last_one_without_an_end_was_killed(disk):
     put(disk, "prepare_data", began=10.0)
     put(disk, "train_model", began=time.time() - 60)
     prepared, trained = read(disk, well=False)
-    # Another step followed it: it was done, and its end could not be written.
+    # A later step exists, so it was done, and the write of its end failed.
     assert (prepared.status, prepared.error) == ("done", "")
     assert trained.status == "failed"
     assert "its pod was killed" in trained.error
@@ -413,7 +413,7 @@ def dataset(tmp_path_factory):
 def pods(pod_place, dataset, tmp_path, monkeypatch):
     for name in (run_store.RUN_FOLDER, run_store.RUN_ID, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    # What the run publishes: not even the bucket is there before.
+    # The run publishes this; before, not even the bucket exists.
     storage.write_bytes(storage.join(pod_place.root, "there"), b"")
     return Pods(pod_place.root, dataset, tmp_path, monkeypatch)
 
@@ -477,7 +477,7 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
     page, summary = pods.finished(words="Task run failed.")
     assert page.words[1] == "failed"
     assert f"train_model: {REASON}" in page.text
-    # The step has said it better.
+    # The step's own message is more precise.
     assert "KFP says" not in page.text + summary
     assert "train\\_model: worker-0 ended with exit code 137 \\| \\<killed\\>" in summary
     for step, status in (
@@ -540,7 +540,7 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     process.communicate()
     page, summary = pods.finished(words="OOMKilled\n(exit code 137)")
     assert page.words[1] == "failed"
-    # A cancel and a store that failed leave nothing else.
+    # A cancel and a failed store leave no other trace.
     said = "train_model: it began and recorded no end: it was stopped with the run, or its"
     assert f"{said} pod was killed" in page.text
     assert "KFP says: OOMKilled (exit code 137)" in page.text

@@ -74,7 +74,7 @@ def test_a_run_that_was_spelled_wrong(refused, here, command):
     assert refused(command, "--resume", "digits-20250101-000000-aaab").endswith(
         "below runs; did you mean 'digits-20250101-000000-aaaa'?"
     )
-    # The newest by its time, whatever its name.
+    # The newest run by time, not by name.
     assert refused(command, "--resume", "?").endswith(" (newest: a-b-20250102-000000-bbbb)")
     assert refused(command, "--resume", "../runs").startswith("no run '../runs' below runs")
 
@@ -212,7 +212,7 @@ def test_an_error_where_its_stream_is_closed():
 
 
 def test_a_mistake_is_reported_without_loading_the_pipelines():
-    # `flotilla --help`, and a typo, are answered before KFP could be loaded.
+    # `flotilla --help` and a typo are answered without loading KFP.
     program = (
         "import sys; from flotilla.pipelines.cli import __main__ as cli\n"
         "sys.argv = ['flotilla', 'run', '--set', 'x=1']\n"

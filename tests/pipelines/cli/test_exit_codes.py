@@ -201,7 +201,7 @@ ROWS = {
         returns=Contents(uri="u", global_step=1, created="", bytes=1, parts=(1,), variables={}),
     ),
 }
-# What ends as refused where the data, the model or all trials are.
+# The commands that end as refused if the data, the model or all trials are refused.
 JUDGING = {
     **dict.fromkeys(("run", "prepare", "train", "sweep"), result_of("refused", REFUSED)),
     "replay": replay_of("refused", REFUSED),

@@ -141,7 +141,7 @@ def test_progress_with_a_terminal_is_a_bar(lines_of):
     assert "150/300" in text
     assert "loss 0.25 " in text
     assert "━" in text
-    # The cursor is hidden while it draws, and given back.
+    # The cursor is hidden while it draws, and shown again afterwards.
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 

@@ -43,13 +43,13 @@ def interrupted(tmp_path):
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parents[3]),
-                # Nothing may be left there.
+                # No file may be left there.
                 "TMPDIR": str(tmp_path),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Else it may be done before anybody has read where it is.
+            # Otherwise it may finish before its position is read.
             pipesize=4096,
         ) as process:
             place = f"{module.replace('.', '/')}."
@@ -195,7 +195,7 @@ def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, co
 
 
 TIMED = "import time:"
-# Bytes that it may write before anybody reads them, so that it is not done before it is signalled.
+# Bytes that it may write unread, so that it does not finish before the signal.
 AHEAD = 4096
 
 
@@ -210,7 +210,7 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
         command, cwd=tmp_path, env=settings, stdout=-1, stderr=-1, text=True, pipesize=AHEAD
     ) as process:
         names = (line.split("|")[-1].strip() for line in process.stderr)
-        # What was imported before is out of anybody's hands.
+        # Earlier imports cannot be controlled.
         assert "flotilla.pipelines.cli.__main__" in names
         assert module in names
         process.send_signal(signal.SIGINT)

@@ -41,7 +41,7 @@ def test_a_failed_run_with_a_checkpoint_can_be_resumed(run):
     resume = f"--workdir '{run.folder.parent}' --resume {run.run_id}"
     assert remedy(run) == f"when that is fixed, resume with: flotilla train {resume}"
     assert remedy(run, dataset="file:///d").endswith(f"train {resume} --dataset file:///d")
-    # With the modules that were fixed, and not those that have failed.
+    # With the fixed modules, not with the failed ones.
     assert remedy(run, code="mine").endswith(f"train {resume} --code mine")
 
 

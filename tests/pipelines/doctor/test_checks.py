@@ -96,7 +96,7 @@ def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
     }  # fmt: skip
     assert ("get", "pods", "log", "") in asked
     assert ("create", "tfjobs", "", "kubeflow.org") in asked
-    # The tasks have no account of their own.
+    # The tasks have no service account of their own.
     both = {*required_rules(LAUNCHER, KIND), *required_rules(TRAINER, KIND)}
     assert len(asked) == len({(each.verb, each.resource) for each in both})
     groups = {tuple(spec["groups"]) for spec in kube.server.control.reviews if "user" in spec}
@@ -119,7 +119,7 @@ def test_without_a_permission_of_the_user(kube, of_job):
 def test_without_a_permission_of_the_account(kube, of_job):
     kube.server.control.deny(RUNNER, "delete tfjobs")
     report = of_job()
-    # As long as the tasks have no account of their own they use the one that launches.
+    # Tasks without a service account of their own use the launcher's.
     assert report.failed() == ["permissions of that account"]
     assert report["permissions of the tasks"]["state"] == "warn"
     found = report["permissions of that account"]
@@ -133,7 +133,7 @@ def test_permissions_of_a_jobset(jobset, of_jobset):
     deny = jobset.server.control.deny
     deny(RUNNER, "delete jobs", "watch leases")
     report = of_jobset()
-    # A run goes on without them.
+    # A run works without them.
     assert (report.code, report.failed()) == (0, [])
     assert report["permissions of that account"]["message"].endswith(": delete jobs.batch")
     found = report["permissions of the tasks"]
@@ -354,7 +354,7 @@ def test_a_namespace_of_others_is_found_out(doctor, instance):
 
 
 def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
-    # It refuses what names one.
+    # It rejects configurations that name one.
     instance.closed[EXPERIMENTS] = 400
     report = doctor(options=("--endpoint", instance.url, "--namespace", "kubeflow"))
     assert (report.code, of(report)["message"]) == (0, f"{instance.url} is KFP 2.17.0")

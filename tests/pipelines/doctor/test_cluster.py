@@ -34,7 +34,7 @@ def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
     assert "TFJob CRD" not in report.states()
     assert report["storage"]["state"] == "skipped"
     jobset.faults.add("GET .*/apis/jobset", 403)
-    # Where nobody may look it is taken all the same: the launcher names what is missing.
+    # Without permission to check, it is used anyway: the launcher names what is missing.
     assert of_auto()["engine"]["message"].startswith("auto takes jobset: ")
 
 
@@ -55,7 +55,7 @@ def test_a_cluster_that_serves_neither(kube, of_auto):
         "the cluster serves neither JobSets nor TFJobs: no engine is installed"
     )
     assert found["remedy"].startswith("kubectl apply --server-side --filename https://github.com/")
-    # There is no job of which more could be said.
+    # Without a job there is nothing more to report.
     assert {"admission", "quota", "JobSet CRD", "TFJob CRD"}.isdisjoint(report.states())
 
 
@@ -88,7 +88,7 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
     assert (found["state"], said in found["message"]) == ("ok", True)
     said = "auto is local here; --kubernetes checks it anyway"
     assert report["Kubernetes API"]["message"] == said
-    # It is where a run stores what it makes.
+    # A run stores its results there.
     assert report["storage"]["state"] == "ok"
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(kube.kubeconfig))
     report = of_auto(options=("--kubernetes",))

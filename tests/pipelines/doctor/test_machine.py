@@ -63,7 +63,7 @@ def test_a_wrong_configuration_is_a_check_and_wrong_usage(doctor):
     assert report.code == 2
     assert report.failed() == ["configuration"]
     assert "99 workers cannot share 8 shards" in report["configuration"]["message"]
-    # What does not need it is looked at all the same.
+    # Checks that do not need it still run.
     assert report.states()["loopback"] == "ok"
 
 

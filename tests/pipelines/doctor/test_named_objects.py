@@ -68,7 +68,7 @@ BOTO_PAIR = {"AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
         (KFP_ROOT, BOTO_PAIR, "ok"),
         (KFP_ROOT, {"accesskey": SECRET}, "warn"),
         ("storage.root=s3://bucket/k", BOTO_PAIR, "ok"),
-        # Those keys are for KFP's own store alone.
+        # These keys are only for KFP's own store.
         ("storage.root=s3://bucket/k", KFP_PAIR, "warn"),
     ],
 )
@@ -133,7 +133,7 @@ def test_a_priority_class(of_job, kube, setting):
 
 def test_a_queue_of_kueue(of_job, kube, there):
     queue = "cluster.kubernetes.job.queue_name=gpus"
-    # Without Kueue there is no queue either.
+    # Without Kueue there is no queue.
     for _ in range(2):
         report = of_job(queue, "cluster.kubernetes.job.suspend=true")
         assert report.failed() == ["queues of Kueue"]

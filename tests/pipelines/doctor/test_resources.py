@@ -45,7 +45,7 @@ def node(kube):
         ({"cpu": "7"}, {}, ("requests 8, 0 of 7", '"8"')),
         ({"limits.memory": "15Gi"}, {}, ("requests 16Gi, 0 of 15Gi", '"16Gi"')),
         ({"requests.memory": "16Gi"}, {"requests.memory": "1Mi"}, ("requests 16Gi", '"16385Mi"')),
-        # With the pod of the step.
+        # Including the pod of the step.
         ({"pods": "4"}, {}, ("and its step request 5, 0 of 4", '"5"')),
         ({"pods": "5"}, {"pods": "2"}, ("and its step request 5, 2 of 5", '"7"')),
         ({"count/tfjobs.kubeflow.org": "0"}, {}, ("requests 1, 0 of 0", '"1"')),
@@ -181,7 +181,7 @@ def test_a_limit_alone_is_a_request_too(of_job, quota):
 @pytest.mark.parametrize(
     ("hard", "said"),
     [
-        # A parameter server, a chief and two workers: a Job each, and one service of all.
+        # A parameter server, a chief and two workers: one Job per task, and one common service.
         ({"count/jobsets.jobset.x-k8s.io": "0"}, "requests 1, 0 of 0 are used"),
         ({"count/jobs.batch": "3"}, "requests 4, 0 of 3 are used"),
         ({"count/pods": "3"}, "and its step request 5, 0 of 3 are used"),

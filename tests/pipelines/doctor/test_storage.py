@@ -89,7 +89,7 @@ def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monke
     assert report.failed() == ["storage"]
     assert of(report)["message"] == "no answer in 3 s"
     assert of(report)["remedy"].split()[0] in ("gcloud", "aws")
-    # It was removed although the check itself still waits for what it has written.
+    # It was removed although the check still waits for its own write.
     assert store.keys(store.bucket) == []
 
 
@@ -155,9 +155,9 @@ def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
     sent = []
 
     def before(request):
-        # It has been written, and is being read.
+        # The probe is written, and its read is in progress.
         if request.startswith("GET") and name in request and not sent:
-            # Once: a second one, for a request next to it, would end all at once.
+            # Only once: a second signal, for a parallel request, would end everything.
             sent.append(number)
             process.send_signal(number)
 

@@ -104,7 +104,7 @@ class ClusterRun:
         if name == "evaluate_model":
             own["decision_uri"] = str(self.folder / uuid4().hex)
         compiled = mock.patch.object(sys, "argv", ["executor", contract.OPTION, contract.mark()])
-        # The trial beside the first step takes seconds, and has its own tests.
+        # The trial in parallel with the first step takes seconds, and has its own tests.
         is_first = name == "prepare_data"
         untried = (
             mock.patch.object(fitting, "try_fit", return_value={}) if is_first else nullcontext()

@@ -66,7 +66,7 @@ def foreign(root, name):
         (at / "events.jsonl").write_text('{"event": "run_begin", "run_id": "another"}\n')
         (at / "lock").touch()
     elif name == "archive":
-        # A copy of what a run has published.
+        # A copy of a run's published files.
         made = run_of(root, 3, 90, storage.uri_of(root / "datasets" / "d"))
         assert made
         (root / "digits-0003").rename(at)

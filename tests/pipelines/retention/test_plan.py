@@ -198,7 +198,7 @@ def test_nothing_that_the_champion_needs_ever_goes(happened, wanted):
     going = {each.path for each in plan.going}
     stays = needed(history, wanted)
     assert not going & stays
-    # A run that goes takes all below it along.
+    # The removal of a run includes everything below it.
     assert not any(path.startswith(f"{run}/") for path in stays for run in going)
     after = Inventory(
         items={
@@ -208,10 +208,10 @@ def test_nothing_that_the_champion_needs_ever_goes(happened, wanted):
         },
         models=found.models,
     )
-    # What is left is what would be kept by a second removal, too.
+    # A second removal would keep the same files.
     again = make_plan(after, wanted, NOW)
     assert not {each.path for each in again.going}
-    # Old versions do go: of those above the number only those that something falls back on stay.
+    # Old versions are removed: beyond the number only fallback versions are kept.
     if wanted.versions:
         left = len(history.made) - sum(each.kind == VERSION for each in plan.going)
         busy = sum(run.busy for run in history.runs)

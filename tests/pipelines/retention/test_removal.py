@@ -76,7 +76,7 @@ def test_500_runs_and_50_versions(root, capsys):
     assert (code, found["removed"]) == (0, [])
     assert before == sorted(path for path in root.rglob("*") if path.is_file())
     kinds = [each["kind"] for each in found["planned"]]
-    # Of the first 470 nights those stay of which one of the newest ten versions was made.
+    # Of the first 470 nights only those stay that made one of the newest ten versions.
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "version": 40, "run": 470 - 7, "checkpoint": 7, "dataset": 41
     }  # fmt: skip
@@ -93,7 +93,7 @@ def test_500_runs_and_50_versions(root, capsys):
     assert [each.number for each in registry.versions(uri, "digits")] == list(range(41, 51))
     assert len(registry.promotions(uri, "digits")) == 50
     assert registry.rollback(uri, "digits", by="test").version == 49
-    # What all champions were trained on is still known.
+    # The training data of all champions are still known.
     assert len(trained.read_champion_data(uri, "digits").spans) == 49
     assert not swept(root, keep_versions=10)
     assert "left-overs removed" in err
@@ -247,7 +247,7 @@ def test_what_cannot_be_removed_keeps_what_it_needs_and_holds_nothing_else_up(
 def test_what_cannot_be_deleted_of_a_dead_removal_is_said(root, monkeypatch, caplog):
     run_of(root, 1, 90, manifest(root / "datasets" / "d", "dataset", 90))
     with monkeypatch.context() as patched:
-        # A file of another user, and a disk that fails.
+        # A file of another user, and a failing disk.
         patched.setattr("flotilla.trainer.storage.local.shutil.rmtree", lambda *_, **__: None)
         assert swept(root) == ["digits-0001", "datasets/d"]
         assert not storage.collect_garbage(storage.uri_of(root))
@@ -342,7 +342,7 @@ def test_whenever_the_store_fails_what_is_left_is_whole(root, monkeypatch, capsy
 
     def failing(at):
         calls.append(at)
-        # The first ones prepare: no mark of a version was written by then.
+        # The first ones prepare, and no mark of a version was written by then.
         if len(calls) % 7 == 0:
             raise storage.Unavailable(f"cannot delete {at}: the store does not answer")
         delete(at)
@@ -395,7 +395,7 @@ def test_a_damaged_manifest_keeps_its_run_and_says_so(root, capsys):
     code, found, _, _ = gc(capsys, root, "--keep-runs", "30d", "--dry-run")
     assert code == 0
     assert any("step-00000100" in each and "damaged" in each for each in found["kept"])
-    # It may need any of them.
+    # The run may need any of them.
     assert found["planned"] == []
     assert any("2 damaged records do not show what they need" in each for each in found["kept"])
     storage.delete(storage.uri_of(root / "digits-0001"))
@@ -522,7 +522,7 @@ def sweep_in(folder, root, days=90):
     """Lay out a sweep of which two trials have ended so many days ago; return its folder."""
     data = manifest(root / "datasets" / "d", "dataset", days)
     sweep = trials_of(SweepOptions(config=Config(), settings=["training.seed=1,2,3"]))
-    # Without the time in their names.
+    # The names lack the time.
     trials = tuple(replace(each, run_id=f"digits-{each.number:04}") for each in sweep.trials)
     for trial in trials[:2]:
         run_of(root, trial.number, days, data)
@@ -615,7 +615,7 @@ def take_place(root: Path, history) -> set[str]:
                 version_of(root, count + 1, old, made, code=at[code])
                 champion = [*(champion or [])[-1:], code]
         elif what == "note":
-            # Its first step was killed before it had another record.
+            # Its first step was killed before its next record.
             bundle.note_run(storage.uri_of(root), name, at[code])
             used.add(code)
         elif what == "schedule":

@@ -34,7 +34,7 @@ def test_runs_newest_first_over_pages(instance, remote):
     assert answer.code == 0
     names = [row["name"] for row in answer.json["runs"]]
     assert names == [f"n{number}" for number in range(129, 4, -1)]
-    # No page is read for runs that nobody wants to see.
+    # No page is read beyond the requested runs.
     sizes = [re.search(r"page_size=(\d+)", each)[1] for each in instance.asked("GET .*/runs")]
     assert sizes == ["100", "25"]
     instance.requests.clear()
@@ -260,7 +260,7 @@ def test_a_second_cancel_says_that_it_is_ending(instance, remote, started):
 )
 def test_a_cancel_that_comes_too_late_is_no_error(instance, remote, started, state, words):
     def late(_workflow, _run):
-        # Between the look at the run and the request to end it.
+        # Between the query of the run and the request to end it.
         instance.store.play = []
         body = b'{"message": "Failed to terminate a run. Row not found"}'
         instance.faults.add(":terminate", 400, body=body)

@@ -144,11 +144,11 @@ def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
 
 @pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
 def test_a_server_that_hangs_is_left(instance, remote, monkeypatch, words):
-    # Long enough for the request to be noted on a busy machine.
+    # Long enough for the request to be recorded on a busy machine.
     monkeypatch.setattr(instances, "READ_SECONDS", 1.0)
     instance.faults.add(".", -1)
     in_one_line(remote(*words), "does not answer", "try again")
-    # A hung server is not asked twice.
+    # A hung server gets no second request.
     assert len(instance.requests) == 1
 
 
@@ -268,7 +268,7 @@ def test_a_token_that_is_renewed_meanwhile_is_taken(instance, remote, tmp_path, 
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
 @pytest.mark.parametrize("flag", [(), ("--json",)], ids=["", "json"])
 def test_no_secret_is_reported(instance, remote, monkeypatch, words, flag):
-    # The instance repeats the token that it does not know.
+    # The instance repeats an unknown token in its error.
     instance.token = "right"
     monkeypatch.setenv("KFP_EXISTING_TOKEN", SECRET)
     monkeypatch.setenv("KFP_COOKIES", f"session={SECRET}-cookie")

@@ -18,7 +18,7 @@ def remote(remote, uploaded):  # noqa: ARG001
     return remote
 
 
-# The store of a default installation: nobody outside its cluster can read it.
+# The store of a default installation, which cannot be read from outside its cluster.
 INSIDE = "minio://mlpipeline/v2/artifacts"
 
 
@@ -205,7 +205,7 @@ def test_a_record_that_was_not_written_does_not_fail_the_run(instance, remote):
     assert ["evaluate_model", "evaluate_model", "done"] in lines
 
 
-# A store that this machine cannot read.
+# Runs whose store this machine cannot read.
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def test_the_configured_root_is_read(instance, remote, tmp_path):
     assert storage.names(storage.join(root, run_id, "steps"))
 
 
-# What is outside our code.
+# Failures outside our code.
 
 
 @pytest.fixture
@@ -408,7 +408,7 @@ def test_a_pod_that_was_lost_is_awaited_until_kfp_makes_it_again(waits):
 
 
 def test_a_failed_step_is_not_taken_for_the_end(waited):
-    # The exit step is still to come.
+    # The exit step has not run yet.
     answer = waited(failed("train_model", NAN))
     assert any(line.startswith("finish done") for line in answer.err.splitlines())
 
@@ -533,7 +533,7 @@ def test_a_pod_that_failed_after_its_last_stage_has_failed_in_it(workflow, rows,
 
 
 def test_a_pod_that_was_made_again_begins_with_the_first_stage(workflow, rows, monkeypatch):
-    # No pod is made again within the millisecond that a record counts in.
+    # No pod is replaced within one millisecond, the resolution of a record.
     monkeypatch.setattr(step_record, "now", map(float, itertools.count(1)).__next__)
     do(workflow, "resolve_config", "prepare_data")
     workflow.say_begin("validate_data")
@@ -575,7 +575,7 @@ def test_the_words_of_the_stages_say_what_became_of_a_run(ended, has_nodes, stag
 
 
 def test_a_root_that_is_a_default_of_the_version_is_read(instance, workflow, rows, run_id):
-    # Only what differs from the defaults is a parameter of the run.
+    # Only settings that differ from the defaults are parameters of the run.
     del instance.store.runs[run_id]["runtime_config"]["parameters"]["storage_root"]
     do(workflow, *PREPARED)
     assert rows()[1] == [(stage, "done") for stage in PREPARED]
@@ -623,7 +623,7 @@ def test_what_became_of_a_run_of_nine_steps(workflow, ended, stages, word):
     assert [each.step for each in found.steps] == [*stages, "finish"]
 
 
-# What KFP says.
+# The message of KFP.
 
 
 def pod(message, state="FAILED", **more):
@@ -631,7 +631,7 @@ def pod(message, state="FAILED", **more):
     return Pod(state=state, message=message, **values)
 
 
-# As the kubelet, Argo 4.0.5 and Kubernetes word them.
+# The messages of the kubelet, Argo 4.0.5 and Kubernetes.
 @pytest.mark.parametrize(
     ("message", "words", "blocks"),
     [

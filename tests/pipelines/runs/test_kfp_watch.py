@@ -15,7 +15,7 @@ from flotilla.pipelines.runs.kfp_run import RemoteRun
 from tests.pipelines.called import FLOTILLA
 
 SECONDS = 120
-# Less than the client waits for an instance that hangs.
+# Shorter than the client's time-out for a hung instance.
 SOON = READ_SECONDS - 1
 SECRET = "ey-secret-0123456789"
 

@@ -24,7 +24,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from tests.pipelines.step_events import done
 
 CONFIG = Config()
-# A runner that says it is there, and goes on when it is asked to end.
+# A runner that reports its start, and ignores the request to end.
 DEAF = (
     "import signal; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
     "print('there', flush=True)\n"
@@ -88,7 +88,7 @@ class TestLayingOut:
         config = load_config(None, ["training.steps=7"])
         run = local.new_run(config, workdir)
         kept = local.config_file(workdir, run.run_id)
-        # Without the root, so that a workdir can be moved.
+        # The root is left out, so that a workdir can be moved.
         assert load_config(kept) == config
 
     def test_taking_a_run_up_again_keeps_what_it_has(self, workdir):
@@ -102,7 +102,7 @@ class TestLayingOut:
         )
         assert (again.run_id, again.folder) == (run.run_id, run.folder)
         assert (run.folder / "checkpoints" / "kept").is_file()
-        # What happened before is part of the run, and not of how this start ends.
+        # Earlier events belong to the run, but not to the outcome of this start.
         assert list(events.read(run.folder / local.EVENTS)) == [
             RunBegin(run_id=run.run_id, number=1),
             FromScratch(reason="first"),
@@ -110,7 +110,7 @@ class TestLayingOut:
         ]
         with events.Follower(run.folder / local.EVENTS, again.begin) as follower:
             assert list(follower.new()) == [RunBegin(run_id=run.run_id, number=2)]
-        # Until its training has begun.
+        # Wait until its training has begun.
         assert load_config(local.config_file(workdir, run.run_id)) == CONFIG
         again.save_config()
         assert load_config(local.config_file(workdir, run.run_id)).training.steps == 9
@@ -190,7 +190,7 @@ class TestExecuting:
 
     def test_an_error_of_the_follower_leaves_no_process(self, workdir):
         run = local.new_run(CONFIG, workdir)
-        # The first event is there before the runner is.
+        # The first event is written before the runner starts.
         events.append(run.folder / local.EVENTS, FromScratch(reason="first"))
 
         before = set(psutil.Process().children(recursive=True))
@@ -200,7 +200,7 @@ class TestExecuting:
 
         with pytest.raises(ZeroDivisionError):
             local.execute(run, "prepare", {}, fail)
-        # One of an earlier test may end meanwhile.
+        # A process of an earlier test may end meanwhile.
         assert before.issuperset(psutil.Process().children(recursive=True))
 
 
@@ -258,9 +258,9 @@ def test_a_run_that_goes_on_cannot_be_taken_up(tmp_path):
 
 
 ROOT = Path(__file__).parents[3]
-# What a shell, a template, YAML, JSON or KFP could take for its own. KFP keeps `{{` to itself.
+# Syntax of shells, templates, YAML, JSON and KFP. KFP reserves `{{`.
 AWKWARD = 'it\'s "quoted" $HOME `id` %s \\n \\ {x} #é 漢字 🚢 python3 <&> -- ;\tend\n'
-# No value here is the default, but of keys that exclude another.
+# No value here is the default, except for keys that exclude another.
 TREE = {
     "name": "every-key.1",
     "data": {
@@ -458,6 +458,6 @@ def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     step = list(events.read(path))[-1]
     assert (step.step, step.status, step.exit_code) == ("resolve_config", "failed", 1)
     assert step.error.startswith("storage.root is empty: set it to the URI")
-    # Of the step, that is; the runner's own end is not for users.
+    # The end of the step; the runner's own end is not shown.
     answer = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
     assert [line.strip() for line in answer] == [f"flotilla: resolve_config: {step.error}"]

@@ -108,7 +108,7 @@ def test_manifest_and_lineage_say_what_it_began_with(first, second):
 
 
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(workdir, first, second):
-    # The champion is the second run itself by now, and the checkpoint of the first one is gone.
+    # By now the second run is the champion, and the checkpoint of the first one is deleted.
     shutil.rmtree(first.folder / "checkpoints")
     more = [*setting(training__steps=90), "--resume", second.answer["run_id"]]
     called = call("train", workdir, *more, cwd=workdir.parent)
@@ -227,7 +227,7 @@ def test_one_that_dies_between_export_and_promotion_leaves_the_champion_and_goes
     mnist_workdir, words, root
 ):
     promotions = storage.local_path(storage.join(registry.home(root, "mnist"), "promotions"))
-    # With the folder locked a promotion waits at its last moment.
+    # The locked folder delays a promotion at its last step.
     with (
         locked(promotions),
         calling("run", mnist_workdir, *words, *BETTER, cwd=mnist_workdir.parent) as run,
@@ -265,7 +265,7 @@ def _until_it_is_registered(run, mnist_workdir, root):
     raise AssertionError(run.communicate())
 
 
-# A part of what each stage asks the store for.
+# A part of the store path that each stage requests.
 STAGES = (
     "/datasets/", "/step-", "/logs/", "/evaluation/", "/decision/", "/model/", "/registry/",
     "report.html",
@@ -315,7 +315,7 @@ SECRETS_FEW = setting(
     training__validate_every=10,
     gate__min__accuracy=0.01,
 )
-# A body of a store whose words have what it was sent.
+# A response of a store that repeats the request.
 REFUSAL = (
     "<Error><Code>AccessDenied</Code><Message>denied: Authorization: Bearer {0} at "
     "https://u:{0}@h/x?X-Amz-Signature={0}</Message></Error>"
@@ -594,7 +594,7 @@ def test_every_form_answers_the_same_to_a_plain_program(
     halves_first, folder, examples, monkeypatch
 ):
     monkeypatch.syspath_prepend(folder)
-    # Its layer is found by the name that it was registered by.
+    # Its layer is found by its registered name.
     __import__("halves")
     inputs, digit, ink = examples
     exported = halves_first.path_of("model")

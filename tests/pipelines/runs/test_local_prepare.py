@@ -20,7 +20,7 @@ DATASET = {"train": 1293, "validation": 144, "test": 360}
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepare")
-    # A name that a shell, a URI and a template would each like to read their own way.
+    # A name with special characters of shells, URIs and templates.
     return call("prepare", folder / "it's a $wörk dir [x] 100%25", cwd=folder)
 
 
@@ -75,7 +75,7 @@ def test_everything_is_below_the_workdir(prepared):
     assert [path.name for path in prepared.workdir.parent.iterdir()] == [prepared.workdir.name]
     names = {path.name for path in prepared.workdir.iterdir()}
     assert names - {".lock"} == {"datasets", "in_use", prepared.answer["run_id"]}
-    # What the runner leaves for every step is gone.
+    # The runner's files for each step are removed.
     assert not (prepared.folder / "tmp").exists()
 
 
@@ -109,7 +109,7 @@ def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_pa
 
 @pytest.mark.slow
 def test_a_second_run_reuses_the_dataset(prepared):
-    # All but the mark of when a dataset was used last, by which `flotilla gc` goes.
+    # All but the mark of a dataset's last use, which `flotilla gc` reads.
     before = {
         name: each
         for name, each in content(prepared.workdir).items()

@@ -23,7 +23,7 @@ from flotilla.trainer.events import (
 )
 from tests.pipelines.called import calling, setting
 
-# A process that starts another one with the words of a run's child, and says how it was ended.
+# A process that starts another one with a run's arguments, and prints how it ended.
 STARTER = """
 import json, os, signal, subprocess, sys
 words = json.loads(os.environ["WORDS"])
@@ -53,7 +53,7 @@ def ended(step, status="done", **more):
     return line(StepBegin(step=step)) + line(end)
 
 
-# How a run leaves its events that was not killed.
+# The events of a run that was not killed.
 FINISHED = ended("finish") + line(RunEnd())
 
 
@@ -168,7 +168,7 @@ def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
     events = folder / "events.jsonl"
     events.write_text(first + FINISHED + again + FINISHED)
     assert flotilla("status", "digits-1", "--json").json["status"] == "done"
-    # Of a start that was killed before its first step there is nothing but its begin.
+    # A start that was killed before its first step has only its begin event.
     events.write_text(first + FINISHED + line(RunBegin(run_id="digits-1", number=2)))
     said = flotilla("status", "digits-1", "--json").json
     assert (said["status"], "did not finish" in said["message"]) == ("failed", True)

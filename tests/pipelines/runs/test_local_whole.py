@@ -153,7 +153,7 @@ class TestBlessed:
         assert f"/{STEPS} (epoch " not in blessed.out
 
     def test_the_table_has_every_step(self, blessed):
-        # Of a step that runs several stages the name is in its first row alone.
+        # Only the first row of a step with several stages has its name.
         rows = [line.partition(" done ")[0].split() for line in blessed.err.splitlines()
                 if "  done  " in line]  # fmt: skip
         assert [each[-1] for each in rows] == [*ALL, "export_model", "register_model", "finish"]
@@ -227,14 +227,14 @@ class TestRefused:
 
     def test_it_touched_no_file_that_was_there(self, before, refused):
         after = content(refused.workdir)
-        # All but the mark of when a dataset was used last, by which `flotilla gc` goes.
+        # All but the mark of a dataset's last use, which `flotilla gc` reads.
         kept = {name: each for name, each in before.items() if "/in_use/" not in str(name)}
         assert {name: after.get(name) for name in kept} == kept
         new = [name for name in after if name not in before]
         assert all(name.startswith(f"{refused.folder}/") for name in new)
 
 
-# More than any machine does before the interrupt comes.
+# More than any machine trains before the interrupt.
 ENDLESS = 10_000_000
 LONG = setting(training__steps=ENDLESS, training__checkpoint_every=ENDLESS)
 MORE = 40
@@ -347,7 +347,7 @@ def test_it_goes_on_from_there(resumed, interrupted, reached):
 
 @pytest.mark.slow
 def test_it_goes_on_with_the_configuration_of_the_run(resumed):
-    # No file was named: only what was set anew is different.
+    # No file was named: only the newly set values differ.
     kept = (resumed.folder / "config.json").read_text(encoding="utf-8")
     assert f'"checkpoint_every": {ENDLESS}' in kept
 

@@ -58,7 +58,7 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [*done("resolve_config", metrics=UNCHANGED), *FINISHED],
             0, ("unchanged", 0, UNCHANGED["reasons"][0]),
         ),
-        # A command for some steps runs them whatever is new.
+        # A command for some steps runs them even without new data.
         ([*done("resolve_config", metrics=UNCHANGED), *done("prepare_data")], 0, ("done", 0, "")),
         ([*RESOLVED, *done("prepare_data")], 0, ("done", 0, "")),
         # The runner may not have seen a failure.
@@ -75,7 +75,7 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [begun("train_model"), *failed("finish", "no space")],
             1, ("failed", 1, f"train_model: {KILLED}"),
         ),
-        # A process that is killed between two stages leaves no word.
+        # A process that is killed between two stages leaves no record.
         (RESOLVED, 1, ("failed", 1, LOST.format("prepare_data"))),
         (
             [*judged("blessed")[:-2], *FINISHED],
@@ -85,7 +85,7 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [*judged("blessed"), *done("export_model"), *FINISHED],
             1, ("failed", 1, LOST.format("register_model")),
         ),
-        # It came to the end of its stages: what is missing is of another step.
+        # All of its stages ended: the missing one belongs to another step.
         ([*judged("blessed"), *FINISHED], 1, ("failed", 1, RUNNER.format(1))),
         ([*judged("blessed"), *promoted()], 1, ("failed", 1, RUNNER.format(1))),
         ([], 1, ("failed", 1, RUNNER.format(1))),
@@ -110,7 +110,7 @@ def test_events_and_the_exit_code_of_the_runner_are_an_outcome(events, returncod
         ([], "interrupted"),
         (done("prepare_data"), "interrupted"),
         (judged("blessed"), "interrupted"),
-        # So soon that the step died.
+        # So early that the step died.
         ([*RESOLVED, begun("prepare_data")], KILLED),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_step_has_failed(code, exit_code):
     assert judge(events, 1) == ("failed", exit_code, "prepare_data: no such set")
 
 
-# Code of the user's may end the process of a step with the exit code of success.
+# The user's code may end the process of a step with exit code 0.
 @pytest.mark.parametrize("returncode", [1, 0])
 def test_a_step_that_died_without_a_word_has_failed(returncode):
     events = [*done("resolve_config"), begun("train_model"), *FINISHED]

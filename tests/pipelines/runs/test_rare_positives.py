@@ -48,7 +48,7 @@ def night(tmp_path_factory):
             "label": "left",
             "splits": {"column": "part"},
         },
-        # By chance, what a larger model learns of shuffled labels orders customers a little.
+        # By chance, a larger model on shuffled labels ranks customers slightly correctly.
         "model": {"name": "tabular", "args": {"pieces": 0, "hidden_units": [64, 32], "dropout": 0}},
         "training": {
             "strategy": "single",
@@ -112,7 +112,7 @@ def test_a_champion_that_was_trained_on_what_judges_it_is_noted(night):
     remark = measured["champion"]["remarks"][0]
     count, whole = (int(remark.split()[place]) for place in (0, 2))
     assert whole == measured["examples"]
-    # Few of them have an equal one in the training split of this model.
+    # Few of them have a duplicate in the training split of this model.
     assert whole - 20 < count <= whole
     assert "were in the champion's training split" in remark
     assert remark in found.read("decision", "decision.json")["notes"]

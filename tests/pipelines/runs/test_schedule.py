@@ -155,7 +155,7 @@ def test_a_time_zone_is_said_in_both_clocks(instance, remote):
     assert answer.code == 0
     assert "02:30:00 Asia/Kolkata (" in answer.err
     assert "21:00:00 UTC); if the instance's CRON_SCHEDULE_TIMEZONE is Asia/Kolkata" in answer.err
-    # The API has no place for it.
+    # The API has no field for it.
     assert the_schedule(instance)["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * *"}}
 
 
@@ -192,7 +192,7 @@ def test_a_schedule_of_before_is_made_again(instance, remote):
     assert made["runtime_config"]["pipeline_root"] == "gs://b/r"
     sent = made["runtime_config"]["parameters"]
     assert (sent["steps"], sent["settings"]) == (9, {"gate": {"min": {"accuracy": 0.5}}})
-    # Its own image has the steps of its own version.
+    # Its image has the steps of its version.
     assert "image" not in sent
     [version] = instance.store.versions
     assert made["pipeline_version_reference"]["pipeline_version_id"] == version
@@ -324,7 +324,7 @@ def test_a_time_that_is_now_comes_again():
         ("* * * foo *", "'foo' is no month"),
         ("-1 * * * *", "'-1' is no minute"),
         ("1--3 * * * *", "'1--3' is no minute"),
-        # What cronsim knows and KFP does not.
+        # Syntax that cronsim supports and KFP does not.
         ("0 0 L * *", "'L' is no day of the month"),
         ("0 0 LW * *", "'LW' is no day of the month"),
         ("0 0 * * 5L", "'5L' is no day of the week"),

@@ -132,7 +132,7 @@ def test_a_cancelled_run_without_pods_is_said_to_be_lost(instance, remote, fire)
     run = fire()
     assert remote("cancel", run).code == 0
     assert "Workflow" not in remote("status", run).err
-    # Somebody deletes it by hand.
+    # A person deletes it by hand.
     instance.store.workflows[run].collect()
     assert "its pods are gone; unless it ends" in remote("status", run).err
     instance.store.end_run(run, "FAILED")
@@ -145,7 +145,7 @@ def test_two_at_once_both_succeed(instance, remote, fire, how):
     assert fire is not None
     [key] = instance.store.recurring
     if how == "removed":
-        # Between its list and its own requests the other one was there.
+        # The other one acted between its list and its own requests.
         instance.faults.add(":disable", 404)
         instance.faults.add("DELETE", 404)
     else:

@@ -100,7 +100,7 @@ def test_a_pipeline_left_without_a_version_gets_one(instance, remote):
 
 @pytest.mark.parametrize("path", ["POST .*/pipelines$", "POST .*upload_version"])
 def test_somebody_who_was_faster_has_done_our_work(instance, remote, path):
-    # What was asked is done, and answered as what another one has done.
+    # The request was executed, and the answer is a conflict with another client.
     instance.faults.add(path, 409, times=1, late=True)
     answer = remote("upload")
     assert answer.code == 0
@@ -128,7 +128,7 @@ def test_of_many_versions_few_are_asked_for(instance, remote, uploaded):
         instance.store.versions[f"id-{number}"] = {**more, "created_at": "2026-05-05T00:00:00Z"}
     answer = remote("upload", "--json")
     assert answer.json["version"]["name"] == uploaded
-    # Each comes with its whole spec.
+    # Each version includes its whole spec.
     assert sizes(instance) == [5, 1]
     instance.requests.clear()
     answer = remote("upload", "--image", MINE, "--json")
@@ -166,7 +166,7 @@ def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
         f"it is not the newest: `submit` and `schedule` take {newer}, or this one by "
         f"--version {older}"
     )
-    # What the line says is what happens.
+    # The effect is what the line says.
     remote("submit")
     remote("submit", "--version", older)
     ids = {each["pipeline_version_id"]: name for name, each in zip(
@@ -205,7 +205,7 @@ def test_a_version_that_is_gone_at_once(instance, remote):
 
 def test_where_pipelines_are_kept_in_kubernetes(instance, remote):
     instance.pipeline_store = "kubernetes"
-    # It is found by a part of its name, and this is another.
+    # The filter matches a part of the name, and this is another pipeline.
     instance.store.create_pipeline({"display_name": "flotilla-training-2"})
     assert remote("upload").code == 0
     assert remote("upload").code == 0
@@ -337,7 +337,7 @@ def test_a_newer_version_of_others_is_named_and_not_taken(instance, remote, add,
     )
     assert remote("submit", "--version", "by-hand").code == 0
     assert the_run_of(instance) == "by-hand"
-    # One that is named by a person needs no remark.
+    # A name from a person needs no remark.
     assert "the newest version" not in remote("submit", "--version", uploaded).err
 
 
@@ -434,7 +434,7 @@ def test_a_whole_name_comes_before_a_beginning(instance, remote):
     assert remote("submit", "--version", "v1").code == 0
     assert taken(instance) == "id-0"
     assert remote("submit", "--version", "v").code == 0
-    # Of those that begin so, the newest.
+    # The newest of the versions with this prefix.
     assert taken(instance) == "id-9"
 
 
@@ -509,7 +509,7 @@ NAMES = (
 def test_one_name_is_one_thing_in_every_command(instance, remote, compiled, tmp_path, name):
     file = tmp_path / "ours.yaml"
     file.write_text(compiled.text)
-    # What a wrong filter would find in its place.
+    # A wrong filter would find this one instead.
     store = instance.store
     store.create_pipeline({"display_name": "aXb a b 100 under-score size"})
     store.create_experiment({"display_name": name.upper() + " "})

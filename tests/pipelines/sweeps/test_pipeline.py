@@ -56,7 +56,7 @@ def test_one_loop_trains_one_trial_is_promoted_and_parameters_have_their_default
     assert places == [str(place) for place in range(9)]
     for name in ("prepare-data", "choose-trial", "evaluate-model", "export-model"):
         assert count_of(spec, name) == 1, name
-    # A run on the same files leaves the trials to be made.
+    # A run on the same files does not skip the trials.
     (prepare,) = (task for task in tasks_of(spec) if "is_whole_run" in task["inputs"]["parameters"])
     assert prepare["inputs"]["parameters"]["is_whole_run"]["runtimeValue"] == {"constant": False}
     given = spec["root"]["inputDefinitions"]["parameters"]

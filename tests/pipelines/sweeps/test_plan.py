@@ -14,7 +14,7 @@ def test_each_trial_has_a_run_of_its_own():
     assert len({each.run_id for each in sweep.trials}) == 3
     assert sweep.keys == ("training.batch_size",)
     assert sweep.fixed == ("training.steps=90",)
-    # Else the run of the best would end as one that repeats an earlier one.
+    # Otherwise the run of the best trial would end as a repetition of an earlier run.
     assert sweep.base.training.when_unchanged == "train"
 
 
