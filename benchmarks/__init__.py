@@ -1,1 +1,1 @@
-"""Measurements of Flotilla: compared with other programs, and with published results."""
+"""Benchmarks that compare Flotilla with other programs and with published results."""

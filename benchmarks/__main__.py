@@ -1,7 +1,7 @@
 """`make bench`: measure all comparisons of speed, print a table, write `build/bench.json`.
 
-`python -m benchmarks files same-xla` measures these comparisons alone; those of accuracy,
-`same-...`, have to be named.
+`python -m benchmarks files same-xla` measures only these comparisons. The comparisons of accuracy,
+`same-...`, run only if they are named.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
 }
 # Measured only on request: an accuracy does not change with the machine.
 OF_ACCURACY = "same-"
-# They take digits, or what they make themselves.
+# These use the digits dataset, or data that they generate.
 WITHOUT_MNIST = {
     "run",
     "startup",
@@ -80,7 +80,7 @@ WITHOUT_MNIST = {
 
 
 def main() -> None:
-    """Measure one comparison after the other, those after a failed one as well."""
+    """Measure the comparisons in sequence, and continue after a failed one."""
     words = _words()
     found: list[comparisons.Comparison] = []
     failed: list[str] = []

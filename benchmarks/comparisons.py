@@ -1,4 +1,4 @@
-"""Comparisons: ratios of two things that are measured in the same run, alternating."""
+"""Comparisons: ratios of two values that are measured in turn in the same run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One ratio with its bound; `rounds` are the ratios of the single rounds.
+    """One ratio with its bound; `rounds` has the ratio of each round.
 
-    The bound of the median is `at_least` or `at_most`, and never both. Next to `at_least` the worst
-    round may have a bound of its own. `more` holds further values of the report.
+    The median has one bound, `at_least` or `at_most`. With `at_least` the worst round may have
+    another bound. `more` holds further values of the report.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Comparison:
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a comparison that could not be judged."""
+        """Reject a comparison that has no rounds or no valid bound."""
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError(f"{self.name}: it needs at_least or at_most, one of them")
         if self.worst_at_least is not None and self.at_least is None:
@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Return the bounds that there are, by name; that of the median comes first."""
+        """Return the bounds by name; the bound of the median is the first."""
         found = {
             "at_least": self.at_least,
             "at_most": self.at_most,
@@ -57,14 +57,14 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether the ratios are within the bounds; one that is not a number never is."""
+        """Whether the ratios are within the bounds; NaN never is."""
         if self.at_least is not None:
             worst = -math.inf if self.worst_at_least is None else self.worst_at_least
             return self.ratio >= self.at_least and all(each >= worst for each in self.rounds)
         return self.at_most is not None and self.ratio <= self.at_most
 
     def tree(self) -> dict[str, Any]:
-        """Return what `bench.json` says of it."""
+        """Return the entry of this comparison in `bench.json`."""
         return {
             "name": self.name,
             "ratio": round(self.ratio, 4),
@@ -81,7 +81,7 @@ Measured = TypeVar("Measured")
 def alternating(
     rounds: int, first: Callable[[], Measured], second: Callable[[], Measured]
 ) -> list[tuple[Measured, Measured]]:
-    """Return both values of every round; the order changes from round to round."""
+    """Return both values of every round; their order alternates between rounds."""
     found = []
     for number in range(rounds):
         if number % 2:

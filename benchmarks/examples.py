@@ -1,6 +1,6 @@
-"""Training input on MNIST: Flotilla's shards and TFDS, which decodes example by example.
+"""Compares training input on MNIST: Flotilla's shards, and TFDS, which decodes single examples.
 
-`python -m benchmarks.examples WHICH FOLDER` measures one of them in a process of its own.
+`python -m benchmarks.examples WHICH FOLDER` measures one of them in its own process.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 ROUNDS = 3
 BATCH = 100
 EXAMPLES = 60_000 - VALIDATION
-# The first reads and parses; the others may find what it has left in memory.
+# The first epoch reads and parses; later ones may use data that it left in memory.
 EPOCHS = 4
 FLOTILLA, TFDS, TFDS_CACHED = "flotilla", "tfds", "tfds-cached"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Examples a second in the first epoch, and the median of the later ones."""
+    """Examples per second in the first epoch, and the median of the later ones."""
 
     first: float
     later: float
@@ -44,23 +44,23 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """Flotilla and TFDS round by round, and TFDS once with its examples kept decoded."""
+    """The speeds of Flotilla and TFDS per round, and of TFDS with a cache of decoded examples."""
 
     pairs: list[tuple[Speeds, Speeds]]
     cached: Speeds
 
 
 def first_epoch() -> Comparison:
-    """Examples a second of the first epoch: shuffled, and nothing cached in the process.
+    """Compare examples per second in the first epoch, shuffled and without a cache.
 
-    Flotilla fetches its shards first, which counts; TFDS reads its files where they are.
+    Flotilla's time includes fetching its shards; TFDS reads its files in place.
     """
     pairs = [(own.first, other.first) for own, other in _rounds().pairs]
     return _compared("first epoch of MNIST, shuffled: examples/s, against TFDS decoding", 4, pairs)
 
 
 def later_epochs() -> Comparison:
-    """Examples a second of later epochs, in which TFDS decodes again."""
+    """Compare examples per second in later epochs, in which TFDS decodes again."""
     rounds = _rounds()
     pairs = [(own.later, other.later) for own, other in rounds.pairs]
     name = "later epochs of MNIST, shuffled: examples/s, against TFDS decoding"
@@ -80,11 +80,11 @@ def _compared(
 
 @cache
 def _rounds() -> Rounds:
-    """Measure for both comparisons at once."""
+    """Measure the rounds of both comparisons."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         tfds_input.prepare(folder / "tfds")
-        # Files that are there already are not fetched again.
+        # Each round has its own folder: existing files would not be fetched again.
         count = iter(range(ROUNDS))
         places = {
             TFDS: [str(folder / "tfds")],
@@ -107,9 +107,9 @@ def _rounds() -> Rounds:
 def speeds_of(
     batches: tf.data.Dataset, examples: int, batch_size: int, staging: float = 0.0
 ) -> Speeds:
-    """Take batches in a graph, as training does, and say how many examples came a second.
+    """Read batches in a graph, as training does, and return the examples per second.
 
-    The first epoch has taken so many seconds of staging before.
+    The seconds of `staging` are added to the first epoch.
     """
 
     def taken(iterator: Any, count: tf.Tensor) -> tf.Tensor:
@@ -131,7 +131,7 @@ def speeds_of(
 
 
 def shards_of(dataset: str, folder: Path) -> tf.data.Dataset:
-    """Return the batches of a worker that has all shards."""
+    """Return the batches of a worker that reads all shards."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     files = stage_shards(dataset, folder, "train")
     return training_batches(spec, files, batch_size=BATCH, seed=0)

@@ -1,4 +1,4 @@
-"""A convolutional network on one GPU, in 16 bits and compiled by XLA, and `model.fit`."""
+"""Compares a convolutional network on one GPU, in 16 bits and compiled by XLA, with `model.fit`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def present() -> bool:
 
 
 def on_gpu(steps: int = STEPS) -> Comparison:
-    """Examples a second of `single` and of `model.fit`, with the name of the device."""
+    """Compare examples per second of `single` and `model.fit`; the report names the device."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         count = iter(range(ROUNDS))

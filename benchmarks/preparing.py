@@ -1,6 +1,6 @@
 """The cost of preparing a dataset, compared with TFDS alone.
 
-`python -m benchmarks.preparing WHICH FOLDER` prepares MNIST in a process of its own.
+`python -m benchmarks.preparing WHICH FOLDER` prepares MNIST in its own process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLOTILLA, TFDS = "flotilla", "tfds"
 
 
 def preparing() -> Comparison:
-    """Seconds of `prepare_data` on the official MNIST files, and of `download_and_prepare`."""
+    """Compare the seconds of `prepare_data` and `download_and_prepare` on the MNIST files."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         count = iter(range(1000))
 
@@ -44,9 +44,9 @@ def preparing() -> Comparison:
 
 
 def prepared_by(which: str, folder: Path) -> float:
-    """Prepare MNIST below a folder by Flotilla or by TFDS alone; return the seconds it took."""
+    """Prepare MNIST below a folder with Flotilla or with TFDS alone; return the seconds."""
     folder.mkdir(parents=True)
-    # Both need it, and neither is measured by the time it takes to load.
+    # Both need this module, so its import is not measured.
     tf.constant(0)
     began = time.perf_counter()
     if which == FLOTILLA:

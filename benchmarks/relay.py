@@ -1,8 +1,8 @@
-"""Counts what tasks send each other: `python -m benchmarks.relay PORT...`.
+"""Counts the bytes that tasks send each other: `python -m benchmarks.relay PORT...`.
 
-Prints a line of JSON: `addresses`, one for each port, from which all is passed on to the port and
-back, and `counter`, an address at which the bytes that were passed on so far can be read.
-A process of its own: TensorFlow holds the interpreter of a chief while it connects.
+Prints a line of JSON: `addresses` has one address per port, which is forwarded to the port;
+`counter` is an address that returns the number of bytes forwarded so far. The relay is a separate
+process, because TensorFlow holds the GIL of a chief while it connects.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Relay:
     """Forwards the bytes of both directions, and counts them."""
 
     def __init__(self) -> None:
-        """Begin at zero."""
+        """Set the count to zero."""
         self.bytes = 0
         self._lock = threading.Lock()
 
     def to(self, port: int) -> Callable[[socket.socket], None]:
-        """Return what connects a caller to a port."""
+        """Return a function that connects a caller to a port."""
 
         def connect(caller: socket.socket) -> None:
             try:
                 called = socket.create_connection(("127.0.0.1", port))
             except OSError:
-                # Not there yet: the caller tries again.
+                # The port is not open yet; the caller tries again.
                 caller.close()
                 return
             _in_background(self._pass_on, caller, called)
@@ -43,7 +43,7 @@ class Relay:
         return connect
 
     def tell(self, caller: socket.socket) -> None:
-        """Tell the count."""
+        """Send the count."""
         with caller:
             caller.sendall(str(self.bytes).encode())
 
@@ -60,7 +60,7 @@ class Relay:
 
 
 def count(counter: str) -> int:
-    """Return the bytes that were passed on so far; `counter` is the relay's address for that."""
+    """Return the bytes forwarded so far; `counter` is the address that the relay prints."""
     host, _, port = counter.rpartition(":")
     with socket.create_connection((host, int(port))) as peer:
         return int(peer.makefile().read())
@@ -82,7 +82,7 @@ def _served(answer: Callable[[socket.socket], None]) -> str:
 
 
 def main() -> None:
-    """Serve until the test's process ends."""
+    """Serve until the parent process ends."""
     signals.end_with_parent()
     relay = Relay()
     said = {

@@ -1,8 +1,8 @@
-"""Whether speed costs accuracy: each fast path compared with `model.fit` of Keras.
+"""Measures whether speed costs accuracy: compares each fast path with Keras's `model.fit`.
 
-Both sides take as many gradients of batches of one size, with the same optimizer and a rate that
-falls to zero, which leaves little to chance; each round is a seed. What several paths are held
-against is trained once.
+Both sides compute the same number of gradients of batches of the same size, with the same
+optimizer. The learning rate falls to zero, which reduces the noise. Each round is a seed. A
+baseline that several paths share is trained once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer.checkpoints.index import read_index
 
 SEEDS = 3
-# 0.3 points of 98.
+# A loss of 0.3 percentage points of 98 %.
 AT_LEAST = 0.997
 ADAM = Settings(optimizer="Adam", rate=0.003, batch=100, steps=5000)
 LOCAL_STEPS = 10
@@ -35,9 +35,9 @@ class FastPath:
     """A way of training that is faster than the plain one.
 
     Attributes:
-        own: settings that make it.
-        plain: what Keras trains with.
-        gradients: of one batch of `plain`, for each update.
+        own: settings of the fast path.
+        plain: settings of Keras.
+        gradients: number of gradients per update, each of one batch of `plain`.
     """
 
     own: Mapping[str, Any]
@@ -55,7 +55,7 @@ PATHS = {
         plain=replace(ADAM, optimizer="SGD", rate=0.1),
         gradients=LOCAL_STEPS,
     ),
-    # Two workers see as much in one update.
+    # One update of two workers has the same number of examples.
     "sync": FastPath(
         own={"training.strategy": "sync_parameter_server", "training.batch_size": 100},
         plain=replace(ADAM, batch=200, steps=2500),

@@ -15,7 +15,7 @@ from benchmarks.baselines import cluster
 from benchmarks.comparisons import Comparison, alternating
 
 ROUNDS = 3
-# Where the noise comes near the margin.
+# The rounds of comparisons whose noise is close to the margin.
 MORE_ROUNDS = 5
 STEPS_OF_BASELINE = 2400
 STEPS = 8000
@@ -24,7 +24,7 @@ LOCAL_STEPS = 10
 
 
 def asynchronous() -> Comparison:
-    """Global steps a second of asynchronous training, compared with the published program."""
+    """Compare global steps per second of asynchronous training with the published program."""
 
     def own(bench: _Bench) -> float:
         return bench.train("async_parameter_server", STEPS).steps_per_second
@@ -39,7 +39,7 @@ def asynchronous() -> Comparison:
 
 
 def synchronous() -> Comparison:
-    """Updates a second of synchronous training, compared with the published program."""
+    """Compare updates per second of synchronous training with the published program."""
 
     def own(bench: _Bench) -> float:
         return bench.train("sync_parameter_server", UPDATES).steps_per_second
@@ -53,7 +53,7 @@ def synchronous() -> Comparison:
 
 
 def local_steps() -> Comparison:
-    """Local steps a second with rare pulls, compared with one process without a cluster."""
+    """Compare local steps per second with rare pulls to one process without a cluster."""
 
     def own(bench: _Bench) -> float:
         trained = bench.train(
@@ -70,7 +70,7 @@ def local_steps() -> Comparison:
 
 
 def one_process() -> Comparison:
-    """Examples a second of one process, compared with `model.fit`."""
+    """Compare examples per second of one process with `model.fit`."""
     return _compared(
         "single: examples/s, against model.fit with 500 steps an execution",
         (1.2, 1.0),
@@ -80,7 +80,7 @@ def one_process() -> Comparison:
 
 
 def one_process_compiled() -> Comparison:
-    """Examples a second of one process whose step XLA compiles, compared with `model.fit`."""
+    """Compare examples per second of one process, with steps compiled by XLA, to `model.fit`."""
 
     def own(bench: _Bench) -> float:
         return bench.train("single", STEPS, training__jit_compile=True).steps_per_second
@@ -94,7 +94,7 @@ def one_process_compiled() -> Comparison:
 
 
 class _Bench:
-    """A folder with the dataset, in which runs are made one after the other."""
+    """A folder with the dataset, in which runs are executed in sequence."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -128,7 +128,7 @@ def _compared(
     other: Callable[[_Bench], float],
     rounds: int = ROUNDS,
 ) -> Comparison:
-    """Compare; the bounds are those of the median and of the worst round."""
+    """Compare two speeds, with bounds for the median and for the worst round."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
         bench = _Bench(Path(folder))
         pairs = alternating(rounds, lambda: own(bench), lambda: other(bench))

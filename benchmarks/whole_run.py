@@ -1,4 +1,4 @@
-"""The cost of the whole pipeline, compared with an import of TensorFlow, which every run needs."""
+"""Compares the time of the whole pipeline with an import of TensorFlow, which every run needs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CONFIG = "configs/digits.yaml"
 
 
 def whole_run() -> Comparison:
-    """Seconds of `flotilla run` on the digits, and of `import tensorflow` in one process."""
+    """Compare the seconds of `flotilla run` on the digits with those of `import tensorflow`."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         workdir = Path(name)
-        # The first run prepares the dataset, and files that are read once are in memory then.
+        # Warm-up: the first run prepares the dataset, and the system caches the files that it reads.
         run_seconds(workdir), import_seconds()
         pairs = alternating(ROUNDS, lambda: run_seconds(workdir), import_seconds)
     return Comparison(
@@ -31,10 +31,10 @@ def whole_run() -> Comparison:
 
 
 def run_seconds(workdir: Path, *settings: str) -> float:
-    """Return what a whole run takes.
+    """Return the seconds of a whole run.
 
     Raises:
-        RuntimeError: its model was not blessed; it would have left out steps.
+        RuntimeError: the gate refused the model, so the run skipped steps.
     """
     command = [str(Path(sys.executable).with_name("flotilla")), "run", CONFIG, "--json"]
     command += ["--workdir", str(workdir), *(f"--set={each}" for each in settings)]
@@ -48,7 +48,7 @@ def run_seconds(workdir: Path, *settings: str) -> float:
 
 
 def import_seconds() -> float:
-    """Return what it takes to start Python and import TensorFlow."""
+    """Return the seconds to start Python and import TensorFlow."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-c", "import tensorflow"], check=True, capture_output=True)
     return time.perf_counter() - began

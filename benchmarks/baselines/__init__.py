@@ -1,1 +1,1 @@
-"""Programs that Flotilla is compared with, written after their published descriptions."""
+"""Programs that Flotilla is compared with, written from their published descriptions."""

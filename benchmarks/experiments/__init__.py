@@ -1,1 +1,1 @@
-"""The published experiments, run again: `make experiments` writes docs/experiments.md."""
+"""Repeats the published experiments: `make experiments` writes docs/experiments.md."""

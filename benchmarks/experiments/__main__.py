@@ -16,7 +16,7 @@ PAGE = Path("docs/experiments.md")
 
 
 def main() -> int:
-    """Measure what was not measured yet; return 1 where a row has not reached its goal."""
+    """Measure what is not yet measured; return 1 if a row misses its goal."""
     mnist.require()
     FOLDER.mkdir(parents=True, exist_ok=True)
     brought: dict[Run, Measured] = {}

@@ -1,4 +1,4 @@
-"""Run one configuration through the whole pipeline and take its results."""
+"""Run one configuration through the whole pipeline and collect its results."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from flotilla.trainer.config.load import load_config
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.runtime.errors import UserError
 
-# Also the checkpoint that is made before the first step.
+# Keep all checkpoints, also the one before the first step.
 KEEP_ALL = "training.keep=1000"
-# A run that the gate has refused was measured all the same.
+# A run that the gate refused has measurements too.
 MEASURED = ("blessed", "refused")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A configuration with what is set differently."""
+    """A configuration and the settings that override it."""
 
     config: str
     settings: tuple[str, ...] = ()
 
     def command(self) -> str:
-        """Return what a person would type."""
+        """Return the command line of the run."""
         words = ["flotilla", "run", self.config]
         return " ".join(words + [f"--set {each}" for each in self.settings])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run has brought.
+    """The results of a run.
 
     Attributes:
-        accuracy: on the test split, a share.
-        loss: on the test split, mean cross entropy.
+        accuracy: accuracy on the test split, between 0 and 1.
+        loss: mean cross entropy on the test split.
         first_loss: the same before the first step.
         training_loss: mean over all updates.
         last_loss: training loss of the last stretch of updates.
-        global_step: updates applied.
-        local_steps: gradients computed, by all workers together; 0 where they are not counted.
-        steps_per_second: updates a second, over all of training.
+        global_step: number of applied updates.
+        local_steps: gradients computed by all workers; 0 if they are not counted.
+        steps_per_second: updates per second over the whole training.
     """
 
     accuracy: float
@@ -65,10 +65,10 @@ class Measured:
 
 
 def measured(run: Run, folder: Path) -> Measured:
-    """Return the results of a run, from `folder` where it was measured before.
+    """Return the results of a run; reuse those in `folder` if it was measured before.
 
     Raises:
-        UserError: the run has failed; its messages are on standard error.
+        UserError: the run failed; its messages are on standard error.
     """
     settings = (*run.settings, f"data.manual_dir={mnist.folder()}", KEEP_ALL)
     kept = folder / f"{load_config(Path(run.config), settings).digest()}.json"
@@ -113,7 +113,7 @@ def _measured(run: Run, settings: tuple[str, ...], ended: dict[str, Any]) -> Mea
 
 
 def _first_loss(run: Run, settings: tuple[str, ...], dataset: str, checkpoints: str) -> float:
-    """Return the test loss of the checkpoint that is made before the first step."""
+    """Return the test loss of the checkpoint that is saved before the first step."""
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         found = evaluate(

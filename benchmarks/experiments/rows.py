@@ -1,4 +1,4 @@
-"""The published experiments: what was published, what has to be reached, how it is judged."""
+"""The published experiments: the published result, the goal, and how a run is judged."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from statistics import mean
 from benchmarks.experiments.measure import Measured, Run
 
 SEEDS = range(5)
-# A mean loss of two orders of the same examples.
+# The tolerance between two mean losses of the same examples, summed in different orders.
 SAME_LOSS = 1e-4
-# In one epoch at a learning rate that hardly moves the model.
+# The least fall of the loss in one epoch with a very small learning rate.
 LEAST_FALL = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a row of the table says, and whether it is what had to be reached."""
+    """The text of a row of the table, and whether its goal is reached."""
 
     text: str
     reached: bool
@@ -32,10 +32,10 @@ class Row:
 
     Attributes:
         program: a key of `PROGRAMS`.
-        published: the result that was published.
-        goal: what has to be reached.
-        runs: what is run for it.
-        judge: from what the runs have brought to the finding.
+        published: the published result.
+        goal: the result to reach.
+        runs: the runs of the experiment.
+        judge: returns the finding from the results of the runs.
     """
 
     program: str
@@ -56,7 +56,7 @@ def accuracy_of(least: float) -> Judge:
 
 
 def synchronous(least: float, workers: int) -> Judge:
-    """Judge one run by its accuracy, and by a gradient of each worker in each update."""
+    """Judge one run by its accuracy, and check that each update has a gradient of each worker."""
 
     def judge(brought: Sequence[Measured]) -> Finding:
         (run,) = brought
@@ -80,7 +80,7 @@ def fallen(brought: Sequence[Measured]) -> Finding:
 
 
 def same_losses(brought: Sequence[Measured]) -> Finding:
-    """Judge pairs of a mirrored run and one in a single process, seed by seed."""
+    """Judge pairs of a mirrored run and a run in a single process with the same seed."""
     pairs = list(zip(brought[::2], brought[1::2], strict=True))
     training = max(abs(left.training_loss - right.training_loss) for left, right in pairs)
     test = max(abs(left.loss - right.loss) for left, right in pairs)
@@ -104,7 +104,7 @@ def _softmax(kind: str, least: float, *settings: str) -> Row:
 
 
 def _mlp(kind: str, *settings: str) -> Row:
-    """Return a row of one hidden layer; with the rate of the program there is no goal."""
+    """Return a row for one hidden layer; there is no goal with the learning rate of the program."""
     least = 0.0 if settings else 0.97
     exact = "" if kind == "async" else "; 2 local steps an update"
     goal = f"none{exact}; the rate stays at 0.01" if settings else f"{least}{exact}; cosine decay"
@@ -130,7 +130,7 @@ _ADAM = (
     "training.optimizer.learning_rate=0.001",
     "gate.min.accuracy=0.985",
 )
-# Three epochs each.
+# Both settings train for three epochs.
 _LARGE_BATCH = ("training.steps=702",)
 _SMALL_BATCH = (
     "training.batch_size=4",

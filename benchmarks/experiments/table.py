@@ -1,4 +1,4 @@
-"""The page of the experiments."""
+"""Renders the page of the experiments."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a step costs by the size of the model and of the cluster, and what follows from it."""
+"""Measures the cost of a step by size of model and cluster, and predicts larger clusters."""

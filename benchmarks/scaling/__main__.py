@@ -1,8 +1,8 @@
-"""`make scaling`: measure what an update costs, fit the constants, and write what follows.
+"""`make scaling`: measure the cost of an update, fit the constants, and write the pages.
 
 Writes `benchmarks/scaling/measured.json` (runs and constants), the measured part of
 benchmarks/results/scaling.md, and docs/scaling.md with its plots. A round takes some eight minutes
-on two idle cores. With `--rewrite` nothing is run: constants and pages are made from the runs in
+on two idle cores. `--rewrite` runs nothing, and writes constants and pages from the runs in
 measured.json.
 """
 
@@ -27,7 +27,7 @@ MEASUREMENTS, SCALING = Path("benchmarks/results/scaling.md"), Path("docs/scalin
 
 
 def main() -> None:
-    """Run all cases, fit the model, and write what was found."""
+    """Run all cases, fit the model, and write the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
     parser.add_argument("--rounds", type=int, default=1, help="of all runs; the median counts")
     parser.add_argument("--rewrite", action="store_true", help="from the runs of measured.json")
@@ -56,7 +56,7 @@ def main() -> None:
 
 def _points(rounds: int) -> list[Point]:
     mnist.require()
-    # It loads TensorFlow.
+    # This import loads TensorFlow.
     from benchmarks.scaling.measure import all_measured  # noqa: PLC0415
 
     try:

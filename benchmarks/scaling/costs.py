@@ -1,6 +1,6 @@
-"""What an update costs each role, as `make scaling` has measured it on one machine.
+"""The cost of an update for each role, as `make scaling` measured it on one machine.
 
-The numbers are data, `measured.json`; what they mean is here. Seconds are those of a core.
+`measured.json` has the values of the constants; this module defines them. Seconds are CPU seconds.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ MEASURED = Path(__file__).parent / "measured.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The constants; bytes are those of the model, counted once for both ways.
+    """The constants; bytes are bytes of the model, counted once for both directions.
 
     Attributes:
-        worker_update: of a worker for an update, without what follows.
-        worker_message: of a worker for each server after the first.
-        worker_byte: of a worker for a byte.
-        batch: of a worker for one batch.
-        gradient: of a worker, over the seconds that `benchmarks.scaling.gradient` finds.
-        worker_loop: of a worker for an update outside of turns.
-        server_message: of a server for an update.
-        server_byte: of a server for a byte of its part.
-        server_loop: of a server for an update outside of turns.
-        server_share: share of a core that a server takes whatever the others do.
-        chief_share: the same of the chief.
-        system_share: the same of the launcher, and of interrupts of the network, which the kernel
+        worker_update: seconds of a worker per update, in addition to the items below.
+        worker_message: seconds of a worker per server after the first.
+        worker_byte: seconds of a worker per byte.
+        batch: seconds of a worker per batch.
+        gradient: a worker's time of a gradient over the result of `benchmarks.scaling.gradient`.
+        worker_loop: further seconds of a worker per update outside of turns.
+        server_message: seconds of a server per update.
+        server_byte: seconds of a server per byte of its part.
+        server_loop: further seconds of a server per update outside of turns.
+        server_share: share of a core that a server always uses.
+        chief_share: the same for the chief.
+        system_share: the same for the launcher and for network interrupts, which the kernel
             counts for no task.
-        cold: share of its seconds that a worker with a core of its own waits for memory.
-        aside: share of a worker's seconds in threads next to the one that computes.
-        loopback_byte: seconds for a byte between two tasks of one machine, without a core.
+        cold: share of its seconds that a worker with its own core waits for memory.
+        aside: share of a worker's seconds in threads other than the one that computes.
+        loopback_byte: seconds per byte between two tasks of one machine, without CPU time.
         loopback: seconds of a round trip between them.
-        memory: bytes of a role (`chief`, `ps`, `worker`): of the process, and for each byte of the
+        memory: bytes by role (`chief`, `ps`, `worker`): of the process, and per byte of the
             variables that it holds.
         dispatch: how the chief hands out updates.
     """
@@ -65,12 +65,12 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model as its costs see it.
+    """The properties of a model that determine its costs.
 
     Attributes:
-        gradient: seconds of a core for one batch, as `benchmarks.scaling.gradient` finds them.
+        gradient: CPU seconds per batch, as `benchmarks.scaling.gradient` measures them.
         held: bytes on each server.
-        pull_every: gradients of an update.
+        pull_every: gradients per update.
     """
 
     gradient: float
@@ -79,15 +79,15 @@ class Model:
 
 
 def sharing_cache(cold: float, workers: int, cores: int) -> float:
-    """Return how much longer workers take that share a machine's cores; 1 with a core for each.
+    """Return the slowdown of workers that share a machine's cores; 1 with one core per worker.
 
-    A worker has a part of the cache of its core, and misses grow with the root of how much smaller
-    a cache is (Hartstein et al. 2006, "Cache miss behavior: is it sqrt 2?").
+    Workers share the cache of their core. Misses grow with the square root of the factor by which
+    a cache shrinks (Hartstein et al. 2006, "Cache miss behavior: is it sqrt 2?").
 
     Args:
-        cold: share of its seconds that a worker with a core of its own waits for memory.
-        workers: how many.
-        cores: of the machine; 0 where each worker has its own.
+        cold: share of its seconds that a worker with its own core waits for memory.
+        workers: number of workers.
+        cores: cores of the machine; 0 if each worker has its own machine.
     """
     crowd = max(1.0, workers / cores) if cores else 1.0
     return 1 + cold * (sqrt(crowd) - 1)
@@ -96,14 +96,14 @@ def sharing_cache(cold: float, workers: int, cores: int) -> float:
 def work_of(
     costs: Costs, model: Model, *, workers: int = 1, cores: int = 0, byte: float = 0.0
 ) -> Work:
-    """Return what an update costs.
+    """Return the cost of an update.
 
     Args:
-        costs: measured.
-        model: that is trained.
-        workers: how many there are.
-        cores: of the machine that all tasks share; 0 where each has its own.
-        byte: seconds of a network card for a byte, where each has its own machine.
+        costs: the measured constants.
+        model: the model that is trained.
+        workers: number of workers.
+        cores: cores of the machine that all tasks share; 0 if each task has its own.
+        byte: seconds per byte of a network card, if each task has its own machine.
     """
     held = [each for each in model.held if each] or [0]
     shares = costs.system_share + costs.chief_share + costs.server_share * len(held)
@@ -129,7 +129,7 @@ def work_of(
 
 
 def measured() -> Costs:
-    """Return the constants that `make scaling` has written."""
+    """Return the constants that `make scaling` wrote."""
     tree = json.loads(MEASURED.read_text(encoding="utf-8"))["costs"]
     memory = {role: (float(a), float(b)) for role, (a, b) in tree["memory"].items()}
     return Costs(**{**tree, "memory": memory, "dispatch": Dispatch(**tree["dispatch"])})

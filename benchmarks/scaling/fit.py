@@ -1,4 +1,4 @@
-"""The constants of `benchmarks.scaling.costs` that fit measured runs best."""
+"""Fits the constants of `benchmarks.scaling.costs` to measured runs."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from benchmarks.scaling.costs import Costs, Model, sharing_cache, work_of
 from benchmarks.scaling.simulation import Dispatch, Fleet, simulated
 
 _COLD = np.linspace(0, 1, 21)
-# What is tried: shares, seconds of a byte, and of a round trip.
+# The candidate values: shares, seconds per byte, and seconds per round trip.
 _WAITING = {
     "aside": (0.2, 0.3, 0.4, 0.5, 0.6, 0.8),
     "loopback_byte": (0.0, 2e-10, 4e-10, 8e-10),
     "loopback": (0.0, 5e-5, 1e-4),
 }
-# Seconds of the chief to send a worker a closure, as measured when it sent many of them. A run of
-# one stretch has too few to be fitted. `make bench ARGS=handout` found 3.2 ms with 64 workers.
+# Seconds of the chief to send a closure to a worker, measured with many closures. A run of one
+# stretch has too few for a fit. `make bench ARGS=handout` measured 3.2 ms with 64 workers.
 CLOSURE = 2.7e-3
-# Adam's slots, which all runs have, are twice the model.
+# All runs use Adam, whose slots have twice the size of the model.
 _WITH_SLOTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One run that was measured; seconds are those of a core.
+    """One measured run; seconds are CPU seconds.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         held: bytes of its variables on each server.
-        gradient: seconds of one batch, as `benchmarks.scaling.gradient` finds them.
-        workers: how many there were.
-        pull_every: local steps of an update.
-        worker: seconds of the workers for an update.
-        server: seconds of all servers for an update.
-        chief: seconds of the chief for an update.
-        rate: updates a second.
+        gradient: seconds per batch, as `benchmarks.scaling.gradient` measures them.
+        workers: number of workers.
+        pull_every: local steps per update.
+        worker: seconds of all workers per update.
+        server: seconds of all servers per update.
+        chief: seconds of the chief per update.
+        rate: updates per second.
         memory: the most resident bytes of a task, by role.
-        fitted: whether the constants are fitted to it.
-        looped: whether it had too few steps for turns. It is over in seconds, and saves meanwhile:
-            its costs count, and not its rate.
+        fitted: whether the constants are fitted to this run.
+        looped: whether the run had too few steps for turns. It ends within seconds and saves
+            checkpoints meanwhile, so its costs are used but not its rate.
     """
 
     model: str
@@ -62,23 +62,23 @@ class Point:
 
     @property
     def servers(self) -> int:
-        """Servers that hold a part of the model."""
+        """The number of servers that hold a part of the model."""
         return sum(1 for each in self.held if each)
 
 
 def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -> Costs:
-    """Return the constants that fit best to the points that are marked.
+    """Return the constants that fit best to the points with `fitted`.
 
     Args:
-        points: several models and values of `pull_every`, numbers of workers and of servers.
-        cores: of the machine.
-        dispatch: how updates are handed out; the seconds of looks are fitted.
+        points: runs of several models, values of `pull_every`, numbers of workers and servers.
+        cores: cores of the machine.
+        dispatch: how updates are handed out; its `look` is fitted.
     """
     dispatch = dispatch or Dispatch(closure=CLOSURE)
     own = [point for point in points if point.fitted]
     worker, cold = _worker(own, cores, dispatch)
     server = _solved([_of_server(p, dispatch) for p in own], [p.server for p in own])
-    # The kernel counts in hundredths of a second, of which a fast chief may have used none.
+    # The kernel counts hundredths of a second, and a fast chief may have used less than one.
     paced = [p for p in own if not p.looped and p.chief]
     rows = [(1.0, float(p.workers)) for p in paced]
     chief = _solved(rows, [p.chief * p.rate for p in paced])
@@ -103,16 +103,16 @@ def fit(points: Sequence[Point], cores: int, dispatch: Dispatch | None = None) -
 
 
 def rate(costs: Costs, point: Point, cores: int) -> float:
-    """Return the updates a second of a run by simulation."""
+    """Return the simulated updates per second of a run."""
     model = Model(gradient=point.gradient, held=point.held, pull_every=point.pull_every)
     fleet = Fleet(workers=point.workers, cores=cores, round_trip=costs.loopback)
     work = work_of(costs, model, workers=point.workers, cores=cores)
-    # Its only checkpoint comes after what is measured.
+    # The only checkpoint of a run comes after the measured part.
     return simulated(work, fleet, replace(costs.dispatch, closure=0.0), stretches=2).rate
 
 
 def _looped(point: Point, dispatch: Dispatch) -> float:
-    # One by one, a run goes on so until it is fast enough for turns, which are faster.
+    # A run makes single updates until it is fast enough for turns.
     without_turns = dispatch.unit(point.rate, point.workers, 1) == 1
     return float(point.looped or without_turns)
 
@@ -126,7 +126,7 @@ def _of_server(point: Point, dispatch: Dispatch) -> tuple[float, ...]:
 def _worker(
     points: Sequence[Point], cores: int, dispatch: Dispatch
 ) -> tuple[Sequence[float], float]:
-    """Return the worker's constants, and how much longer it takes on a core with others."""
+    """Return the worker's constants, and `cold`, by which it is slower on a shared core."""
 
     def solved(cold: float) -> tuple[float, Sequence[float]]:
         rows, sums = [], []
@@ -145,7 +145,7 @@ def _worker(
 
 
 def _solved(rows: Sequence[Sequence[float]], sums: Sequence[float]) -> list[float]:
-    """Return the factors, none below zero, with the least squares of relative errors."""
+    """Return the non-negative factors that minimize the squares of the relative errors."""
     matrix, right = np.array(rows, float), np.array(sums, float)
     scale = np.maximum(matrix.max(axis=0), 1e-30)
     found, _ = nnls(matrix / scale / right[:, None], np.ones(len(right)))
@@ -153,7 +153,7 @@ def _solved(rows: Sequence[Sequence[float]], sums: Sequence[float]) -> list[floa
 
 
 def _memory(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
-    """Return the bytes of a process of each role, and those for each byte that it holds."""
+    """Return for each role the bytes of its process, and the bytes per byte that it holds."""
     found = {}
     for role in ("chief", "ps", "worker"):
         seen = [p for p in points if role in p.memory]
@@ -170,19 +170,19 @@ def _memory(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
 
 
 def _of_no_task(points: Sequence[Point], cores: int) -> float:
-    """Return the cores that no task has where there is always a worker that could use them."""
+    """Return the cores that no task uses although a worker always waits for one."""
     used = [p.rate * (p.worker + p.server + p.chief) for p in points if p.workers > cores]
     return max(0.0, cores - sum(used) / len(used)) if used else 0.0
 
 
 def _of_one_machine(costs: Costs, points: Sequence[Point], cores: int) -> Costs:
-    """Return the constants with what tasks of one machine wait for, by the rates."""
-    # Of more workers than cores another one works while one waits: their rates tell nothing.
+    """Return the constants, with the waiting times on one machine fitted to the rates."""
+    # With more workers than cores, another worker runs while one waits: the rate shows no wait.
     waiting = [p for p in points if p.workers <= cores]
 
     def error(found: Costs) -> float:
         return sum(math.log(rate(found, p, cores) / p.rate) ** 2 for p in waiting)
 
-    # All of them, as they stand for one another: one after the other ends far from the best.
+    # Search all combinations: the constants compensate for each other, so fitting one by one fails.
     tried = (dict(zip(_WAITING, each, strict=True)) for each in product(*_WAITING.values()))
     return min((replace(costs, **each) for each in tried), key=error)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Fleets of 100 to 10,000 workers by simulation: the tables and plots of docs/scaling.md."""
+"""Simulates fleets of up to 10,000 workers for the tables and plots of docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks.scaling.page import table
 from benchmarks.scaling.simulation import Fleet, Outcome, Work, simulated
 
 WORKERS = (10, 30, 100, 300, 1000, 3000, 10_000)
-# Of a network card of 10 Gbit/s for a byte, and of a round trip in a data centre.
+# Seconds per byte of a 10 Gbit/s network card, and per round trip in a data centre.
 BYTE, ROUND_TRIP = 8e-10, 2e-4
-# A model of 25 million parameters, half a second for a batch on one machine.
+# A model with 25 million parameters, which takes half a second per batch on one machine.
 BYTES, GRADIENT = 100e6, 0.5
 SERVERS, PULL_EVERY = 16, 10
 SPREAD = 0.2
@@ -25,7 +25,7 @@ _COLOURS = ("#1f6fb4", "#d9622b", "#2e8b57", "#8a4fbf", "#b3261e")
 
 
 def work(costs: Costs, servers: int, pull_every: int) -> Work:
-    """Return what an update of the model costs, in equal parts on the servers."""
+    """Return the cost of an update of the model if all servers hold equal parts."""
     model = Model(
         gradient=GRADIENT / costs.gradient,
         held=(int(BYTES / servers),) * servers,
@@ -35,7 +35,7 @@ def work(costs: Costs, servers: int, pull_every: int) -> Work:
 
 
 def fleet(workers: int, **more: Any) -> Fleet:
-    """Return a fleet with a machine for each task."""
+    """Return a fleet with one machine per task."""
     return Fleet(workers=workers, round_trip=ROUND_TRIP, **{"spread": SPREAD, **more})
 
 
@@ -91,7 +91,7 @@ _LIMITS = (
     "of ideal",
     "limit",
 )
-# Of a stretch: a checkpoint every minute, or every twelve updates of a worker.
+# The length of a stretch: a checkpoint every minute, or every twelve updates of a worker.
 _SECONDS, _UPDATES = 60.0, 12
 _TROUBLES = ("what happens", "asynchronous", "synchronous, all", "synchronous, 95 of 100")
 
@@ -142,13 +142,13 @@ def _troubles(costs: Costs) -> list[list[str]]:
 
 
 def _steady(found: Work, costs: Costs, machines: Fleet) -> float:
-    # Long enough that dozens are killed.
+    # Long enough for dozens of killed workers.
     dispatch = replace(costs.dispatch, seconds=_SECONDS)
     return simulated(found, machines, dispatch, stretches=20).rate
 
 
 def chart(series: Series, across: str, upward: str) -> str:
-    """Return lines over two logarithmic axes as SVG."""
+    """Return a line chart with two logarithmic axes as SVG."""
     xs = [math.log10(x) for line in series.values() for x, _ in line]
     ys = [math.log10(y) for line in series.values() for _, y in line]
     low_x, high_x = min(xs), max(xs)

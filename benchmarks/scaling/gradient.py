@@ -1,7 +1,7 @@
-"""What one gradient of each model of the study costs on a core of this machine.
+"""Measures the cost of one gradient of each model on a core of this machine.
 
-`python -m benchmarks.scaling.gradient` writes it as JSON. Seconds are those of the processor, so
-that other work on the machine hardly counts.
+`python -m benchmarks.scaling.gradient` writes it as JSON. The unit is CPU seconds, which other
+programs on the machine hardly affect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks import launched
 
-# Repetitions after the one that traces, of which the median counts, and their local steps.
+# The number of repetitions after tracing, whose median is used, and their local steps.
 ROUNDS, STEPS = 5, 100
 SERVERS = (1, 2, 3, 4)
 MODELS: dict[str, tuple[str, str]] = {
@@ -28,13 +28,13 @@ MODELS: dict[str, tuple[str, str]] = {
 
 
 def settings_of(model: str) -> dict[str, Any]:
-    """Return the settings that name a model."""
+    """Return the settings that select a model."""
     name, arguments = MODELS[model]
     return {"model.name": name, "model.args": arguments}
 
 
 def measured() -> dict[str, dict[str, Any]]:
-    """Return seconds of a `gradient` and bytes `held` by servers of each model; in a process."""
+    """Measure each model in a new process; return its `gradient` seconds and `held` bytes."""
     one_core = {"TF_NUM_INTRAOP_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "benchmarks.scaling.gradient"]
@@ -45,7 +45,7 @@ def measured() -> dict[str, dict[str, Any]]:
 
 
 def gradient_of(model: str) -> dict[str, Any]:
-    """Measure a model here: batches of the baseline, local steps, no message."""
+    """Measure a model in this process: local steps with the baseline's batch size, no messages."""
     import keras  # noqa: PLC0415
     import tensorflow as tf  # noqa: PLC0415
 
@@ -62,7 +62,7 @@ def gradient_of(model: str) -> dict[str, Any]:
         for _ in tf.range(count):
             with tf.GradientTape() as tape:
                 found = loss(labels, built(images, training=True))
-            # A step on the weights: an unused gradient would not be computed.
+            # Update the weights: TensorFlow would not compute an unused gradient.
             for weight, each in zip(weights, tape.gradient(found, weights), strict=True):
                 weight.assign_sub(1e-9 * each)
         return count

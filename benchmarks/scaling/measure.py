@@ -1,4 +1,4 @@
-"""Runs of 1 to 16 workers and 1 to 4 servers on this machine, and what each role has used."""
+"""Runs 1 to 16 workers and 1 to 4 servers on this machine, and measures the usage of each role."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from flotilla.trainer.config.base import MOST
 from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
-# Runs that the constants are not fitted to: what they are compared with is predicted.
+# Runs that the constants are not fitted to: they test the predictions.
 HELD_OUT = ((8, 1), (2, 2), (4, 3))
-# As many as there are workers at most.
+# One shard for each worker of the largest run.
 SHARDS = max(WORKERS)
 STEPS = 6000
-# Of more workers than FEW, as progress is said once in a second: each half of what is measured has
-# to take longer.
+# Steps of runs with more than FEW workers. Progress is reported once per second, and each half of
+# the measured part has to take longer.
 MANY_STEPS = 2 * STEPS
-# Of the runs that are there for the model's size and `pull_every`, and not for the workers.
+# Workers of the runs that vary the model and `pull_every`, not the number of workers.
 FEW = 2
 PULL_EVERY = 10
-# Where tracing is over, and where it is measured to; some steps come after, so that all tasks are
-# still there. A share of all steps.
+# Shares of all steps: tracing has ended at the first, and the last ends the measurement. Training
+# continues after it, so that all tasks still run.
 FIRST, HALF, LAST = 0.3, 0.5, 0.7
 MIDDLE = "784-100-10"
-# With PULL_EVERY. Each run takes some seconds, since progress is said once in one.
+# Steps of runs with PULL_EVERY. Each run takes several seconds: progress comes once per second.
 LOCAL_STEPS = {"softmax": STEPS, MIDDLE: LONG_RUN, "784-1000-10": 500}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What one run is; `steps` are updates, and checkpoints are made every so many of them."""
+    """The settings of one run; `steps` and `checkpoint_every` count updates."""
 
     model: str
     workers: int
@@ -49,12 +49,12 @@ class Case:
 
     @property
     def fitted(self) -> bool:
-        """Whether constants are fitted to it."""
+        """Whether the constants are fitted to this run."""
         return (self.workers, self.servers) not in HELD_OUT
 
 
 def cases() -> Iterator[Case]:
-    """Yield all runs: each model with two values of `pull_every`, one with more tasks."""
+    """Yield all runs: each model with two values of `pull_every`, and one model with more tasks."""
     for model in MODELS:
         large = model == "784-1000-10"
         yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)
@@ -64,15 +64,15 @@ def cases() -> Iterator[Case]:
     for workers, servers in (*others, (2, 2), (4, 3), (2, 4)):
         steps = MANY_STEPS if workers > FEW else STEPS
         yield Case(model=MIDDLE, workers=workers, servers=servers, pull_every=1, steps=steps)
-    # The same as one of them with too few steps for turns. It is over in seconds: checkpoints end
-    # stretches where it is looked at.
+    # Repeat one run with too few steps for turns. It ends within seconds, so checkpoints end its
+    # stretches at the measured steps.
     steps = LONG_RUN - 100
     every = int(FIRST * steps)
     yield Case(model=MIDDLE, workers=FEW, pull_every=1, steps=steps, checkpoint_every=every)
 
 
 def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> Point:
-    """Run a case below a folder; `found` of its model, `dataset` the URI of MNIST in shards."""
+    """Run a case below a folder; `found` has the gradient of its model, `dataset` is a URI."""
     config = launched.configuration(
         {
             **gradient.settings_of(case.model),
@@ -86,14 +86,14 @@ def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> 
     )
     shares = (FIRST, HALF, LAST) if case.workers > FEW else (FIRST, LAST)
     looks = watched(config, workdir, [int(each * case.steps) for each in shares], dataset)
-    # Many workers may be fast enough for turns only once all of them have begun. Each traces them
-    # then, which is in one of the halves.
+    # Many workers may be fast enough for turns only after all have started. Each worker then traces
+    # the graph of turns, which slows one of the halves.
     halves = [point(case, found, both) for both in pairwise(looks)]
     return min(halves, key=lambda half: half.worker + half.server + half.chief)
 
 
 def point(case: Case, found: dict[str, Any], looks: Sequence[Look]) -> Point:
-    """Return what one update of a run has cost between two looks."""
+    """Return the mean cost of an update of a run between two measurements."""
     first, last = looks
     updates = last.global_step - first.global_step
 
@@ -125,7 +125,7 @@ def point(case: Case, found: dict[str, Any], looks: Sequence[Look]) -> Point:
 def all_measured(folder: Path, rounds: int, say: Callable[[str], Any]) -> list[Point]:
     """Run all cases below a folder, each in every round.
 
-    Of each case the run of median speed is returned: a machine has slow minutes.
+    Returns the run of median speed of each case, because a machine has slow minutes.
     """
     dataset = launched.prepared(folder / "data", {"data.shards": SHARDS})
     found = gradient.measured()

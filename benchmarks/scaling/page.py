@@ -1,4 +1,4 @@
-"""The parts of pages that are measured or simulated."""
+"""Renders the measured parts of pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.scaling.fit import Point, rate
 
 BEGIN = "<!-- measured by `make scaling` -->\n"
 END = "<!-- end of what was measured -->\n"
-# How far a prediction may be off.
+# The tolerated relative error of a prediction.
 AIM = 0.15
 RUNS = (
     "model",
@@ -27,7 +27,7 @@ RUNS = (
     "server ms/update",
     "chief ms/update",
 )
-# What is not in seconds of an update, and its unit.
+# The units of the constants that are not seconds per update.
 _UNITS = {
     "worker_byte": (1e9, "ms a megabyte"),
     "server_byte": (1e9, "ms a megabyte"),
@@ -50,7 +50,7 @@ def put_in(page: str, measured: str) -> str:
     """Return a page with its measured part replaced.
 
     Raises:
-        ValueError: the page has no such part, or several.
+        ValueError: the page has no measured part, or several.
     """
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"the page needs one line {BEGIN.strip()!r} and one {END.strip()!r}")
@@ -63,10 +63,10 @@ def measured_part(points: Sequence[Point], costs: Costs, cores: int, rounds: int
     """Return runs and constants as Markdown.
 
     Args:
-        points: that were measured.
-        costs: fitted to some of them.
-        cores: of this machine.
-        rounds: of which the run of median speed is in `points`.
+        points: the measured runs.
+        costs: constants fitted to some of the runs.
+        cores: cores of this machine.
+        rounds: number of rounds; `points` has the run of median speed of each case.
     """
     paced = [(point, rate(costs, point, cores)) for point in points if not point.looped]
     rows = [_run(point, found) for point, found in paced]

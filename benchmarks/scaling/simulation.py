@@ -1,12 +1,12 @@
 """A discrete-event simulation of a fleet that trains on parameter servers.
 
-A worker pulls from all servers, computes, pushes to all servers, and begins again. Processors and
-network cards are queues, first come first served, with the service times of `Work`. Asynchronous
-updates are taken in turns from the first server, in a stretch that the chief begins (`Dispatch`); a
-synchronous update is the mean of the first gradients of its step, and later ones are dropped.
+A worker pulls from all servers, computes, pushes to all servers, and repeats. Processors and
+network cards are first-come-first-served queues with the service times of `Work`. In a stretch that
+the chief starts, workers take asynchronous updates in turns from the first server (`Dispatch`). A
+synchronous update is the mean of the first gradients of its step; later ones are dropped.
 
-If every task has a machine, a message to all servers is over when the fullest one is done, so that
-only this one is simulated. Of tasks that share the cores of one machine, every server is.
+If every task has its own machine, a message to all servers ends when the fullest server is done, so
+only that server is simulated. If tasks share the cores of one machine, all servers are simulated.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from math import inf, log, sqrt
 
-# What works for so much of the time is what keeps a fleet from being faster.
+# A resource that is busy for this share of the time is the bottleneck.
 BUSY = 0.85
-# Updates of a stretch that is simulated, and those of a worker; a longer one is cut.
+# The most updates of a simulated stretch, in total and per worker; longer stretches are cut.
 MOST_STEPS, MOST_OF_WORKER = 100_000, 400
 _PULL, _COMPUTE, _PUSH, _APPLY, _END = range(5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one update costs, in seconds of a core; a server is a place in the tuples.
+    """The cost of one update in CPU seconds; the tuples have one item per server.
 
     Attributes:
-        compute: of the worker, between pull and push.
-        aside: of the worker's other threads, which read batches and send, next to `compute`.
-        pull: of each server, to send its variables.
-        push: of each server, to take a gradient.
-        apply: of each server, for a synchronous update; an asynchronous one is in `push`.
-        wire: seconds that a network card needs for the part of each server, one way.
+        compute: seconds of the worker between pull and push.
+        aside: seconds of the worker's other threads, which read batches and send meanwhile.
+        pull: seconds of each server to send its variables.
+        push: seconds of each server to receive a gradient.
+        apply: seconds of each server per synchronous update; `push` includes an asynchronous one.
+        wire: seconds of a network card for the part of each server, in one direction.
         loop: further seconds of the worker, and of each server, outside of turns.
     """
 
@@ -50,16 +50,16 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """How asynchronous updates are handed out; that of the strategy, as data.
+    """How the strategy hands out asynchronous updates.
 
     Attributes:
-        seconds: of a stretch, from a checkpoint or a validation to the next, where workers wait
-            for each other.
-        closure: seconds of the chief to send a worker into a stretch.
-        look: seconds of the chief for each worker, in every second. Nobody waits for it.
-        turn: updates that are unrolled in a graph, and taken at once.
-        turns_from: updates of a worker in a second, one by one, from which on turns are taken.
-        turns_until: updates of a worker in a second, below which no more turns are taken.
+        seconds: length of a stretch between checkpoints or validations, where workers wait for
+            each other.
+        closure: seconds of the chief per worker to start a stretch.
+        look: seconds of the chief per worker in every second; no task waits for it.
+        turn: updates per turn, which one graph unrolls.
+        turns_from: single updates per worker and second from which turns are used.
+        turns_until: updates per worker and second below which turns are no longer used.
     """
 
     seconds: float = 20.0
@@ -70,30 +70,30 @@ class Dispatch:
     turns_until: int = 20
 
     def steps(self, rate: float) -> int:
-        """Return the updates of a stretch at so many updates a second."""
+        """Return the updates of a stretch at a rate of updates per second."""
         return max(1, int(rate * self.seconds / self.turn)) * self.turn
 
     def unit(self, rate: float, workers: int, now: int) -> int:
-        """Return how many updates a worker takes at once, who took `now` at this rate."""
+        """Return the updates that a worker takes at once; at this rate it took `now`."""
         fewest = self.turns_from if now == 1 else self.turns_until
         return self.turn if rate >= fewest * workers else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """The machines, and what goes wrong on them.
+    """The machines and their failures.
 
     Attributes:
-        workers: how many.
-        cores: of the one machine that all tasks share; 0 where each task has its own.
-        server_cores: of each server's own machine.
-        round_trip: seconds.
-        needed: gradients of a synchronous update; 0 for asynchronous ones.
-        spread: standard deviation of `Work.compute`, as a share of it.
-        slow: share of the workers that are slow.
-        slow_by: how much longer they compute.
-        kill_every: mean seconds until a worker is killed; 0: never.
-        restart: seconds until it works again.
+        workers: number of workers.
+        cores: cores of the machine that all tasks share; 0 if each task has its own.
+        server_cores: cores of each server's own machine.
+        round_trip: seconds of a round trip.
+        needed: gradients per synchronous update; 0 for asynchronous updates.
+        spread: standard deviation of `Work.compute` as a share of it.
+        slow: share of slow workers.
+        slow_by: factor by which slow workers compute longer.
+        kill_every: mean seconds until a worker is killed; 0 means never.
+        restart: seconds until a killed worker runs again.
     """
 
     workers: int
@@ -110,17 +110,17 @@ class Fleet:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a fleet did, without its first stretch.
+    """The results of a simulation, without its first stretch.
 
     Attributes:
-        rate: updates a second.
-        seconds: that were simulated.
-        updates: that were applied.
-        gradients: pushed by each worker, all of them.
-        dropped: gradients that came too late.
-        kills: of workers.
+        rate: updates per second.
+        seconds: simulated seconds.
+        updates: applied updates.
+        gradients: number of gradients that each worker pushed, also dropped ones.
+        dropped: number of gradients that came too late.
+        kills: number of killed workers.
         cycle: mean seconds from a worker's pull to the end of its push.
-        busy: share of its time that each resource works.
+        busy: share of the time that each resource is busy.
     """
 
     rate: float
@@ -134,9 +134,9 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """What keeps the fleet from being faster; of servers, that of the fullest one.
+        """The bottleneck of the fleet.
 
-        `waiting for workers`: they wait for each other, at the end of a stretch or of a step.
+        With `waiting for workers`, workers wait for each other at the end of a stretch or step.
         """
         name = max(self.busy, key=lambda each: self.busy[each])
         if self.busy[name] >= BUSY:
@@ -146,18 +146,18 @@ class Outcome:
 
 
 class _Cores:
-    """Some equal cores with one queue; requests come in the order of their time."""
+    """Equal cores with one queue; requests have to come in order of time."""
 
     def __init__(self, count: int) -> None:
         self.free = [0.0] * count
         self.used = 0.0
 
     def take(self, now: float, seconds: float) -> float:
-        """Return when a piece of work ends."""
+        """Return the time when a request ends."""
         return self.take_each(now, (seconds,))[0]
 
     def take_each(self, now: float, pieces: Sequence[float]) -> list[float]:
-        """Return when each piece of work ends, of those that come at once."""
+        """Return the times when simultaneous requests end."""
         free, ends, replaced = self.free, [], heapq.heapreplace
         for seconds in pieces:
             end = (now if now > free[0] else free[0]) + seconds
@@ -195,7 +195,7 @@ class _Counts:
 def simulated(
     work: Work, fleet: Fleet, dispatch: Dispatch, *, stretches: int = 3, seed: int = 0
 ) -> Outcome:
-    """Return what a fleet does in so many stretches, after a first one that is not counted."""
+    """Simulate a number of stretches of a fleet, after a first one that is not counted."""
     return _Simulation(work, fleet, dispatch, seed).run(stretches)
 
 
@@ -217,7 +217,7 @@ class _Simulation:
         ]
         for worker in self.workers:
             worker.dies = self._next_kill(0.0)
-        # Of a lognormal distribution with mean 1.
+        # The parameter of a lognormal distribution with mean 1.
         self.sigma = sqrt(log(1 + fleet.spread**2))
         self.events: list[tuple[float, int, int, int]] = []
         self.number = 0
@@ -227,7 +227,7 @@ class _Simulation:
         self.waiting: list[_Worker] = []
         self.pool = self.out = 0
         self.unit = 1
-        # Of updates in turns, and outside of them.
+        # Seconds of each server per pull: in turns, and outside of turns.
         self.pulls = [[each + loop for each in self.work.pull] for loop in (0.0, work.loop[1])]
 
     def run(self, stretches: int) -> Outcome:
@@ -246,7 +246,7 @@ class _Simulation:
         return self._outcome()
 
     def _most(self, work: Work) -> float:
-        """Return the updates a second that the queues can serve."""
+        """Return the most updates per second that the queues can serve."""
         serving = sum(work.pull) + sum(work.push)
         if self.fleet.cores:
             return self.fleet.cores / max(1e-9, serving + work.compute + work.aside)
@@ -290,7 +290,7 @@ class _Simulation:
         heapq.heappush(self.events, (time, self.number, phase, worker.index))
 
     def _stretch(self, rate: float) -> None:
-        """Apply the updates of a stretch; nobody begins another one before all are applied."""
+        """Simulate a stretch until all of its updates are applied."""
         steps = self.dispatch.steps(rate)
         self.pool = min(MOST_STEPS, MOST_OF_WORKER * self.fleet.workers, steps)
         closure = self.dispatch.closure * self.pool / steps
@@ -318,7 +318,7 @@ class _Simulation:
         return not self.pool and not self.out
 
     def _next(self, worker: _Worker, now: float) -> None:
-        """Let a worker begin its next update, or wait for one."""
+        """Start the next update of a worker, or let the worker wait for one."""
         if self.fleet.needed:
             if worker.step < self.step < self.last_step:
                 worker.step = self.step
@@ -330,7 +330,7 @@ class _Simulation:
             worker.left = min(self.pool, self.unit)
             self.pool -= worker.left
             self.out += worker.left
-            # What it costs the server is in that of updates outside of turns.
+            # The server's time for this request is part of `Work.loop`.
             now += self.fleet.round_trip
         if worker.left:
             self._put(now, _PULL, worker)
@@ -338,7 +338,7 @@ class _Simulation:
             self.waiting.append(worker)
 
     def _passed(self, way: str, times: Iterable[float]) -> float:
-        """Return when the last part is over; each has a card of its own, and comes at its time."""
+        """Return when the last part has passed; each part has its own card and arrival time."""
         cards, wires = self.cards[way], self.work.wire
         cards.used += wires[0]
         queues = zip(times, cards.free, wires, strict=False)
@@ -357,7 +357,7 @@ class _Simulation:
         own = (self.work.compute + self.work.loop[0] * (self.unit == 1)) * factor
         aside = self.work.aside * factor
         if self.fleet.cores:
-            # The batch after this one is read meanwhile, and has to be there for the next update.
+            # The next batch is read meanwhile, and has to be ready for the next update.
             end = self.machine.take(max(now, worker.ready), own)
             worker.ready = self.machine.take(now, aside) if aside else now
         else:
@@ -368,7 +368,7 @@ class _Simulation:
         self.counts.kills += 1
         back = max(now, worker.dies) + self.fleet.restart
         worker.dies = self._next_kill(back)
-        # What is left of its turn is taken by others.
+        # Other workers take the rest of its turn.
         self.pool += worker.left
         self.out -= worker.left
         worker.left = 0
@@ -418,7 +418,7 @@ class _Simulation:
 
 
 def _fullest(work: Work) -> Work:
-    """Return the work with the one server that is done last."""
+    """Return the work with only the server that has the highest load."""
     load = [sum(each) for each in zip(work.pull, work.push, work.wire, strict=True)]
     one = load.index(max(load))
     return Work(

@@ -1,21 +1,21 @@
-"""Made up clicks of a large service, a day at a time: 10 million users, 1 million items, no table.
+"""Generated clicks of a large service by day, with 10 million users and 1 million items.
 
-Nothing is stored. An event follows from (seed, day, split, part), and what is true of a user or an
-item from a hash of its id, so that any chance of a click can be computed (`Clickstream.chances`).
+Nothing is stored. Events are computed from (seed, day, split, part), and the properties of a user
+or an item from a hash of its id. `Clickstream.chances` computes the chance of any click.
 
-    ids        sparse whole numbers below 2^52, as those of a real service; not counted from 0
-    items      how often one is shown follows a law of Zipf; `drift` of this popularity moves on to
-               other items each day. Each day `new_items` take the place of as many old ones
-    users      a few come often, most hardly ever (a law of Zipf with a flat head); each day
-               `new_users` are new. What a user likes turns by `drift` of a right angle each day
-    clicks     the likelier, the more the tastes of user and item agree; some items are better
-    segment    of a user, and `category` of an item: what is known of an id that never came before.
-               Users of a segment have half of their tastes in common (`explained`), and so have
-               items of a category; the other half is of the id alone
-    shown      how often the item was shown the day before: 0 for a new one
+    ids        are sparse integers below 2^52, as in a real service; they do not count from 0
+    items      are shown with frequencies by Zipf's law; each day the share `drift` of popularity
+               moves to other items, and `new_items` replace the same number of old items
+    users      differ in activity: few are often active, most hardly ever (Zipf's law with a flat
+               head). Each day `new_users` are new, and tastes turn by `drift` of a right angle
+    clicks     are likelier if the tastes of user and item agree; some items have a higher quality
+    segment    of a user, and `category` of an item, are known also for a new id. Users of a
+               segment share half of their tastes (`explained`), and so do items of a category;
+               the other half depends on the id alone
+    shown      counts how often the item was shown on the day before; it is 0 for a new item
 
-A day is a version: 1.1.17 is day 17. The newest is `day`, or with `since`, the date of day 0, that
-of the clock. So a run without `data.version` takes the newest day.
+Each day is a version: 1.1.17 is day 17. The newest day is `day`. With `since`, the date of day 0,
+the newest day is today. A run without `data.version` uses the newest day.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ import numpy.typing as npt
 import tensorflow_datasets as tfds
 
 LAST_DAY = 9999
-#: Events that are drawn at once, and those that follow each other for one user.
+#: The number of events drawn at once, and of consecutive events of one user.
 PART = 1 << 16
 VISIT = 8
 RANK = 2
-# In units of the score whose sigmoid is the chance of a click.
+# The unit is the score whose sigmoid is the chance of a click.
 AFFINITY, QUALITY, BASE = 3.0, 0.7, -3.0
-# The activity of users: exponent, and how many of them come about as often as the first.
+# The activity of users: the exponent, and the number of users about as active as the first.
 _ACTIVITY, _FLAT = 1.2, 30.0
 _MOST = 10**9
-# A prime above it, so that no two ranks of users are of one slot.
+# A prime above `_MOST`, so that no two ranks of users share a slot.
 _STRIDE = 2654435761
 _STEEPEST = 2.0
 _SPLITS = ("train", "test")
-# Another one where the same day has other events.
+# Change it if the events of a day change.
 _RELEASE = "1.1."
 _BITS, _HALF = 52, 26
 _MASK = np.uint64((1 << _BITS) - 1)
 _FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
-# What is hashed for what.
+# Salts of the hash: one for each generated quantity.
 _USERS, _ITEMS, _TASTE, _TURNED, _QUALITY, _IMPRESSIONS = range(1, 7)
 _SEGMENT, _CATEGORY, _OF_SEGMENT, _TURNED_SEGMENT, _OF_CATEGORY = range(20, 25)
 
@@ -62,7 +62,7 @@ Hashes = npt.NDArray[np.uint64]
 class Law:
     """Zipf's law over the ranks 0, 1, ..., `count - 1`: as `1 / (rank + 1 + flat) ** exponent`.
 
-    It is the continuous one, cut into ranks, so that nothing has to be summed up or stored.
+    The continuous law is cut into ranks, so no sums have to be computed or stored.
     """
 
     count: int
@@ -70,7 +70,7 @@ class Law:
     flat: float = 0.0
 
     def ranks(self, uniform: Floats) -> Ints:
-        """Return ranks that are drawn by numbers from 0 to below 1."""
+        """Return the ranks for uniform numbers in [0, 1)."""
         low, high = 1.0 + self.flat, self.count + 1.0 + self.flat
         power = 1.0 - self.exponent
         if abs(power) < 1e-9:  # noqa: PLR2004
@@ -80,7 +80,7 @@ class Law:
         return np.clip(np.floor(places - low), 0, self.count - 1).astype(np.int64)
 
     def shares(self, ranks: Ints) -> Floats:
-        """Return how likely each rank is drawn."""
+        """Return the probability of each rank."""
         low, high = 1.0 + self.flat, self.count + 1.0 + self.flat
         at = ranks + low
         power = 1.0 - self.exponent
@@ -93,19 +93,19 @@ class Law:
 
 @dataclass(frozen=True, kw_only=True)
 class Clickstream:
-    """The truth of a service: who is there on a day, what is shown, who clicks.
+    """The true distribution of a service: users and items of a day, impressions and clicks.
 
     Attributes:
-        users: that are there on a day; and so `items`.
-        events: of a day, for `shown`.
-        zipf: the exponent of the items' popularity; 0 shows all as often.
-        drift: share of popularity and of tastes that changes in a day.
-        new_users: of a day, in the place of as many old ones; and so `new_items`.
-        segments: of users.
-        categories: of items.
-        explained: share of what users like that all of a segment have in common, and of what items
-            are that all of a category have; 0 leaves it to the ids.
-        seed: of all.
+        users: number of users on a day; `items` is the same for items.
+        events: number of events per day, from which `shown` is computed.
+        zipf: the exponent of the items' popularity; with 0 all items are equally popular.
+        drift: share of popularity and of tastes that changes per day.
+        new_users: users that replace old ones each day; `new_items` is the same for items.
+        segments: number of segments of users.
+        categories: number of categories of items.
+        explained: share of the tastes that the segment of a user or the category of an item
+            determines; with 0 they depend on the id alone.
+        seed: the seed of everything.
     """
 
     users: int = 10_000_000
@@ -121,7 +121,7 @@ class Clickstream:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is out of range."""
+        """Reject values that are out of range."""
         for name in ("users", "items", "events", "segments", "categories"):
             whole(name, getattr(self, name), 1, _MOST)
         whole("new_users", self.new_users, 0, self.users)
@@ -133,11 +133,11 @@ class Clickstream:
                 refuse(name, value, f"a number from 0 to {most:g}")
 
     def draw(self, day: int, split: int, part: int) -> dict[str, Ints]:
-        """Return `PART` events: what is known of each, and its label."""
-        # Of NumPy's generators only this one promises the same numbers in every version.
+        """Return the features and labels of `PART` events."""
+        # Only this generator of NumPy guarantees the same numbers in every version.
         random = np.random.RandomState([self.seed, day, split, part])
         visits = self._user_law.ranks(random.random_sample(PART // VISIT))
-        # Else the first new users would be in the places of the most active ones, all at once.
+        # Without the stride the first new users would all replace the most active ones.
         users = np.repeat(self._ids(visits * _STRIDE % self.users, _USERS, day), VISIT)
         ranks = self._item_law.ranks(random.random_sample(PART))
         fashion, share = self._fashion(day)
@@ -155,7 +155,7 @@ class Clickstream:
         }
 
     def chances(self, users: Ints, items: Ints, day: int) -> Floats:
-        """Return the chance of a click of each pair, on a day."""
+        """Return the chance of a click for each pair on a day."""
         known, where = np.unique(users, return_inverse=True)
         wanted = self.tastes(known, day)[where] * self.features(items)
         score = BASE + AFFINITY * wanted.sum(axis=1) / math.sqrt(RANK) + self.quality(items)
@@ -163,7 +163,7 @@ class Clickstream:
         return found
 
     def tastes(self, users: Ints, day: int) -> Floats:
-        """Return what users like on a day [n, RANK]."""
+        """Return the tastes of users on a day [n, RANK]."""
         angle = self.drift * day * math.pi / 2
         groups = self.segment(users)
         first = self._explained(users, _TASTE, groups, _OF_SEGMENT)
@@ -172,7 +172,7 @@ class Clickstream:
         return found
 
     def features(self, items: Ints) -> Floats:
-        """Return what items have of what users like [n, RANK]."""
+        """Return the properties of items that tastes are compared with [n, RANK]."""
         return self._explained(items, _ITEMS, self.category(items), _OF_CATEGORY)
 
     def segment(self, users: Ints) -> Ints:
@@ -184,11 +184,11 @@ class Clickstream:
         return self._group(items, _CATEGORY, self.categories)
 
     def quality(self, items: Ints) -> Floats:
-        """Return by how much items are liked more by all [n], in units of the score."""
+        """Return the quality of items, independent of the user [n], in units of the score."""
         return QUALITY * self._normals(items, 2, _QUALITY)[:, 0]
 
     def exposure(self, items: Ints, day: int) -> Floats:
-        """Return the share of a day's events that show an item; 0 where it is not there."""
+        """Return the share of a day's events that show each item; 0 if the item is not offered."""
         serials = self._serials(items, _ITEMS)
         first = day * self.new_items
         slots = serials % self.items
@@ -200,16 +200,16 @@ class Clickstream:
         return np.where(there, (1 - share) * now + share * later, 0.0)
 
     def impressions(self, items: Ints, day: int) -> Ints:
-        """Return how often items were shown the day before, as whole numbers."""
+        """Return how often items were shown on the day before, as integers."""
         expected = self.events * self.exposure(items, day - 1)
         salt = np.uint64(_hashed(self.seed, _IMPRESSIONS, day))
-        # Rounded up as often as it is near to the next number: means stay right.
+        # Round at random in proportion to the fraction, which keeps the means.
         return np.floor(expected + _uniform(_mixed(items.astype(np.uint64) ^ salt))).astype(
             np.int64
         )
 
     def first_item(self, items: Ints) -> Ints:
-        """Return the day on which each item was new; 0 for those that were there from the first."""
+        """Return the day on which each item was new; 0 for items that exist from the start."""
         return np.maximum(0, self._serials(items, _ITEMS) - self.items + self.new_items) // max(
             1, self.new_items
         )
@@ -223,7 +223,7 @@ class Clickstream:
         return Law(count=self.items, exponent=self.zipf)
 
     def _fashion(self, day: int) -> tuple[int, float]:
-        """Return which ranking holds, and the share of events that follow the next one already."""
+        """Return the current ranking, and the share of events that already follow the next."""
         at = math.floor(day * self.drift)
         return at, day * self.drift - at
 
@@ -246,7 +246,7 @@ class Clickstream:
         return found
 
     def _ids(self, slots: Ints, kind: int, day: int) -> Ints:
-        """Return the ids of slots: on a day the newest serial numbers are in them, each in one."""
+        """Return the ids in slots on a day; each slot has the newest of its serial numbers."""
         count, new = (
             (self.users, self.new_users) if kind == _USERS else (self.items, self.new_items)
         )
@@ -259,7 +259,7 @@ class Clickstream:
         return found.astype(np.int64)
 
     def _serials(self, ids: Ints, kind: int) -> Ints:
-        """Return what `_ids` made ids of."""
+        """Return the serial numbers of ids: the inverse of `_ids`."""
         first, second = (np.uint64(pow(each, -1, 1 << _BITS)) for each in _FACTORS)
         found = ids.astype(np.uint64)
         found ^= found >> np.uint64(_HALF)
@@ -276,13 +276,13 @@ class Clickstream:
         return (_mixed(ids.astype(np.uint64) ^ salt) % np.uint64(count)).astype(np.int64)
 
     def _explained(self, ids: Ints, kind: int, groups: Ints, of_group: int) -> Floats:
-        """Return normal numbers [n, RANK], whose part `explained` is that of the group."""
+        """Return normal numbers [n, RANK]; the group determines the share `explained`."""
         alike, own = self._normals(groups, RANK, of_group), self._normals(ids, RANK, kind)
         found: Floats = math.sqrt(self.explained) * alike + math.sqrt(1 - self.explained) * own
         return found
 
     def _normals(self, ids: Ints, count: int, kind: int) -> Floats:
-        """Return normal numbers [n, count] of ids; `count` is even (Box and Muller 1958)."""
+        """Return normal numbers of ids [n, count]; `count` is even (Box and Muller 1958)."""
         found = np.empty((len(ids), count))
         for place in range(0, count, 2):
             salts = (np.uint64(_hashed(self.seed, kind, place + each)) for each in (0, 1))
@@ -294,7 +294,7 @@ class Clickstream:
 
 
 def _mixed(values: Hashes) -> Hashes:
-    """Return hashes of whole numbers (splitmix64: Steele, Lea and Flood 2014)."""
+    """Return hashes of integers (splitmix64: Steele, Lea and Flood 2014)."""
     found = values + np.uint64(_FACTORS[0])
     found = (found ^ (found >> np.uint64(30))) * np.uint64(_FACTORS[1])
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -313,12 +313,12 @@ def _hashed(*values: int) -> int:
 
 
 def refuse(name: str, value: Any, wanted: str) -> None:
-    """Raise `ValueError` over an argument of the builder."""
+    """Raise `ValueError` for an argument of the builder."""
     raise ValueError(f"{name}: {value!r} is not allowed; it has to be {wanted}")
 
 
 def whole(name: str, value: Any, least: int, most: int) -> None:
-    """Raise `ValueError` where an argument is no whole number of a range."""
+    """Raise `ValueError` if an argument is not an integer in a range."""
     if type(value) is not int or not least <= value <= most:
         refuse(name, value, f"a whole number from {least} to {most}")
 
@@ -340,16 +340,16 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
         version: str | None = None,
         **truth: Any,
     ) -> None:
-        """Take what is drawn.
+        """Select the days and the number of events.
 
         Args:
-            day: the newest one.
-            days: whose events are for training; those of the test are of the newest one.
-            since: date of day 0 as 2026-11-23, in the place of `day`: the newest is that of today.
-            events: of a day, for training.
-            test_events: of the newest day.
-            data_dir: of TFDS.
-            version: 1.1.DAY, in the place of `day`.
+            day: the newest day.
+            days: number of days for training; test events are of the newest day.
+            since: date of day 0, as 2026-11-23, instead of `day`: the newest day is today.
+            events: training events per day.
+            test_events: test events of the newest day.
+            data_dir: the folder of TFDS.
+            version: 1.1.DAY, instead of `day`.
             truth: arguments of `Clickstream`.
         """
         known = {each.name for each in fields(Clickstream)}
@@ -360,13 +360,13 @@ class ClicksLarge(tfds.core.GeneratorBasedBuilder):
         whole("test_events", test_events, 1, _MOST)
         self.days = days
         self.clickstream = Clickstream(events=events, **truth)
-        #: Examples of each split: with it this class is read by `columns`, and TFDS writes nothing.
+        #: Examples per split. With it Flotilla reads by `columns`, and TFDS writes nothing.
         self.sizes: Mapping[str, int] = {"train": events * days, "test": test_events}
         self.VERSION = tfds.core.Version(f"{_RELEASE}{self.day}")
         super().__init__(data_dir=data_dir, version=version)
 
     def columns(self, split: str, first: int, end: int) -> Iterator[dict[str, Ints]]:
-        """Yield the events of a range of a split, some at a time; days take turns."""
+        """Yield the events of a range of a split in parts; the days alternate."""
         number, days = _SPLITS.index(split), self.days if split == "train" else 1
         for part in range(first // PART, -(-end // PART)):
             drawn = self.clickstream.draw(self.day - part % days, number, part // days)
