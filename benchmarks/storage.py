@@ -125,7 +125,7 @@ def taken(run_events: Sequence[Event]) -> list[Taken]:
 
 @contextmanager
 def gcs(latency: float) -> Iterator[str]:
-    """Run a server of Google Cloud Storage in a process of its own; yield the URI of a bucket."""
+    """Run a server of Google Cloud Storage in another process; yield the URI of a bucket."""
     command = [sys.executable, "-m", "tests.stores", "gs", BUCKET, str(latency)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as own:
         assert own.stdin is not None

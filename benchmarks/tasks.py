@@ -101,7 +101,7 @@ def launched(config: Config, dataset: str, work: Path) -> str:
 
 
 def run(kept: Path) -> dict[str, dict[str, list[float]]]:
-    """Measure what is not yet kept; return the values of all seeds by configuration and way."""
+    """Run the missing measurements; return the values of all seeds by configuration and way."""
     found: dict[str, dict[str, list[float]]] = (
         json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
     )

@@ -55,7 +55,7 @@ def train(
 
     Raises:
         ValueError: weights of synchronous training are requested.
-        RuntimeError: a task has failed; its log says why.
+        RuntimeError: a task failed; its log has the reason.
     """
     if sync and snapshots:
         raise ValueError("weights are kept in asynchronous training only")

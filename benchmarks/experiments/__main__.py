@@ -16,7 +16,7 @@ PAGE = Path("docs/experiments.md")
 
 
 def main() -> int:
-    """Measure what is not yet measured; return 1 if a row misses its goal."""
+    """Run the missing measurements; return 1 if a row misses its goal."""
     mnist.require()
     FOLDER.mkdir(parents=True, exist_ok=True)
     brought: dict[Run, Measured] = {}
