@@ -1,4 +1,4 @@
-"""The hostile files that rows of the table name: each is prepared where its name occurs."""
+"""The hostile files of the table's rows: each is created when a row names it."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The rows of `table.txt`: what is called, how it ends, and a part of its one line."""
+"""The rows of `table.txt`: the call, its exit code, and a part of its one line."""
 
 import re
 import shlex

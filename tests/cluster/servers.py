@@ -1,4 +1,4 @@
-"""Strategies under test on real servers, without a launcher and without a dataset.
+"""Strategies under test on separate servers, without a launcher and without a dataset.
 
     with serving(tmp_path, ps=1, workers=2) as servers:
         outcome = servers.lead(Trial(config, "tests.cluster.problems:equal", runs=[20]))

@@ -1,4 +1,4 @@
-"""What the tests of steps share: a run to be judged, and the one line of a refusal."""
+"""Helpers for the tests of steps: a run to be judged, and the one line of an error."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The process of a step: its events, its folder, and what it works on."""
+"""The process of a step: its events, its folder, and its inputs."""
 
 import sys
 

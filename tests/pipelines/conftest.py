@@ -1,4 +1,4 @@
-"""An instance for the tests that talk to one, and no trial of a model in this process."""
+"""An instance for the tests that need one, and no trial of a model in this process."""
 
 import pytest
 

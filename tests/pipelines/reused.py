@@ -1,4 +1,4 @@
-"""Pipelines of others, made of the components' files: `python -m tests.pipelines.reused NAME ...`.
+"""Pipelines of a user from the components' files: `python -m tests.pipelines.reused NAME ...`.
 
 `one FOLDER ROOT ARGUMENTS` runs `prepare-data.yaml` alone; `all FOLDER ROOT ARGUMENTS` puts all
 of them into one pipeline.

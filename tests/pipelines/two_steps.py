@@ -1,4 +1,4 @@
-"""A pipeline of two steps, run as `flotilla` runs one: the first step, and one that keeps it."""
+"""A pipeline of two steps, run as by `flotilla`: the first step, and one that keeps its output."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A headless Chromium that opens a page, spoken to through its pipe (`--remote-debugging-pipe`)."""
+"""A headless Chromium that opens a page, controlled through `--remote-debugging-pipe`."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SECONDS = 60
-# What reaches out of the page: but for what stands in a box that scrolls by itself.
+# Elements that overflow the page, except those in a scrollable box.
 OUTSIDE = """[...document.body.querySelectorAll("*")].filter(each =>
   !each.parentElement.closest(".table, pre, svg") &&
   (each.getBoundingClientRect().right > innerWidth + 0.5 || each.getBoundingClientRect().left < 0)
@@ -155,10 +155,10 @@ def browser(command: str, home: Path) -> Iterator[Browser]:
         "--headless", "--remote-debugging-pipe", f"--user-data-dir={home}", "--no-first-run",
         "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
         "--disable-component-update", "--hide-scrollbars",
-        # Its sandbox wants what a container seldom has; the pages are our own.
+        # Its sandbox needs privileges that containers rarely have; the pages are our own.
         "--no-sandbox",
     ]  # fmt: skip
-    # Chromium reads what it is told at 3 and answers at 4.
+    # Chromium reads commands from descriptor 3 and answers on 4.
     shell = f'exec "$0" "$@" 3<&{to_it[0]} 4>&{from_it[1]}'
     with subprocess.Popen(
         ["/bin/bash", "-c", shell, command, *options],

@@ -1,4 +1,4 @@
-"""A strategy of one process that only counts, and a run of the outer loop around it."""
+"""A strategy of one process that only counts, and a run of the outer loop with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of columns as people and spreadsheets write them, and as no tool likes them."""
+"""Unusual names of columns, as people and spreadsheets write them."""
 
 from hypothesis import strategies as st
 
@@ -21,6 +21,6 @@ ODD = (
 def names() -> st.SearchStrategy[str]:
     """Return any name: an odd one, a text of any signs, or one of those that differ in a sign."""
     alike = st.text(alphabet="aA_ -./b1", min_size=1, max_size=4)
-    # A surrogate alone is in no file that can be read.
+    # A lone surrogate occurs in no readable file.
     texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
     return st.sampled_from(ODD) | texts | alike

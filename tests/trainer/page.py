@@ -1,9 +1,9 @@
-"""An HTML page as a test reads it."""
+"""An HTML page, parsed for tests."""
 
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
-# What SVG needs closed, it closes itself.
+# SVG elements may be self-closing.
 OWN_END = {"line", "polyline", "circle"}
 
 

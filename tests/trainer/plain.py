@@ -1,4 +1,4 @@
-"""A strategy of one process that really trains a Keras model, and something for it to learn."""
+"""A strategy of one process that trains a Keras model, and a problem for it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -214,7 +214,7 @@ def test_no_column_fails_it(tmp_path, kind, alone):
     for each in fit_baselines(BinaryClassification(target()), splits):
         assert each.skipped == ""
         assert np.isfinite(each.outputs).all()
-        # Of 600 columns of noise a linear model of 280 rows knows less.
+        # With 600 noise columns a linear model of 280 rows is worse.
         if not alone and (each.name, kind) != ("linear", "vector"):
             assert ((each.outputs[:, 0] > 0) == in_order(columns["label"])).mean() > 0.8
 
@@ -263,7 +263,7 @@ def test_a_sample_is_drawn_and_only_the_first_ones_are_answered(tmp_path, monkey
 def test_recommendations(tmp_path):
     users, items = 60, 30
     user, item = (each.ravel() for each in np.meshgrid(range(users), range(items), indexing="ij"))
-    # Users of one half take what the others do not.
+    # One half of the users chooses items that the other half does not.
     label = ((user % 2 == item % 2) & (RANDOM.random(len(user)) < 0.8)).astype("int64")
     order = RANDOM.permutation(len(user))
     columns = {

@@ -339,6 +339,6 @@ def test_in_a_trial_what_the_users_code_raises_is_a_mistake(options, tmp_path, m
     assert main(words) == 2
     said = "flotilla: the code that it was given raised SystemExit: 4 (own_trial.py:2)\n"
     assert capsys.readouterr().err.endswith(said)
-    # One of ours is a bug.
+    # An error in Flotilla's own code is a bug.
     monkeypatch.setattr(module, "_try_model", Mock(side_effect=ValueError("no")))
     assert main(words) == 1

@@ -25,9 +25,9 @@ def test_loopback_is_reached_directly(monkeypatch, before, after):
         monkeypatch.delenv(f"{kind}_proxy".upper(), raising=False)
     for name, value in before.items():
         monkeypatch.setenv(name, value)
-    # What the package sets is taken back with the rest.
+    # The variables that the package sets are restored with the others.
     monkeypatch.setenv("no_proxy", before.get("no_proxy", ""))
-    # A task is started by a process that did so already.
+    # A task's parent process has set them already.
     for _ in range(2):
         importlib.reload(trainer)
     found = trainer.os.environ["no_proxy"]

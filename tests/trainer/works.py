@@ -1,4 +1,4 @@
-"""The pieces of work that a test does, however short."""
+"""The pieces of work of a test, however short."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -14,7 +14,7 @@ def works():
     enter = Work.__enter__
 
     def begun(work):
-        # As if it had been reported before, so that its end is.
+        # It counts as reported before, so that its end is reported.
         work._reported = work._began
         made.append(work)
         return enter(work)

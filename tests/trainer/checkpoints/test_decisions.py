@@ -133,15 +133,15 @@ class TestSelectedCheckpoint:
         [
             ("auc", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (20, "best by validation AUC")),
             ("auc", "lower", {10: 0.6, 20: 0.9, 30: 0.7}, (10, "best by validation AUC")),
-            # The lower loss of two that are equal.
+            # Of two equal values the one with the lower loss is selected.
             ("auc", "higher", {10: 0.9, 20: 0.9, 30: 0.9}, (30, "best by validation AUC")),
-            # What a validation could not define is worse than any.
+            # An undefined metric is worse than any value.
             ("auc", "higher", {20: 0.4}, (20, "best by validation AUC")),
             (
                 "ndcg", "higher", {10: 0.6, 20: 0.9, 30: 0.7},
                 (30, "best by validation loss: a validation does not measure NDCG"),
             ),
-            # That of an earlier version says none.
+            # A checkpoint of an earlier version has no metric.
             ("", "higher", {10: 0.6, 20: 0.9, 30: 0.7}, (30, "best by validation loss")),
         ],
     )  # fmt: skip

@@ -79,7 +79,7 @@ def test_what_came_after_the_checkpoint_is_made_again(uri, start, kept):
     second = History(uri, start=start)
     assert [each["global_step"] for each in second.rows] == kept
     assert second.seconds() == (kept[-1] / 10 if kept else 0.0)
-    # Until the new attempt has a row of its own the old file stays complete.
+    # The old file stays complete until the new attempt writes a row.
     assert len(read_history(uri)) == 3
     second.add(row(99))
     assert [each["global_step"] for each in read_history(uri)] == [*kept, 99]
@@ -169,7 +169,7 @@ class TestInAFileSystem:
 
     def test_a_line_that_was_cut_short_takes_no_other_along(self, uri_rows, caplog):
         storage.local_path(uri_rows).write_bytes(b'{"global_step": 1}\n{"global_st')
-        # It may be about to be written: no word about it.
+        # It may be in the process of being written, so there is no warning.
         assert (read(uri_rows), caplog.text) == ([1], "")
         RowFile(uri_rows).append(row_rows(3))
         assert read(uri_rows) == [1, 3]
@@ -258,7 +258,7 @@ class TestInAnObjectStore:
             if step % 10 == 9:
                 file.upload()
         assert read(uri_rows) == list(range(300))
-        # Of 30 uploads each sends what is new and at most one segment again.
+        # Each of 30 uploads sends the new rows and repeats at most one segment.
         assert max(sizes) < 1100
         assert sum(sizes) < 30 * 1500
 

@@ -51,7 +51,7 @@ def test_each_server_writes_a_file_of_what_it_holds(tmp_path, two_servers):
         "model/dense/kernel": 1,
         "optimizer/m": 1,
     }
-    # Nothing is left next to it, nor with the servers.
+    # No file is left next to it, or on the servers.
     assert storage.names(made.uri) == ["step-00000010"]
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     assert not list((tmp_path / "servers/parts").glob("*part*"))
@@ -95,7 +95,7 @@ def test_servers_that_do_not_answer_leave_it_to_the_chief(tmp_path, two_servers)
 
 def test_what_is_updated_after_a_save_is_not_in_it(tmp_path, two_servers):
     held = variables(10, 1.0)
-    # TensorFlow copies at once what was looked up by rows, and all else at its next update.
+    # TensorFlow copies variables read by rows at once, and others at their next update.
     held[ON_FIRST].scatter_add(tf.IndexedSlices(tf.zeros([1, 4]), [0]))
     made = opened(tmp_path, two_servers)
     with made.flush_at_end():
@@ -118,7 +118,7 @@ def test_a_damaged_part_is_passed_over_by_name(tmp_path, two_servers, caplog):
     again = opened(tmp_path, two_servers)
     assert again.newest().global_step == 10
     assert "variables.data-00001-of-00002 has crc32c" in caplog.text
-    # The one that was passed over is replaced.
+    # The skipped checkpoint is replaced.
     with again.flush_at_end():
         again.save(variables(20), io_device=None, fields={})
     assert opened(tmp_path, two_servers).newest().global_step == 20
@@ -150,7 +150,7 @@ def test_what_fails_keeps_no_value_on_a_server(tmp_path, two_servers, monkeypatc
     with pytest.raises(UserError, match="it is so"):
         made.parts.settle()
     gc.collect()
-    # The graph of objects is a constant, and of no server's variables.
+    # The object graph is a constant and belongs to no server's variables.
     kept = [each() for each in held if each() is not None]
     assert len(held) > 2
     assert [each for each in kept if each.dtype.is_floating] == []
@@ -223,7 +223,7 @@ def test_a_chief_whose_disk_is_full_says_so(tmp_path, two_servers, monkeypatch, 
     made = opened(tmp_path, two_servers)
 
     def add_small(save, add_small=made.parts._add_small):
-        # The index of a part may fit, and that of the whole not.
+        # The index of a part may fit when the index of the whole does not.
         largest = max(len(each.index) * 3 // 4 for each in save.replies.values())
         with room_for(largest if of == "whole" else 0):
             return add_small(save)
@@ -278,7 +278,7 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
     again = in_bucket("another")
     found = again.newest()
     assert found.apart
-    # The chief has what is not data.
+    # The chief has everything except the data.
     assert sorted(each.name for each in found.folder.iterdir()) == ["variables.index"]
     fresh = variables(0, 0.0)
     restore(found, fresh, io_device=None, servers=again.servers)
@@ -334,7 +334,7 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
         made.parts.settle()
         there = [each for each in left(tmp_path) if ".data-" in each]
         free.set()
-    # Those of 10, which is uploaded, and of 40.
+    # The files of step 10, which is uploaded, and of step 40.
     assert len(there) == 2 * 2
     assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
 
@@ -384,7 +384,7 @@ def test_what_could_not_be_removed_from_a_server_is_removed_later(
 
     monkeypatch.setattr(two_servers, "ask", ask)
     made = in_bucket()
-    # Those of 20 and 30 are replaced before they are uploaded.
+    # The files of steps 20 and 30 are replaced before their upload.
     saved_during_an_upload(made, gcs, 10, 20, 30, 40)
     assert len(refused) == 1
     assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
@@ -432,7 +432,7 @@ def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(in_bucket, tmp
     made = in_bucket()
     save_steps(made, 10)
     uri = storage.join(made.uri, "step-00000020")
-    # A server has uploaded, and the chief was killed before the manifest.
+    # A server has uploaded its part, and the chief was killed before the manifest.
     orphan = tmp_path / "orphan"
     orphan.write_bytes(b"of an attempt that died")
     with storage.draft(uri) as draft:

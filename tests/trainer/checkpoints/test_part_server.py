@@ -134,7 +134,7 @@ def test_what_its_disk_refuses_is_one_line(tmp_path, monkeypatch, number):
     reply = server._answer(Request(action="publish", uri="file:///x", prefix="parts/y"))
     line = f"ps-0: cannot publish a part of a checkpoint in {tmp_path}/parts: {tmp_path}/parts/y"
     assert reply.error.startswith(f"{line}.index: {os.strerror(number)}")
-    # The chief asks again for what may pass.
+    # The chief repeats a request whose error may pass.
     assert reply.transient == (number == errno.EIO)
 
 
@@ -144,7 +144,7 @@ def test_a_request_that_comes_again_is_answered_once(tmp_path):
     with storage.draft(uri) as draft:
         request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
         first = answered(server, tmp_path, "a", request)
-        # What was moved cannot be moved again.
+        # A moved file cannot be moved again.
         assert answered(server, tmp_path, "a", request) == first
         assert not first.error
     assert not list((tmp_path / "parts/requests").iterdir())
@@ -177,7 +177,7 @@ def test_a_request_that_is_not_whole_waits(tmp_path):
 
 def test_a_request_that_another_thread_has_answered_is_passed_over(tmp_path):
     server = waiting(tmp_path)
-    # Listed, and gone when it is read.
+    # The file is listed, and deleted before it is read.
     (tmp_path / "parts/requests/a.json").symlink_to(tmp_path / "none")
     assert not answered(server, tmp_path, "b", Request(action="discard", prefix="parts/none")).error
 

@@ -47,7 +47,7 @@ def of(uri, tmp_path):
 
     made = []
     yield _of
-    # An upload of an attempt that is over for the test ends with the server.
+    # The server's end also ends an upload of a finished attempt.
     for kept in made:
         with suppress(UserError, ZeroDivisionError), kept.flush_at_end():
             pass
@@ -109,7 +109,7 @@ def test_saving_does_not_wait_for_the_store(of, uri, blocked):
             assert came.wait(60)
         assert steps(uri) == []
         free.set()
-    # The first was being uploaded, and the newest replaced the others that waited.
+    # The first was uploading, and the newest replaced the others in the queue.
     assert steps(uri) == [1, 5]
 
 

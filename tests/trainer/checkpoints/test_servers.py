@@ -40,7 +40,7 @@ def short_deadline(monkeypatch):
 
 def test_only_servers_in_folders_of_their_own_are_ready(two_servers):
     assert PartServers(1, None).are_ready()
-    # The second has the folder of the first.
+    # The second server has the folder of the first.
     assert not PartServers(two_servers.count, None).are_ready()
 
 
@@ -108,7 +108,7 @@ def test_a_request_that_came_although_its_write_failed_is_done_once(two_servers,
     def write_and_fail(path, data):
         write(path, data)
         if not done:
-            # Until it is answered, and gone.
+            # Until it is answered and deleted.
             while tf.io.gfile.exists(path):
                 pass
             said = f"{path}; {os.strerror(errno.ETIMEDOUT)} [Op:WriteFile]"
@@ -141,7 +141,7 @@ def test_what_a_server_cannot_read_is_one_line(two_servers, monkeypatch, tmp_pat
         "Socket closed",
         "Connection reset by peer",
         "failed to connect to all addresses; last error: UNKNOWN: Connection refused",
-        # In the folder of a server that was started again.
+        # In the folder of a restarted server.
         "parts/requests/a.json; No such file or directory",
     ],
 )
@@ -200,7 +200,7 @@ def test_a_disk_that_becomes_read_only_while_a_server_is_asked_is_one_line(
     monkeypatch.setitem(part_server._ACTIONS, "discard", action)
     with pytest.raises(UserError, match=READ_ONLY):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
-    # Nor is it asked.
+    # It gets no request either.
     with pytest.raises(UserError, match=r"ps-0 \(.*/servers/parts/requests\): Read-only file sys"):
         two_servers.ask(0, Request(action="begin"))
 

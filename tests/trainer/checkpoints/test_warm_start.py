@@ -47,7 +47,7 @@ def refused(run, uri):
     line = str(caught.value)
     assert "\n" not in line
     assert line.startswith("training.warm_start: ")
-    # Before training begins: nothing was applied, and nothing saved.
+    # Before training: no update was applied, and nothing was saved.
     assert run.steps() == []
     assert run.events(AttemptBegin) == []
     return line
@@ -79,7 +79,7 @@ def test_a_run_without_one_says_so(run):
 def test_a_resumed_run_ignores_it_and_keeps_its_origin(run, before):
     uri = checkpoint_of(before)
     run.train(steps=20, keep=100, warm_start=uri)
-    # By now the checkpoint may be gone.
+    # By now the checkpoint may be deleted.
     shutil.rmtree(before.folder)
     run.train(steps=40, keep=100, warm_start=uri)
     assert run.weight(40) == 15.0 + 20.0

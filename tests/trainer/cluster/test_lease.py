@@ -117,7 +117,7 @@ def test_a_released_lease_says_so_and_blocks_nobody(place, uri, clock, caplog):
     lost(first.check)
     lost(first.renew)
     lost(first.release)
-    # As does one of another machine, whose clock is ahead.
+    # So does a lease of another machine whose clock is ahead.
     clock.time -= 60
     clock.acquire("digits-2").check()
     assert list(leases(place, uri)) == ["000002.json"]
@@ -287,14 +287,14 @@ def test_abandoned_leases_are_removed_and_no_others(uri, clock, place):
     old.time -= 2 * LEASE_SECONDS
     late = storage.join(place.root, "late", "checkpoints")
     old.acquire("digits-2", late)
-    # It expired, but its holder may still train and only be cut off from the store.
+    # It expired, but its holder may still train, without a connection to the store.
     assert remove_expired(late) == []
     old.time -= ABANDONED_SECONDS
     elsewhere = storage.join(place.root, "other", "checkpoints")
     old.acquire("digits-0", elsewhere)
     place.put(storage.join(elsewhere, ".lock", "000000.json"), b"{")
     removed = remove_expired(elsewhere)
-    # What is no lease may be of anybody.
+    # A file that is no lease may belong to anyone.
     assert [storage.name_of(each) for each in removed] == ["000001.json"]
     assert holders(elsewhere) == {0: None}
 
@@ -480,7 +480,7 @@ def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
     monkeypatch.setattr(lease.log, "warning", lambda *_: looked.set())
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
     with lease.hold_lease(here, "digits-1") as mine:
-        # Between two renewals: one that has looked already would write it again.
+        # Between two renewals: a renewal in progress would write it again.
         with mine._mutex:
             for number in holders(here):
                 storage.delete(lease_uri(here, number))

@@ -193,7 +193,7 @@ def test_tasks_are_found_soon_unless_the_user_has_said_otherwise(monkeypatch, be
 
 
 def test_no_server_takes_the_questions_for_too_many():
-    # That of gRPC's servers, for a channel with a call that was sent nothing.
+    # The limit of gRPC servers, for a channel with a call that receives no data.
     assert CHANNEL_OPTIONS["grpc.keepalive_time_ms"] > 300_000
 
 

@@ -25,7 +25,7 @@ def closed(monkeypatch):
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "0")
     yield sockets
     for each in sockets:
-        # Who waits for a connection on it is woken by this alone.
+        # Only this wakes a thread that waits for a connection.
         each.shutdown(socket.SHUT_RDWR)
         each.close()
 
@@ -167,7 +167,7 @@ def test_a_system_without_a_way_serves_with_a_warning(monkeypatch, caplog, close
     [
         ({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)}, False, True),
         ({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)}, True, False),
-        # One task alone makes no server.
+        # A single task starts no server.
         ({"chief": ("127.0.0.1:1",)}, False, False),
         ({"chief": ("10.0.0.1:1",), "ps": ("10.0.0.2:2",)}, False, False),
     ],

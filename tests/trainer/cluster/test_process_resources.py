@@ -27,11 +27,11 @@ def worker(index):
     [
         ([0, 1], 2, [[0], [1]]),
         ([2, 3, 5, 7], 2, [[2, 3], [5, 7]]),
-        # What is left over is for the others.
+        # The remaining cores are for the others.
         ([0, 1, 2, 3, 4], 2, [[0, 1], [2, 3]]),
         ([0, 1], 3, [[], [], []]),
         ([0, 1], 1, [[]]),
-        # A system that does not say.
+        # A system that does not report it.
         ([], 2, [[], []]),
     ],
     ids=str,
@@ -63,7 +63,7 @@ def test_a_process_is_kept_to_its_cores(monkeypatch):
         process.pin_to_cores(child.pid, CLUSTER, worker(0))
         assert os.sched_getaffinity(child.pid) == {first}
         child.communicate(b"\n")
-    # One that has ended is no error.
+    # An ended process is no error.
     process.pin_to_cores(child.pid, CLUSTER, worker(0))
 
 
@@ -99,7 +99,7 @@ def test_gpus_that_this_machine_has_not_are_refused(present):
     with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are requested, and this"):
         process.require_gpus(config_of(2))
     present(1)
-    # They are shared in turn.
+    # They are assigned in turn.
     process.require_gpus(config_of(2))
 
 

@@ -1,4 +1,4 @@
-"""Which bundles the notes of runs and schedules below a root name."""
+"""The bundles that the notes of runs and schedules below a root name."""
 
 import json
 from contextlib import suppress

@@ -82,7 +82,7 @@ def test_two_at_once_publish_one(folder, root):
 
 def test_a_file_that_changes_meanwhile_is_refused(folder, root, monkeypatch):
     place = folder / "blocks.py"
-    # It was so long when the folder was listed.
+    # The file had this size when the folder was listed.
     listed = Found(path="blocks.py", file=place, bytes=2)
     monkeypatch.setattr(bundle, "collect", lambda _folder: Collected(files=[listed]))
     with pytest.raises(UserError, match=r"--code: blocks.py changed while it was read"):
@@ -141,7 +141,7 @@ def scratch(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    # What is set here is put back, whether it was set before or not.
+    # The variables are restored, whether they were set before or not.
     monkeypatch.setenv(user_code.BUNDLE_VARIABLE, "")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
     return folder
@@ -155,7 +155,7 @@ def child(uri, cwd):
 
 
 def test_processes_at_once_import_it_and_what_is_pythons_own_stays(made, tmp_path, scratch):
-    # Neither is where the process works.
+    # Neither is the working directory of the process.
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "blocks.py").write_text("A = 2\n")
     running = [child(made, tmp_path / "elsewhere") for _ in range(2)]
@@ -184,7 +184,7 @@ def test_a_project_may_have_folders_of_the_names_of_our_rooms(tmp_path):
     (home / "pipelines" / "__init__.py").write_text("size = 7\n")
     made = bundle.publish(home, storage.uri_of(tmp_path / "root"))
     assert made.remarks == ()
-    # As in the image: Python does not look into the folder of the process.
+    # As in the image: the working directory is not in the import path.
     command = [sys.executable, "-P", "-c", PROJECT, made.uri]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.stdout == "7 False\n", ended.stderr

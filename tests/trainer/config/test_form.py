@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 
 BY_NAME = {each.name: each for each in FIELDS}
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
-# Python writes an empty text in braces as a placeholder of KFP would begin.
+# Python's repr of an empty text in braces starts like a KFP placeholder.
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="{}"), max_size=12)
 free = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.just(0.25) | texts,
@@ -98,7 +98,7 @@ def test_a_field_has_a_default_of_its_type_and_says_what_it_is(field):
     assert type(field.default) is field.type
     assert field.description == " ".join(field.description.split())
     assert len(field.description.split()) > 2
-    # The server refuses every other value, the default included.
+    # The server rejects every other value, even the default.
     assert not field.choices or field.default in field.choices
 
 
@@ -118,7 +118,7 @@ def test_each_configuration_comes_back(path, monkeypatch):
     config = load_config(path)
     assert from_form(as_kfp_passes(to_form(config))) == config
     local = to_local_form(config)
-    # In a mapping KFP's local runner makes floats of whole numbers.
+    # KFP's local runner turns integers in a mapping into floats.
     assert set(local[SETTINGS]) == {WHOLE}
     assert from_form(local) == config
 

@@ -17,11 +17,11 @@ ERROR = MainMetric(name="error", better="lower")
     [
         ({"main_metric": "auc", "directions": {"auc": "higher", "loss": "lower"}}, AUC),
         ({"main_metric": "error", "directions": {"error": "lower"}}, ERROR),
-        # Of a model that was registered before directions were.
+        # A model that was registered before directions existed.
         ({"main_metric": "auc"}, AUC),
         ({"main_metric": "error"}, ERROR),
         ({"main_metric": "loss", "metrics": {"accuracy": 0.5}}, MainMetric()),
-        # Of an evaluation of before: a classifier's.
+        # An evaluation of an earlier version: a classifier's.
         ({"metrics": {"loss": 0.5, "accuracy": 0.9}}, MainMetric(name="accuracy", better="higher")),
         ({"metrics": {"loss": 0.5}}, MainMetric()),
         ({}, MainMetric()),

@@ -71,7 +71,7 @@ def test_a_mapping_names_a_part_of_them(include, exclude):
     found = initial_weights(value)
     assert found.is_partial
     assert (found.include, found.exclude) == (tuple(include), tuple(exclude))
-    # What is empty is left out, and the value says the same again.
+    # Empty fields are omitted, and the value round-trips.
     assert found.value() == {name: each for name, each in value.items() if each}
     assert initial_weights(found.value()) == found
 

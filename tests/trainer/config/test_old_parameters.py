@@ -41,7 +41,7 @@ def test_each_configuration_comes_back(path, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(path)
     values = flat(config)
-    # What the instance keeps of a whole number may be a double.
+    # The instance may store an integer as a double.
     kept = {name: float(each) if type(each) is int else each for name, each in values.items()}
     for each in (values, kept):
         assert convert_parameters({**each, "image": "a/b:1", "step_memory": "8Gi"}) == config

@@ -308,7 +308,7 @@ def test_a_port_that_is_free_stays_so(host):
 
 
 def test_a_port_that_was_just_left_is_free():
-    # What is left of its connections must not keep a restarted task from its port.
+    # Leftover connections must not block the port of a restarted task.
     with listening() as server:
         port = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:

@@ -1,4 +1,4 @@
-"""Datasets that several tests read."""
+"""Datasets for several tests."""
 
 from __future__ import annotations
 

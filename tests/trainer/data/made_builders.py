@@ -21,7 +21,7 @@ def example(number):
     return {
         "image": image(number),
         "size": np.float32(number / 3),
-        # A float64 alone is a float32 to TFDS.
+        # TFDS stores a scalar float64 as float32.
         "exact": np.float64(np.float32(number / 3)),
         "name": f"example {number} äß",
         "box": np.array([number, -number, 2**31 - 1 - number], np.int32),

@@ -475,7 +475,7 @@ def test_each_pass_over_a_table_counts_its_rows(tmp_path, name, write):
     config = DataConfig(source=str(tmp_path / name))
     with works() as (last, made):
         prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
-    # The bytes of the file stand for the rows, which are not known before.
+    # The bytes of the file stand for the rows, whose number is unknown before.
     reading = next(each for each in made if each._what == "reading the files")
     assert reading._sized == pytest.approx(reading._size, rel=0.01)
     assert (last["reading the files"].done, last["reading the files"].total) == (ROWS, 0)

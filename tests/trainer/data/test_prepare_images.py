@@ -150,7 +150,7 @@ def test_files_of_several_sizes_are_stored_as_they_came(prepared, contents):
 
 
 def builder_bytes(number):
-    # Not an instance of the builder, which TFDS would want a folder for.
+    # Not an instance of the builder, for which TFDS needs a folder.
     return Photographs.example(Photographs, number)["photo"]["picture"].getvalue()
 
 

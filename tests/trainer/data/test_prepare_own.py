@@ -100,7 +100,7 @@ def test_pictures_are_read_the_short_way(prepared, monkeypatch):
 def test_tfds_reads_the_records_by_the_features_file(everything, contents):
     folder = storage.local_path(everything.uri)
     features = tfds.features.FeaturesDict.from_config(folder)
-    # TFDS cannot decode tensors of uint32, whoever wrote them.
+    # TFDS cannot decode uint32 tensors.
     features = tfds.features.FeaturesDict({n: features[n] for n in features if n != "counts"})
     names = DatasetSpec.from_manifest(everything.manifest).files("test")
     records = tf.data.TFRecordDataset([str(folder / name) for name in names])

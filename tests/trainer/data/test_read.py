@@ -47,7 +47,7 @@ def numbers(batches, count):
 def test_every_epoch_has_each_example_once(numbered, buffer, examples):
     spec, files = numbered(examples)
     found = numbers(train(spec, files, buffer=buffer), 5 * examples)
-    # 23 is no multiple of the batch size: nothing is skipped at the seam.
+    # 23 is no multiple of the batch size: no example is skipped between epochs.
     for start in range(0, 5 * examples, examples):
         assert sorted(found[start : start + examples]) == list(range(examples))
 
@@ -100,7 +100,7 @@ def test_the_seed_gives_the_order(numbered, buffer):
 def test_the_order_in_memory_goes_on_where_it_was(numbered, taken):
     spec, files = numbered(23)
     resumed = numbers(training_batches(spec, files, batch_size=4, seed=3, taken=taken), 46)
-    # Epochs are numbered, so that those before need not be read.
+    # Epochs are numbered, so earlier ones need not be read.
     epochs = [
         numbers(training_batches(spec, files, batch_size=4, seed=3, taken=epoch * 23), 23)
         for epoch in range(taken // 23, taken // 23 + 4)
@@ -200,7 +200,7 @@ def test_a_pattern_that_finds_nothing(numbered, buffer, tmp_path):
 
 def test_a_part_of_the_shards(numbered, buffer):
     spec, files = numbered(12, shards=3)
-    # The spec is of the whole split, what a worker reads is a part of it.
+    # The spec describes the whole split, of which a worker reads a part.
     found = numbers(train(spec, files[1:2], buffer=buffer), 12)
     assert sorted(found) == sorted([1, 4, 7, 10] * 3)
 
@@ -219,14 +219,14 @@ def test_all_of_it_is_a_graph(numbered, buffer, monkeypatch):
     kinds = {node.op for node in nodes}
     assert not {kind for kind in kinds if "PyFunc" in kind}
     assert kinds & {"MatchingFilesDataset", "ListFilesDataset", "MatchingFiles"}
-    # No op either that looks for the files while the graph is made.
+    # There is also no op that searches for files while the graph is built.
     values, _ = first()
     assert values.shape == (4,)
 
 
 def test_how_much_is_held_follows_the_size_of_an_example(numbered, monkeypatch):
     spec, _ = numbered(100)
-    # An int64 as input and another as label.
+    # One int64 is an input and another a label.
     monkeypatch.setattr(read, "SHUFFLE_BYTES", 16 * 99)
     assert read._fitting(spec) == 99
     assert read._fitting(replace(spec, inputs=("image",))) == 16 * 99 // 12
@@ -450,7 +450,7 @@ def test_a_damaged_source_is_refused(digits, tmp_path):
     uri = storage.uri_of(copy)
     with pytest.raises(storage.Corrupt, match="train-00002-of-00008"):
         stage_shards(uri, tmp_path / "shards", "train", 2, 4)
-    # Who needs another shard is not concerned.
+    # Readers of other shards are not affected.
     assert stage_shards(uri, tmp_path / "shards", "train", 1, 4)
 
 

@@ -14,7 +14,7 @@ from flotilla.trainer.data.shapes import Fit
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
 
-# Every feature of `Ragged` in one shape; the sets of tags become one bool a class.
+# Every feature of `Ragged` in one shape; a set of tags becomes one bool per class.
 SHAPES = {
     "picture": (4, 2, 3),
     "mask": (4, 2, 1),
@@ -169,7 +169,7 @@ def test_of_every_kind_it_is_what_is_expected(prepared, contents):
         assert found == sorted(each[name] for each in expected), name
     assert values["picture"].shape == (40, 4, 2, 3)
     assert values["picture"].dtype == np.uint8
-    # Of a mask no value is invented.
+    # Resizing a mask creates no new value.
     assert set(np.unique(values["mask"])) == {0, 1, 2}
 
 
@@ -197,7 +197,7 @@ def test_an_image_keeps_its_brightness_and_its_type():
     large = fit_value(fit, tf.constant(image)).numpy()
     assert (large.shape, large.dtype) == ((14, 10, 3), np.uint8)
     assert abs(large.mean() - image.mean()) < 2
-    # Smaller by four: each pixel is a mean and not one of sixteen.
+    # Four times smaller: each pixel is the mean of sixteen pixels.
     checks = np.indices((16, 16)).sum(0)[..., None] % 2 * np.uint8(255)
     fit = Fit(method="resize", shape=(4, 4, 1), dtype="uint8")
     small = fit_value(fit, tf.constant(checks.astype(np.uint8))).numpy()

@@ -168,6 +168,6 @@ def test_every_example_goes_to_one_place(train, test, validation, shards, seed):
     assert sum(counts.values()) == train + test
     assert counts["train"] >= shards
     assert counts["test"] == test or (not test and counts["test"] == counts["validation"])
-    # No shard may be empty: a reader of it would wait for ever.
+    # No shard may be empty: its reader would wait for ever.
     assert all(1 <= written[name] <= counts[name] for name in written)
     assert set(written) == {name for name in counts if counts[name]}

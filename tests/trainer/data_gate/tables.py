@@ -1,4 +1,4 @@
-"""Datasets of arrays, and what statistics keep of them."""
+"""Datasets of arrays, and their statistics."""
 
 from __future__ import annotations
 

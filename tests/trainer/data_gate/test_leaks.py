@@ -92,7 +92,7 @@ LEAKS = {
 @pytest.mark.parametrize("rows", [250, ROWS, 4000])
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_feature_that_decides_a_class_is_named(name, rows):
-    # Of a class with so few examples one says nothing, and one that is wrong is too many.
+    # In such a small class one example proves nothing, and one wrong example is too many.
     if rows > 250 or name not in ("rare", "with few errors"):
         (said,) = found(with_label(LEAKS[name], rows=rows))
         assert said.feature == "days"

@@ -20,7 +20,7 @@ from flotilla.trainer.optimizers.optimizers import each_row_once
 from flotilla.trainer.strategies.gradients import build_rows_gradient
 from flotilla.trainer.strategies.strategy import build_gradient
 
-# Ids of several in an example, one beyond the table, and one counted from the end.
+# Several ids per example, one beyond the table, and one negative id.
 BATCH = (
     [tf.constant([[1, 2, 3], [50, 2, 7]], tf.int64), tf.constant([2, -1])],
     tf.constant([1.0, 2.0]),
@@ -55,7 +55,7 @@ def refused(_batch, why):
 def of_rows(model, **named):
     lookups = find_lookups(model)
     found = build_rows_gradient(model, loss, lookups, otherwise=refused, **named)
-    # Without what makes graphs of Python's branches, which takes most of the time.
+    # Without AutoGraph, which takes most of the time.
     return tf.function(found, autograph=False)
 
 
@@ -78,7 +78,7 @@ def test_the_gradients_of_an_id_are_summed_before_they_are_sent():
     found = of_rows(model)(BATCH)[1]
     by_path = dict(zip([each.path for each in model.trainable_variables], found, strict=True))
     rows = {path: each.indices.numpy().tolist() for path, each in by_path.items() if "sh" in path}
-    # 50 is wrapped to 0, and -1 to 49; 2 is asked for three times.
+    # 50 wraps to 0, and -1 to 49; 2 is looked up three times.
     assert {path: sorted(each) for path, each in rows.items()} == {
         "shared/shard_0": [0, 1],
         "shared/shard_1": [0, 2, 16],
@@ -97,7 +97,7 @@ def test_one_message_holds_all_tables_of_a_server(monkeypatch):
     identity = tf.identity
     monkeypatch.setattr(tf, "identity", lambda each: sent.append(each) or identity(each))
     asked = Sent(tables, [tf.constant([7, 3, 5], tf.int64), tf.constant([2], tf.int64)])
-    # Four sizes and four ids of four variables, in half of the bytes of an id.
+    # Four sizes and four ids of four variables, with half of the bytes per id.
     assert [(each.dtype, each.shape.as_list()) for each in sent] == [(tf.int32, [8])]
     rows = asked.rows()
     assert sent[1].shape.as_list() == [4 * 4]

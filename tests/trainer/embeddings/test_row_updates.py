@@ -29,7 +29,7 @@ LAZY = [
     ("adam", {"amsgrad": True, "epsilon": 1e-3, "global_clipnorm": 0.1}),
     ("adamw", {"weight_decay": 0.1}),
     ("adagrad", {}),
-    # Here TensorFlow's kernel is far from Keras.
+    # Here TensorFlow's kernel differs much from Keras.
     ("adagrad", {"initial_accumulator_value": 0.0, "epsilon": 0.01}),
     ("ftrl", {}),
     (
@@ -225,7 +225,7 @@ def test_a_strategy_is_lazy_and_dense_where_it_is_configured(accumulate):
         single(optimizer={"dense_updates": dense}, accumulate=accumulate) for dense in (False, True)
     )
     for each in (lazily, densely):
-        # A row that had a gradient once: its moments go on in the dense update alone.
+        # A row with one past gradient: only the dense update continues its moments.
         each.variables()["optimizer/adam/whole_embeddings_momentum"].assign(
             tf.ones((ROWS, DIMENSION))
         )

@@ -99,7 +99,7 @@ def test_ids_of_a_large_batch_are_not_forgotten_by_small_ones_in_between(small):
             trained(layer, ids)
             if number >= 2:
                 due.update(each for each, has in zip(ids, known(layer, ids), strict=True) if has)
-    # As many as there is room for at once, and others when these rest.
+    # As many ids as there are rows at once, and other ids later.
     assert layer.metrics()["rows"] == 100
     assert len(due) > 100
 
@@ -145,7 +145,7 @@ def test_a_cell_of_the_sieve_does_not_begin_anew_when_it_is_full():
     assert known(layer, [1]) == [False]
     trained(layer, [1])
     assert known(layer, [1]) == [True]
-    # There is no room, and it comes more often than a cell can hold.
+    # There is no free row, and the id occurs more often than a cell can count.
     for each in ([2] * 300, [3], [4]):
         trained(layer, each)
     assert known(layer, [1, 2]) == [True, False]
@@ -216,7 +216,7 @@ def test_the_step_is_read_when_the_ids_are_there():
     graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
     handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
     reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
-    # One for all shards.
+    # One lock for all shards.
     assert [[each.name for each in op.control_inputs] for op in reads] == [["ids"]]
 
 
@@ -251,7 +251,7 @@ def test_no_mutex_is_released_after_another_one():
     assert len(found) == 4
     for op in found:
         assert not {each.type for each in op.control_inputs} & {"ConsumeMutexLock", "MutexLock"}
-        # Of its lookup, which has ended then; and the function ends after it.
+        # The lookup has ended then, and the function ends after it.
         assert op.control_inputs
         assert op in graph.control_outputs
 
@@ -280,7 +280,7 @@ def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
         end.set()
 
     for step, end in zip(steps, ended, strict=True):
-        # A process ends with it where it waits for ever.
+        # The process exits with it even if it waits for ever.
         threading.Thread(target=work, args=(step, end), daemon=True).start()
     assert all(end.wait(300) for end in ended)
     known_ids = len(np.unique(ids))
@@ -309,7 +309,7 @@ def test_of_two_slots_of_an_id_the_later_one_stays():
     (shard,) = layer._parts
     first, _, later = (shard.noted.ids.numpy().tolist().index(each) for each in (1, 2, 3))
     expected = shard.noted.rows.numpy()[first]
-    # As a worker leaves it that died before the map had the slot of 3.
+    # The state after a worker died before the map had the slot of 3.
     shard.noted.ids.value.scatter_nd_update([[later]], [1])
     trained(layer, [1])
     layer.rebuild()
@@ -358,7 +358,7 @@ def test_a_worker_that_dies_leaves_no_id_a_slot_that_is_free(keys):
     written = found["ResourceScatterUpdate"]
     assert len(written) == (5 if keys == "string" else 4)
     assert all(op.name in before(insert) and room.name in before(op) for op in written)
-    # A slot is noted as used after all else of it is new.
+    # A slot is marked as used after its other fields are reset.
     *others, used = sorted(written, key=lambda op: len(before(op)))
     assert all(op.name in before(used) for op in others)
     found = branch_with(graph, "LookupTableRemoveV2")

@@ -163,7 +163,7 @@ def test_new_rows_begin_their_averages_with_themselves():
 @pytest.mark.parametrize(
     ("optimizer", "ranks"),
     [
-        # A mean of gradients is none of weights.
+        # An average of gradients is not an average of weights.
         ({"name": "rmsprop", "args": {"centered": True, "momentum": 0.9}}, [2, 2, 2]),
         # Of each row a number, and of each number one.
         ({"name": "adafactor"}, [1, 2]),

@@ -71,7 +71,7 @@ def test_the_difference_is_that_of_the_metrics_and_the_bound_is_worse(metric):
     assert found["method"] == method or not method
     higher = found["better"] == "higher"
     assert higher == (metric not in {"loss", "mean_absolute_error", "root_mean_squared_error"})
-    # The challenger is better here, whatever better means, and its bound is nearer to the worse.
+    # The challenger is better here in either direction, and its bound is on the worse side.
     assert (found["difference"] > 0) == higher
     assert (found["bound"] < found["difference"]) == higher
 

@@ -93,7 +93,7 @@ def test_the_label_is_always_sliced_by(evaluated):
     for each in text["per_class"]:
         part = rows[each["label"]]
         assert part["examples"] == each["support"]
-        # Of a class alone, what is right is what is recalled.
+        # For a single class, accuracy equals recall.
         assert part["metrics"]["accuracy"] == pytest.approx(each["recall"])
 
 
@@ -298,9 +298,9 @@ FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
     "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=CLASSES),
 }
-# Of resident memory: it settles within the first thousands of examples.
+# Resident memory settles within the first thousands of examples.
 SLACK = 60 << 20
-# `ru_maxrss` would begin with what the process that starts this one has taken.
+# `ru_maxrss` would start at the memory of the parent process.
 PEAK = """
 import re, sys
 from pathlib import Path

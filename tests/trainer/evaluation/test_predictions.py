@@ -366,11 +366,11 @@ def peak(task, count, folder):
 def test_many_times_the_examples_take_no_more_memory(task, tmp_path, monkeypatch):
     monkeypatch.setattr(predictions, "MOST_ROWS", AT_ONCE)
     monkeypatch.setattr(base.sample_examples, "__defaults__", (AT_ONCE,))
-    # Areas are exact of as many as are held.
+    # Areas are exact up to the number of stored examples.
     monkeypatch.setattr(slices, "_MOST_ROWS", AT_ONCE)
     monkeypatch.setattr(areas, "_LEAST", AT_ONCE // 8)
     monkeypatch.setattr(areas, "_FEW", AT_ONCE // 8)
-    # What is imported and traced once is no array of examples.
+    # One-time imports and traces are not counted as arrays of examples.
     peak(task, AT_ONCE, tmp_path / "first")
     few, many = (peak(task, count, tmp_path / f"{count}") for count in (FEW, MANY))
     # The predictions, labels and weights of a regression are 12 bytes each.

@@ -33,7 +33,7 @@ from tests.trainer.tasks.measuring import target
 DRAW = np.random.default_rng(17)
 COUNT, RARE_COUNT = 1200, 5600
 YES = (DRAW.random(COUNT) < 0.4).astype("int64")
-# 57 of 5600, as 1 % of 28,000 rows leave them to a test split of a fifth.
+# 57 of 5600: 1 % of a test split with a fifth of 28,000 rows.
 RARE = np.zeros(RARE_COUNT, "int64")
 RARE[DRAW.permutation(RARE_COUNT)[:57]] = 1
 CLASS = DRAW.choice(4, COUNT, p=[0.4, 0.3, 0.2, 0.1])
@@ -42,7 +42,7 @@ SIZES = DRAW.gamma(2, 10, COUNT).astype("float32")
 PLACES = np.where(DRAW.random((COUNT, 6)) < 0.2, -1, DRAW.integers(0, 3, (COUNT, 6)))
 QUERIES = np.repeat(np.arange(COUNT // 8), 8)
 USERS, ITEMS = DRAW.integers(0, 100, COUNT), DRAW.integers(0, 40, COUNT)
-# Some items are taken by most users, and each user has a taste.
+# Some items are popular with most users, and each user has preferences.
 LIKED = DRAW.normal(size=40)
 TASTE = DRAW.normal(size=(100, 40))
 TAKEN = (LIKED[ITEMS] + TASTE[USERS, ITEMS] > 0.5).astype("int64")
@@ -171,10 +171,10 @@ def test_the_share_of_the_largest_class_is_the_same_number_as_that_of_the_consta
     assert decision.measured["value"] == decision.measured["constant"]
 
 
-# The scores of a recommender that knows the tastes, of which half is chance.
+# The scores of a recommender that knows the preferences, with half of them noise.
 GUESSED = TASTE + np.random.default_rng(6).normal(size=TASTE.shape)
 WELL_KNOWN = LIKED[ITEMS] + GUESSED[USERS, ITEMS] / 2
-# Eight of 57 are found, all others are where chance has them.
+# Eight of 57 are found, and all others are ranked at random.
 FEW_FOUND = 9 * (RARE * (np.cumsum(RARE) <= 8))[:, np.newaxis] + noise(1, count=RARE_COUNT)
 USEFUL = {
     "a rare class, weakly": (OF_RARE, RARE, logits(RARE, 0.8, -5)),
@@ -239,7 +239,7 @@ def test_a_model_that_finds_nothing_does_not_take_the_place_of_one_that_finds_so
 
 def test_a_class_that_the_champion_finds_is_not_lost(tmp_path):
     champion = 4 * one_hot(CLASS, 4) + noise(4)
-    # Better on all others, so that no mean over the examples tells it.
+    # It is better on all others, so a mean over the examples hides the loss.
     challenger = 9 * one_hot(np.where(CLASS == 3, 0, CLASS), 4) + noise(4) / 9
     decision = decided(tmp_path, CLASSES, CLASS, challenger, champion=champion)
     failed = [rule for rule in decision.rules if not rule.passed]

@@ -1,4 +1,4 @@
-"""A run of two classes whose model knows them more or less: dataset, checkpoint, evaluation."""
+"""A run of a two-class model with adjustable skill: dataset, checkpoint, evaluation."""
 
 from __future__ import annotations
 

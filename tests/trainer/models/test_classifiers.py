@@ -17,7 +17,7 @@ from flotilla.trainer.strategies.gradients import build_pulled_gradient
 from flotilla.trainer.strategies.strategy import build_gradient
 from tests.trainer.objectives import of_classes
 
-# The models of one tensor of any kind; those of ids and of tokens have tests of their own.
+# Models with one tensor of any kind; those with ids and tokens have separate tests.
 OF_NAMED_INPUTS = {"two_tower", "two_tower_ranker", "gru", "tabular", "text", "sequence"}
 PLAIN = tuple(name for name in MODELS if name not in OF_NAMED_INPUTS)
 DIGITS = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))

@@ -99,7 +99,7 @@ def test_texts_that_are_not_known_are_places_and_empty_ones_at_the_end_are_none(
     never, once, none, nothing = model(
         tf.constant([["never", ""], ["once", ""], ["", ""], ["", ""]])
     ).numpy()
-    # That of a single training example is one that is not known.
+    # A value of a single training example counts as unknown.
     np.testing.assert_allclose(never, once, atol=1e-6)
     np.testing.assert_allclose(none, nothing)
     assert np.abs(never - none).max() > 1e-4

@@ -153,7 +153,7 @@ def test_infinite_and_unseen_gaps_give_finite_outputs():
     )
     numbers = model(tf.constant([np.inf, -np.inf, np.nan, 3e38, 2.0])).numpy()
     assert np.isfinite(numbers).all()
-    # No example of the training had a gap: one is taken for the median.
+    # No training example had a gap, so a gap is read as the median.
     np.testing.assert_allclose(numbers[2], numbers[4], rtol=1e-5)
 
 

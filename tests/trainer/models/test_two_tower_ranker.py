@@ -69,7 +69,7 @@ def test_its_outputs_are_a_logit_and_both_vectors():
     np.testing.assert_array_equal(of_items[1], of_items[3])
     match = (of_users[:, :3] * of_items[:, :3]).sum(axis=1)
     rest = outputs[:, 0] - match
-    # What is beyond the match is linear in each of both.
+    # Beyond the match, the rest is linear in each tower.
     assert np.abs(rest).max() < 10
 
 

@@ -115,7 +115,7 @@ def test_what_no_scale_makes_finite_is_given_up(value):
     state = [each.value.read_value() for each in scale.variables]
     _, found, _ = scale.wrap(compute)([], state, ())
     assert not np.isfinite(found[0])
-    # A loss that is not finite has diverged, whatever its scale.
+    # A loss that is not finite has diverged at any scale.
     assert len(calls) == (1 + MOST_HALVINGS if np.isfinite(value) else 1)
 
 
@@ -124,7 +124,7 @@ def test_rows_that_overflow_stay_rows():
     layers = [keras.layers.Embedding(5, 2), keras.layers.Flatten(), keras.layers.Dense(3)]
     model = keras.Sequential([keras.Input((2,), dtype="int64"), *layers])
     batch = tf.constant([[0, 1], [1, 4]], tf.int64), tf.constant([0, 2], tf.int64)
-    # Infinite at the first scale, as a gradient of float16 would be.
+    # Infinite at the first scale, as a float16 gradient would be.
     loss = lambda *args: cross_entropy(*args) * 1e35  # noqa: E731
     scale = LossScale()
     gradient = build_pulled_gradient(model, loss, jit=False, scale=scale, parts=1, in_place=True)

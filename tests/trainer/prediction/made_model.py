@@ -1,4 +1,4 @@
-"""Published models whose answers are known by plain arithmetic, in the layout of an export."""
+"""Published models with outputs known by arithmetic, in the layout of an export."""
 
 from __future__ import annotations
 

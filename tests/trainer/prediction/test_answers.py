@@ -80,7 +80,7 @@ def test_numbers_scores_and_the_answers_of_an_own_task_stay_as_they_are():
         "mine": 1.5,
         "text": "x",
     }
-    # One that is derived from a classification and answers otherwise.
+    # A task that is derived from classification and has other outputs.
     assert rows({"": "classification"}, {"": LABELS}, {"mine": one})[0] == {"mine": 1.5}
 
 

@@ -16,7 +16,7 @@ from flotilla.trainer.preflight import head, sample
 from flotilla.trainer.preflight.sample import publish_sample
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
-# More than a sample has.
+# More rows than a sample has.
 MANY = 3 * sample.ROWS
 
 
@@ -150,7 +150,7 @@ def test_what_further_rows_cannot_make_right_is_refused(tmp_path, keys, line):
 @pytest.mark.parametrize(
     ("columns", "keys"),
     [
-        # Those that follow are no numbers: then all are texts, and none is broken.
+        # Later values are not numbers: then all are texts, and none is invalid.
         (table(MANY, odd="many", at=7), {}),
         # Most rows have a label.
         ({**table(MANY), "label": ["" if row < sample.ROWS else "a" for row in range(MANY)]}, {}),

@@ -89,7 +89,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     monkeypatch.setattr(storage, "write_bytes", write)
     monkeypatch.setattr(storage, "read_bytes", read)
     monkeypatch.setattr(storage, "names", names)
-    # Whose turn it is decides how long somebody waits.
+    # The order of turns decides how long a proposer waits.
     monkeypatch.setattr(consensus, "_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(consensus, "_MAX_PAUSE", 0.0)
     return found
@@ -108,7 +108,7 @@ def test_in_whatever_order_they_act_all_get_the_same(notes: dict[str, bytes], dy
             if asker.thread.is_alive():
                 asker.die()
         while alive := [each for each in askers if each.thread.is_alive()]:
-            # In runs, so that nobody is outbid for ever.
+            # In runs, so that no proposer is outbid for ever.
             chosen = dice.choice(alive)
             for _ in range(dice.choice((1, 2, 6))):
                 if chosen.answer is None and chosen.thread.is_alive():

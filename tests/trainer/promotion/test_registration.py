@@ -52,7 +52,7 @@ class Run:
             value=-0.5 if self.worse else self.gain, found={"metric": "accuracy", "own": 0.9},
         )  # fmt: skip
         uri = f"file:///decision/{champion.number}"
-        # The gate has asked this once, whatever champion there is.
+        # The gate has checked this once, for any champion.
         constant = replace(rule, metric="accuracy_over_constant", key="gate.constant", value=-1.0)
         return Decision(uri=uri, blessed=rule.passed, rules=(rule, constant))
 
@@ -316,7 +316,7 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},
             "the positive class 'yes' changed since {uri} to 'no'; set task.positive: 'yes', or",
         ),
-        # Of an earlier version it was the second one.
+        # In an earlier version it was the second one.
         (
             BINARY,
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},
@@ -417,7 +417,7 @@ def test_a_try_that_died_before_its_promotion_was_published_is_taken_up(
     with pytest.raises(KeyboardInterrupt):
         run.register(model)
     monkeypatch.undo()
-    # It was decided: whoever looks next finishes it.
+    # It was decided, so the next reader finishes it.
     champion = run.champion()
     assert champion
     assert champion.number == 1

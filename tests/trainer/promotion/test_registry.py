@@ -105,7 +105,7 @@ def test_a_registered_model_is_not_champion_before_it_is_promoted(
 ) -> None:
     first, second = (register(root, tmp_path, text) for text in ("a", "b"))
     promote(root, first.number, after=0)
-    # The process dies here: the champion of before is it still.
+    # The process dies here: the old champion stays champion.
     assert champion(root) == 1
     made = promote(root, second.number, after=1)
     assert champion(root) == 2
@@ -251,9 +251,9 @@ def test_no_model_is_its_own_opponent(root: str, tmp_path: Path) -> None:
     first = crowned(root, tmp_path, 1)
     assert opponent_of(root, first) == 0
     second = crowned(root, tmp_path, 2)
-    # A run that is resumed after its promotion meets the champion of then.
+    # A run that is resumed after its promotion compares with the champion of that time.
     assert opponent_of(root, second) == 1
-    # One that was followed meanwhile meets who followed.
+    # A model that was replaced meanwhile is compared with its successor.
     assert opponent_of(root, first) == 2
 
 
@@ -297,7 +297,7 @@ def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path:
     with pytest.raises(storage.Corrupt, match=r"promotions/000002: MANIFEST\.json is damaged"):
         promote(root, 1, after=1)
     storage.delete(made.uri)
-    # Whatever is asked for now: what was agreed on then is restored.
+    # Whatever the request is now, the earlier decision is restored.
     with pytest.raises(
         registry.PromotionLostError, match=r"promotion 2 was made by me \(version 2\)"
     ):
@@ -427,7 +427,7 @@ def test_a_version_is_that_of_its_folder(root: str, tmp_path: Path) -> None:
     register(root, tmp_path)
     home = storage.local_path(registry.home(root, NAME))
     assert home
-    # As if it were newer, it would be what a new number follows.
+    # If it were newer, the next version number would follow it.
     shutil.copytree(home / "versions" / "000001", home / "versions" / "000041")
     assert [each.number for each in registry.versions(root, NAME)] == [1]
 
@@ -445,7 +445,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Plan]]:
     server.plan.unconditional, server.plan.before = False, None
 
 
-# The stand-in for S3 takes half a minute for what that for GCS does in three seconds.
+# The S3 stand-in takes half a minute, the GCS stand-in three seconds.
 bucket = pytest.fixture(
     store,
     params=[
@@ -486,7 +486,7 @@ def check(store_root: str, ends: list[Any]) -> None:
     """Of all ends one is the promotion that the registry holds, and the others say so."""
     [won] = [end for end in ends if isinstance(end, registry.Promotion)]
     made = registry.promotions(store_root, NAME)
-    # Each caller publishes what was decided, at its own time where a store has no conditions.
+    # Each caller publishes the decision, with its own time if the store has no conditions.
     assert replace(made[-1], created=won.created) == won
     assert [each.number for each in made] == list(range(1, won.number + 1))
     found = registry.champion(store_root, NAME)
@@ -524,7 +524,7 @@ def test_a_promotion_and_a_rollback_at_once(store_root: str, tmp_path: Path) -> 
         lambda: registry.rollback(store_root, NAME, by="me"),
     )
     if all(isinstance(end, registry.Promotion) for end in ends):
-        # One had ended before the other looked: then it is not at once, and in order.
+        # One ended before the other read: they are sequential, not concurrent.
         ends = [max(ends, key=lambda end: end.number)]
     check(store_root, ends)
 

@@ -36,7 +36,7 @@ def test_a_blessed_run():
     asked = "Accuracy is 0.97; it has to be at least 0.95 \\(gate.min\\)."
     assert [asked, "kept"] in rows
     assert ["train\\_model", "done", "12 s"] in rows
-    # Of what is not known there is no row.
+    # Unknown values have no row.
     assert [row[0] for row in rows if row[0] in {"image", "commit", "checkpoint"}] == [
         "image", "checkpoint",
     ]  # fmt: skip

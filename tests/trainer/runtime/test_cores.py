@@ -39,14 +39,14 @@ def groups(folder, own, **files):
 @pytest.mark.parametrize(
     ("own", "files", "expected"),
     [
-        # A container sees its own group as the root.
+        # A container sees its own cgroup as the root.
         ("0::/\n", {"cpu_max": "200000 100000\n"}, 2),
         ("0::/\n", {"cpu_max": "max 100000\n"}, 64),
         ("0::/\n", {"cpu_max": "50000 100000\n"}, 1),
         ("0::/\n", {"cpu_max": "250000 100000\n"}, 3),
         ("0::/\n", {"cpu_max": "9900000 100000\n"}, 64),
         ("0::/\n", {"cpu_max": "nonsense"}, 64),
-        # The groups above limit as well.
+        # Parent cgroups limit as well.
         ("0::/pods/one\n", {"pods__cpu_max": "400000 100000", "pods__one__cpu_max": "max 1"}, 4),
         ("0::/pods/one\n", {"pods__cpu_max": "max 1", "pods__one__cpu_max": "800000 100000"}, 8),
         # Version 1; a container sees its own as the root, and the path of the machine.
@@ -68,7 +68,7 @@ def groups(folder, own, **files):
         ),
         ("0::/\n", {}, 64),
         ("0::/\n", {"cpu_max": "200000 0\n"}, 64),
-        # A group may be named like anything; and lines that no kernel writes.
+        # A cgroup may have any name; some of these lines no kernel writes.
         ("\nwithout colons\n0::/caf\xe9\x0b:x/..\n", {"cpu_max": "200000 100000"}, 2),
     ],
     ids=str,
@@ -99,7 +99,7 @@ def test_threads_are_limited_but_for_what_the_user_has_set(machine):
             "TF_NUM_INTRAOP_THREADS": "2",
             "OMP_NUM_THREADS": "1",
         }
-        # Tasks that share the processors have limits of their own.
+        # Tasks that share the CPUs have separate limits.
         given = cores.environment()
         assert THREADS & set(given) == {"OMP_NUM_THREADS"}
         assert given["PATH"] == os.environ["PATH"]

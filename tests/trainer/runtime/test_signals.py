@@ -38,7 +38,7 @@ sys.stdin.readline()
 DIRECT = [sys.executable, "-c", TASK]
 
 
-# The shell stays: it has something to do after the task.
+# The shell stays, as it has a command after the task.
 BEHIND_A_SHELL = ["sh", "-c", '"$@"; true', "sh", *DIRECT]
 BEHIND_TWO = ["sh", "-c", '"$@"; true', "sh", *BEHIND_A_SHELL]
 

@@ -195,7 +195,7 @@ def raised(call, *arguments):
     try:
         call(*arguments)
     except Exception as error:
-        # Without the frame of this test, which is no code of Flotilla's either.
+        # Without the frame of this test, which is not Flotilla's code either.
         return error.with_traceback(error.__traceback__.tb_next)
     raise AssertionError("nothing was raised")
 
@@ -289,7 +289,7 @@ def test_a_users_error_shows_the_traceback_of_its_cause(blocks):
     assert find_traceback(wrapped) == ""
     wrapped.__cause__ = cause
     assert find_traceback(wrapped) == find_traceback(cause) != ""
-    # It may also have come from another process.
+    # It may come from another process too.
     wrapped.traceback = "Traceback ..."
     assert find_traceback(wrapped) == "Traceback ..."
 

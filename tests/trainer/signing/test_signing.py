@@ -173,7 +173,7 @@ def test_what_is_served_from_a_bucket_is_what_is_named(tmp_path, gcs, key):
     gcs.create_bucket(bucket)
     uri = f"gs://{bucket}/made"
     storage.publish(model(tmp_path), uri, kind="model", fields=FIELDS)
-    # Of a publication that was beaten, and that no server takes.
+    # From a losing publication, which no server loads.
     storage.write_bytes(f"{uri}/labels.txt.0123456789ab", b"")
     assert signing.verify(uri).fields == FIELDS
     # Tools show a folder by an empty object whose name ends with a slash.
@@ -191,7 +191,7 @@ def test_a_manifest_that_was_not_signed_is_refused(tmp_path, how):
         # Its checksums still hold: an attacker has the inputs in another order.
         path.write_text(json.dumps({**tree, "inputs": ["b", "a"]}))
     else:
-        # As of an earlier version, which signed the files alone.
+        # As by an earlier version, which signed only the files.
         folder = tmp_path / "model"
         (folder / signing.FIELDS).unlink()
         config = signing._usable(PRIVATE_KEY, tmp_path / "one.pem")
@@ -278,7 +278,7 @@ def test_the_statement_names_the_files_and_what_they_were_made_from(tmp_path):
     (tmp_path / "serving" / "saved_model.pb").write_bytes(b"weights")
     (tmp_path / "model.sig").write_bytes(b"of other files")
     for _ in range(2):
-        # Again: it is no subject of itself.
+        # Sign again: a signature does not sign itself.
         signing.write_provenance(tmp_path, "digits", LINEAGE, "2026-11-23T00:00:00.000Z")
     tree = json.loads((tmp_path / signing.PROVENANCE).read_text())
     assert tree["_type"] == "https://in-toto.io/Statement/v1"

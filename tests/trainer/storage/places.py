@@ -1,4 +1,4 @@
-"""Places to publish in, one for each scheme, seen from behind the storage."""
+"""Storage locations, one per scheme, with direct access behind the storage API."""
 
 import shutil
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from tests.stores.fixtures import bucket_name
 from tests.stores.gcs_server import GcsServer
 from tests.stores.s3_server import S3Server
 
-# As awkward as paths get.
+# Paths with difficult characters.
 AWKWARD = "the röot #1 100%25 ?x"
 
 

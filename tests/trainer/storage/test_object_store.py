@@ -31,7 +31,7 @@ from .places import BucketPlace, Place, fetched
 VARIABLES = {"gs": "STORAGE_EMULATOR_HOST", "s3": "AWS_ENDPOINT_URL"}
 
 
-# Of which there is enough that an answer is cut in the middle.
+# Enough data that an answer is cut in the middle.
 LARGE = {**FILES, "large": bytes(range(256)) * 4096}
 
 
@@ -78,7 +78,7 @@ def outage(wire: Link, fault: str) -> Iterator[None]:
     finally:
         logger.removeHandler(mender)
         wire.becomes("whole")
-    # Where only long answers are cut, all of them may be short.
+    # If only long answers are cut, there may be none.
     assert len(mender.lines) >= 3 or fault in PARTIAL
 
 

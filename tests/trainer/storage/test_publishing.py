@@ -59,7 +59,7 @@ def test_many_files(make: Make, uri: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-# A stand-in for a store takes minutes for so many.
+# A store's stand-in takes minutes for this number.
 @pytest.mark.parametrize(
     "place",
     ["file", *(pytest.param(each, marks=pytest.mark.long) for each in ("gs", "s3", "minio"))],

@@ -23,7 +23,7 @@ storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x", fields={"n": sys.argv[
 """
 
 
-# `ru_maxrss` would begin with what the process that starts this one has taken.
+# `ru_maxrss` would start at the memory of the parent process.
 WITHIN_MEMORY = """
 import re, sys
 from pathlib import Path
@@ -244,7 +244,7 @@ def test_a_gigabyte_takes_less_than_200_mb_of_memory(place: Place, tmp_path: Pat
     assert (target / "large").stat().st_size == 1 << 30
 
 
-# The n-th time that Python is about to touch the file system, the process is gone.
+# The process dies before the n-th file system call of Python.
 DIE_AT_EVERY_TOUCH = """
 import os, signal, sys
 from pathlib import Path
@@ -344,7 +344,7 @@ def test_a_publisher_may_die_while_it_replaces_what_another_left(make: Make, roo
             assert "left" not in content(path_of(uri))
         storage.publish(source, uri, kind="x", fields={"n": 1})
         storage.verify(uri)
-        # A publication that finds all done clears nothing; the next writer does.
+        # A publication that finds everything done removes no file; the next writer does.
         storage.write_bytes(f"{uri}-next", b"")
         assert left_over(path_of(uri).parent) == []
 

@@ -179,7 +179,7 @@ def test_the_kfp_secret_is_used_by_stores_that_are_not_amazons(
         return credentials.access_key if credentials else ""
 
     assert key(find_endpoint(locate("minio://bucket/k"))) == "kfp"
-    # A secret of KFP is in every namespace of it, also where a role opens Amazon's store.
+    # KFP's secret is in each of its namespaces, even where a role grants access to Amazon S3.
     assert key(find_endpoint(locate("s3://bucket/k"))) == ""
     amazon = "s3://bucket/k?endpoint=s3.eu-west-1.amazonaws.com"
     assert key(find_endpoint(locate(amazon))) == ""

@@ -103,7 +103,7 @@ def test_a_portion_ends_soon_after_it_was_handed_out_again(tmp_path, monkeypatch
     def update(iterator):
         next(iterator)
         applied.assign_add(1)
-        # Another worker begins with it.
+        # Another worker starts with it.
         tf.cond(applied == taken_at, lambda: turns.begin(closure), lambda: closure[None])
         return tf.constant(2.0)
 
@@ -204,7 +204,7 @@ def test_all_steps_are_applied_and_no_more_whatever_worker_dies(steps, workers, 
     assert fleet.applied == fleet.most == steps
     assert report.global_step is None
     counted = sum(each["local_steps"] for each in report.metrics["workers"].values())
-    # What a dead worker had applied of its turn is not reported.
+    # A dead worker does not report the applied part of its turn.
     assert 0 <= steps - counted <= sum(min(n, turn) for n in deaths.values())
 
 
@@ -243,13 +243,13 @@ def test_workers_go_on_while_the_chief_reports_and_rest_at_the_boundary(clock):
         assert not fleet.done()
     assert fleet.applied == fleet.most == boundary
     assert fleet.done()
-    # Nobody was sent a closure again on the way.
+    # Meanwhile no worker got another closure.
     assert fleet.units == [TURN, TURN]
 
 
 def test_nobody_goes_on_once_all_up_to_the_boundary_is_applied(clock):
     fleet = Fleet(2)
-    # The look comes after ten rounds, when both have made their last turn and have not ended.
+    # The check comes after ten rounds, when both have done their last turn but not ended.
     report = led(clock, fleet).advance(15 * TURN, 2 * 10 * TURN)
     assert fleet.applied == 2 * 10 * TURN
     assert fleet.done()
@@ -291,7 +291,7 @@ def test_workers_that_were_faster_than_expected_begin_again(clock):
     assert strategy.advance(1, 10**6).global_step is None
     applied = fleet.applied
     assert 0 < applied == fleet.end
-    # Then they go on.
+    # Then they continue.
     assert strategy.advance(2 * applied, 10**6).global_step == fleet.applied > applied
 
 

@@ -23,7 +23,7 @@ NUMBERS = tf.data.Dataset.counter()
 def converted(tmp_path, monkeypatch):
     """Return a function that names what was converted; AutoGraph writes each to a file."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    # What it has converted once it keeps.
+    # AutoGraph caches converted functions.
     monkeypatch.setattr(api, "_TRANSPILER", type(api._TRANSPILER)())
 
     def names():

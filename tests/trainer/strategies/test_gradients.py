@@ -226,7 +226,7 @@ def test_a_model_that_is_a_class_of_its_own_trains_as_in_place(jit):
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
     close(pulled.get_weights(), plain.get_weights(), 1e-5)
-    # It is the statistics of the batch that were taken, and kept.
+    # The batch's own statistics were used and kept.
     after = pulled.non_trainable_variables
     assert any(not np.allclose(a, b) for a, b in zip(after, before, strict=True))
 
@@ -397,7 +397,7 @@ def test_one_process_makes_one_update_of_several_batches():
     plain = Plain()
     config = parse_config({"training": {"strategy": "single", "accumulate": 3}})
     strategy = create(config, NOBODY, CHIEF)
-    # Every batch is the same one.
+    # All batches are equal.
     for each in (plain, strategy):
         each.build(problem_of(linear)(0))
         each.run(5)

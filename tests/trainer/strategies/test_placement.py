@@ -210,7 +210,7 @@ def test_a_large_variable_has_no_values_in_the_sketch_of_a_model(monkeypatch):
         tf.Variable(initial(99))
         tf.Variable(initial(100))
         tf.Variable(untraceable)
-    # In a graph the shape is found; the values of the small one alone are made.
+    # The graph determines the shape; only the small variable gets values.
     assert asked == [False, True, False]
     assert [each.shape.as_list() for each in made] == [[99], [100], [500]]
     assert made[0].numpy().tolist() == [1.0] * 99
@@ -327,7 +327,7 @@ def test_a_model_whose_variables_escape_is_refused(build):
 
 @pytest.mark.slow
 def test_a_server_without_memory_is_one_line_with_the_variable(monkeypatch):
-    # The first model is the sketch, of which nothing has values.
+    # The first model is the sketch, whose variables have no values.
     rows = iter([2, 2**46])
 
     def build():

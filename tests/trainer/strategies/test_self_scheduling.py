@@ -99,7 +99,7 @@ def test_a_closure_that_runs_again_ends_the_run_before_at_its_next_turn(turns, b
     again = begin(3)
     assert [bool(take(each)) for each in (one, again, other, one)] == [False, True, True, False]
     seen = turns.look()
-    # What the chief waits for is the closure, which has not ended.
+    # The chief waits for the closure, which has not ended.
     assert (seen.taken, seen.refused) == (4, 0)
 
 
@@ -159,7 +159,7 @@ def test_each_worker_has_its_sums(turns, applied):
     assert seen.reports[:, UPDATES].tolist() == [20.0, 0.0, 40.0]
     assert seen.reports[:, OTHERS].tolist() == [0.0, 0.0, 10.0]
     turns.deal(5)
-    # They are of all that was ever reported.
+    # They count all reports.
     np.testing.assert_array_equal(turns.look().reports, seen.reports)
 
 

@@ -145,7 +145,7 @@ def test_a_table_that_grows_has_its_ids_without_looking_through_its_rows(uri):
     places = attempt.places()
     assert places == first.places()
     assert sorted(places) == [1, 2]
-    # Nothing of it is made again, as workers of the first one may have been at it.
+    # Nothing is recreated, as workers of the first attempt may still use it.
     attempt.refresh()
     assert attempt.places() == places
     attempt.train(30)
@@ -250,7 +250,7 @@ def test_a_server_that_was_started_again_does_not_live(uri, lost):
     lose(first, lost)
     attempt = Attempt(uri)
     assert attempt.begin() == [1 - lost]
-    # The counter is exact where it lives, and otherwise the last look of the chief.
+    # A live counter is exact; otherwise the chief's last reading counts.
     assert ServerState(uri, len(SERVERS)).found.keys() == set(SERVERS)
     assert attempt.state.taken == {1 - lost}
 
@@ -267,7 +267,7 @@ def test_a_chief_that_dies_while_it_restores_leaves_what_is_alive(uri):
     lose(begun(uri, 10), 1)
     second = Attempt(uri)
     assert second.begin() == [0]
-    # It did not say that the values of the other server are whole.
+    # It did not record that the values of the other server are complete.
     third = Attempt(uri)
     assert third.begin() == [0]
     third.settle(is_whole=True)
@@ -407,7 +407,7 @@ def test_what_has_names_in_part_is_freed_by_the_next(uri, monkeypatch):
 def test_what_is_freed_in_part_is_freed_by_the_next(uri, monkeypatch):
     attempt = begun(uri, 10)
     attempt.state.found = attempt.state._find()
-    # Of the first server.
+    # The variables of the first server.
     killed_in(monkeypatch, "_freeing", lambda: attempt.state._free(attempt.state.found))
     last = Attempt(uri)
     assert last.begin() == []

@@ -14,7 +14,7 @@ from flotilla.trainer.strategies.towers import ONE, Towers, list_towers
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
 
-# A device that this process has not is played by the one that it has.
+# The only device of this process stands in for missing ones.
 TWO = Towers(devices=("/device:CPU:0", "/device:CPU:1"))
 RATE = 0.1
 
@@ -140,7 +140,7 @@ def test_no_two_towers_drop_the_same_units():
         gradient = build_pulled_gradient(model, total, jit=False, towers=devices)
         _, (found,) = tf.function(gradient)(taken)
         kept.append(set(np.unique(found.numpy()).tolist()))
-    # Kept by one tower of two: half of what both give.
+    # Kept by one tower of two: half of the sum of both.
     assert kept == [{0.0, 2.0}, {0.0, 1.0, 2.0}]
 
 

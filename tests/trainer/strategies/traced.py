@@ -1,4 +1,4 @@
-"""What a graph says that was traced."""
+"""Properties of a traced graph."""
 
 
 def ancestors(of):

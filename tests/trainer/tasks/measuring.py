@@ -1,4 +1,4 @@
-"""Examples of a task, and what it says of them, for the tests of all tasks."""
+"""Examples of a task and its metrics on them, for the tests of all tasks."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_loss_and_metrics_are_those_of_keras(kind, weights):
     activation, compiled = COMPILED[kind]
 
     def model_of():
-        # A metric is of one model.
+        # A metric belongs to one model.
         fresh = {
             name: each() if "metrics" in name and callable(each) else each
             for name, each in compiled.items()
@@ -108,7 +108,7 @@ def test_loss_and_metrics_are_those_of_keras(kind, weights):
     expected = by_keras(model_of(), weights)
     model = model_of()
     found = measured(accepted(model), model, weights)
-    # That of the task, in which examples weigh, has the name before.
+    # The task's weighted metric has the name already.
     common = expected.keys() - ({"accuracy"} if weights is not None else set())
     assert {name: found[name] for name in common} == {name: expected[name] for name in common}
 

@@ -15,7 +15,7 @@ from tests.trainer.tasks.measuring import InParts, measured, target
 
 COUNT = 40
 RANDOM = np.random.default_rng(0)
-# A mean far above the deviation, as that of a year.
+# A mean far above the deviation, as for years.
 LABELS = {
     (): 1990 + 10 * RANDOM.normal(size=COUNT),
     (3,): RANDOM.normal(size=(COUNT, 3)) * [1, 10, 100],

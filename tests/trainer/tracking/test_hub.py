@@ -201,7 +201,7 @@ def test_a_retry_adds_nothing_and_the_next_version_is_another_one(server):
 
 
 def test_a_name_that_another_one_is_like_is_its_own_model(server, monkeypatch):
-    # By LIKE, `my_model` would be found as `my-model`.
+    # LIKE would match `my-model` for `my_model`.
     address, store = server
     monkeypatch.setattr(hub, "_PAGE", 2)
     for number in range(5):

@@ -53,7 +53,7 @@ class MlflowServer:
                 break
         else:
             raise RuntimeError("".join(lines))
-        # It would stop at a full pipe.
+        # It would block on a full pipe.
         self._drain = threading.Thread(target=self._process.stdout.read, daemon=True)
         self._drain.start()
 
@@ -75,7 +75,7 @@ class MlflowServer:
         for name in addresses.VARIABLES:
             environment.delenv(name, raising=False)
         environment.setenv(addresses.URI, self.url)
-        # On a machine that does much else, the server is slow and not away.
+        # On a busy machine the server is slow, not absent.
         environment.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
         environment.setattr(tracker, "CLOSE_SECONDS", 120.0)
 
@@ -231,7 +231,7 @@ def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias
     artifact = client.download_artifacts(found.info.run_id, "models/1", str(tmp_path))
     with open(f"{artifact}/serving/saved_model.pb", "rb") as file:
         assert file.read() == b"model"
-    # In a bucket it stays where it is; and an old promotion does not move the alias.
+    # In a bucket it is not copied, and an old promotion does not move the alias.
     bucket = "s3://models/registry/kept/000002?endpoint=http://s3:9000"
     later = promoted(bucket, 2, is_champion=False)
     assert promotions.register_in_mlflow(later) == "2"

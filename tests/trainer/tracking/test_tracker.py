@@ -185,7 +185,7 @@ def test_a_silent_tracker_makes_nobody_wait(warnings):
     follower = Tracker(target)
     follower.hear(progress(20))
     assert target.asked.acquire(timeout=120)
-    # The thread hangs in the tracker from here on.
+    # From here on the thread hangs in the tracker.
     for step in range(21, 40):
         follower.hear(progress(step))
     assert not follower.close(describe_end("FINISHED"), seconds=0.01)
@@ -226,7 +226,7 @@ def test_nothing_begins_where_nothing_is_said():
     before = set(threading.enumerate())
     follower = Tracker(Target())
     follower.hear(events.RunBegin(run_id="r", number=1))
-    # One of an earlier test may end meanwhile.
+    # A thread of an earlier test may end meanwhile.
     assert before.issuperset(threading.enumerate())
     assert follower.close()
 

@@ -1,4 +1,4 @@
-"""What the tests of training share."""
+"""Common fixtures of the tests of training."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Models and tasks of a user, right ones and wrong ones, as a module of the user's own."""
+"""A user's models and tasks, valid and invalid ones, in a user's module."""
 
-# As a user writes it, not as we do.
+# This file has a user's style, not ours.
 # ruff: noqa: ARG001, ARG002, ARG005, E402, PLC0415, PLW0108
 
 import keras

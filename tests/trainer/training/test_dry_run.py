@@ -193,7 +193,7 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
 )
 def test_a_train_step_of_the_models_own_is_refused_where_it_cannot_run(training, own, message):
     with pytest.raises(ConfigError) as error:
-        # That it is not registered either is said after it.
+        # The error that it is not registered comes after it.
         require(configured({"training": training}), stepped(own and own()))
     assert str(error.value).startswith(message)
 
@@ -427,7 +427,7 @@ def test_the_first_examples_of_a_dataset_are_tried(tmp_path):
 
 def test_two_examples_that_say_nothing_are_no_reason(tmp_path):
     images, labels = digits()
-    # Of two that are dark no variable has a gradient but that of the last bias.
+    # With two dead layers only the last bias has a gradient.
     images[:2] = 0
     uri = publish_dataset(tmp_path / "dataset", (images, labels), test=0)
     assert fitted(tmp_path, "without_bias", uri).parameters == 640
@@ -582,7 +582,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
     ],
 )
-# Keras warns of it.
+# Keras warns about it.
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")
 def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree, said):
     assert refused(churn("no", "yes"), tree).startswith(said)
@@ -590,7 +590,7 @@ def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree,
 
 def test_of_several_readings_the_one_that_fits_best_says_what_is_wrong(refused):
     tree = {"gate": {"min": {"accuracy@churn=maybe": 0.1, "recall": 0.1}}}
-    # In the first reading there is no such class.
+    # The first rows have no such class.
     assert refused(churn("no"), tree).startswith("gate.min.recall: classification and the model")
 
 
@@ -598,7 +598,7 @@ def test_of_several_readings_the_one_that_fits_best_says_what_is_wrong(refused):
     ("name", "shape", "stored"), [("tabular", (), "bytes"), ("sequence", (None,), "sequence")]
 )
 def test_texts_are_refused_for_tensorflow_lite(refused, monkeypatch, name, shape, stored):
-    # Large models are not tried.
+    # Large models get no trial.
     monkeypatch.setattr(dry_run, "_try_out", lambda *_: None)
     city = FeatureSpec(shape=shape, dtype="string", stored=stored)
     tree = {"model": {"name": name}, "export": {"formats": ["saved_model", "tflite"]}}

@@ -158,9 +158,9 @@ AUC = {"main_metric": "auc", "directions": {"auc": "higher"}}
     ("values", "said", "reached", "kept"),
     [
         ([0.5, 0.9, 0.6, 0.7, 0.95], AUC, 40, 20),
-        # Equal ones gain as long as the loss goes down.
+        # Equal values count as a gain while the loss falls.
         ([0.5, 0.9, 0.9, 0.9, 0.8], AUC, 50, 40),
-        # It is not defined on what is validated.
+        # It is undefined on the validation examples.
         ([None] * 5, AUC, 50, 50),
         ([None, None, 0.2, 0.1, 0.1], AUC, 50, 30),
         ([0.9, 0.8, 0.7, 0.6, 0.5], {**AUC, "directions": {"auc": "lower"}}, 50, 50),
@@ -227,7 +227,7 @@ def test_it_ends_when_another_task_s_validations_say_so(run):
         seen.append(run.steps()[-1])
         return len(seen) == 3
 
-    # Asked when there is a new checkpoint.
+    # Called when there is a new checkpoint.
     assert run.train(steps=100, keep=100, should_stop_early=no_gain) == 20
     assert seen[:3] == [0, 10, 20]
     assert run.steps() == [0, 10, 20]

@@ -188,9 +188,9 @@ def test_an_attempt_goes_on_with_what_was_left(run, left):
     *_, event = run.events(AttemptBegin)
     assert (event.global_step, event.resumed, event.checkpoint) == (27, True, 20)
     assert run.weight(50) == 25.0
-    # Nothing was due.
+    # No checkpoint was due.
     assert run.steps() == [0, 20, 30, 40, 50]
-    # The rows that were written up to there stay.
+    # Rows up to this step are kept.
     assert run.rows() == [5, 10, 15, 20, 25, 30, 40, 50]
     assert [each.checkpoint for each in run.events(AttemptBegin)[:-1]] == [-1]
 
@@ -222,7 +222,7 @@ def test_what_was_due_before_a_chief_died_is_made_up(run, left, step):
     )
     assert validated == [step, 30, 40]
     assert run.steps() == [0, 10, step, 30, 40]
-    # It is no validation of the checkpoint before.
+    # It does not validate the earlier checkpoint.
     losses = {each.global_step: each.loss for each in read_index(run.uri)}
     assert losses[10] == 40.0
     assert run.rows("validation_loss") == [40.0, 1.0, 1.0, 1.0]

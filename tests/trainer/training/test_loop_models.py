@@ -140,7 +140,7 @@ def test_a_checkpoint_has_both_and_hands_the_average_on(tmp_path):
     assert not np.allclose(last[f"average/{KERNEL}"], last[f"model/{KERNEL}"], atol=1e-4)
     model = handed_on(run, 20, tmp_path)
     np.testing.assert_array_equal(model[KERNEL], last[f"average/{KERNEL}"])
-    # What no gradient trains has no average.
+    # Variables without a gradient have no average.
     mean = "dense/norm/moving_mean"
     np.testing.assert_array_equal(model[mean], last[f"model/{mean}"])
 
@@ -275,7 +275,7 @@ def test_slots_that_a_number_tells_apart_begin_anew(tmp_path):
     run = Run(tmp_path)
     train_frozen(run, 20, ("dense/hidden/kernel",), "adafactor")
     resumed = train_frozen(run, 20, (), "adafactor").variables()
-    # Those of the one kernel and those of the other have the same names but for a number.
+    # The slot names of the two kernels differ only in a number.
     assert not any(resumed[path].numpy().any() for path in resumed if "optimizer/kernel" in path)
     assert resumed["optimizer/adafactor/dense_logits_bias_velocity"].numpy().any()
     assert train_frozen(run, 30, (), "adafactor").global_step() == 30

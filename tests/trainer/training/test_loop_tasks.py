@@ -77,7 +77,7 @@ def train_all(run, tasks, *, stopped=None, **training):
         except (UserError, ClusterLostError) as error:
             return error
         except BaseException:
-            # The others would wait for this one.
+            # The other tasks would wait for this one.
             task.exchange.abort()
             raise
 
@@ -97,7 +97,7 @@ def test_all_reach_the_end_and_one_keeps_the_journal(run):
     assert run.rows() == [10, 20, 25]
     assert len(run.events(AttemptBegin)) == 1
     assert [each.global_step for each in run.events(CheckpointPublished)] == [0, 10, 20, 25]
-    # They leave when the end is on record.
+    # They exit when the end is recorded.
     assert [task.left for task in tasks] == [0, 0, 0]
 
 

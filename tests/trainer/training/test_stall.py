@@ -79,7 +79,7 @@ def test_where_all_answer_steps_that_do_not_come_are_a_stall(judged):
         "no progress for 60 s: every task answers; raise training.stall_timeout if a step takes "
         "longer"
     )
-    # One that was started again may not have come to its first step.
+    # A restarted task may not have reached its first step.
     assert not judged(Peers(), waits=1)
     assert judged(Peers(), spares=True)
     # A long validation or upload, or the first step of a graph, which is compiled.

@@ -1,4 +1,4 @@
-"""A fork server for tests, and what is asked of it."""
+"""A fork server for tests, and requests to it."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def serving(folder, at_once=LOADED, later="", **environment):
     for each in sockets:
         each.close()
     try:
-        # Others would start a process by themselves.
+        # Other callers would start their own process.
         with patch.object(fork_request, "_SECONDS", SECONDS):
             yield Serving(process=process, first=name, second=f"{name}.tf")
     finally:

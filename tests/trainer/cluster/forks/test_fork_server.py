@@ -74,7 +74,7 @@ def test_a_copy_and_its_starter_that_end_at_once_do_not_end_the_server(server, t
             fork_request.send(starter, asked.wanted, output)
         _, descriptor = fork_request.receive_number(starter)
         asked.says()
-        # As while it loads a module.
+        # It is busy, as while it loads a module.
         server.process.send_signal(signal.SIGSTOP)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         assert has_ended(descriptor)
@@ -131,14 +131,14 @@ def test_a_request_that_is_none_is_dropped(server, tmp_path):
 
 
 def test_one_that_sends_nothing_holds_nobody(server, tmp_path):
-    # Its start does not count.
+    # Its start-up time does not count.
     assert Asked(folder=tmp_path).fork(server.first)
     with ExitStack() as silent:
         for sent in (b"", b"\0" * 3):
             stranger = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             stranger.connect(f"\0{server.first}")
             stranger.sendall(sent)
-        # It is answered before their time is over, which it would wait for one after the other.
+        # It is answered before their time-outs, which a serial server would wait for in turn.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
             starter.connect(f"\0{server.first}")
             asked = Asked(folder=tmp_path)
@@ -166,7 +166,7 @@ def test_the_second_server_has_loaded_the_rest_and_both_end_with_standard_input(
 
 @pytest.mark.slow
 def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
-    # Else it could not be forked. OpenBLAS, and the allocator of Arrow, see to theirs at a fork.
+    # Otherwise a fork is unsafe. OpenBLAS and Arrow's allocator handle their threads at a fork.
     rooms = "training.chief", "evaluation.evaluate", "export.export"
     modules = ",".join((*(f"flotilla.trainer.{room}" for room in rooms), "csv"))
     with serving(tmp_path, later=modules, OPENBLAS_NUM_THREADS="1") as server:

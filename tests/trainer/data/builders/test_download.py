@@ -84,7 +84,7 @@ def test_a_real_dataset_without_files_and_without_network(data_dir, outside_atte
     assert "is out of reach (" in message
     assert "set data.manual_dir to it: " in message
     assert not [name for name in MNIST if name not in message]
-    # One look at the first host, and no second try.
+    # One request to the first host, and no retry.
     assert len(outside_attempts) == 1
     outside_attempts.clear()
 
@@ -119,7 +119,7 @@ def test_a_host_is_asked_once(data_dir, tmp_path, monkeypatch):
 def test_no_network_is_asked_for_files_that_are_there(
     data_dir, mnist_dir, unreachable, monkeypatch
 ):
-    # The official files are many; the generation of examples is not what is tested.
+    # The official files are many, and the generation of examples is not tested here.
     builder = tfds.builder("mnist", data_dir=data_dir)
     monkeypatch.setattr(type(builder), "_generate_examples", lambda *_, **__: iter(TWO_DIGITS))
     download("mnist", builder, str(mnist_dir))
@@ -368,7 +368,7 @@ def test_a_silent_host_is_given_up_at_the_deadline(monkeypatch):
         (waiting,) = [
             each for each in threading.enumerate() if each.name == "reach" and each not in before
         ]
-        # Or the process would wait for it at its end.
+        # Otherwise the process would wait for it at its end.
         assert waiting.daemon
         assert asked.wait(60)
     finally:
@@ -408,7 +408,7 @@ def test_a_proxy_that_is_down(closed_port, monkeypatch):
 
 
 def test_a_host_whose_certificate_is_not_trusted_is_out_of_reach(answering):
-    # It does not even speak TLS.
+    # The server does not use TLS.
     url, _ = answering(200)
     with pytest.raises(UnreachableError) as caught:
         reach(url.replace("http:", "https:"))

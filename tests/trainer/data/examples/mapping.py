@@ -1,4 +1,4 @@
-"""Functions of a user's, as `data.map` names them."""
+"""Map functions of a user, as `data.map` names them."""
 
 import numpy as np
 

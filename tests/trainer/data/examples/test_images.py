@@ -32,7 +32,7 @@ def saved(image, form, **options):
 
 def sixteen(form):
     grey = np.asarray(picture("L")).astype(np.uint16)
-    # The lower bits differ from the upper ones, so that it shows which are taken.
+    # The lower bits differ from the upper ones, which shows which are read.
     return saved(Image.fromarray(grey * 256 + 37), form)
 
 
@@ -104,7 +104,7 @@ def test_the_orientation_of_a_camera_is_followed(form, orientation):
         6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_270,
     }  # fmt: skip
-    # The camera held in this way saves the picture turned back.
+    # For this camera orientation the file stores the image rotated.
     held = picture().transpose(turned[orientation]) if orientation > 1 else picture()
     data = saved(held, form, exif=exif, **({"quality": 95} if form == "JPEG" else {}))
     assert abs(pixels_of(data, 3).astype(int) - expected(picture(), 3)).mean() < 6

@@ -79,7 +79,7 @@ def mapped(function, examples=EXAMPLES, **options):
 def everything(source):
     """Return the selection, and all examples as records give them back, with their splits."""
     selection = source.select()
-    # As another process has it.
+    # As another process loads it.
     source = pickle.loads(pickle.dumps(source))
     found, splits = [], []
     for part in source.parts():

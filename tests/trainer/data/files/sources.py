@@ -1,4 +1,4 @@
-"""Sources over files of a test, and what they read."""
+"""Sources over the files of a test, and the examples that they read."""
 
 from __future__ import annotations
 

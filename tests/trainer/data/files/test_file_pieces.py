@@ -87,7 +87,7 @@ def test_a_file_that_changes_while_it_is_read_in_place(tmp_path):
     def read_and_change():
         with local(file, tmp_path):
             path.write_bytes(table(flip=1))
-            # Also where its time is set back.
+            # This also holds if its modification time is reset.
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     with pytest.raises(UserError, match=CHANGED):

@@ -44,7 +44,7 @@ def test_documents_and_empty_files_are_left_out(tmp_path: Path) -> None:
     _, found = opened(tmp_path)
     assert len(found["x"]) == 40
     assert any("5 of 6 files are left out" in each for each in notes(tmp_path))
-    # Alone it is a table.
+    # On its own it is a table.
     write(tmp_path / "alone", readme_dot_txt=rows())
     assert len(opened(tmp_path / "alone")[1]["x"]) == 40
 
@@ -100,7 +100,7 @@ def test_names_of_splits_are_splits(tmp_path: Path, names: tuple[str, ...]) -> N
     assert "data.splits: by the names of the files" in notes(tmp_path)[0]
     _, drawn = opened(tmp_path, splits={"test": 0.3})
     assert sizes(drawn)["test"] > 5
-    # One that is of no split leaves all to be drawn.
+    # A file without a split makes all splits random.
     write(tmp_path, more_dot_csv=rows(30, 9000))
     assert sizes(opened(tmp_path)[1])["train"] > 30
 
@@ -128,7 +128,7 @@ def test_folders_of_values_are_columns(tmp_path: Path, form: str) -> None:
     selection, found = opened(tmp_path, label="kind", drop=["label"], bad_rows=0.5)
     assert selection.specs["kind"].labels == ("a b", "c/d")
     assert len(found["x"]) == 80
-    # Partitions alone are read as well.
+    # Folders with only partitions are read too.
     selection, found = opened(tmp_path, label="kind", inputs=["year"], bad_rows=0.5)
     assert len(found["year"]) == 80
 

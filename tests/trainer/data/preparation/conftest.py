@@ -1,4 +1,4 @@
-"""A source of numbers, prepared."""
+"""A prepared source of numbers."""
 
 import pytest
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""Prepare tables by two processes, in a process that a test kills: `killed.py SOURCE ROOT`."""
+"""Prepares tables with two processes, for a test that kills it: `killed.py SOURCE ROOT`."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""A source of numbered examples, which other processes find by its module."""
+"""A source of numbered examples, which other processes import from this module."""
 
 from __future__ import annotations
 

@@ -50,14 +50,14 @@ def test_a_worker_publishes_its_part_or_why_it_has_none(source, tmp_path):
     assert [m.fields for _, m in storage.list_published(uri, "failed part")] == [
         {"message": "part 3 is broken"}
     ]
-    # A runner tries again.
+    # A runner retries.
     with pytest.raises(UserError, match="part 3 is broken"):
         mapper(source.parts()[3])
     assert mapper(source.parts()[1]) == 1
 
 
 @pytest.mark.slow
-# Of protobuf, where TFDS reads what it has prepared.
+# A protobuf warning, when TFDS reads its prepared data.
 @pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
 def test_a_builder_that_uses_beam_is_run_by_it(root, scratch, contents):
     config = DataConfig(dataset="tests.trainer.data.made_builders:ByBeam", shards=2, runner=BEAM)

@@ -112,7 +112,7 @@ def test_kills_at_random_change_nothing(tables, tmp_path):
     draw = random.Random(5)
     for _ in range(KILLS):
         with begun(tables, tmp_path / "killed") as process:
-            # So many parts are done; the next ones are on their way.
+            # This many parts are done, and the next ones are in progress.
             list(itertools.islice(process.stdout, draw.randint(1, FILES // KILLS - 1)))
             process.kill()
     (kept,) = (tmp_path / "killed" / "preparing").iterdir()

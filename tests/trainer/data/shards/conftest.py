@@ -1,4 +1,4 @@
-"""Numbered examples, and the feed of a worker that has room for some of their shards."""
+"""Numbered examples, and the feed of a worker with room for some of their shards."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ def feed(numbered, tmp_path, elsewhere):
     yield begin
     for each in made:
         each.close()
-    # Ends the graphs that wait or are about to ask, which know this folder only.
+    # This ends graphs that wait or are about to request, as they know only this folder.
     gc.collect()
     os.chdir(elsewhere)

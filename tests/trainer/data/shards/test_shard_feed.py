@@ -80,7 +80,7 @@ def test_what_a_killed_attempt_has_left_is_removed(feed, tmp_path):
 def test_an_epoch_is_every_example_once_within_the_disk(feed, peaks, shards, at_once):
     begun, streaming = feed(shards, at_once=at_once)
     total = sum(EXAMPLES)
-    # Five epochs are a whole number of batches, full over the seams.
+    # Five epochs are a whole number of batches, which cross the epoch boundaries.
     seen = drawn(streaming, 5 * total // BATCH)
     epochs = [seen[index * total : (index + 1) * total] for index in range(5)]
     for epoch in epochs:

@@ -71,7 +71,7 @@ def stores(uri, tmp_path):
     yield store
     for each in made:
         each.close()
-    # A fetch that has begun must not be seen by the next test.
+    # A started fetch must not affect the next test.
     for thread in threading.enumerate():
         if thread.name == "shards":
             thread.join(timeout=60)

@@ -41,7 +41,7 @@ def test_areas_are_scikit_learns(share, given, weights):
         # Neither kind of examples may weigh nothing.
         weight = np.where(np.arange(COUNT) < 4, weight.max(), weight)
     found = areas(true, score, weight)
-    # Its sums of tiny weights have no precision left.
+    # scikit-learn's sums of tiny weights lose all precision.
     theirs = weight if weights != "tiny" else weight * 1e200
     assert found.auc == pytest.approx(scores.roc_auc_score(true, score, sample_weight=theirs))
     expected = scores.average_precision_score(true, score, sample_weight=theirs)

@@ -45,7 +45,7 @@ def test_no_end_leaves_the_range(value, error, count):
 
 
 def test_what_was_not_seen_may_still_be_there():
-    # All are right: as much as a share may have been missed.
+    # All are correct: the interval still allows a share of errors.
     assert intervals.metric_interval(1.0, 0.0, 100) == pytest.approx(
         intervals.share_interval(1.0, 100)
     )
@@ -58,7 +58,7 @@ def covered(draw, truth, times=400):
     return np.mean([low <= truth <= high for low, high in found])
 
 
-# The truth by a million examples.
+# The true value, from a million examples.
 AREAS = {"auc": 0.8555, "average_precision": 0.4776}
 
 

@@ -65,7 +65,7 @@ def check(task, labels, outputs, weights, expected):
             assert high <= 1 or task.directions[name] == "lower", name
             assert np.isfinite([low, high]).all()
     assert set(whole["metrics"]) == set(task.directions)
-    # A loss of unequal weights is another mean than that of the interval.
+    # A loss with unequal weights is a different mean than the interval's.
     assert set(whole["metrics"]) - set(whole["intervals"]) <= {"loss"}
     return whole
 
