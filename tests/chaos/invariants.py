@@ -27,7 +27,7 @@ KILLED = -signal.SIGKILL
 
 @dataclass
 class Outcome:
-    """What is known of a run that has ended, after all of its resumes.
+    """The results of a run, after all of its resumes.
 
     Attributes:
         ends: exit code and error lines of each try.

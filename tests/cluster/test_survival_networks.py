@@ -258,8 +258,8 @@ def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answe
                 **os.environ,
                 **signals.parent_environment(),
                 "GRPC_FAIL_FAST": "use_caller",
-                # Without gRPC's measure of a connection, which is such a question too: it would end
-                # the call where one is under way, on which nobody can rely.
+                # gRPC's bandwidth probe is such a ping too. It is off: it would end the call only
+                # when a probe happens to be in progress.
                 liveness.CHANNELS: f"{options(1)},grpc.http2.bdp_probe=0",
             },
             stdin=subprocess.PIPE,

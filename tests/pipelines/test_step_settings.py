@@ -64,7 +64,7 @@ def pods(documents):
 
 
 def channels_of(tree):
-    """Yield every name of an input of the surrounding group that a tree speaks of."""
+    """Yield the names of the surrounding group's inputs in a tree."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             if key == "componentInputParameter":

@@ -216,7 +216,7 @@ def test_the_step_is_read_when_the_ids_are_there():
     graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
     handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
     reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
-    # One lock for all shards.
+    # One read for all shards.
     assert [[each.name for each in op.control_inputs] for op in reads] == [["ids"]]
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and schedules as they are configured."""
+"""Optimizers and schedules, built from the configuration."""
 
 import math
 
