@@ -142,7 +142,7 @@ def gcs(latency: float) -> Iterator[str]:
 
 
 def _trained(workdir: Path, root: str, dataset: str, steps: int) -> Path:
-    """Return the folder of a run that has windows without a checkpoint between two checkpoints."""
+    """Train with checkpoints so far apart that whole windows have none; return the folder."""
     settings = {
         "training.steps": steps,
         "training.validate_every": 0,

@@ -230,7 +230,7 @@ def _model_before() -> ModelConfig | None:
     with suppress(KeyError, OSError, ValueError, UserError):
         at = storage.uri_of(os.environ[run_store.RUN_FOLDER])
         started = parse_mapping(storage.read_bytes(storage.join(at, run_store.CONFIG)))
-        given = run_store.read_given(at, "train_model").arguments
+        given = run_store.read_given(at, table.find_maker("checkpoint").name).arguments
         if (known := run_store.find_config(given)) and started["model"]["name"] == AUTO:
             return known.model
     return None

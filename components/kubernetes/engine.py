@@ -38,7 +38,7 @@ class JobEnd:
 
 
 class Engine(ABC):
-    """One kind of jobs.
+    """Interface to one kind of Kubernetes job.
 
     Attributes:
         name: the value of `cluster.launcher`.

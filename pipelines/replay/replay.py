@@ -514,7 +514,7 @@ def _find(
     if not found.at:
         raise UserError(f"where the run {run} publishes is not known: add --set storage.root=URI")
     try:
-        # The address of the store is valid in the cluster.
+        # The address of the store may be reachable only inside the cluster.
         storage.names(storage.join(found.at, "steps"))
     except UserError as error:
         raise UserError(

@@ -51,7 +51,7 @@ class GrownShard:
 
 @cache
 def grown(uri: str, created: str, tables: tuple[str, ...]) -> Shards:
-    """Return the shards of tables in the checkpoint that was `created` then."""
+    """Return the shards of tables in a checkpoint; `created` is a part of the cache key."""
     del created
     with tempfile.TemporaryDirectory(prefix="flotilla-rows-") as folder:
         storage.fetch(uri, Path(folder, "checkpoint"))

@@ -72,12 +72,12 @@ def whole(_start: int = 0) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensors(examples()).repeat()
 
 
-def dense(dropout: float = 0.0) -> keras.Model:
+def dense(dropout: float = 0.0, name: str = "hidden") -> keras.Model:
     """Return a small model with state: statistics of a batch, and seeds where there is dropout."""
     reset_uids()
     keras.utils.set_random_seed(0)
     layers = [
-        keras.layers.Dense(8, activation="relu", name="hidden"),
+        keras.layers.Dense(8, activation="relu", name=name),
         keras.layers.BatchNormalization(name="norm"),
         *([keras.layers.Dropout(dropout, name="dropout")] if dropout else []),
         keras.layers.Dense(CLASSES, name="logits", kernel_regularizer="l2"),

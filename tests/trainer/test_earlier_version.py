@@ -1,6 +1,6 @@
 """A dataset, checkpoint, evaluation and registry from an earlier version can be read.
 
-`earlier.zip` is what the version before `import flotilla` wrote, as it was.
+`earlier.zip` has the unmodified files of the last version without `import flotilla`.
 """
 
 import json

@@ -25,7 +25,7 @@ class _Traced:
 
 
 class SharedBranch:
-    """A branch that several shards share; they differ by resources and arguments."""
+    """A conditional that several shards share; only resources and arguments differ."""
 
     def __init__(self) -> None:
         """Create the branch; it is traced when first needed."""

@@ -212,7 +212,7 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
 
 
 def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
-    """Serve a registry on threads; None, with a warning, if that fails. Port 0: any."""
+    """Serve a registry over HTTP in threads; warn and return None if it fails. Port 0: any free."""
     host = os.environ.get(METRICS_HOST, "") or LOOPBACK
     # One socket serves IPv4 and IPv6 if the system has both.
     tried = ("::", "0.0.0.0") if host == EVERY_HOST else (host,)

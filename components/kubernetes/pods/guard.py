@@ -55,7 +55,7 @@ NAMES_SECONDS, LOOK_SECONDS = 90.0, 10.0
 
 
 class Guard:
-    """The end of one task and, with `ends_job`, of the whole job."""
+    """Forwards signals to one task and ends it; with `ends_job`, it also ends the whole job."""
 
     def __init__(self, process: TaskProcess, grace: float) -> None:
         """Take the process, which has `grace` seconds from SIGTERM to SIGKILL."""

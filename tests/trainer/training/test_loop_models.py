@@ -103,7 +103,7 @@ def test_the_learning_rate_is_the_configurations_also_when_training_is_resumed(t
     ("other", "said"),
     [
         ({"optimizer": "lion"}, r"\(it has no optimizer/lion/"),
-        ({"model": partial(dense, 0.5)}, r"\(it has no model/"),
+        ({"model": partial(dense, name="wide")}, r"\(it has no model/"),
     ],
 )
 def test_another_model_or_optimizer_is_refused(tmp_path, other, said):

@@ -34,7 +34,7 @@ class ImageFilesReader(Reader):
             paths: paths of the files in the listing.
             uris: URIs of the files.
             column: name of the column of URIs.
-            labelled: whether the other column is the class, by the folder, instead of the path.
+            labelled: whether the second column is the class (the folder) instead of the path.
         """
         self._paths, self._uris = paths, uris
         self._columns = (column, LABEL if labelled else PATH)
