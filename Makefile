@@ -49,7 +49,8 @@ check: style ## style, types, house rules, tests of the changed files: make chec
 		$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) $$tests $(ARGS)
 
 # Four processes on two cores: a third of the time tests wait. Those that start clusters come in a
-# second pass, three at a time (the slow ones two), which imports their files and no others. 5: nothing was collected.
+# second pass, three at a time (the slow ones two), which imports their files and no others. 5:
+# nothing was collected.
 CLUSTER = $(if $(ARGS),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.cluster' tests)))
 
 test: $(SETUP) ## every test but the slow and the long ones
