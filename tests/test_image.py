@@ -188,7 +188,7 @@ def test_packages_that_require_tensorflow_find_it_by_its_usual_name(tmp_path, bo
     assert pinned
     assert (found.name, found.version) == ("tensorflow", pinned[1])
     assert found.requires == [f"tensorflow-cpu=={pinned[1]}"]
-    # It has no module of its own.
+    # It has no module.
     assert [path.name for path in packages.iterdir()] == [f"tensorflow-{pinned[1]}.dist-info"]
 
 

@@ -60,7 +60,7 @@ FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
 PROGRESS_SECONDS = 30.0
 # Errors of a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What the pod of a step hands to Kubernetes, and Argo to KFP; a node keeps so many bytes of it.
+# The termination message of a pod, which Argo passes to KFP; a node keeps this many bytes of it.
 TERMINATION_LOG, TERMINATION_BYTES = Path("/dev/termination-log"), 2048
 # So many of the newest incidents are part of a record.
 _MOST_INCIDENTS = 200

@@ -99,7 +99,7 @@ def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
     """Call a command in this process; return what is wrong with what it wrote."""
     monkeypatch.chdir(tmp_path)
     Path("t.csv").write_text("x,y\n" + "".join(f"{each},{each % 2}\n" for each in range(40)))
-    # Compiling, and the trial of a model, take seconds, and have tests of their own.
+    # Compilation and the dry run take seconds; other tests cover them.
     monkeypatch.setattr(compile, "_text_of_pipeline", _compiled_before)
     monkeypatch.setattr(configuration, "fits", lambda _config, **_: Finding("ok", "not tried"))
     monkeypatch.setattr(kfp_access, "TOKEN_VOLUME", tmp_path / "no-volume")
@@ -181,7 +181,7 @@ NOT_OF_A_WORKDIR = (
 
 
 def names(template, commands, seed, count, some):
-    """Give hostile names to each command, and so many more to two; return what was wrong."""
+    """Pass hostile names to each command, and more to two of them; return the failures."""
     chance = random.Random(seed)
     wrong = []
     # Each command once, and then some of each form.

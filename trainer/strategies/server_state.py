@@ -40,7 +40,7 @@ from flotilla.trainer.strategies.placement import (
 
 log = logging.getLogger(__name__)
 # The version of `State` and of the named variables; increase it with each change. Servers may be
-# older than the chief, which looks only for variables of its own version.
+# older than the chief, which reads only variables of its version.
 FORM = 6
 # A server that does not answer for this long is taken as gone.
 ANSWER_SECONDS = 10.0

@@ -96,7 +96,7 @@ def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
     }  # fmt: skip
     assert ("get", "pods", "log", "") in asked
     assert ("create", "tfjobs", "", "kubeflow.org") in asked
-    # The tasks have no service account of their own.
+    # The tasks do not name a service account.
     both = {*required_rules(LAUNCHER, KIND), *required_rules(TRAINER, KIND)}
     assert len(asked) == len({(each.verb, each.resource) for each in both})
     groups = {tuple(spec["groups"]) for spec in kube.server.control.reviews if "user" in spec}
@@ -119,7 +119,7 @@ def test_without_a_permission_of_the_user(kube, of_job):
 def test_without_a_permission_of_the_account(kube, of_job):
     kube.server.control.deny(RUNNER, "delete tfjobs")
     report = of_job()
-    # Tasks without a service account of their own use the launcher's.
+    # Tasks that name no service account use the launcher's.
     assert report.failed() == ["permissions of that account"]
     assert report["permissions of the tasks"]["state"] == "warn"
     found = report["permissions of that account"]
