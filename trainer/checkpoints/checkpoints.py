@@ -84,17 +84,28 @@ class Checkpoints:
     #: The newest published global step that is known; -1 if none.
     published_step = -1
 
-    def __init__(
-        self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
+    def __init__(  # noqa: PLR0913
+        self,
+        uri: str,
+        *,
+        keep: int,
+        scratch: Path,
+        keep_every_hours: float = 0.0,
+        fingerprint: str = "",
+        awaited: bool = False,
     ) -> None:
-        """Keep the newest `keep` checkpoints below `uri`, and the best; copies go to `scratch`.
+        """Keep checkpoints below `uri` as `Retention` says; copies go to `scratch`.
 
         `fingerprint` identifies the dataset: no attempt may continue with other data, because its
         training examples may be test examples now. `awaited`: an evaluator runs.
         """
         self.uri = uri
         self._fingerprint = fingerprint
-        self._retention = Retention(newest=keep, unmeasured=MAX_AWAITED if awaited else 0)
+        self._retention = Retention(
+            newest=keep,
+            unmeasured=MAX_AWAITED if awaited else 0,
+            every_hours=keep_every_hours,
+        )
         self.scratch = scratch
         self.uploads = UploadQueue()
         self._writer = BundleWriter(scratch)

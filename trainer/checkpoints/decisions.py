@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from flotilla.trainer import events, storage
@@ -59,17 +60,36 @@ class SaveInterval(Interval):
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Which checkpoints to keep: the newest, the best, and the newest unmeasured ones."""
+    """Which checkpoints to keep: the newest, the best, and the newest unmeasured ones.
+
+    Attributes:
+        every_hours: also keep the first checkpoint, and the first one of each further interval
+            after a kept one; 0 means none.
+    """
 
     newest: int
     unmeasured: int = 0
+    every_hours: float = 0.0
 
     def list_outdated(self, found: Sequence[IndexEntry]) -> list[str]:
         """Return the URIs that may be deleted, of all published checkpoints, oldest first."""
         unmeasured = [each for each in found if not each.validation] if self.unmeasured else []
-        kept = [*found[-self.newest :], *best_first(found)[:1], *unmeasured[-self.unmeasured :]]
+        kept = [
+            *found[-self.newest :],
+            *best_first(found)[:1],
+            *unmeasured[-self.unmeasured :],
+            *self._list_periodic(found),
+        ]
         stay = {each.uri for each in kept}
         return [each.uri for each in found if each.uri not in stay]
+
+    def _list_periodic(self, found: Sequence[IndexEntry]) -> list[IndexEntry]:
+        kept: list[IndexEntry] = []
+        interval = timedelta(hours=self.every_hours)
+        for each in found if self.every_hours else ():
+            if not kept or each.created - kept[-1].created >= interval:
+                kept.append(each)
+        return kept
 
 
 def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:

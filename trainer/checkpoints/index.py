@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from flotilla.trainer.runtime.json_records import is_number
 from flotilla.trainer.storage import Manifest
 
 KIND = "checkpoint"
+_UNKNOWN = datetime.min.replace(tzinfo=UTC)
 log = logging.getLogger(__name__)
 
 
@@ -104,6 +106,7 @@ class IndexEntry:
     global_step: int
     validation: Mapping[str, float] = field(default_factory=dict)
     main: MainMetric = BY_LOSS
+    created: datetime = _UNKNOWN
 
     @property
     def loss(self) -> float | None:
@@ -131,7 +134,14 @@ def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     for at, step, manifest in there:
         measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics")
         validation = _validation(measured) if "base" not in manifest.fields else {}
-        found.append(IndexEntry(uri=at, global_step=step, validation=validation, main=main))
+        entry = IndexEntry(
+            uri=at,
+            global_step=step,
+            validation=validation,
+            main=main,
+            created=manifest.created_at,
+        )
+        found.append(entry)
     return found
 
 

@@ -167,6 +167,9 @@ class TrainingConfig(Section):
         le=MOST,
     )
     keep: int = key(3, "newest checkpoints to keep, besides the best", ge=1, le=MOST)
+    keep_every_hours: float = key(
+        0, "hours after which one more checkpoint is kept for good; 0: none", ge=0, le=100_000
+    )
     validate_every: Count = key(500, "global steps between validations; 0: none")
     patience: Count = key(0, "validations without improvement before an early stop; 0: never")
     stall_timeout: float = key(
@@ -196,6 +199,9 @@ class TrainingConfig(Section):
     )
     profile: tuple[int, ...] = key(
         (), "first and last global step that TensorFlow's profiler traces, [100, 110]"
+    )
+    callbacks: tuple[str, ...] = key(
+        (), "Keras callbacks of epochs and validations, each as package.module:Class"
     )
     seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
 

@@ -71,12 +71,31 @@ class TensorBoardLog:
         if not values or not self.folder or self._is_broken:
             return
         with self._unless_unwritable():
-            if name not in self._writers:
-                self._writers[name] = tf.summary.create_file_writer(str(self.folder / name))
-            with self._writers[name].as_default(step=step):
+            writer = self._open(name)
+            with writer.as_default(step=step):
                 for tag, value in values.items():
                     tf.summary.scalar(tag, value)
-            self._writers[name].flush()
+            writer.flush()
+
+    @contextmanager
+    def as_default(self, step: int) -> Iterator[None]:
+        """Let `tf.summary` write to the folder of training at a global step."""
+        writer = None
+        if self.folder and not self._is_broken:
+            with self._unless_unwritable():
+                writer = self._open(TRAIN)
+        if writer is None:
+            yield
+            return
+        with writer.as_default(step=step):
+            yield
+        with self._unless_unwritable():
+            writer.flush()
+
+    def _open(self, name: str) -> Any:
+        if name not in self._writers:
+            self._writers[name] = tf.summary.create_file_writer(f"{self.folder}/{name}")
+        return self._writers[name]
 
     @contextmanager
     def _unless_unwritable(self) -> Iterator[None]:

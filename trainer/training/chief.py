@@ -157,6 +157,7 @@ def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -
     checkpoints = open_checkpoints(
         job.checkpoints,
         keep=job.config.training.keep,
+        keep_every_hours=job.config.training.keep_every_hours,
         scratch=job.workdir / "scratch",
         fingerprint=dataset.fields["fingerprint"],
         awaited=job.config.cluster.evaluator,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,10 @@ class Journal:
         if row["global_step"] >= self._steps > self._newest.get("global_step", 0):
             _warn_of_empty_tables(row.get("tables", {}))
         self._newest = row
+
+    def summaries(self, step: int) -> AbstractContextManager[None]:
+        """Return a context in which `tf.summary` writes to the folder of this run."""
+        return self._board.as_default(step)
 
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
         """Do the slow preparation of the first save of these variables."""

@@ -42,6 +42,7 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.runtime.signals import ending_at_once
 from flotilla.trainer.strategies.strategy import Problem, Report, Strategy
 from flotilla.trainer.telemetry.profiler import make_profiler
+from flotilla.trainer.training.callbacks import Callbacks
 from flotilla.trainer.training.journal import Journal, UnpublishedJournal, open_stream, read_origin
 from flotilla.trainer.training.recovery import Recovery
 
@@ -179,7 +180,10 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
     journal.begin(strategy.global_step(), {**begun, **judged_by}, start)
     stopping = EarlyStopping(patience=config.training.patience, main=MainMetric.of(judged_by))
     max_loss = DIVERGED * problem.chance_loss
-    loop = _OuterLoop(config.training, strategy, journal, hooks, recovery, stopping, max_loss)
+    callbacks = Callbacks(config.training, publishes=strategy.publishes)
+    loop = _OuterLoop(
+        config.training, strategy, journal, hooks, recovery, stopping, callbacks, max_loss
+    )
     if not found:
         loop.save()
     return loop
@@ -213,6 +217,7 @@ class _OuterLoop:
         hooks: Hooks,
         recovery: Recovery,
         early_stopping: EarlyStopping,
+        callbacks: Callbacks,
         max_loss: float,
     ) -> None:
         self._training, self._strategy, self._journal = training, strategy, journal
@@ -221,7 +226,7 @@ class _OuterLoop:
         self._pace = Pace(training=training)
         self._saves = SaveInterval.from_config(training)
         self._validations = Interval(steps=training.validate_every, last_step=training.steps)
-        self._early_stopping = early_stopping
+        self._early_stopping, self._callbacks = early_stopping, callbacks
         self._stop_early = self._goes_by_loss = False
         self._owes_save = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
@@ -253,6 +258,8 @@ class _OuterLoop:
 
     def _run(self) -> int:
         step, variables = self._strategy.global_step(), self._strategy.variables()
+        with self._journal.summaries(step):
+            self._callbacks.begin(step)
         while step < self._training.steps:
             decision = self._decide(step)
             if self._goes_on_since and (decision.stop or decision.stop_early or decision.save):
@@ -278,6 +285,8 @@ class _OuterLoop:
         # The files of the trace are uploaded with the last checkpoint.
         self._profiler.end()
         self.save()
+        with self._journal.summaries(step):
+            self._callbacks.end(self._journal.rows[-1] if self._journal.rows else {})
         return step
 
     def _process(self, step: int, result: _InnerResult) -> int:
@@ -318,7 +327,7 @@ class _OuterLoop:
         since = time.monotonic() - self._saved_at if self._pace.steps_per_second else 0.0
         own = _Decision(
             stop=int(self._hooks.should_stop()),
-            stop_early=int(self._stop_early),
+            stop_early=int(self._stop_early or self._callbacks.stop),
             save=int(self._saves.is_late(since)),
             steps=self._pace.next_steps(step),
         )
@@ -373,6 +382,10 @@ class _OuterLoop:
             row |= self._validate(step)
         self._note_validation(row)
         self._journal.add(row)
+        is_last = step >= self._training.steps
+        if is_last or self._validations.is_due(before, step):
+            with self._journal.summaries(step):
+                self._callbacks.end_interval(row, is_last=is_last)
 
     def _make_up_validation(self, step: int) -> None:
         """Validate now if a task died before the validation of the last boundary."""

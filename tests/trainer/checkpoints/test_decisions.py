@@ -1,5 +1,7 @@
 """When a checkpoint is due, which ones are kept, and which one is selected."""
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
 from flotilla.trainer import events, storage
@@ -43,15 +45,46 @@ def test_a_save_may_be_late(every, seconds, late):
 AUC = MainMetric(name="auc", better="higher")
 
 
-def row(step, loss=None, auc=None):
+BEGIN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def row(step, loss=None, auc=None, hours=0.0):
     named = {"validation_loss": loss, "validation_auc": auc}
     validation = {name: value for name, value in named.items() if value is not None}
-    return IndexEntry(uri=f"file:///step-{step}", global_step=step, validation=validation, main=AUC)
+    return IndexEntry(
+        uri=f"file:///step-{step}",
+        global_step=step,
+        validation=validation,
+        main=AUC,
+        created=BEGIN + timedelta(hours=hours),
+    )
 
 
-def left(found, newest=1, unmeasured=0):
-    gone = Retention(newest=newest, unmeasured=unmeasured).list_outdated(found)
+def left(found, newest=1, unmeasured=0, every_hours=0.0):
+    gone = Retention(newest=newest, unmeasured=unmeasured, every_hours=every_hours).list_outdated(
+        found
+    )
     return [each.global_step for each in found if each.uri not in gone]
+
+
+@pytest.mark.parametrize(
+    ("every_hours", "expected"),
+    [(0, [6]), (1, [0, 2, 4, 6]), (1.5, [0, 3, 6]), (2.9, [0, 6]), (9, [0, 6])],
+)
+def test_one_checkpoint_of_each_interval_stays(every_hours, expected):
+    found = [row(step, hours=step / 2) for step in range(7)]
+    assert left(found, every_hours=every_hours) == expected
+
+
+@pytest.mark.parametrize("every_hours", [0.7, 1, 3])
+def test_the_same_checkpoints_stay_when_others_were_deleted_meanwhile(every_hours):
+    found = []
+    for step in range(20):
+        found.append(row(step, hours=step / 3))
+        stay = left(found, every_hours=every_hours)
+        found = [each for each in found if each.global_step in stay]
+    whole = [row(step, hours=step / 3) for step in range(20)]
+    assert [each.global_step for each in found] == left(whole, every_hours=every_hours)
 
 
 @pytest.mark.parametrize(

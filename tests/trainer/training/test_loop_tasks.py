@@ -119,6 +119,13 @@ def test_a_stop_request_to_one_stops_all(run, asked):
     assert [task.left for task in tasks] == [1, 1, 1]
 
 
+def test_a_callback_of_the_task_that_publishes_stops_all(run):
+    callback = "tests.trainer.training.test_callbacks:StopsAtTwenty"
+    tasks = three()
+    assert train_all(run, tasks, steps=100, callbacks=[callback]) == [20, 20, 20]
+    assert run.steps()[-1] == 20
+
+
 def test_a_task_that_does_not_publish_writes_nothing(run):
     task = WithOthers(0, 0, 0, 0, publishes=False)
     assert run.train(task, steps=25) == 25

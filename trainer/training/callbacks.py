@@ -1,0 +1,156 @@
+"""The user's Keras callbacks, `training.callbacks`, on the task that publishes checkpoints.
+
+Training here has steps and no epochs, and its variables may be on servers. An epoch of a callback
+is the interval between two validations (`training.validate_every`). A callback reads metrics,
+writes its own summaries with `tf.summary`, and ends training by `self.model.stop_training = True`.
+A callback of batches is refused, since batches are trained in graphs of other processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+
+from flotilla.trainer.config.main_metric import VALIDATION
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+
+KEY = "training.callbacks"
+# The hooks that are called; Keras has others, of batches and of predictions.
+CALLED = (
+    "on_train_begin",
+    "on_train_end",
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_test_begin",
+    "on_test_end",
+)
+# Keras's prefix of the metrics of a validation.
+_KERAS_PREFIX = "val_"
+
+
+class CallbackError(UserError, AttributeError):
+    """A callback uses a part of the model that it cannot have; `hasattr` of it is false."""
+
+
+class ModelView:
+    """What callbacks have as `self.model`: a flag that ends training."""
+
+    def __init__(self) -> None:
+        """Let training go on."""
+        self.stop_training = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse all other attributes of a Keras model."""
+        raise CallbackError(
+            f"{KEY}: a callback uses model.{name}; callbacks have metrics and "
+            "model.stop_training, since a strategy may keep the variables on other tasks"
+        )
+
+
+class Callbacks:
+    """The callbacks of one attempt, called in the order of the configuration."""
+
+    def __init__(self, training: TrainingConfig, *, publishes: bool) -> None:
+        """Create the callbacks on the task that publishes; raises `UserError`."""
+        self._model = ModelView()
+        names = training.callbacks if publishes else ()
+        self._each = [(name, _create(name)) for name in names]
+        self._interval = training.validate_every or training.steps
+        epochs = -(-training.steps // self._interval)
+        for _, callback in self._each:
+            callback.set_params({"epochs": epochs, "steps": self._interval, "verbose": 0})
+            callback.set_model(self._model)
+
+    @property
+    def stop(self) -> bool:
+        """Whether a callback asked for the end of training."""
+        return bool(self._model.stop_training)
+
+    def begin(self, step: int) -> None:
+        """Report that an attempt begins at a global step."""
+        self._call("on_train_begin")
+        self._call("on_epoch_begin", step // self._interval)
+
+    def end_interval(self, row: Mapping[str, Any], is_last: bool) -> None:
+        """Report the row of the history that ends an interval, with the names of Keras's logs."""
+        logs = _to_logs(row)
+        measured = {
+            name.removeprefix(_KERAS_PREFIX): value
+            for name, value in logs.items()
+            if name.startswith(_KERAS_PREFIX)
+        }
+        if measured:
+            self._call("on_test_begin")
+            self._call("on_test_end", logs=measured)
+        epoch = max(0, -(-int(row["global_step"]) // self._interval) - 1)
+        self._call("on_epoch_end", epoch, logs=logs)
+        if not is_last and not self.stop:
+            self._call("on_epoch_begin", epoch + 1)
+
+    def end(self, row: Mapping[str, Any]) -> None:
+        """Report the end of training, with the last row of the history."""
+        self._call("on_train_end", logs=_to_logs(row))
+
+    def _call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:
+        for name, callback in self._each:
+            with _report_errors(name, hook):
+                getattr(callback, hook)(*args, logs=dict(logs or {}))
+
+
+def _create(name: str) -> keras.callbacks.Callback:
+    with _report_errors(name, "__init__"):
+        return _find_class(name)()
+
+
+def _find_class(name: str) -> type[keras.callbacks.Callback]:
+    found = user_code.find_named(KEY, name, "Callback")
+    if not (isinstance(found, type) and issubclass(found, keras.callbacks.Callback)):
+        raise ConfigError(f"{KEY}: {name} is not a class derived from keras.callbacks.Callback")
+    if unsupported := list(_list_unsupported(found)):
+        raise ConfigError(
+            f"{KEY}: {name} has {unsupported[0]}, which is never called: batches are trained in "
+            f"graphs of other processes; use {', '.join(CALLED)}"
+        )
+    return found
+
+
+def _list_unsupported(found: type[keras.callbacks.Callback]) -> Iterator[str]:
+    """Yield the hooks that a class defines and that are never called."""
+    base = keras.callbacks.Callback
+    for hook in dir(base):
+        overrides = getattr(found, hook) is not getattr(base, hook)
+        if hook.startswith("on_") and hook not in CALLED and overrides:
+            yield hook
+
+
+@contextmanager
+def _report_errors(name: str, hook: str) -> Iterator[None]:
+    """Turn an error of a callback into one line; raises `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    # A callback may raise any exception.
+    except Exception as error:
+        line = user_code.format_error(error)
+        raise UserError(f"{KEY}: {name}.{hook} raised {line}") from error
+
+
+def _to_logs(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a row by the names of Keras, such as `val_loss`."""
+    return {
+        name.replace(VALIDATION, _KERAS_PREFIX, 1) if name.startswith(VALIDATION) else name: value
+        for name, value in row.items()
+        if isinstance(value, int | float)
+    }
+
+
+def check_callbacks(training: TrainingConfig) -> None:
+    """Raise `ConfigError` if a callback does not exist or is not supported."""
+    for name in training.callbacks:
+        _find_class(name)
