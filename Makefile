@@ -1,7 +1,7 @@
 # `make help` lists the targets. ARGS reaches the command: make run ARGS="configs/mnist.yaml --json"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check test test-slow test-long lint style chaos compile golden bench scaling experiments image clean lock
+.PHONY: help setup run check test test-slow test-long lint style chaos compile golden docs bench scaling experiments image clean lock
 
 BIN := .venv/bin
 PYTHON := $(BIN)/python
@@ -85,6 +85,9 @@ compile: $(SETUP) ## the pipeline as KFP YAML, in build/
 
 golden: $(SETUP) ## rewrite the golden files; look at the difference before you keep it
 	FLOTILLA_GOLDEN=write $(PYTEST) -q -m "" tests/golden
+
+docs: $(SETUP) ## the pages as a site, in build/site; any broken link is an error: make docs, or make docs ARGS=serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build) --strict
 
 bench: $(SETUP) ## Flotilla and the baselines: a table, and build/bench.json; on an idle machine
 	$(PYTHON) -m benchmarks $(ARGS)

@@ -1,6 +1,8 @@
 """The claims of a document: each command, setting and path exists; each check gives its reason."""
 
 import re
+import tomllib
+from itertools import pairwise
 
 import typer
 
@@ -18,6 +20,7 @@ GROUP = typer.main.get_command(app)
 TOP = {path.parts[0] for path in files()} - {"flotilla"}
 TARGETS = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))
 VARIABLES = set(re.findall(r"\$\(([A-Z]+)\)", text("Makefile")))
+EXTRAS = set(tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"])
 FLOTILLA = {"flotilla", ".venv/bin/flotilla"}
 
 
@@ -28,8 +31,8 @@ def refusal(words, *, whole=True):
     """
     command, path, rest = GROUP, "flotilla", list(words[1:])
     while below := getattr(command, "commands", None):
-        if not rest:
-            return "" if not whole else f"{path}: no command"
+        if not rest or rest[0] == "--version":
+            return "" if rest or not whole else f"{path}: no command"
         name = rest.pop(0)
         if name not in below:
             return f"{path}: no command {name!r}"
@@ -110,9 +113,35 @@ def wrong_command(words, *, whole=True):
         return refusal(words, whole=whole)
     if words[0] == "make":
         return wrong_make(words)
+    if words[0] == "kubectl":
+        return wrong_kubectl(words)
+    if words[0] == "pip" and "install" in words:
+        return wrong_install(words)
     # This works under a debugger too.
     if words[0] == "python" and "flotilla.trainer" in words and whole:
         return wrong_task(words)
+    return ""
+
+
+def wrong_kubectl(words):
+    """Return which kustomization of this repository does not exist, or nothing."""
+    folders = [
+        after
+        for word, after in pairwise(words)
+        if word == "--kustomize" and after.startswith("deploy/")
+    ]
+    missing = [each for each in folders if not (ROOT / each / "kustomization.yaml").is_file()]
+    return f"there is no {missing[0]}" if missing else ""
+
+
+def wrong_install(words):
+    """Return which extra of the package does not exist, or nothing."""
+    for word in words:
+        package, bracket, extra = word.partition("[")
+        if bracket and package == "kfp-flotilla" and extra.rstrip("]") not in EXTRAS:
+            return f"there is no extra {extra.rstrip(']')}"
+        if package == "flotilla" and "uninstall" not in words:
+            return "the distribution is kfp-flotilla"
     return ""
 
 

@@ -2,13 +2,15 @@
 
 import ast
 import importlib
+import inspect
 import re
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 
 import pytest
 import yaml
 
+import flotilla
 from flotilla.components.launchers import render_job
 from flotilla.pipelines.compile import compile_pipeline
 from flotilla.trainer.config.data_gate import LIMITS, RULES
@@ -21,12 +23,13 @@ from tests.docs.markdown import page, read, simple_commands
 from tests.house_rules.source import files, python_files, text
 from tests.house_rules.test_sizes import BUDGETS
 
-PAGES = [
-    read(ROOT / path, ROOT)
-    for path in files()
-    if path.suffix == ".md"
-    and (path.parts[0] == "docs" or str(path) in {"README.md", "CONTRIBUTING.md"})
-]
+PAGES = [read(ROOT / path, ROOT) for path in files() if path.suffix == ".md"]
+# The changes name what was removed.
+NOT_OF_THE_PAST = pytest.mark.parametrize(
+    "document",
+    [each for each in PAGES if each.path.name != "CHANGELOG.md"],
+    ids=lambda document: str(document.path),
+)
 NAMED = pytest.mark.parametrize("document", PAGES, ids=lambda document: str(document.path))
 SECTIONS = {name for name in Config.model_fields if name != "name"}
 VARIABLE = re.compile(r"FLOTILLA_[A-Z_]+")
@@ -47,7 +50,7 @@ def test_every_command_is_one(document):
     assert not wrong
 
 
-@NAMED
+@NOT_OF_THE_PAST
 def test_every_command_in_the_prose_is_one(document):
     spoken = [words for each in document.inline() for words in spoken_commands(each)]
     wrong = {" ".join(words): why for words in spoken if (why := wrong_command(words, whole=False))}
@@ -62,6 +65,7 @@ def spoken_commands(inline):
 def test_every_snippet_of_a_configuration_is_valid(document):
     for block in document.of("yaml"):
         tree = yaml.load(block.text, yaml.CSafeLoader)
+        assert isinstance(tree, dict), block.line
         if "apiVersion" not in tree:
             # The check includes the job: a setting that the engine lacks is rejected.
             config = parse_config(tree)
@@ -69,7 +73,7 @@ def test_every_snippet_of_a_configuration_is_valid(document):
             assert render_job(config)["kind"] == kind
 
 
-@NAMED
+@NOT_OF_THE_PAST
 def test_every_key_of_the_configuration_is_one(document):
     looks = re.compile(rf"({'|'.join(SECTIONS)})(\.[a-z_]+)+(: \S+)?")
     gone = REMOVED if "decisions" in document.path.parts else ()
@@ -129,8 +133,44 @@ def test_every_import_finds_what_it_names(document):
                 assert not [each.name for each in node.names if not hasattr(module, each.name)]
 
 
+@NAMED
+def test_every_call_of_the_public_interface_is_one(document):
+    calls = [
+        (name, node)
+        for block in document.of("python")
+        for node in ast.walk(ast.parse(block.text))
+        if isinstance(node, ast.Call) and (name := public_name(node.func))
+    ]
+    for name, node in calls:
+        assert name.split(".")[0] in flotilla.__all__, name
+        function = reduce(getattr, name.split("."), flotilla)
+        keywords = {each.arg: ... for each in node.keywords if each.arg}
+        try:
+            inspect.signature(function).bind_partial(*node.args, **keywords)
+        except TypeError as error:
+            pytest.fail(f"{document.path}: flotilla.{name}: {error}")
+
+
+def public_name(node):
+    """Return the name below `flotilla` that a page calls, or nothing."""
+    words = ast.unparse(node)
+    return words.removeprefix("flotilla.") if re.fullmatch(r"flotilla(\.\w+)+", words) else ""
+
+
+@NAMED
+def test_every_block_has_a_known_language(document):
+    # A block of `text` shows output; all others are checked above, or run by `test_guides.py`.
+    assert {block.language for block in document.blocks} <= {
+        "", "dockerfile", "python", "sh", "text", "yaml",
+    }  # fmt: skip
+
+
 def test_every_page_is_two_links_away_from_the_readme():
-    pages = {document.path: document for document in PAGES}
+    pages = {
+        document.path: document
+        for document in PAGES
+        if document.path.parts[0] == "docs" or len(document.path.parts) == 1
+    }
 
     def linked(path):
         targets = [link.partition("#")[0] for link in pages[path].links()]
@@ -192,6 +232,8 @@ def test_a_line_is_taken_apart():
         'make run ARGS="--jsn"',
         "python -m flotilla.trainer task --config a --nothing",
         "python -m pdb -m flotilla.trainer task --config a",
+        "kubectl apply --kustomize deploy/overlays/none",
+        "pip install 'kfp-flotilla[s4]'",
     ],
 )
 def test_a_wrong_command_is_seen(line):

@@ -1,0 +1,75 @@
+"""Hooks of `mkdocs.yml`: pages from outside of `docs/`, and links that also work in the repository.
+
+In the repository a page may link to any file. The site has the Markdown files of `ADDED` as pages;
+a link to another file outside of `docs/` becomes its text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+#: Page of the site by file of the repository, both relative to their root.
+ADDED = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "report-a-vulnerability.md",
+    **{
+        f"benchmarks/results/{path.name}": f"measurements/{path.name}"
+        for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+    },
+}
+_SOURCES = {page: source for source, page in ADDED.items()}
+_LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+_FENCED = re.compile(r"(^ {0,3}```.*?^ {0,3}```\s*?$)", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages from outside of `docs/`, and the lists of decisions and of measurements."""
+    for source, page in ADDED.items():
+        content = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=content))
+    for folder, title in (("decisions", "Decisions"), ("measurements", "Measurements")):
+        pages = [each for each in files if each.src_uri.startswith(f"{folder}/")]
+        rows = [f"- [{_title(each)}]({posixpath.basename(each.src_uri)})" for each in pages]
+        text = f"# {title}\n\n" + "\n".join(sorted(rows, key=_number)) + "\n"
+        files.append(File.generated(config, f"{folder}/README.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Return the text of a page with links that lead to pages of the site."""
+    where = page.file.src_uri
+    source = _SOURCES.get(where, f"docs/{where}")
+    parts = _FENCED.split(markdown)
+    for index in range(0, len(parts), 2):
+        parts[index] = _LINK.sub(lambda link: _resolve(link, source, where), parts[index])
+    return "".join(parts)
+
+
+def _resolve(link: re.Match[str], source: str, where: str) -> str:
+    """Return a link of a file of the repository as a link of its page of the site."""
+    text, target, fragment = link[1], link[2], link[3] or ""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    page = ADDED.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
+    if not page:
+        return text
+    if (ROOT / path).is_dir():
+        page = f"{page}/README.md"
+    return f"[{text}]({posixpath.relpath(page, posixpath.dirname(where) or '.')}{fragment})"
+
+
+def _title(file: File) -> str:
+    return file.content_string.partition("\n")[0].removeprefix("# ")
+
+
+def _number(row: str) -> tuple[int, str]:
+    """Return the sort key of a row of a list: decisions by number, others by title."""
+    found = re.match(r"- \[(\d+)\.", row)
+    return (int(found[1]) if found else 0, row)
