@@ -66,7 +66,8 @@ def _resolve(link: re.Match[str], source: str, where: str) -> str:
 
 
 def _title(file: File) -> str:
-    return file.content_string.partition("\n")[0].removeprefix("# ")
+    first: str = file.content_string.partition("\n")[0]
+    return first.removeprefix("# ")
 
 
 def _number(row: str) -> tuple[int, str]:
