@@ -16,6 +16,7 @@ from flotilla.components.records.step_record import read_records
 from flotilla.components.sweeps import run_trial
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.sweeps import page
 from flotilla.trainer.sweeps.sweep import Sweep, to_markdown
 
 TABLE = "sweep.md"
@@ -49,10 +50,12 @@ def run_step(call: Mapping[str, Any]) -> None:
             with suppress(UserError):
                 launchers.end(step.settings, run_trial.trial_run_id(run_id, trial.number))
         found = find_root(step.root, step.report.uri, step.kfp_run_id)
-        text = to_markdown(_read_sweep(plan, found, run_id))
+        swept = _read_sweep(plan, found, run_id)
+        text = to_markdown(swept)
         Path(step.trials.path).parent.mkdir(parents=True, exist_ok=True)
         Path(step.trials.path).write_bytes(text)
         storage.write_bytes(storage.join(found, run_id, TABLE), text)
+        storage.write_bytes(storage.join(found, run_id, page.PAGE), page.render(swept))
     run(finish.work, {name: each for name, each in call.items() if name not in ("sweep", "trials")})
 
 

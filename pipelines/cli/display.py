@@ -14,10 +14,11 @@ from rich.text import Text
 
 from flotilla.components.table import EXIT_STEP, name_step_of
 from flotilla.pipelines.cli.tables import Row, Table, escape_controls, wrap_text
-from flotilla.pipelines.runs.outcome import RunResult, find_model, key_metrics, measure_duration
+from flotilla.pipelines.runs.outcome import RunResult, find_model, measure_duration
 from flotilla.trainer import storage
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.headline import describe_constant, main_value
+from flotilla.trainer.report.wording import key_metrics
 from flotilla.trainer.runtime.masking import one_line
 from flotilla.trainer.runtime.output.streams import discard
 

@@ -19,7 +19,6 @@ from rich.text import Text
 from flotilla.components.table import EXIT_STEP, FIRST_STAGE, find_maker
 from flotilla.pipelines.cli.display import Terminal, mark, step_line, steps_table
 from flotilla.pipelines.cli.tables import escape_controls, wrap_text
-from flotilla.pipelines.runs.outcome import key_metrics
 from flotilla.trainer.events import (
     Event,
     Interrupted,
@@ -41,7 +40,7 @@ from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.events.progress.wording import format_line as line_of_work
 from flotilla.trainer.events.progress.wording import format_parts
 from flotilla.trainer.events.progress.work import LOG_SECONDS
-from flotilla.trainer.report.wording import round_value, spell_metric
+from flotilla.trainer.report.wording import key_metrics, round_value, spell_metric
 
 if TYPE_CHECKING:
     from flotilla.pipelines.runs.kfp_run import RemoteRun

@@ -207,6 +207,7 @@ def _value(sweep: Sweep, result: Result) -> str:
 
 def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
     from flotilla.pipelines.sweeps.local import BEST
+    from flotilla.trainer.sweeps.page import PAGE
     from flotilla.trainer.sweeps.sweep import find_best
 
     best = sweep.chosen or find_best(sweep.trials, sweep.objective)
@@ -216,6 +217,7 @@ def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
         found = f"trial {best.number} ({_value(sweep, best.last)}), run {best.run_id}"
         lines.append(f"best{so_far}: {found}")
         lines.append(f"its configuration: {workdir / sweep.sweep_id / BEST}")
+        lines.append(f"all trials: {workdir / sweep.sweep_id / PAGE}")
         lines += [f"the same again: {again}"] if (again := sweep.command()) else []
     if result.status not in ("blessed", "done") and not result.reasons:
         message = result.message

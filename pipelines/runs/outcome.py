@@ -22,15 +22,15 @@ from flotilla.components.table import (
 )
 from flotilla.pipelines import notebook
 from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.events.progress.durations import time_at_work
 from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.report import headline
-from flotilla.trainer.report.wording import round_value, spell_metric
+from flotilla.trainer.report.wording import spell_metric
 from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from flotilla.trainer.runtime.json_records import is_number, make_time
 
 # A disk with fewer free bytes counts as full.
 LEAST_ROOM = 1 << 16
-_MOST_METRICS = 4
 
 # The name of a run: its model, the time of its start, and four digits.
 _RUN_NAME = re.compile(r"(?P<model>.+)-\d{8}-\d{6}-[0-9a-f]{4}")
@@ -225,18 +225,6 @@ def _judge_steps(steps: tuple[StepRecord, ...]) -> RunResult:
     return RunResult(status=status, exit_code=DONE, message="", steps=steps)
 
 
-def key_metrics(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """Return the first plain metrics of a stage, formatted for people."""
-    # The text of progress repeats its numbers.
-    left_out = {"headline", *(("share", "seconds_left") if metrics.get("progress") else ())}
-    plain = {
-        name: round_value(value)
-        for name, value in metrics.items()
-        if not isinstance(value, list | dict) and value not in ("", None) and name not in left_out
-    }
-    return dict(list(plain.items())[:_MOST_METRICS])
-
-
 def join_reasons(reasons: object) -> str:
     """Join the reasons of a decision to one line."""
     lines = reasons if isinstance(reasons, list | tuple) else [reasons]
@@ -252,14 +240,14 @@ def add_full_disk(result: RunResult, folder: Path) -> RunResult:
 
 
 def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
-    """Return when a run began, and the seconds until its last step ended."""
-    tries = [each.began for each in run.steps]
-    tries += [each.began for step in run.steps for each in step.earlier]
-    if not tries:
+    """Return when a run began, and its seconds until its last step ended, without idle time."""
+    spans = [(step.began, step.ended or step.began + step.seconds) for step in run.steps]
+    earlier = [each for step in run.steps for each in step.earlier]
+    spans += [(each.began, each.began + each.seconds) for each in earlier]
+    if not spans:
         return None, None
-    ends = [step.ended or step.began + step.seconds for step in run.steps]
-    began = make_time(min(tries))
-    return began, max(ends) - min(tries) if began else None
+    began = make_time(min(spans)[0])
+    return began, time_at_work(spans) if began else None
 
 
 def find_model(run: RunResult) -> str:

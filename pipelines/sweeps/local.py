@@ -42,6 +42,7 @@ from flotilla.trainer.runtime.errors import (
     nearest,
 )
 from flotilla.trainer.runtime.signals import handle_interrupts
+from flotilla.trainer.sweeps import page
 from flotilla.trainer.sweeps import sweep as trials
 from flotilla.trainer.sweeps.study import FILE, OLD_FILE, Study
 from flotilla.trainer.sweeps.sweep import (
@@ -225,6 +226,7 @@ def execute(
         ).train()
         sweep = begun.sweep
         write_best(begun)
+        write_page(begun)
         if was_interrupted:
             return _make_run_result("interrupted", INTERRUPTED, "the sweep was interrupted")
     best = sweep.chosen or find_best(sweep.trials, sweep.objective)
@@ -233,6 +235,7 @@ def execute(
         count = sum(1 for each in sweep.trials if each.error)
         message = f"all {count} trials failed; trial {first.number}: {first.error}"
         begun.end("failed", message, {})
+        write_page(begun)
         return _make_run_result("failed", FAILED, message)
     return _promote(begun, best, hear)
 
@@ -247,6 +250,15 @@ def write_best(begun: Study) -> None:
         storage.write_bytes(storage.uri_of(begun.folder / BEST), text.encode())
 
 
+def write_page(begun: Study, run: RunResult | None = None) -> None:
+    """Write the page of a sweep, with the result of the best trial's run; a failure is harmless."""
+    best = begun.sweep.chosen
+    report = f"../{best.run_id}/report.html" if run and run.report and best else ""
+    with suppress(UserError):
+        content = page.render(begun.sweep, run.headline if run and best else "", report)
+        storage.write_bytes(storage.uri_of(begun.folder / page.PAGE), content)
+
+
 def _promote(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
     """Complete the training of the best trial, and continue its run to the promotion."""
     begun.choose(best)
@@ -255,6 +267,7 @@ def _promote(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
     run = local.execute(folder, "run", {}, partial(on_event, best))
     if run.status != "interrupted":
         begun.end(run.status, run.message, dict(run.metrics))
+    write_page(begun, run)
     return run
 
 
@@ -367,6 +380,7 @@ class _Workers:
             # A cancelled trial would otherwise be restarted for ever.
             error = known.error or f"its run ended as {result.status}"
             self._keep(replace(known, status=trials.FAILED, error=error))
+        write_page(self._begun)
 
     def _record_result(self, trial: Trial, main: MainMetric | None) -> None:
         """Record the result of a trial on its rung, and continue it if allowed."""

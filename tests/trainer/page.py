@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 # SVG elements may be self-closing.
-OWN_END = {"line", "polyline", "circle"}
+OWN_END = {"line", "polyline", "circle", "rect"}
 
 
 class Page(HTMLParser):
@@ -16,6 +16,9 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
         self.words: list[str] = []
+        self._heads: list[str] = []
+        self._listed: dict[int, str] = {}
+        self._id = ""
         self.feed(html)
         self.close()
         assert self.open == []
@@ -23,6 +26,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
+        known = dict(attrs)
+        self._id = str(known.get("id" if tag == "h2" else "href") or "")
         if tag not in VOID:
             self.open.append(tag)
 
@@ -37,12 +42,23 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if data.strip() and self.open[-1] != "style":
             self.words.append(data.strip())
+            number = int(self._id.rpartition("-")[2]) if "section-" in self._id else 0
+            if number and self.open[-1] == "h2":
+                self._heads.append(data.strip())
+            elif number and self.open[-1] == "a":
+                self._listed[number] = data.strip()
 
     @property
     def text(self) -> str:
         return "\n".join(self.words)
 
+    def links(self) -> list[str]:
+        """Return the addresses of the links that leave the page."""
+        found = [value for name, value in self.attributes if name == "href"]
+        return [each for each in found if not each.startswith("#")]
+
     def heads(self) -> list[str]:
-        known = ("Test metrics", "Rules of the gate", "Training", "Steps", "Incidents",
-                 "Configuration")  # fmt: skip
-        return [name for name in known if name in self.words]
+        """Return the sections; the table of contents has to list them all, in this order."""
+        listed = [self._listed[at] for at in sorted(self._listed)]
+        assert listed == self._heads
+        return listed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from flotilla.trainer.data_gate.findings import percent
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
+from flotilla.trainer.report.charts import fit_axis
 from flotilla.trainer.report.pages import environment
 from flotilla.trainer.runtime.masking import mask
 
@@ -22,11 +24,12 @@ MOST_FEATURES = 60
 _MOST_FINDINGS = 200
 _BINS, _MOST_BARS, _LONGEST = 24, 12, 40
 WIDTH, HEIGHT = 300, 90
+# A smaller share of other values is an error of rounding.
+_LEAST_REST = 1e-9
 # Quantiles that are drawn: one outlier would squeeze all others into one bar.
 _DRAWN = (0.005, 0.995)
 
-
-# A bar: its position, the heights for the dataset and the champion, and its label.
+# A bar: its name or position, and its size for the dataset and for the champion.
 Bar = dict[str, Any]
 
 
@@ -64,11 +67,9 @@ def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> dict
             )
         ]  # fmt: skip
     rows.append(("values", new.distinct or None, (old.distinct or None) if old else None))
-    if new.kind in (TEXT, CLASS):
-        bars, ends = _stack(new, old), ("", "")
-    else:
-        bars, ends = _bin(new, old)
-    return {"name": name, "facts": rows, "bars": bars, "ends": ends}
+    is_named = new.kind in (TEXT, CLASS)
+    drawn = {"values": _stack(new, old)} if is_named else _bin(new, old)
+    return {"name": name, "facts": rows, "values": [], "bars": [], "ticks": (), **drawn}
 
 
 def _short(value: float) -> str:
@@ -76,45 +77,54 @@ def _short(value: float) -> str:
 
 
 def _stack(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
+    """Return the most frequent values by name, and all others as one bar."""
     names = sorted(new.counts, key=lambda value: -new.counts[value])[:_MOST_BARS]
     before = old.counts if old else {}
+    whole, whole_before = max(new.present, 1), max(old.present, 1) if old else 1
     shares = [
-        (name, new.counts[name] / max(new.present, 1),
-         before.get(name, 0) / max(old.present, 1) if old else 0.0)
+        (name[:_LONGEST], new.counts[name] / whole, before.get(name, 0) / whole_before)
         for name in names
-    ]  # fmt: skip
-    return _bars(shares)
+    ]
+    rest = 1 - sum(share for _, share, _ in shares)
+    if new.present and rest > _LEAST_REST:
+        shares.append(("all others", rest, max(1 - sum(each for *_, each in shares), 0.0)))
+    highest = max((max(each) for _, *each in shares), default=0.0) or 1.0
+    return [
+        {
+            "name": name,
+            "new": round(100 * now / highest, 1),
+            "old": round(100 * then / highest, 1) if old else 0,
+            "share": percent(now),
+            "before": percent(then) if old else "",
+        }
+        for name, now, then in shares
+    ]
 
 
-def _bin(new: FeatureProfile, old: FeatureProfile | None) -> tuple[list[Bar], tuple[str, str]]:
+def _bin(new: FeatureProfile, old: FeatureProfile | None) -> dict[str, Any]:
     both = [each.numbers for each in (new, old) if each and len(each.numbers)]
     if not len(new.numbers):
-        return [], ("", "")
+        return {}
     ends = [np.quantile(values, _DRAWN) for values in both]
     low, high = min(float(each[0]) for each in ends), max(float(each[1]) for each in ends)
     edges = np.linspace(low, high if high > low else low + 1, _BINS + 1)
     shares = [np.histogram(values, edges)[0] / len(values) for values in both]
     before = shares[1] if len(shares) > 1 else np.zeros(_BINS)
-    rows = [
-        (f"{edges[at]:.4g} to {edges[at + 1]:.4g}", float(shares[0][at]), float(before[at]))
-        for at in range(_BINS)
-    ]
-    return _bars(rows), (_short(low), _short(high))
-
-
-def _bars(rows: Sequence[tuple[str, float, float]]) -> list[Bar]:
-    highest = max((max(new, old) for _, new, old in rows), default=0.0) or 1.0
-    step = WIDTH / max(len(rows), 1)
-    return [
+    highest = float(max(each.max() for each in shares)) or 1.0
+    step = WIDTH / _BINS
+    bars = [
         {
-            "left": round(place * step, 1),
+            "left": round(at * step, 1),
             "width": round(step * 0.9, 1),
-            "new": round(HEIGHT * new / highest, 1),
-            "old": round(HEIGHT * old / highest, 1),
-            "label": f"{name[:_LONGEST]}: {new:.3%}, before {old:.3%}",
+            "new": round(HEIGHT * now / highest, 1),
+            "old": round(HEIGHT * then / highest, 1),
+            "label": f"{edges[at]:.4g} to {edges[at + 1]:.4g}: {percent(now)}"
+            + (f", before {percent(then)}" if len(shares) > 1 else ""),
         }
-        for place, (name, new, old) in enumerate(rows)
+        for at, (now, then) in enumerate(zip(shares[0], before, strict=True))
     ]
+    found = fit_axis([float(edges[0]), float(edges[-1])], is_exact=True)
+    return {"bars": bars, "ticks": found.ticks, "highest": percent(highest)}
 
 
 @cache

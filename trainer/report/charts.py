@@ -1,4 +1,4 @@
-"""The geometry of a small line chart, as plain numbers that a template draws as SVG."""
+"""The geometry of a chart in percent of its area, which a template draws at any size."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Small enough for a phone; a screen shows two in a row.
-WIDTH, HEIGHT = 420, 220
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 28
 # More points than this are not distinguishable at this width.
 MOST_POINTS = 600
 MARKED_POINTS = 40
@@ -17,12 +14,15 @@ MARKED_POINTS = 40
 _LARGEST = 1e100
 # A series that falls by a larger factor is drawn on a log scale; otherwise its end would lie on the
 # axis.
-_MOST_LINEAR = 20.0
+MOST_LINEAR = 20.0
 # An axis that begins this near to zero, as a share of its length, begins at zero.
 _NEAR_ZERO = 0.25
-_ROWS, _COLUMNS = 4, 5
+_ROWS, _COLUMNS = 5, 5
+# The space below and above the values, as a share of their range: a line is not on the border.
+_ROOM = 0.05
 # Flags closer than this become one flag, so that a thousand restarts stay legible.
-_APART = 6.0
+_APART = 1.5
+_FEWEST_TICKS, _MOST_TICKS = 2, 7
 # Lower limit, divisor and letter of each unit prefix.
 _UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e5, 1e3, "k"))
 
@@ -39,8 +39,24 @@ class Tick:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A horizontal axis, or a vertical one from the bottom: its ends, its scale and its ticks."""
+
+    low: float
+    high: float
+    is_log: bool
+    ticks: tuple[Tick, ...]
+
+    def place(self, value: float) -> float:
+        """Return the position of a value in percent; of one outside, that of the nearer end."""
+        scale = _scale(is_log=self.is_log)
+        share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+        return 100 * min(max(share, 0.0), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series in the picture's coordinates; if there are few points, each is marked."""
+    """One series in percent, from the top left; if there are few points, each is marked."""
 
     label: str
     points: tuple[Point, ...]
@@ -48,7 +64,7 @@ class Line:
     @property
     def path(self) -> str:
         """Return the points in the syntax of an SVG polyline."""
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
+        return " ".join(f"{x:.2f},{y:.2f}" for x, y in self.points)
 
     @property
     def marks(self) -> tuple[Point, ...]:
@@ -66,14 +82,20 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart with its grid and lines; `is_log` says that the vertical axis is logarithmic."""
+    """A chart with its grid and lines; `across` names its horizontal axis."""
 
     title: str
+    across: str
     lines: tuple[Line, ...]
     columns: tuple[Tick, ...]
     rows: tuple[Tick, ...]
     flags: tuple[Flag, ...] = ()
     is_log: bool = False
+
+    @property
+    def compares(self) -> bool:
+        """Whether it has more than one line, such as training and validation."""
+        return len(self.lines) > 1
 
 
 def line_chart(  # noqa: PLR0913
@@ -84,47 +106,61 @@ def line_chart(  # noqa: PLR0913
     *,
     flags: Sequence[tuple[float, str]] = (),
     logarithmic: bool = False,
+    named: str = "",
 ) -> Chart | None:
     """Draw the columns `series`, with their labels, over the column `across`; None without points.
 
     A row that lacks a number adds no point, but its place is on the axis. `flags` are texts at
-    places of that axis. If `logarithmic`, values that fall far are drawn on a log scale.
+    places of that axis, which is called `named`. If `logarithmic`, values that fall far are drawn
+    on a log scale.
     """
     found = {label: _points(table, across, name) for name, label in series.items()}
-    every = [point for points in found.values() for point in points]
-    if not every:
+    values = [value for points in found.values() for _, value in points]
+    if not values:
         return None
-    values = [value for _, value in every]
     # This shows a series that begins late or ends early.
-    places = [at for row in table if (at := number(row.get(across))) is not None]
-    x_ends, columns = _fit_axis(places)
-    is_log = logarithmic and min(values) > 0 and max(values) / min(values) > _MOST_LINEAR
-    rows = _powers(values) if is_log else _ticks(values)
-    scale: Callable[[float], float] = math.log10 if is_log else float
-    bottom, top = scale(rows[0]), scale(rows[-1])
-
-    def x_position(value: float) -> float:
-        share = (value - x_ends[0]) / (x_ends[1] - x_ends[0])
-        return LEFT + min(max(share, 0.0), 1.0) * (WIDTH - LEFT - RIGHT)
-
-    def place(point: Point) -> Point:
-        y = (scale(point[1]) - bottom) / (top - bottom) * (HEIGHT - TOP - BOTTOM)
-        return x_position(point[0]), HEIGHT - BOTTOM - y
-
+    x_axis = fit_axis([at for row in table if (at := number(row.get(across))) is not None])
+    is_log = logarithmic and min(values) > 0 and max(values) / min(values) > MOST_LINEAR
+    y_axis = fit_axis(values, is_log=is_log, is_vertical=True)
+    lines = {
+        label: tuple((x_axis.place(x), 100 - y_axis.place(y)) for x, y in _thin(points))
+        for label, points in found.items()
+        if points
+    }
     return Chart(
         title=title,
-        lines=tuple(
-            Line(label=label, points=tuple(place(point) for point in _thin(points)))
-            for label, points in found.items()
-            if points
-        ),
-        columns=tuple(Tick(at=x_position(value), label=format_tick(value)) for value in columns),
-        rows=tuple(
-            Tick(at=place((x_ends[0], value))[1], label=format_tick(value)) for value in rows
-        ),
-        flags=_flags([(x_position(value), text) for value, text in flags]),
+        across=named or across,
+        lines=tuple(Line(label=label, points=points) for label, points in lines.items()),
+        columns=x_axis.ticks,
+        rows=y_axis.ticks,
+        flags=_flags([(x_axis.place(value), text) for value, text in flags]),
         is_log=is_log,
     )
+
+
+def fit_axis(
+    values: Sequence[float],
+    *,
+    is_log: bool = False,
+    is_vertical: bool = False,
+    is_exact: bool = False,
+) -> Axis:
+    """Return the axis that fits these values, with round ticks within it.
+
+    It begins at a zero that is near, unless `is_exact`; a vertical one has room at its ends.
+    """
+    low, high = _spread(values)
+    is_log = is_log and low > 0
+    if is_vertical:
+        low, high = _widen(low, high, is_log=is_log)
+    elif not is_log and not is_exact and 0 < low <= high * _NEAR_ZERO:
+        low = 0.0
+    found = _powers(low, high) if is_log else []
+    if not _FEWEST_TICKS <= len(found) <= _MOST_TICKS:
+        found = _multiples(low, high, _ROWS if is_vertical else _COLUMNS)
+    axis = Axis(low=low, high=high, is_log=is_log, ticks=())
+    ticks = tuple(Tick(at=axis.place(value), label=format_tick(value)) for value in found)
+    return Axis(low=low, high=high, is_log=is_log, ticks=ticks)
 
 
 def is_constant(table: Sequence[Facts], across: str, name: str) -> float | None:
@@ -166,7 +202,11 @@ def _thin(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def _spread(values: Sequence[float]) -> tuple[float, float]:
+def _scale(*, is_log: bool) -> Callable[[float], float]:
+    return math.log10 if is_log else float
+
+
+def _spread(values: Sequence[float]) -> Point:
     low, high = min(values), max(values)
     if high - low <= abs(high) * 1e-9:
         room = abs(high) / 2 or 0.5
@@ -174,45 +214,33 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _step(least: float) -> float:
+def _widen(low: float, high: float, *, is_log: bool) -> Point:
+    """Leave room at both ends; an axis of values that are not negative begins at 0 at the least."""
+    if is_log:
+        room = (high / low) ** _ROOM
+        return low / room, high * room
+    room = (high - low) * _ROOM
+    return (max(low - room, 0.0) if low >= 0 else low - room), high + room
+
+
+def _multiples(low: float, high: float, count: int) -> list[float]:
+    """Return the round values from `low` to `high`, about `count`, at least two."""
+    least = (high - low) / count
     power = 10.0 ** math.floor(math.log10(least))
-    return next((n * power for n in (1, 2, 2.5, 5) if n * power >= least * (1 - 1e-9)), 10 * power)
-
-
-def _ticks(values: Sequence[float]) -> list[float]:
-    """Return at least two round values that begin below all `values` and end above them."""
-    low, high = _spread(values)
-    step = _step((high - low) / _ROWS)
-    return _multiples(step, math.floor(low / step), math.ceil(high / step))
-
-
-def _fit_axis(values: Sequence[float]) -> tuple[Point, list[float]]:
-    """Return the limits of a tight axis, and the round values on it."""
-    low, high = _spread(values)
-    if 0 < low <= high * _NEAR_ZERO:
-        low = 0.0
-    step = _step((high - low) / _COLUMNS)
+    step = next((n * power for n in (1, 2, 2.5, 5) if n * power >= least * (1 - 1e-9)), 10 * power)
     room = step * 1e-6
     first, last = math.ceil((low - room) / step), math.floor((high + room) / step)
-    return (low, high), _multiples(step, first, last)
-
-
-def _multiples(step: float, first: int, last: int) -> list[float]:
     return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
 
 
-def _powers(values: Sequence[float]) -> list[float]:
-    """Return a few of the values 1, 2 and 5 times a power of ten that enclose `values`."""
-    low = math.floor(math.log10(min(values)))
-    high = math.ceil(math.log10(max(values)))
-    every = max(math.ceil((high - low) / (_ROWS + 1)), 1)
-    if every > 1:
-        return [10.0**power for power in range(low, high + every, every)]
-    fine = [float(f"{n}e{power}") for power in range(low, high + 1) for n in (1, 2, 5)]
-    first = max(at for at, value in enumerate(fine) if value <= min(values))
-    last = min(at for at, value in enumerate(fine) if value >= max(values))
-    kept = fine[first : last + 1]
-    return kept if len(kept) <= _ROWS + 3 else [10.0**power for power in range(low, high + 1)]
+def _powers(low: float, high: float) -> list[float]:
+    """Return the values 1, 2 and 5 times a power of ten within the ends, or only the powers."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(math.ceil((last - first) / _MOST_TICKS), 1)
+    fine = [float(f"{n}e{power}") for power in range(first, last + 1) for n in (1, 2, 5)]
+    coarse = [float(f"1e{power}") for power in range(first, last + 1, every)]
+    found = [[value for value in each if low <= value <= high] for each in (fine, coarse)]
+    return found[0] if len(found[0]) <= _MOST_TICKS else found[1]
 
 
 def _flags(places: Sequence[tuple[float, str]]) -> tuple[Flag, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -13,10 +13,12 @@ from urllib.parse import unquote, urlsplit
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import find_topology
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress.durations import duration, time_at_work
 from flotilla.trainer.features.length import examples_of_step, format_epochs, is_resolved
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.programs import programs
+from flotilla.trainer.report.rules import CONSTANT, IDENTITY
+from flotilla.trainer.report.views import work_spans
 from flotilla.trainer.report.wording import format_value
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import make_time
@@ -28,6 +30,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<fu
 _NOT_HIS = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 _OURS = re.compile(r"(^|/)(trainer|components|pipelines)/[\w/]+\.py$")
 _WHOLE = 100
+_LONGEST_VERSION = 12
 
 
 def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
@@ -39,17 +42,11 @@ def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
 def particulars(facts: Facts) -> list[tuple[str, str]]:
     """Return the known facts of a run: date, duration, model, dataset, strategy and speed."""
     config, steps = facts.get("config") or {}, facts.get("steps") or ()
-    tries = [
-        (began, seconds)
-        for each in facts.get("tries") or ()
-        if (began := number(each.get("began"))) is not None
-        and (seconds := number(each.get("seconds"))) is not None
-    ]
-    rows = []
-    if tries:
-        began = min(each for each, _ in tries)
-        rows.append(("Date", clock(began, "%Y-%m-%d %H:%M UTC")))
-        rows.append(("Duration", duration(max(sum(each) for each in tries) - began)))
+    spans = work_spans(facts.get("tries") or ())
+    rows = [("Run", str(facts.get("run_id") or ""))]
+    if spans:
+        rows.append(("Date", clock(min(spans)[0], "%Y-%m-%d %H:%M UTC")))
+        rows.append(("Duration", duration(time_at_work(spans))))
     if config:
         rows += [("Model", _model(config, facts)), ("Dataset", _dataset(config, steps))]
         rows.append(("Strategy", _strategy(config)))
@@ -95,23 +92,58 @@ def find_place(traceback: str) -> dict[str, str]:
     return found
 
 
-def commands(facts: Facts) -> list[dict[str, str]]:
-    """Return the next command for a run that has not finished: `why` and `command`."""
+def commands(facts: Facts, broken: Sequence[Facts] = ()) -> list[dict[str, str]]:
+    """Return what to do next, `why` and `command`, after a failure or a refusal.
+
+    `broken` are the rules that have refused the model.
+    """
     verdict, run_id = facts.get("verdict"), str(facts.get("run_id") or "")
-    where = _workdir(facts)
-    steps = facts.get("steps") or ()
-    bad = [str(each.get("step")) for each in steps if each.get("status") == "failed"]
-    if not run_id or verdict not in ("failed", "interrupted"):
+    if not run_id or verdict not in ("failed", "interrupted", "refused"):
         return []
-    rows = []
-    if bad:
+    found = _after_refusal if verdict == "refused" else _after_failure
+    return [
+        {"why": why, "command": shlex.join(words)} for why, words in found(facts, run_id, broken)
+    ]
+
+
+def _after_failure(
+    facts: Facts, run_id: str, _broken: Sequence[Facts]
+) -> Iterator[tuple[str, list[str]]]:
+    where, steps = _workdir(facts), facts.get("steps") or ()
+    if bad := [str(each.get("step")) for each in steps if each.get("status") == "failed"]:
         replay = ["flotilla", "replay", *where, run_id, bad[0], "--pdb"]
-        rows.append(("See it fail on this machine, in a debugger", replay))
+        yield "See it fail on this machine, in a debugger", replay
     if facts.get("workdir") and (facts.get("history") or facts.get("checkpoints")):
-        fix = "Fix it, then continue" if verdict == "failed" else "Go on"
-        rows.append((f"{fix} from the last checkpoint", ["flotilla", "run", *where, "--resume",
-                                                         run_id]))  # fmt: skip
-    return [{"why": why, "command": shlex.join(words)} for why, words in rows]
+        fix = "Fix it, then continue" if facts.get("verdict") == "failed" else "Go on"
+        resume = ["flotilla", "run", *where, "--resume", run_id]
+        yield f"{fix} from the last checkpoint", resume
+
+
+def _after_refusal(
+    facts: Facts, run_id: str, broken: Sequence[Facts]
+) -> Iterator[tuple[str, list[str]]]:
+    where, workdir = _workdir(facts), str(facts.get("workdir") or "")
+    config = [f"{workdir}/{run_id}/config.json" if workdir else "CONFIG"]
+    name = str((facts.get("config") or {}).get("name") or "")
+    if (facts.get("validation") or {}).get("decision") == "refused":
+        yield "Mend the data, or allow what was found, and run again", [
+            "flotilla", "run", *where, *config,
+        ]  # fmt: skip
+        return
+    if any(each.get("metric") in IDENTITY for each in broken):
+        yield "If it is another model, give it a name of its own", [
+            "flotilla", "run", *where, *config, "--set", f"name={name or 'model'}-2",
+        ]  # fmt: skip
+        return
+    if any(each.get("key") == CONSTANT for each in broken):
+        yield "See whether the inputs say anything about the label: check the data", [
+            "flotilla", "check", *config,
+        ]  # fmt: skip
+    yield "Search for better settings, and promote the best", [
+        "flotilla", "sweep", *where, *config, "--auto", "--minutes", "10",
+    ]  # fmt: skip
+    if name and (facts.get("evaluation") or {}).get("champion"):
+        yield "See the champion that it has to match", ["flotilla", "models", "show", *where, name]
 
 
 def use(facts: Facts) -> dict[str, Any]:
@@ -132,15 +164,6 @@ def use(facts: Facts) -> dict[str, Any]:
         "python": "\n\n\n".join(programs(folder or "model", facts.get("model") or {}).values()),
         "copied": "" if folder else f"Copy {uri} to the folder `model` first.",
     }
-
-
-def links(artifacts: Facts) -> list[dict[str, str]]:
-    """Return every artifact: `name`, `uri` and `href`, empty if a browser cannot open it."""
-    return [
-        {"name": str(name), "uri": str(uri), "href": href(uri)}
-        for name, uri in artifacts.items()
-        if uri
-    ]
 
 
 def href(uri: object) -> str:
@@ -165,10 +188,10 @@ def _dataset(config: Facts, steps: Sequence[Facts]) -> str:
     data = config.get("data") or {}
     made = next((each.get("metrics") for each in steps if each.get("output") == "dataset"), None)
     counts = made if isinstance(made, Mapping) else {}
-    name = " ".join(
-        str(each) for each in (data.get("source") or data.get("dataset"), counts.get("version"))
-        if each
-    )  # fmt: skip
+    version = str(counts.get("version") or "")
+    # The version of files is a digest, which the steps show whole.
+    parts = (data.get("source") or data.get("dataset"), version[:_LONGEST_VERSION])
+    name = " ".join(str(each) for each in parts if each)
     known = [
         f"{counts[split]:,} {split}"
         for split in ("train", "validation", "test")

@@ -17,7 +17,14 @@ from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.rules import CONSTANT, MARGIN, because
-from flotilla.trainer.report.wording import apart, like, round_value, shorten_name, spell_metric
+from flotilla.trainer.report.wording import (
+    apart,
+    capital,
+    like,
+    round_value,
+    shorten_name,
+    spell_metric,
+)
 from flotilla.trainer.runtime.masking import one_line
 
 Facts = Mapping[str, Any]
@@ -39,6 +46,11 @@ def headline(facts: Facts) -> str:
     # Escaped part by part: a run called `authorization` would mask the text after its colon.
     parts = filter(None, map(one_line, [found, _ending(facts)]))
     return f"{one_line(subject)}: {'; '.join(parts)}"
+
+
+def title(facts: Facts) -> str:
+    """Return how a run ended, without its metrics: `Promoted, no bound set`."""
+    return capital(one_line(_ending(facts)))
 
 
 def describe_metric(evaluation: Facts) -> dict[str, Any]:

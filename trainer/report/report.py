@@ -46,33 +46,22 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report import heading, headline, pages, views
-from flotilla.trainer.report.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    is_constant,
-    line_chart,
-)
+from flotilla.trainer.report.charts import is_constant, line_chart
 from flotilla.trainer.report.rules import sentence
-from flotilla.trainer.report.wording import format_value, round_value, title_metric
+from flotilla.trainer.report.wording import format_value, key_metrics, round_value, title_metric
 from flotilla.trainer.runtime.masking import mask, one_line
 
 _TEMPLATE = "report.html.j2"
-_ACROSS = "global_step"
+_ACROSS, _NAMED = "global_step", "global steps"
 _CHARTS = (
     ("Learning rate", {"learning_rate": "training"}),
     ("Global steps a second", {"steps_per_second": "training"}),
     ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
 )
-_SIZE = {
-    "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT,
-    "top": TOP, "bottom": HEIGHT - BOTTOM,
-}  # fmt: skip
 # The newest ones are listed; the run's events hold all of them.
 _MOST_INCIDENTS = 200
+# Keys of an incident that are not among its details.
+_APART = ("event", "time", "last_lines")
 # Keys of a worst example that are not listed as its lines below it.
 _PLACED = ("index", "label", "predicted", "inputs", "columns", "picture", "data")
 
@@ -90,60 +79,61 @@ def render(facts: Facts) -> str:
     verdict = str(facts.get("verdict") or "unknown")
     steps = _rows(facts, "steps")
     incidents = _rows(facts, "incidents")
-    bars = views.time_line(_rows(facts, "tries"), [*_rows(facts, "checkpoints"), *incidents])
-    registered = facts.get("registered") or {}
-    evaluation = facts.get("evaluation") or {}
+    bars, idle = views.time_line(_rows(facts, "tries"), [*_rows(facts, "checkpoints"), *incidents])
+    evaluation, artifacts = facts.get("evaluation") or {}, facts.get("artifacts") or {}
     metrics = views.metric_rows(evaluation, facts.get("metrics") or {})
-    intervals = evaluation.get("intervals") or {}
+    broken = [each for each in list_rules(facts) if not each.get("passed")]
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
+        title=headline.title(_outcome(facts)),
         headline=make_headline(facts),
         notes=facts.get("notes") or (),
         reasons=list_reasons(facts),
         cause=heading.cause(steps) if verdict == "failed" else {},
-        commands=heading.commands(facts),
+        commands=heading.commands(facts, broken),
         particulars=heading.particulars(facts),
         use=heading.use(facts),
-        artifacts=heading.links(facts.get("artifacts") or {}),
-        data_page=(facts.get("artifacts") or {}).get("data page"),
+        data_page=artifacts.get("data page"),
         warnings=list_warnings(facts),
         metrics=metrics,
         tiles=views.tiles(evaluation, metrics),
         rules=list_rules(facts),
-        intervals=intervals,
-        size=_SIZE,
+        intervals=evaluation.get("intervals") or {},
         **_describe_training(facts, incidents),
         steps=steps,
+        sources=list_sources(facts),
         bars=bars,
+        idle=idle,
         marks=[mark for bar in bars for mark in bar.marks],
-        incidents=[_incident(each) for each in incidents[-_MOST_INCIDENTS:]],
+        incidents=_number_incidents(incidents),
         passed_over=len(incidents[:-_MOST_INCIDENTS]),
         config=_yaml(facts.get("config") or {}),
-        lineage=facts.get("lineage") or {},
-        cost=_cost(facts.get("cost") or {}),
-        registered=registered,
+        registered=facts.get("registered") or {},
         **_describe_metrics(evaluation, facts),
     )
 
 
 def make_headline(facts: Facts) -> str:
     """Return the one-sentence result of a run."""
+    return headline.headline(_outcome(facts))
+
+
+def _outcome(facts: Facts) -> dict[str, Any]:
+    """Return how a run ended, as `headline` describes it."""
     verdict, registered = facts.get("verdict"), facts.get("registered") or {}
     ill = [each.get("step") for each in _rows(facts, "steps") if _is_decisive(each, verdict)]
     if verdict == "blessed" and registered.get("decision") == "promoted":
         verdict = "promoted"
-    return headline.headline(
-        {
-            "name": (facts.get("config") or {}).get("name") or facts.get("run_id"),
-            "version": registered.get("version"),
-            "verdict": verdict,
-            "measured": headline.describe_metric(facts.get("evaluation") or {}),
-            # An unreadable decision differs from one without rules.
-            "rules": None if facts.get("rules") is None else list_rules(facts),
-            "step": ill[0] if ill else "",
-        }
-    )
+    return {
+        "name": (facts.get("config") or {}).get("name") or facts.get("run_id"),
+        "version": registered.get("version"),
+        "verdict": verdict,
+        "measured": headline.describe_metric(facts.get("evaluation") or {}),
+        # An unreadable decision differs from one without rules.
+        "rules": None if facts.get("rules") is None else list_rules(facts),
+        "step": ill[0] if ill else "",
+    }
 
 
 def _is_decisive(step: Facts, verdict: object) -> bool:
@@ -172,7 +162,13 @@ def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, An
             continue
         charts.append(
             line_chart(
-                title, history, _ACROSS, series, flags=flags, logarithmic="loss" in title.lower()
+                title,
+                history,
+                _ACROSS,
+                series,
+                flags=flags,
+                logarithmic="loss" in title.lower(),
+                named=_NAMED,
             )
         )
     return {
@@ -192,10 +188,15 @@ def _describe_selection(steps: Sequence[Facts]) -> list[str]:
     return [f"Evaluated: global step {step} of {of}, {metrics['handed_on_as']}."] if metrics else []
 
 
-def _cost(cost: Facts) -> dict[str, Any]:
+def list_sources(facts: Facts) -> dict[str, Any]:
+    """Return where a run came from and what it cost: all that the steps and the head do not say."""
+    lineage = facts.get("lineage") or {}
+    named = {**(facts.get("artifacts") or {}), **lineage, **(facts.get("cost") or {})}
+    said = [facts.get("run_id"), *(step.get("uri") for step in _rows(facts, "steps"))]
     return {
         name: round_value(value) if isinstance(value, float) else value
-        for name, value in cost.items()
+        for name, value in named.items()
+        if name != "data page" and value not in ("", None) and value not in said
     }
 
 
@@ -242,12 +243,21 @@ def _describe_metrics(evaluation: Facts, facts: Facts) -> dict[str, Any]:
 
 
 def _worst(rows: Sequence[Facts], pictures: Facts) -> dict[str, Any]:
-    columns, table = views.worst_table(rows, _PLACED)
+    """Return the worst examples: those that the model got wrong, apart from the others."""
+    wrong = [row for row in rows if views.is_wrong(row)]
+    right = [row for row in rows if views.is_wrong(row) is False]
+    groups = {"wrong": wrong, "right": right} if wrong or right else {"": list(rows)}
+    columns, table = views.worst_table([*wrong, *right] or rows, _PLACED)
+    named = [
+        (name, [{**row, "data": pictures.get(str(row.get("picture")), "")} for row in group])
+        for name, group in groups.items()
+        if group
+    ]
+    cells = iter(table)
     return {
-        "worst": [{**row, "data": pictures.get(str(row.get("picture")), "")} for row in rows],
+        "worst": [(name, group, [next(cells) for _ in group]) for name, group in named],
         "pictured": any(row.get("picture") for row in rows),
         "worst_columns": columns,
-        "worst_rows": table,
     }
 
 
@@ -260,13 +270,12 @@ def _class_plots(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dic
         "matrix": views.matrix(evaluation),
         "classes": views.weak_classes(evaluation),
         "confusions": views.confusions(evaluation),
-        "curves": views.curves(evaluation, curves),
-        "calibration": [calibration] if calibration else [],
+        "curves": [*views.curves(evaluation, curves), *([calibration] if calibration else [])],
     }
 
 
 def earlier(step: Facts) -> str:
-    """Return the time of a step's earlier attempts, as a suffix to its own seconds."""
+    """Return the time of a step's earlier tries, as a suffix to its own seconds."""
     tries = step.get("tries")
     if not isinstance(tries, int) or tries <= 1:
         return ""
@@ -279,19 +288,10 @@ def _template() -> jinja2.Template:
     made = pages.environment()
     made.filters["earlier"] = earlier
     made.filters["href"] = heading.href
-    made.filters["known"] = _drop_empty
+    made.filters["key_metrics"] = lambda found: (
+        key_metrics(found) if isinstance(found, Mapping) else found
+    )
     return made.get_template(_TEMPLATE)
-
-
-def _drop_empty(values: object) -> object:
-    """Remove empty values from a mapping."""
-    if not isinstance(values, Mapping):
-        return values
-    return {
-        name: round_value(each) if isinstance(each, float) else each
-        for name, each in values.items()
-        if each not in ("", None) and each != []
-    }
 
 
 def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
@@ -323,16 +323,22 @@ def list_rules(facts: Facts) -> list[dict[str, Any]]:
     return [*_rows(facts, "rules"), *_rows(registered, "rules")]
 
 
-def _incident(event: Facts) -> dict[str, str]:
-    apart = ("event", "time", "last_lines")
-    lines = event.get("last_lines")
-    rest = {name: value for name, value in event.items() if name not in apart}
-    return {
-        "time": heading.clock(event.get("time")),
-        "event": format_value(event.get("event")),
-        "what": format_value(rest),
-        "lines": "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else "",
-    }
+def _number_incidents(events: Sequence[Facts]) -> list[dict[str, str]]:
+    """Return the newest incidents for the page; each attempt to train has its number."""
+    attempts, found = 1, []
+    for event in events:
+        name = format_value(event.get("event"))
+        if name == views.ATTEMPT:
+            attempts += 1
+            name = f"attempt {attempts} begins"
+        lines = event.get("last_lines")
+        found.append({
+            "time": heading.clock(event.get("time")),
+            "event": name,
+            "what": format_value({k: v for k, v in event.items() if k not in _APART}),
+            "lines": "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else "",
+        })  # fmt: skip
+    return found[-_MOST_INCIDENTS:]
 
 
 def _yaml(config: object) -> str:

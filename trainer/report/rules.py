@@ -45,6 +45,8 @@ _SEEN = {
         "the champion cannot be compared with this model",
     ),
 }
+#: The metrics of rules that ask whether this is the same model as the champion.
+IDENTITY = ("same_signature", "comparable")
 _NAMES = {
     "megabytes": "the size of the model in megabytes",
     "milliseconds": "the time of one example in milliseconds",

@@ -9,26 +9,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flotilla.trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress.durations import duration, join_spans
 from flotilla.trainer.report import headline
 from flotilla.trainer.report.charts import Chart, line_chart, number
 from flotilla.trainer.report.wording import capital, shorten_name, side_by_side, title_metric
 from flotilla.trainer.runtime.masking import one_line
 
-PUBLISHED = "checkpoint_published"
+PUBLISHED, ATTEMPT = "checkpoint_published", "attempt_begin"
 # A larger matrix is unreadable; its largest confusions are listed instead.
 MOST_CLASSES = 20
 _MOST_CONFUSIONS = 10
 _MOST_CURVES = 3
 _MOST_PARTS = 12
 _MOST_TILES = 4
+_ACROSS = {"roc": "false positive rate", "pr": "recall"}
 _DARKEST = 55
 _MOST_COLUMNS = 12
 # Marks of the timeline that are closer than this, in percent of the run, become one.
 _MARK_APART = 0.25
 # Short names of incidents.
 _CALLED = {
-    "restart": "restart", "attempt_begin": "resumed", "task_failed": "a task was lost",
+    "restart": "restart", "task_failed": "a task was lost",
     "suspension": "suspended", "stalled": "stalled", "evaluator_left": "evaluator left",
     "checkpoint_passed_over": "checkpoint passed over", "servers_lost": "a server was lost",
 }  # fmt: skip
@@ -109,8 +110,8 @@ def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
     areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
     charts: list[Chart | None] = []
     for title, curve, area in (
-        ("ROC: true over false positive rate", "roc", "auc"),
-        ("Precision over recall", "pr", "average_precision"),
+        ("ROC: true positive rate", "roc", "auc"),
+        ("Precision", "pr", "average_precision"),
     ):
         known = [
             (areas[each["label"]][area], each)
@@ -121,26 +122,29 @@ def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
         named = [(f"{each['label']} (area {value:.4f})", each[curve]) for value, each in known]
         if not areas:
             named = [(each["label"], each[curve]) for each in found]
-        charts.append(_points_chart(title, dict(named[:_MOST_CURVES])))
+        charts.append(_points_chart(title, dict(named[:_MOST_CURVES]), _ACROSS[curve]))
     return [chart for chart in charts if chart]
 
 
 def charts(evaluation: Facts) -> list[Chart]:
     """Return the charts that the task requests."""
     found = (
-        _points_chart(f"{each['title']}: {each['y']} over {each['x']}", each["series"])
+        _points_chart(f"{each['title']}: {each['y']}", each["series"], str(each["x"]))
         for each in evaluation.get("charts") or ()
     )
     return [chart for chart in found if chart]
 
 
-def _points_chart(title: str, series: Mapping[str, Sequence[Sequence[Any]]]) -> Chart | None:
+def _points_chart(
+    title: str, series: Mapping[str, Sequence[Sequence[Any]]], named: str
+) -> Chart | None:
     table = [
         {"across": x, str(place): y}
         for place, points in enumerate(series.values())
         for x, y in points
     ]
-    return line_chart(title, table, "across", {str(n): label for n, label in enumerate(series)})
+    columns = {str(n): label for n, label in enumerate(series)}
+    return line_chart(title, table, "across", columns, named=named)
 
 
 def calibration(evaluation: Facts) -> Chart | None:
@@ -151,7 +155,7 @@ def calibration(evaluation: Facts) -> Chart | None:
     table = [{"across": each["confidence"], "found": each["accuracy"]} for each in bins]
     table += [{"across": end, "ideal": end} for end in (0.0, 1.0)]
     series = {"found": "accuracy", "ideal": "as sure as right"}
-    return line_chart("Calibration: accuracy over confidence", table, "across", series)
+    return line_chart("Calibration: accuracy", table, "across", series, named="confidence")
 
 
 def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
@@ -226,23 +230,26 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
     return rows
 
 
-def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
-    """Return the steps as bars over the time of the run, with the events during each bar."""
-    numbers = ("began", "seconds")
-    timed = [each for each in tries if None not in (number(each.get(name)) for name in numbers)]
-    if not timed:
-        return []
-    begin: float = min(each["began"] for each in timed)
-    whole: float = max(max(each["began"] + each["seconds"] for each in timed) - begin, 1e-3)
+def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar], float]:
+    """Return the steps as bars over the run's time at work, and the idle seconds left out.
+
+    The bars of a step with several tries are numbered; each has the events during it.
+    """
+    spans = work_spans(tries)
+    if not spans:
+        return [], 0.0
+    joined = join_spans(spans)
+    whole = max(_work_until(math.inf, joined), 1e-3)
 
     def share(moment: float) -> float:
-        return round(min(max(100 * (moment - begin) / whole, 0.0), 100.0), 2)
+        return round(100 * _work_until(moment, joined) / whole, 2)
 
+    timed = [each for each in tries if work_spans([each])]
     marks: dict[float, dict[tuple[float, str], Mark]] = {each["began"]: {} for each in timed}
     for event in events:
         if (moment := number(event.get("time"))) is not None:
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
-            text = f"{event.get('event')} after {duration(moment - begin)}"
+            text = f"{event.get('event')} after {duration(_work_until(moment, joined))}"
             began = max((each for each in marks if each <= moment), default=min(marks))
             # This keeps a thousand restarts legible.
             place = round(share(moment) / _MARK_APART) * _MARK_APART, kind
@@ -252,16 +259,40 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
                 if first
                 else Mark(left=share(moment), kind=kind, text=text)
             )
-    return [
+    bars = [
         Bar(
-            step=str(each.get("step")),
+            step=name,
             status=str(each.get("status")),
             seconds=each["seconds"],
             left=share(each["began"]),
             width=round(max(share(each["began"] + each["seconds"]) - share(each["began"]), 0.5), 2),
             marks=tuple(marks[each["began"]].values()),
         )
-        for each in timed
+        for each, name in zip(timed, _number_tries(timed), strict=True)
+    ]
+    return bars, joined[-1][1] - joined[0][0] - whole
+
+
+def work_spans(tries: Iterable[Facts]) -> list[tuple[float, float]]:
+    """Return begin and end of every try whose times are known."""
+    return [
+        (began, began + seconds)
+        for each in tries
+        if (began := number(each.get("began"))) is not None
+        and (seconds := number(each.get("seconds"))) is not None
+    ]
+
+
+def _work_until(moment: float, joined: Sequence[tuple[float, float]]) -> float:
+    return sum(min(max(moment, began), ended) - began for began, ended in joined)
+
+
+def _number_tries(tries: Sequence[Facts]) -> list[str]:
+    """Return the name of each step; of one that was tried again, with the number of the try."""
+    names = [str(each.get("step")) for each in tries]
+    return [
+        f"{name}, try {names[: at + 1].count(name)}" if names.count(name) > 1 else name
+        for at, name in enumerate(names)
     ]
 
 
@@ -273,10 +304,13 @@ def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tupl
         if (time := number(each.get("time"))) is not None
         and (step := number(each.get("global_step"))) is not None
     )
-    found = []
+    found, attempt = [], 1
     for each in incidents:
         kind = str(each.get("event"))
         text = _CALLED.get(kind, kind.replace("_", " "))
+        if kind == ATTEMPT:
+            attempt += 1
+            text = f"attempt {attempt} begins"
         if each.get("is_over") and kind == "suspension":
             text = "went on"
         text = f"{each['task']}: {text}" if kind == "restart" and each.get("task") else text
@@ -309,6 +343,14 @@ def count_texts(texts: Iterable[str]) -> str:
         counts[text] = counts.get(text, 0) + 1
     first = [f"{text} ({n})" if n > 1 else text for text, n in counts.items()][:_MOST_PARTS]
     return ", ".join([*first, "others"] if len(counts) > len(first) else first)
+
+
+def is_wrong(row: Facts) -> bool | None:
+    """Return whether the model was wrong about an example; None if its answer is a number."""
+    label, predicted = row.get("label"), row.get("predicted")
+    if None in (label, predicted) or "error" in row or isinstance(predicted, float):
+        return None
+    return bool(label != predicted or (number(row.get("accuracy")) or 1.0) < 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ _LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
 _NAMES = {"r2": "R²", "f1": "F1"}
 _PAIR = 2
+_MOST_METRICS = 4
 # Characters of a class name that a reader needs.
 _LONGEST_NAME = 60
 
@@ -90,6 +91,18 @@ def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[t
     best = round_value((min if better == "lower" else max)(known), places) if known else ""
     is_one = any(round_value(each, places) != best for each in known)
     return [(text := round_value(each, places), is_one and text == best) for each in values]
+
+
+def key_metrics(metrics: Facts) -> dict[str, str]:
+    """Return the first plain metrics of a step, formatted for people."""
+    # The text of progress repeats its numbers.
+    left_out = {"headline", *(("share", "seconds_left") if metrics.get("progress") else ())}
+    plain = {
+        name: round_value(value)
+        for name, value in metrics.items()
+        if not isinstance(value, list | dict) and value not in ("", None) and name not in left_out
+    }
+    return dict(list(plain.items())[:_MOST_METRICS])
 
 
 def spell_metric(name: object) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flotilla.components.table import TRAIN
-from flotilla.pipelines.runs.outcome import key_metrics
 from flotilla.pipelines.runs.run_log.text import RUNNER_FAILED, Line
 from flotilla.trainer import events
 from flotilla.trainer.events import Event, Progress, StepBegin, StepEnd
@@ -21,7 +20,7 @@ from flotilla.trainer.events.event_lines import (
     is_first_stretch,
 )
 from flotilla.trainer.events.progress.durations import duration
-from flotilla.trainer.report.wording import round_value
+from flotilla.trainer.report.wording import key_metrics, round_value
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.user_code import is_users_file

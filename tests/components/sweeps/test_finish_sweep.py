@@ -35,6 +35,7 @@ def test_the_jobs_of_all_trials_end_and_their_table_is_published(root, tmp_path,
     assert asked == [(SETTINGS, f"run-1{of}") for of in ("-t01", "-t02", "")]
     text = storage.read_bytes(storage.join(root, "run-1", "sweep.md"))
     assert b"run-1" in text
+    assert b"<html" in storage.read_bytes(storage.join(root, "run-1", "sweep.html"))
     with open(table.path, "rb") as file:
         assert file.read() == text
     with open(report.path, encoding="utf-8") as file:

@@ -101,6 +101,8 @@ def test_of_nine_trials_the_best_alone_is_promoted_once(machine, tmp_path, paral
     kept = study.read(tmp_path / result.sweep.sweep_id)
     assert (kept.best, kept.verdict) == (5, "blessed")
     assert kept == result.sweep
+    html = (tmp_path / result.sweep.sweep_id / "sweep.html").read_text(encoding="utf-8")
+    assert "Trial 5 is the best of 9" in html
 
 
 def test_trials_are_compared_by_the_main_metric_of_their_data(machine, tmp_path):

@@ -13,6 +13,7 @@ from flotilla.trainer.data_gate import page, validate
 from flotilla.trainer.data_gate.findings import Finding
 from tests.trainer.data_gate.skews import SKEWS, table
 from tests.trainer.data_gate.tables import profile, question, rules_of, split_of
+from tests.trainer.page import Page
 
 
 def clean(seed=0, size=1000):
@@ -115,10 +116,34 @@ def drawn(columns, before=None, **more):
 def test_histograms_stand_next_to_those_of_the_champion():
     rng = np.random.default_rng(0)
     text = drawn(table(rng, 300), table(rng, 300))
-    assert text.count("<figure>") == 6
+    assert text.count("<figure ") == 6
     assert 'class="old"' in text
     assert "data of version 3" in text
     assert 'class="old"' not in drawn(table(rng, 300))
+
+
+def labelled(columns):
+    """Return the columns with a label."""
+    return {**columns, "label": np.zeros(len(next(iter(columns.values()))), int)}
+
+
+def test_the_bars_of_categories_are_named_with_their_shares():
+    new = {"plan": np.array(["basic", "plus", "basic", "plus", "basic"] * 200, object)}
+    old = {"plan": np.array(["basic", "plus"] * 500, object)}
+    words = Page(drawn(labelled(new), labelled(old))).words
+    first = words.index("basic")
+    assert words[first : first + 6] == ["basic", "60 %", "50 %", "plus", "40 %", "50 %"]
+    many = {"plan": np.array([f"plan {n % 15}" for n in range(1500)], object)}
+    words = Page(drawn(labelled(many))).words
+    assert words[words.index("all others") + 1] == "20 %"
+
+
+def test_the_axis_of_numbers_is_labelled():
+    words = Page(drawn(labelled({"age": np.linspace(0, 80, 1000)}))).words
+    first = words.index("age", words.index("age") + 1)
+    assert words[first + 1].startswith("up to 4.")
+    drawn_below = [each for each in words[first + 2 :] if " to " not in each]
+    assert drawn_below[:5] == ["20", "40", "missing", "0", "mean"]
 
 
 def test_what_the_data_says_is_escaped():
@@ -135,7 +160,7 @@ def test_a_page_of_many_features_is_bounded_and_draws_those_with_findings():
     columns = table(np.random.default_rng(0), 60, width=400)
     finding = {"rule": "drift", "feature": "x394", "split": "", "says": "moved", "action": "warn"}
     text = drawn(columns, findings=[finding] * 500)
-    assert text.count("<figure>") == page.MOST_FEATURES
-    assert "<figcaption>x394</figcaption>" in text
+    assert text.count("<figure ") == page.MOST_FEATURES
+    assert '<figure id="feature-1"><figcaption>x394' in text
     assert "341 further features are not drawn" in text
     assert len(text) < 1_000_000

@@ -6,15 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer.report.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
     MARKED_POINTS,
     MOST_POINTS,
-    RIGHT,
-    TOP,
-    WIDTH,
     Chart,
+    fit_axis,
     line_chart,
 )
 
@@ -34,21 +29,48 @@ def test_a_falling_line_falls() -> None:
     assert x1 < x2
     assert y1 < y2, "the picture's vertical axis points down"
     assert line.label == "training"
-    assert line.path == f"{x1:.1f},{y1:.1f} {x2:.1f},{y2:.1f}"
+    assert line.path == f"{x1:.2f},{y1:.2f} {x2:.2f},{y2:.2f}"
     assert line.marks == line.points
 
 
 def test_the_grid_is_round_and_holds_all_points() -> None:
     chart = drawn([{"step": 50, "loss": 2.31}, {"step": 1500, "loss": 0.04}])
     assert [tick.label for tick in chart.columns] == ["0", "500", "1000", "1500"]
-    assert [tick.label for tick in chart.rows] == ["0", "1", "2", "3"]
-    assert (chart.columns[0].at, chart.columns[-1].at) == (LEFT, WIDTH - RIGHT)
-    assert (chart.rows[0].at, chart.rows[-1].at) == (HEIGHT - BOTTOM, TOP)
+    assert [tick.label for tick in chart.rows] == ["0", "0.5", "1", "1.5", "2"]
+    assert (chart.columns[0].at, chart.columns[-1].at) == (0, 100)
+
+
+def test_the_lines_fill_the_height() -> None:
+    chart = drawn([{"step": 1, "loss": 0.91}, {"step": 2, "loss": 0.97}])
+    (_, low), (_, high) = chart.lines[0].points
+    assert (low, high) == (pytest.approx(100 - 100 / 22), pytest.approx(100 / 22))
+    assert [tick.label for tick in chart.rows] == ["0.92", "0.94", "0.96"]
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([0.0001, 0.1], ["0.0001", "0.001", "0.01", "0.1"]),
+        ([0.001, 0.02], ["0.001", "0.002", "0.005", "0.01", "0.02"]),
+        ([3.0, 4.0], ["3", "3.2", "3.4", "3.6", "3.8", "4"]),
+        ([16.0, 256.0], ["20", "50", "100", "200"]),
+    ],
+)
+def test_the_ticks_of_a_log_axis_are_within_it(values: list[float], labels: list[str]) -> None:
+    axis = fit_axis(values, is_log=True)
+    assert [tick.label for tick in axis.ticks] == labels
+    assert (axis.place(values[0]), axis.place(values[1])) == (0, 100)
+    assert axis.place((values[0] * values[1]) ** 0.5) == pytest.approx(50)
+
+
+@pytest.mark.parametrize("values", [[0.0, 1.0], [-1.0, 1.0]])
+def test_there_is_no_log_axis_without_positive_values(values: list[float]) -> None:
+    assert not fit_axis(values, is_log=True).is_log
 
 
 def test_labels_have_no_dust_of_floats() -> None:
     chart = drawn([{"step": 0, "loss": 0.1}, {"step": 1, "loss": 0.7}])
-    assert [tick.label for tick in chart.rows] == ["0", "0.2", "0.4", "0.6", "0.8"]
+    assert [tick.label for tick in chart.rows] == ["0.2", "0.4", "0.6"]
 
 
 def test_rows_without_a_number_add_no_point() -> None:
@@ -82,8 +104,8 @@ def test_nothing_to_draw(table: list[dict[str, Any]]) -> None:
 def test_one_point_is_inside(value: float) -> None:
     chart = drawn([{"step": 500, "loss": value}])
     [(x, y)] = chart.lines[0].points
-    assert LEFT < x < WIDTH - RIGHT
-    assert TOP < y < HEIGHT - BOTTOM
+    assert 0 < x < 100
+    assert 0 < y < 100
 
 
 def test_rows_out_of_order_are_put_in_order() -> None:
@@ -98,8 +120,8 @@ def test_many_points_are_thinned_without_losing_a_peak() -> None:
     table[8888]["loss"] = -9.0
     [line] = drawn(table).lines
     assert len(line.points) <= MOST_POINTS + 2
-    assert min(y for _, y in line.points) < HEIGHT / 4
-    assert max(y for _, y in line.points) > HEIGHT * 3 / 4
+    assert min(y for _, y in line.points) < 25
+    assert max(y for _, y in line.points) > 75
     assert line.marks == ()
 
 
@@ -120,8 +142,8 @@ def test_whatever_the_table_holds_the_picture_is_whole(table: list[dict[str, Any
     assert 2 <= len(chart.rows) <= 7
     for line in chart.lines:
         for x, y in line.points:
-            assert LEFT - 0.1 <= x <= WIDTH - RIGHT + 0.1
-            assert TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1
+            assert 0 <= x <= 100
+            assert 0 <= y <= 100
 
 
 def test_flags_that_are_near_are_one_and_those_outside_are_at_the_end() -> None:
@@ -130,7 +152,7 @@ def test_flags_that_are_near_are_one_and_those_outside_are_at_the_end() -> None:
     chart = line_chart("t", table, "step", {"loss": "training"}, flags=flags)
     assert chart
     assert [flag.text for flag in chart.flags] == ["restart (2 times), stalled", "resumed"]
-    assert chart.flags[-1].at == WIDTH - RIGHT
+    assert chart.flags[-1].at == 100
 
 
 @pytest.mark.parametrize(
@@ -144,11 +166,11 @@ def test_a_loss_that_falls_far_is_drawn_by_powers_of_ten(values: list[float], is
     assert chart.is_log is is_log
     assert 2 <= len(chart.rows) <= 8
     for _, y in chart.lines[0].points:
-        assert TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1
+        assert 0 <= y <= 100
 
 
 def test_the_horizontal_axis_ends_where_the_points_end() -> None:
     chart = drawn([{"step": 20, "loss": 1.0}, {"step": 12_000, "loss": 2.0}])
-    assert chart.lines[0].points[-1][0] == WIDTH - RIGHT
+    assert chart.lines[0].points[-1][0] == 100
     assert chart.columns[0].label == "0"
-    assert chart.columns[-1].at <= WIDTH - RIGHT
+    assert chart.columns[-1].at <= 100

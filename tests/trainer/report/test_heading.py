@@ -8,6 +8,7 @@ import pytest
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.report import heading, report
 from tests.trainer.page import Page
+from tests.trainer.report.test_views import CHAMPION
 
 TRACEBACK = """Traceback (most recent call last):
   File "/src/trainer/models/registry.py", line 67, in build
@@ -43,14 +44,15 @@ BLESSED = {
 
 def test_a_failed_run_begins_with_cause_place_and_next_command() -> None:
     words = Page(report.render(FAILED)).words
-    assert words[2:12] == [
-        "digits: failed in train_model", "train_model: my_model: 0", "Where in your code",
+    assert words[1:12] == [
+        "Failed in train_model", "digits: failed in train_model", "train_model: my_model: 0",
+        "Where in your code",
         "/home/me/my_model.py:6", "in", "build", 'return layers(spec, "<script>")',
         "What to do next", "See it fail on this machine, in a debugger:",
         "flotilla replay --workdir '/my runs' digits-1 train_model --pdb",
     ]  # fmt: skip
     assert words[13] == "flotilla run --workdir '/my runs' --resume digits-1"
-    assert words[14] == "digits-1"
+    assert words[14:17] == ["Training", "Time line", "Steps and lineage"], "the contents"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,7 @@ def test_a_run_without_a_checkpoint_is_not_resumed_and_one_elsewhere_neither() -
 
 def test_what_ran_is_at_the_head() -> None:
     assert dict(heading.particulars(FAILED)) == {
+        "Run": "digits-1",
         "Date": "2026-11-23 21:40 UTC",
         "Duration": "1 min 03 s",
         "Model": "digits (mlp)",
@@ -90,7 +93,7 @@ def test_the_length_is_said_in_steps_and_epochs() -> None:
     rows = dict(heading.particulars({**FAILED, "history": history}))
     assert rows["Length"] == "1,500 steps, 24 epochs"
     page = Page(report.render({**FAILED, "history": [{**row, "loss": 1.0} for row in history]}))
-    assert "Across: global steps, 63.3 an epoch." in page.text
+    assert "An epoch is 63.3 global steps." in page.text
 
 
 def test_examples_a_second_are_those_that_the_workers_counted() -> None:
@@ -111,8 +114,7 @@ def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked() ->
     assert "flotilla predict --workdir /r digits@3 FILE" in page.words
     assert 'folder = "/r/digits-1/model/step-5"' in page.text
     assert "answers = keras.ops.softmax(outputs)" in page.text
-    links = [value for name, value in page.attributes if name == "href"]
-    assert links == ["file:///r/digits-1/model/step-5"], "no browser opens a bucket"
+    assert page.links() == ["file:///r/digits-1/model/step-5"], "no browser opens a bucket"
     assert "gs://b/datasets/k" in page.words
 
 
@@ -131,7 +133,64 @@ def test_a_model_in_a_bucket_says_what_to_copy() -> None:
 def test_a_link_leads_to_a_local_file_or_nowhere(uri: Any) -> None:
     assert heading.href(uri) == ""
     html = report.render({"artifacts": {"model": uri}, "steps": [{"uri": uri}]})
-    assert not [name for name, _ in Page(html).attributes if name == "href"]
+    assert Page(html).links() == []
+
+
+def test_idle_time_is_not_counted_as_duration() -> None:
+    tries = [
+        {"step": "train_model", "began": 1795470000.0, "seconds": 60.0},
+        {"step": "train_model", "began": 1795477200.0, "seconds": 30.0},
+        # The next step begins a little later.
+        {"step": "evaluate_model", "began": 1795477235.0, "seconds": 5.0},
+    ]
+    assert dict(heading.particulars({"tries": tries}))["Duration"] == "1 min 40 s"
+    page = Page(report.render({"tries": tries}))
+    assert "1 min 40 s, and 1 h 59 min idle" in page.words
+    assert "The run was idle for 1 h 59 min, which is left out." in page.text
+    first = page.words.index("train_model, try 1")
+    assert page.words[first : first + 5 : 2] == [
+        "train_model, try 1", "train_model, try 2", "evaluate_model",
+    ]  # fmt: skip
+
+
+REFUSED = {
+    "run_id": "digits-1", "verdict": "refused", "workdir": "/my runs", "config": {"name": "digits"},
+    "evaluation": {"champion": CHAMPION}, "artifacts": {"data page": "file:///v/page.html"},
+}  # fmt: skip
+CONFIG_FILE = "'/my runs/digits-1/config.json'"
+SEARCH = f"flotilla sweep --workdir '/my runs' {CONFIG_FILE} --auto --minutes 10"
+
+
+@pytest.mark.parametrize(
+    ("facts", "rule", "commands"),
+    [
+        ({}, {"key": "gate.min"}, [SEARCH, "flotilla models show --workdir '/my runs' digits"]),
+        (
+            {"evaluation": {}},
+            {"key": "gate.constant"},
+            [f"flotilla check {CONFIG_FILE}", SEARCH],
+        ),
+        (
+            {},
+            {"metric": "comparable"},
+            [f"flotilla run --workdir '/my runs' {CONFIG_FILE} --set name=digits-2"],
+        ),
+        (
+            {"validation": {"decision": "refused"}, "workdir": ""},
+            {},
+            ["flotilla run CONFIG"],
+        ),
+    ],
+)
+def test_a_refused_run_says_what_to_do_next(
+    facts: dict[str, Any], rule: dict[str, Any], commands: list[str]
+) -> None:
+    broken = [{**rule, "passed": False}] if rule else []
+    page = Page(report.render({**REFUSED, **facts, "rules": broken}))
+    first = page.words.index("What to do next") + 1
+    assert page.words[first + 1 : first + 2 * len(commands) : 2] == commands
+    assert page.words[first + 2 * len(commands)].startswith("Look at the data")
+    assert page.links()[0] == "file:///v/page.html"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_page_shows_all_of_it(facts: dict[str, Any]) -> None:
     page = Page(report.render(facts))
     for head in [
         "Test metrics", "Next to the champion", "Time line", "Confusion matrix", "Curves",
-        "Weakest parts by digit", "Worst examples", "Steps", "Cost", "Lineage",
+        "Weakest parts by digit", "Worst examples", "Steps and lineage", "task hours", "commit",
     ]:  # fmt: skip
         assert head in page.words
     assert "version 4" in page.text
@@ -116,7 +116,7 @@ def test_every_picture_has_a_text_and_comes_with_the_page(facts: dict[str, Any])
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not [name for name, _ in page.attributes if name in ("srcset", "action")]
     texts = [value for name, value in page.attributes if name in ("alt", "aria-label")]
-    assert len(texts) == 25 + 3 + 1
+    assert len(texts) == 25 + 3 + 2, "charts, time line and contents"
     assert all(texts)
     assert not re.search(r"https?://", html)
 
@@ -194,7 +194,8 @@ def test_classes_of_each_output_come_under_its_name(facts: dict[str, Any]) -> No
 
 def test_the_time_line_in_percent_of_the_run() -> None:
     incidents = [{"event": "restart", "time": 125.0}, {"event": "attempt_begin"}]
-    prepared, trained = views.time_line(STEPS, incidents)
+    (prepared, trained), idle = views.time_line(STEPS, incidents)
+    assert idle == 0
     assert [(bar.left, bar.width) for bar in (prepared, trained)] == [(0, 20), (40, 60)]
     assert [(mark.left, mark.kind, mark.text) for mark in trained.marks] == [
         (50, "incident", "restart after 25 s")
@@ -205,18 +206,20 @@ def test_the_time_line_in_percent_of_the_run() -> None:
 def test_each_try_of_training_has_its_own_events() -> None:
     tries = [{"step": "train_model", "seconds": 10.0, "began": each} for each in (100.0, 190.0)]
     events = [{"event": "checkpoint_published", "time": each} for each in (99.0, 105.0, 195.0)]
-    first, second = views.time_line(tries, events)
-    assert [mark.left for mark in first.marks] == [0, 5]
-    assert [(mark.left, mark.kind) for mark in second.marks] == [(95, "checkpoint")]
+    (first, second), idle = views.time_line(tries, events)
+    assert [bar.step for bar in (first, second)] == ["train_model, try 1", "train_model, try 2"]
+    assert [mark.left for mark in first.marks] == [0, 25]
+    assert [(mark.left, mark.kind) for mark in second.marks] == [(75, "checkpoint")]
+    assert idle == 80, "a gap in which nothing ran is left out"
 
 
 @pytest.mark.parametrize("steps", [[], [{"step": "x"}], [{"began": "x", "seconds": 1}]])
 def test_without_times_there_is_no_line(steps: list[dict[str, Any]]) -> None:
-    assert views.time_line(steps, []) == []
+    assert views.time_line(steps, []) == ([], 0.0)
 
 
 def test_steps_of_no_length_have_a_line() -> None:
-    (bar,) = views.time_line([{"step": "x", "began": 5.0, "seconds": 0.0}], [])
+    (bar,), _ = views.time_line([{"step": "x", "began": 5.0, "seconds": 0.0}], [])
     assert bar.width > 0
 
 
@@ -230,7 +233,10 @@ def test_every_class_has_its_metrics_the_weakest_first(facts: dict[str, Any]) ->
     rows = views.weak_classes(facts["evaluation"])
     assert [row["f1"] for row in rows] == sorted(row["f1"] for row in rows)
     words = Page(report.render(facts)).words
-    begin = words.index("By class")
+    begin = (
+        words.index("3 of 3, the lowest F1 first; an area is that of one class against the rest.")
+        - 1
+    )
     assert words[begin + 1].startswith("3 of 3, the lowest F1 first")
     first = [NAMES.index(rows[0]["label"]), f"{rows[0]['precision']:.4g}", str(rows[0]["support"])]
     cells = words[begin + 9 : begin + 16]
@@ -276,7 +282,7 @@ def test_a_task_that_is_no_classifier_is_drawn_by_what_it_says() -> None:
     html = report.render(facts)
     page = Page(html)
     for words in [
-        "Residuals: error over label", "Quantiles", "Weakest parts by age", "Mean absolute error",
+        "Residuals: error", "Quantiles", "Weakest parts by age", "Mean absolute error",
     ]:  # fmt: skip
         assert words in page.words
     assert "accuracy" not in html.lower()
@@ -291,6 +297,16 @@ def test_the_weakest_parts_have_the_worst_value_whatever_its_direction() -> None
     assert [each["value"] for each in views.weakest(REGRESSION, rows)] == ["old", "young"]
     higher = {**REGRESSION, "directions": {"mean_absolute_error": "higher"}}
     assert [each["value"] for each in views.weakest(higher, rows)] == ["young", "old"]
+
+
+def test_the_worst_examples_are_first_those_that_are_wrong() -> None:
+    answers = [("no", "no", 3.0), ("yes", "no", 2.0), ("no", "yes", 1.0), ("yes", "yes", 0.5)]
+    worst = [{"label": a, "predicted": b, "loss": c} for a, b, c in answers]
+    words = Page(report.render({"evaluation": {"worst": worst}})).words
+    first = words.index("2 that the model got wrong, the highest loss first.")
+    assert words[first + 4 : first + 10] == ["yes", "no", "2", "no", "yes", "1"]
+    assert words[first + 10] == "2 that the model got right, with the highest loss"
+    assert words[first + 14 :] == ["no", "no", "3", "yes", "yes", "0.5"]
 
 
 def test_worst_examples_without_a_picture_are_a_table_with_named_columns() -> None:
@@ -320,6 +336,6 @@ def test_an_incident_is_flagged_between_the_checkpoints_around_it() -> None:
         {"event": "task_failed", "time": "today"},
     ]
     assert views.flags(incidents, saved) == [
-        (150.0, "worker-1: restart"), (200.0, "resumed"), (200.0, "went on"),
+        (150.0, "worker-1: restart"), (200.0, "attempt 2 begins"), (200.0, "went on"),
     ]  # fmt: skip
     assert views.flags(incidents[:1], []) == []

@@ -1,0 +1,137 @@
+"""The page of a sweep: the objective over each searched key, and the table of its trials."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from flotilla.trainer.report.charts import Axis, Tick, fit_axis, format_tick
+from flotilla.trainer.report.pages import environment
+from flotilla.trainer.runtime.masking import mask
+from flotilla.trainer.sweeps.sweep import Objective, Sweep, Trial, find_best, make_table
+
+#: The name of the page in the folder of a sweep.
+PAGE = "sweep.html"
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
+# Values of a list that spread by a larger factor are on a log scale.
+_MOST_LINEAR = 8.0
+_MOST_TICKS = 7
+
+
+def render(sweep: Sweep, headline: str = "", report: str = "") -> bytes:
+    """Return the page of a sweep as HTML.
+
+    `headline` is the result of the best trial's run, and `report` the address of its report.
+    """
+    objective = sweep.compared_by
+    ended = [each for each in sweep.trials if each.last]
+    heads, rows = make_table(sweep)
+    by_number = {str(each.number): each for each in sweep.trials}
+    shades = _shade(ended, objective)
+    text = _template().render(
+        sweep=sweep,
+        best=sweep.chosen or find_best(sweep.trials, sweep.objective),
+        headline=headline,
+        report=report,
+        metric=objective.metric,
+        better=objective.better,
+        charts=[_draw(sweep, key, ended, shades) for key in sweep.keys] if shades else [],
+        ends=_find_ends(ended, objective),
+        heads=heads,
+        rows=[(shades.get(by_number[row[0]].number), row) for row in rows],
+        values_at=len(sweep.keys) + 1,
+        failed=[each for each in sweep.trials if each.error],
+    )
+    return mask(text).encode(errors="backslashreplace")
+
+
+def _shade(trials: Sequence[Trial], objective: Objective) -> dict[int, int]:
+    """Return the colour of each trial by its number: 0 for the worst value, 100 for the best."""
+    ranks = {each.number: objective.rank(each.last.value) for each in trials if each.last}
+    known = {number: rank for number, rank in ranks.items() if math.isfinite(rank)}
+    best, worst = min(known.values(), default=0.0), max(known.values(), default=0.0)
+    whole = (worst - best) or 1.0
+    return {number: round(100 * (worst - rank) / whole) for number, rank in known.items()}
+
+
+def _find_ends(trials: Sequence[Trial], objective: Objective) -> list[float]:
+    """Return the worst and the best value."""
+    values = [each.last.value for each in trials if each.last and math.isfinite(each.last.value)]
+    return sorted(values, key=objective.rank, reverse=True)[:: max(len(values) - 1, 1)]
+
+
+def _draw(
+    sweep: Sweep, key: str, trials: Sequence[Trial], shades: Mapping[int, int]
+) -> dict[str, Any]:
+    """Return the values of the objective over the values of a key."""
+    top = max((each.rung for each in trials), default=0)
+    values = {each.number: each.last.value for each in trials if each.last}
+    names = [each.settings.get(key, "") for each in trials if each.number in shades]
+    across = _find_axis(sweep.space.get(key, ""), names)
+    upward = fit_axis([values[number] for number in shades] or [0.0], is_vertical=True)
+    return {
+        "title": key,
+        "is_log": across.is_log if isinstance(across, Axis) else False,
+        "columns": across.ticks if isinstance(across, Axis) else _name_ticks(across),
+        "share": 0 if isinstance(across, Axis) else 100 / len(across),
+        "rows": upward.ticks,
+        "dots": [
+            {
+                "left": _place(across, each.settings.get(key, "")),
+                "bottom": upward.place(values[each.number]),
+                "shade": shades[each.number],
+                "trial": each,
+                "is_early": each.last is not None and each.last.rung < top,
+            }
+            for each in trials
+            if each.number in shades
+        ],
+    }
+
+
+def _find_axis(distribution: str, names: Sequence[str]) -> Axis | list[str]:
+    """Return the axis of the numbers of a key, on its scale, or the list of its other values."""
+    numbers = [number for name in names if (number := _parse_number(name)) is not None]
+    if len(numbers) < len(names) or not numbers:
+        return list(dict.fromkeys(names)) or [""]
+    attributes: Mapping[str, Any] = {}
+    with suppress(ValueError, KeyError, TypeError):
+        attributes = json.loads(distribution)["attributes"]
+    ends = [attributes[name] for name in ("low", "high") if name in attributes]
+    is_log = bool(attributes.get("log"))
+    listed = sorted(set(numbers))
+    if not ends:
+        is_log = listed[0] > 0 and listed[-1] / listed[0] > _MOST_LINEAR
+    axis = fit_axis([*ends, *numbers], is_log=is_log)
+    if ends or len(listed) > _MOST_TICKS:
+        return axis
+    ticks = tuple(Tick(at=axis.place(each), label=format_tick(each)) for each in listed)
+    return Axis(low=axis.low, high=axis.high, is_log=axis.is_log, ticks=ticks)
+
+
+def _parse_number(text: str) -> float | None:
+    with suppress(ValueError):
+        return number if math.isfinite(number := float(text)) else None
+    return None
+
+
+def _name_ticks(names: Sequence[str]) -> list[Tick]:
+    return [Tick(at=_place(list(names), name), label=name) for name in names]
+
+
+def _place(across: Axis | list[str], text: str) -> float:
+    if isinstance(across, Axis):
+        return across.place(float(text))
+    return 100 * (across.index(text) + 0.5) / len(across)
+
+
+@cache
+def _template() -> jinja2.Template:
+    return environment(_TEMPLATE.parent).get_template(_TEMPLATE.name)
