@@ -241,13 +241,13 @@ def add_full_disk(result: RunResult, folder: Path) -> RunResult:
 
 def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
     """Return when a run began, and its seconds until its last step ended, without idle time."""
-    spans = [(step.began, step.ended or step.began + step.seconds) for step in run.steps]
-    earlier = [each for step in run.steps for each in step.earlier]
-    spans += [(each.began, each.began + each.seconds) for each in earlier]
-    if not spans:
+    tries = [(step.step, step.began, step.ended or step.began + step.seconds) for step in run.steps]
+    for step in run.steps:
+        tries += [(step.step, each.began, each.began + each.seconds) for each in step.earlier]
+    if not tries:
         return None, None
-    began = make_time(min(spans)[0])
-    return began, time_at_work(spans) if began else None
+    began = make_time(min(each for _, each, _ in tries))
+    return began, time_at_work(tries) if began else None
 
 
 def find_model(run: RunResult) -> str:

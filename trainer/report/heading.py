@@ -18,7 +18,7 @@ from flotilla.trainer.features.length import examples_of_step, format_epochs, is
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.programs import programs
 from flotilla.trainer.report.rules import CONSTANT, IDENTITY
-from flotilla.trainer.report.views import work_spans
+from flotilla.trainer.report.views import list_spans
 from flotilla.trainer.report.wording import format_value
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import make_time
@@ -42,10 +42,10 @@ def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
 def particulars(facts: Facts) -> list[tuple[str, str]]:
     """Return the known facts of a run: date, duration, model, dataset, strategy and speed."""
     config, steps = facts.get("config") or {}, facts.get("steps") or ()
-    spans = work_spans(facts.get("tries") or ())
+    spans = list_spans(facts.get("tries") or ())
     rows = [("Run", str(facts.get("run_id") or ""))]
     if spans:
-        rows.append(("Date", clock(min(spans)[0], "%Y-%m-%d %H:%M UTC")))
+        rows.append(("Date", clock(min(began for _, began, _ in spans), "%Y-%m-%d %H:%M UTC")))
         rows.append(("Duration", duration(time_at_work(spans))))
     if config:
         rows += [("Model", _model(config, facts)), ("Dataset", _dataset(config, steps))]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flotilla.trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
-from flotilla.trainer.events.progress.durations import duration, join_spans
+from flotilla.trainer.events.progress.durations import duration, join_tries
 from flotilla.trainer.report import headline
 from flotilla.trainer.report.charts import Chart, line_chart, number
 from flotilla.trainer.report.wording import capital, shorten_name, side_by_side, title_metric
@@ -235,16 +235,16 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
 
     The bars of a step with several tries are numbered; each has the events during it.
     """
-    spans = work_spans(tries)
+    spans = list_spans(tries)
     if not spans:
         return [], 0.0
-    joined = join_spans(spans)
+    joined = join_tries(spans)
     whole = max(_work_until(math.inf, joined), 1e-3)
 
     def share(moment: float) -> float:
         return round(100 * _work_until(moment, joined) / whole, 2)
 
-    timed = [each for each in tries if work_spans([each])]
+    timed = [each for each in tries if list_spans([each])]
     marks: dict[float, dict[tuple[float, str], Mark]] = {each["began"]: {} for each in timed}
     for event in events:
         if (moment := number(event.get("time"))) is not None:
@@ -273,10 +273,10 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
     return bars, joined[-1][1] - joined[0][0] - whole
 
 
-def work_spans(tries: Iterable[Facts]) -> list[tuple[float, float]]:
-    """Return begin and end of every try whose times are known."""
+def list_spans(tries: Iterable[Facts]) -> list[tuple[str, float, float]]:
+    """Return step, begin and end of every try whose times are known."""
     return [
-        (began, began + seconds)
+        (str(each.get("step")), began, began + seconds)
         for each in tries
         if (began := number(each.get("began"))) is not None
         and (seconds := number(each.get("seconds"))) is not None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import itemgetter
 
 # Sixty of the smaller unit; the seconds above which tenths are dropped; the hours above which days
 # are used.
 _SIXTY, _TENTHS, _DAYS = 60, 10, 48
-# Seconds. A longer gap between steps is idle time: the run waits to be resumed.
-_IDLE = 60.0
 
 
 def duration(seconds: object) -> str:
@@ -29,17 +28,23 @@ def duration(seconds: object) -> str:
     return f"{hours} h {minutes:02d} min" if hours < _DAYS else f"{hours // 24} d {hours % 24} h"
 
 
-def join_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join spans, each the begin and the end, across the gaps that are not idle time."""
+def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, float]]:
+    """Return begin and end of the spans in which a run was at work.
+
+    A try is the name of a step, its begin and its end. Time before a step that was tried before is
+    idle: the run waited to be resumed.
+    """
     joined: list[tuple[float, float]] = []
-    for began, ended in sorted(spans):
-        if joined and began - joined[-1][1] <= _IDLE:
+    seen = set()
+    for step, began, ended in sorted(tries, key=itemgetter(1)):
+        if joined and (step not in seen or began <= joined[-1][1]):
             joined[-1] = joined[-1][0], max(joined[-1][1], ended)
         else:
             joined.append((began, ended))
+        seen.add(step)
     return joined
 
 
-def time_at_work(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds of these spans without overlaps and without idle time."""
-    return sum(ended - began for began, ended in join_spans(spans))
+def time_at_work(tries: Iterable[tuple[str, float, float]]) -> float:
+    """Return the seconds in which a run was at work, see `join_tries`."""
+    return sum(ended - began for began, ended in join_tries(tries))

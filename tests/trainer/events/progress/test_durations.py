@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress.durations import duration, join_tries, time_at_work
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,16 @@ def test_each_unit_is_rounded_to_the_next_one(seconds, text):
 @pytest.mark.parametrize("seconds", [-1, None, math.nan, math.inf, "7", True])
 def test_what_is_no_time_is_a_dash(seconds):
     assert duration(seconds) == "-"
+
+
+def test_the_time_before_a_step_is_tried_again_is_idle():
+    tries = [
+        ("prepare_data", 0.0, 10.0),
+        # A pod waits for a machine.
+        ("train_model", 100.0, 130.0),
+        ("prepare_data", 1000.0, 1001.0),
+        ("train_model", 1002.0, 1020.0),
+    ]
+    assert join_tries(reversed(tries)) == [(0.0, 130.0), (1000.0, 1001.0), (1002.0, 1020.0)]
+    assert time_at_work(tries) == 149.0
+    assert time_at_work([]) == 0.0
