@@ -2,10 +2,8 @@
 # official image of Python, which has its packages below /usr/local.
 ARG BASE=python:3.11.7-slim-bookworm
 
-# What the code requires, as files that nothing else changes: the packages, nearly all of the image,
-# are installed anew when one of these does. The extras s3 (KFP's
-# default store), mlflow and signing are among them. For CPUs
-# TensorFlow is built without its kernels for GPUs too, under a name of its own.
+# The lock of the variant. The extras s3 (KFP's default store), mlflow and signing are part of it. For
+# CPUs TensorFlow is built without its kernels for GPUs too, under a name of its own.
 FROM ${BASE} AS requirements
 ARG VARIANT=cpu
 WORKDIR /build
@@ -14,21 +12,29 @@ RUN case "$VARIANT $(uname -m)" in \
         "cpu x86_64") sed -i '/^tensorflow==/,/[^\\]$/d' requirements.lock \
             && cat requirements-cpu.lock >> requirements.lock ;; \
         "cpu "*) ;; \
-        "gpu "*) sed -i 's/^tensorflow==/tensorflow[and-cuda]==/' requirements.lock \
-            && cat requirements-gpu.lock >> requirements.lock ;; \
+        "gpu "*) cat requirements-gpu.lock >> requirements.lock ;; \
         *) echo "VARIANT is cpu or gpu, not $VARIANT" >&2; exit 2 ;; \
-    esac \
-    && sed -n '/^setuptools==/,/[^\\]$/p' requirements.lock > build.lock
+    esac
+
+# The packages, nearly all of the image. Only a change of a lock installs them again. What is removed
+# is loaded by no process of Flotilla: TensorFlow's C++ headers, the library of libclang, and tests of
+# packages. The bytecode is compiled here: otherwise every task would compile TensorFlow's Python.
+FROM ${BASE} AS packages
+WORKDIR /build
+COPY .ci/uv.py .ci/uv.py
+COPY requirements-build.lock ./
+COPY --from=requirements /build/requirements.lock ./
+RUN python .ci/uv.py pip install --no-deps --require-hashes --no-build-isolation --compile \
+        --prefix /packages --requirement requirements.lock \
+    && cd /packages/lib/python3*/site-packages \
+    && rm -rf tensorflow/include clang/native \
+    && find pyarrow scipy sklearn -type d -name tests -prune -exec rm -rf {} +
 
 # The code as pip installs it, and TensorFlow's usual name for packages that require it.
-FROM ${BASE} AS code
-ARG VARIANT=cpu
-WORKDIR /build
-COPY requirements.lock ./
-RUN sed -n '/^setuptools==/,/[^\\]$/p' requirements.lock > build.lock \
-    && pip install --no-cache-dir --require-hashes --requirement build.lock
-RUN if [ "$VARIANT $(uname -m)" = "cpu x86_64" ]; then \
-        pinned="$(sed -n 's/^tensorflow==\([^ ]*\).*/\1/p' requirements.lock)" && mkdir alias \
+FROM packages AS code
+RUN pinned="$(sed -n 's/^tensorflow-cpu==\([^ ]*\).*/\1/p' requirements.lock)" \
+    && if [ -n "$pinned" ]; then \
+        mkdir alias \
         && printf '[project]\nname = "tensorflow"\nversion = "%s"\ndependencies = ["tensorflow-cpu==%s"]\n[tool.setuptools]\npy-modules = []\n' \
             "$pinned" "$pinned" > alias/pyproject.toml \
         && pip install --no-deps --no-build-isolation --prefix /code ./alias; \
@@ -52,17 +58,9 @@ ENV PYTHONUNBUFFERED=1 \
 RUN useradd --uid 1000 --gid 0 --create-home flotilla && chmod 770 /home/flotilla
 WORKDIR /opt/flotilla
 
-# Removed is what no process of Flotilla loads: TensorFlow's C++ headers, the library of libclang, and
-# tests of packages. The bytecode that pip compiles stays: without it every task would compile
-# TensorFlow's Python again.
-COPY --from=requirements /build/build.lock /build/requirements.lock ./
-RUN pip install --no-cache-dir --require-hashes --requirement build.lock \
-    && pip install --no-cache-dir --require-hashes --no-build-isolation \
-        --requirement requirements.lock --constraint requirements.lock \
-    && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
-    && rm -rf tensorflow/include clang/native \
-    && find pyarrow scipy sklearn -type d -name tests -prune -exec rm -rf {} +
-
+# The base has other versions of two packages, whose files would mix with those of the lock.
+RUN pip uninstall --yes setuptools wheel
+COPY --from=packages /packages /usr/local
 COPY --from=code /code /usr/local
 COPY configs configs
 # A base with its packages elsewhere would not find the code.

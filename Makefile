@@ -6,6 +6,7 @@
 BIN := .venv/bin
 PYTHON := $(BIN)/python
 PIP := PYTHONWARNINGS=ignore $(PYTHON) -m pip --quiet --disable-pip-version-check
+UV := $(PYTHON) .ci/uv.py
 PYTEST := $(PYTHON) -m pytest
 SETUP := .venv/.setup
 # Whoever sets it would have pytest rewrite 500 files of tests again in every process.
@@ -21,19 +22,15 @@ help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; \
 		do printf '  make %-11s %s\n' "$$name" "$$text"; done
 
-setup: $(SETUP) ## create .venv from requirements.lock (every other target does this by itself)
+setup: $(SETUP) ## create .venv from requirements-dev.lock (every other target does this by itself)
 
-# First what builds the packages that exist as source only: pip checks no hash of what it would
-# install for a build in isolation. As constraints the pins also hold for what is required with an
-# extra: pip would take the newest version of that.
-$(SETUP): pyproject.toml requirements.lock requirements-dev.lock
+# The locks are complete, so that no requirement of a package is looked up: `--no-deps`. The packages
+# that exist as source only are built by the locked setuptools: an isolated build checks no hash.
+$(SETUP): pyproject.toml requirements-build.lock requirements-dev.lock .ci/venv .ci/uv.py
 	@sh .ci/venv
-	@echo "Installing requirements.lock into .venv, a few minutes the first time"
-	@sed -n '/^setuptools==/,/[^\\]$$/p' requirements.lock > .venv/build.lock
-	@$(PIP) install --require-hashes --requirement .venv/build.lock
-	@$(PIP) install --require-hashes --no-build-isolation \
-		--requirement requirements.lock --requirement requirements-dev.lock \
-		--constraint requirements.lock --constraint requirements-dev.lock
+	@echo "Installing requirements-dev.lock into .venv, a minute or two the first time"
+	@$(UV) pip install --no-deps --require-hashes --no-build-isolation \
+		--requirement requirements-dev.lock
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -106,7 +103,20 @@ clean: ## remove caches and build output; .venv and runs/ stay
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-lock: ## pin what is installed and what pyproject.toml asks for; newest of all after `rm -r .venv`
+# The extras that the image has: KFP's default store, a tracker, signatures.
+IMAGE_EXTRAS := --extra s3 --extra mlflow --extra signing
+LOCK = $(UV) pip compile --universal --python-version 3.11 --fork-strategy fewest --no-annotate \
+	--generate-hashes --custom-compile-command "make lock" $(ARGS)
+TENSORFLOW = sed -n 's/^tensorflow==\([^ ]*\).*/$(1)==\1/p' requirements.lock
+
+lock: ## pin what pyproject.toml asks for, and keep other pins; ARGS=--upgrade: the newest of all
 	@sh .ci/venv
-	@$(PIP) install --editable '.[dev]'
-	@$(PYTHON) .ci/lock.py
+	@$(LOCK) pyproject.toml $(IMAGE_EXTRAS) --output-file requirements.lock
+	@$(LOCK) pyproject.toml --extra dev --constraint requirements.lock \
+		--output-file requirements-dev.lock
+	@$(LOCK) --group build --no-deps --constraint requirements.lock \
+		--output-file requirements-build.lock
+	@$(call TENSORFLOW,tensorflow-cpu) | $(LOCK) - --no-deps --output-file requirements-cpu.lock
+	@cat requirements.lock requirements-gpu.lock > .venv/gpu.lock
+	@$(call TENSORFLOW,tensorflow[and-cuda]) | $(LOCK) - --output-file .venv/gpu.lock
+	@sed -n '/^#/p; /^nvidia-/,/[^\]$$/p' .venv/gpu.lock > requirements-gpu.lock

@@ -75,7 +75,7 @@ def test_the_base_is_an_argument_that_takes_a_digest():
     (first, base), *others = instructions(DOCKERFILE)
     assert first == "ARG"
     images = [rest.partition(" AS ")[0] for name, rest in others if name == "FROM"]
-    assert images == ["${BASE}"] * 3
+    assert images == ["${BASE}", "${BASE}", "packages", "${BASE}"]
     assert re.fullmatch(r"BASE=python:3\.11\.\d+-slim-\w+", base)
 
 
@@ -100,19 +100,25 @@ def test_no_process_in_it_looks_into_its_working_folder_first():
 
 
 def test_a_change_of_code_installs_no_package_anew():
-    image = stages(DOCKERFILE)[""]
-    packages = next(i for i, (_, rest) in enumerate(image) if "--requirement" in rest)
-    before = [shlex.split(rest) for name, rest in image[:packages] if name in ("COPY", "ADD")]
-    assert before == [
-        ["--from=requirements", "/build/build.lock", "/build/requirements.lock", "./"]
-    ]
     sources = {
-        word
-        for name, rest in stages(DOCKERFILE)["requirements"]
-        if name == "COPY"
-        for word in shlex.split(rest)[:-1]
+        stage: {
+            word
+            for name, rest in stages(DOCKERFILE)[stage]
+            if name in ("COPY", "ADD") and "--from=" not in rest
+            for word in shlex.split(rest)[:-1]
+        }
+        for stage in ("requirements", "packages")
     }
-    assert sources == {f"requirements{kind}.lock" for kind in ("", "-cpu", "-gpu")}
+    assert sources["requirements"] == {f"requirements{kind}.lock" for kind in ("", "-cpu", "-gpu")}
+    assert sources["packages"] == {".ci/uv.py", "requirements-build.lock"}
+    copies = [rest for name, rest in stages(DOCKERFILE)[""] if name in ("COPY", "ADD")]
+    assert copies[:2] == ["--from=packages /packages /usr/local", "--from=code /code /usr/local"]
+
+
+def test_no_package_of_the_base_mixes_with_those_of_the_lock():
+    image = [rest for _, rest in stages(DOCKERFILE)[""]]
+    removal = image.index("pip uninstall --yes setuptools wheel")
+    assert removal < image.index("--from=packages /packages /usr/local")
 
 
 def test_the_code_is_in_it_once_as_pip_installs_it():
@@ -138,7 +144,7 @@ def test_its_user_has_a_number_and_any_user_of_group_0_may_write_its_home():
     ("variant", "tensorflow", "pins"),
     [
         ("cpu", "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow", 0),
-        ("gpu", "tensorflow[and-cuda]", 12),
+        ("gpu", "tensorflow", 12),
     ],
 )
 def test_the_packages_of_a_variant(tmp_path, variant, tensorflow, pins):
@@ -146,13 +152,9 @@ def test_the_packages_of_a_variant(tmp_path, variant, tensorflow, pins):
     build(tmp_path, "requirements", command, VARIANT=variant)
     lock = (tmp_path / "requirements.lock").read_text(encoding="utf-8")
     assert len(re.findall("^nvidia-.*==", lock, re.MULTILINE)) == pins
-    (found,) = re.findall(
-        r"^(tensorflow(?:-cpu|\[and-cuda\])?)==\S+ \\\n    --hash", lock, re.MULTILINE
-    )
+    (found,) = re.findall(r"^(tensorflow(?:-cpu)?)==\S+ \\\n    --hash", lock, re.MULTILINE)
     assert found == tensorflow
     assert not re.search("^ruff==", lock, re.MULTILINE)
-    built = (tmp_path / "build.lock").read_text(encoding="utf-8")
-    assert re.fullmatch(r"setuptools==\S+( \\\n    --hash=sha256:\w{64})+\n", built)
 
 
 def test_a_variant_that_is_none_ends_the_build(tmp_path):
@@ -177,9 +179,11 @@ def test_the_installed_code_has_no_left_overs(tmp_path, borrowing_venv):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorflow-cpu is for x86_64")
 def test_packages_that_require_tensorflow_find_it_by_its_usual_name(tmp_path, borrowing_venv):
-    _, command, _ = [rest for name, rest in stages(DOCKERFILE)["code"] if name == "RUN"]
+    (select,) = [rest for name, rest in stages(DOCKERFILE)["requirements"] if name == "RUN"]
+    build(tmp_path, "requirements", select, VARIANT="cpu")
+    command, _ = [rest for name, rest in stages(DOCKERFILE)["code"] if name == "RUN"]
     place = tmp_path / "made"
-    build(tmp_path, "code", command.replace("/code", str(place)), borrowing_venv, VARIANT="cpu")
+    build(tmp_path, "code", command.replace("/code", str(place)), borrowing_venv)
     (packages,) = place.glob("lib/python3*/site-packages")
     (found,) = distributions(path=[str(packages)])
     pinned = re.search(

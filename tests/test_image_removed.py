@@ -58,7 +58,7 @@ def removed() -> list[str]:
     """Return the patterns of what the image removes, below its folder of packages."""
     (command,) = [
         rest
-        for name, rest in stages((ROOT / "Dockerfile").read_text())[""]
+        for name, rest in stages((ROOT / "Dockerfile").read_text())["packages"]
         if "--requirement" in rest
     ]
     parts = [shlex.split(part) for part in command.split("&&")]

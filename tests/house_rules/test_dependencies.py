@@ -1,17 +1,17 @@
 """Imports and declared dependencies match, and all dependencies are pinned."""
 
 import ast
+import os
 import re
-import runpy
 import subprocess
 import sys
 from hashlib import sha256
 from importlib import metadata
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from zipfile import ZipFile
 
 import pytest
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 
 from tests.house_rules.source import (
@@ -24,12 +24,15 @@ from tests.house_rules.source import (
     text,
     tree,
 )
+from tests.wheels import write_wheel
 
 # TFDS, `tf.summary` and model_signing import these without declaring them.
 FOR_OTHERS = {"importlib-resources", "tensorboard", "pyopenssl"}
-LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-cpu", "-gpu")]
-IMAGE = runpy.run_path(".ci/lock.py")
-PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)((?: --hash=sha256:[0-9a-f]{64})+)$")
+LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-build", "-cpu", "-gpu")]
+IMAGE_EXTRAS = re.findall(
+    r"--extra (\w+)", re.findall("^IMAGE_EXTRAS := (.*)", text(Path("Makefile")), re.MULTILINE)[0]
+)
+PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)(?: ; ([^\\]+?))?((?: --hash=sha256:[0-9a-f]{64})+)$")
 
 
 # Private modules of TensorFlow and Keras: check each line at an upgrade of TensorFlow.
@@ -42,7 +45,7 @@ def normal(name):
 
 
 def extras_of_users():
-    return set(project()["project"]["optional-dependencies"]) - {"dev"}
+    return set(project()["project"]["optional-dependencies"]) - {"dev", "docs"}
 
 
 def requirements(*extras):
@@ -98,11 +101,41 @@ def wrong_pins():
     pins = pins_of("requirements.lock")
     if pins_of("requirements-cpu.lock") != {"tensorflow-cpu": pins["tensorflow"]}:
         yield "requirements-cpu.lock: it is not the version of requirements.lock: `make lock`"
-    pins |= pins_of("requirements-dev.lock")
-    for requirement in requirements(*IMAGE["IMAGE_EXTRAS"], "dev"):
+    for lock in ("requirements-build.lock", "requirements-dev.lock"):
+        for name, pin in pins_of(lock).items():
+            if pins.get(name, pin) != pin:
+                yield f"{lock}: {name} is another version than in requirements.lock: `make lock`"
+    pins |= pins_of("requirements-dev.lock") | pins_of("requirements-build.lock")
+    for requirement in requirements(*IMAGE_EXTRAS, "dev"):
         pin = pins.get(normal(requirement.name), "")
         if not pin or pin not in requirement.specifier:
             yield f"requirements.lock: {requirement} is pinned to {pin or 'nothing'}: `make lock`"
+
+
+def required_here(*roots):
+    """Return the names of the packages that these requirements need on this machine."""
+    open_ones, found = list(roots), set()
+    while open_ones:
+        one = open_ones.pop()
+        for extra in ("", *one.extras):
+            if (normal(one.name), extra) in found:
+                continue
+            found.add((normal(one.name), extra))
+            try:
+                below = map(Requirement, metadata.requires(one.name) or ())
+            except metadata.PackageNotFoundError:
+                continue
+            open_ones += [
+                each
+                for each in below
+                if each.marker is None or each.marker.evaluate({"extra": extra})
+            ]
+    return {name for name, _ in found}
+
+
+def pinned_here(lock):
+    lines = [match for match in map(PIN.match, lines_of(lock)) if match]
+    return {normal(line[1]) for line in lines if not line[3] or Marker(line[3]).evaluate()}
 
 
 def wrong_pins_of_the_gpu_image():
@@ -134,47 +167,42 @@ def test_what_is_imported_is_declared_and_locked():
     assert not offenders, "\n".join(offenders)
 
 
-def test_the_lock_of_an_image_is_complete_and_has_nothing_of_development():
-    found = IMAGE["needed_by"](map(str, requirements(*IMAGE["IMAGE_EXTRAS"])))
-    assert found == pins_of("requirements.lock").keys()
+def test_a_lock_is_complete():
+    # Packages are installed without their requirements: all of them have to be in the lock.
+    needed = required_here(*requirements(*IMAGE_EXTRAS))
+    assert needed == pinned_here("requirements.lock")
+    assert needed | required_here(*requirements("dev")) <= pinned_here("requirements-dev.lock")
 
 
-@pytest.mark.parametrize(("hashes", "code"), [("right", 0), ("wrong", 1)])
-def test_a_package_with_another_hash_is_not_installed(tmp_path, hashes, code):
-    wheel = tmp_path / "given-1-py3-none-any.whl"
-    with ZipFile(wheel, "w") as archive:
-        archive.writestr("given.py", "")
-        archive.writestr(
-            "given-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: given\nVersion: 1\n"
-        )
-        archive.writestr("given-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("given-1.dist-info/RECORD", "")
+@pytest.mark.parametrize("hashes", ["right", "wrong"])
+@pytest.mark.parametrize(
+    ("installer", "refusal"), [("uv pip", "Hash mismatch"), ("pip", "DO NOT MATCH THE HASHES")]
+)
+def test_a_package_with_another_hash_is_not_installed(tmp_path, installer, refusal, hashes):
+    pytest.importorskip(installer.split()[0], reason="there is no uv for this platform")
+    wheel = write_wheel(tmp_path, "given")
     digest = sha256(wheel.read_bytes() if hashes == "right" else b"other").hexdigest()
     lock = tmp_path / "lock"
-    lock.write_text(f"given @ {wheel.as_uri()} \\\n    --hash=sha256:{digest}\n")
+    lock.write_text(f"given==1 --hash=sha256:{digest}\n")
     (options,) = re.findall(
-        r"install (.*--no-build-isolation) \\\n.*requirements-dev", text(Path("Makefile"))
+        r"UV\) pip install (.*?) \\\n.*requirements-dev", text(Path("Makefile"))
     )
-    pip = [sys.executable, "-m", "pip", "install", *options.split()]
-    place = ["--target", tmp_path / "there"]
-    done = subprocess.run(
-        [*pip, *place, "--requirement", lock], text=True, capture_output=True, check=False
-    )
-    assert done.returncode == code, done.stderr
-    assert (tmp_path / "there" / "given.py").exists() is (code == 0)
-    assert ("DO NOT MATCH THE HASHES" in done.stderr) is (code == 1)
+    place = ["--target", tmp_path / "there", "--requirement", lock]
+    command = [sys.executable, "-m", *installer.split(), "install", *options.split(), *place]
+    offline = {"UV_OFFLINE": "1", "PIP_NO_INDEX": "1"}
+    wheels = {"UV_FIND_LINKS": str(tmp_path), "PIP_FIND_LINKS": str(tmp_path)}
+    environment = os.environ | offline | wheels
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
+    assert done.returncode == (0 if hashes == "right" else 1), done.stderr
+    assert (tmp_path / "there" / "given.py").exists() is (hashes == "right")
+    assert (refusal in done.stderr) is (hashes == "wrong")
 
 
 def test_nothing_is_installed_without_its_hash():
     for file in ("Makefile", "Dockerfile"):
         whole = re.sub(r"\\\n\s*", " ", text(Path(file)))
-        for call in re.findall(r"(?:pip|PIP\)) install (.*?)(?:&&|\n|$)", whole):
-            # The project itself, and what `make lock` pins.
-            is_own = "--no-deps" in call or "'.[dev]'" in call
-            assert is_own or "--require-hashes" in call, f"{file}: {call}"
-            # Without it, a requirement with an extra resolves to the newest version.
-            for lock in re.findall(r"--requirement (requirements\S*)", call):
-                assert f"--constraint {lock}" in call, f"{file}: {call}"
-            assert is_own or "--no-build-isolation" in call or "build.lock" in call, (
-                f"{file}: {call}"
-            )
+        for call in re.findall(r"pip install (.*?)(?:&&|;|\n|$)", whole):
+            # Each lock is complete; without a lock only the project itself is installed.
+            assert "--no-deps" in call, f"{file}: {call}"
+            assert "--no-build-isolation" in call, f"{file}: {call}"
+            assert ("--require-hashes" in call) is ("--requirement " in call), f"{file}: {call}"
