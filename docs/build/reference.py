@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -31,6 +32,12 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; bars and line breaks in a cell are escaped."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def entry(name: str, facts: Iterable[str], meaning: str) -> str:
+    """Return an entry of a list: a name, facts in brackets, a meaning."""
+    given = "; ".join(filter(None, facts))
+    return f"- {name}{f' ({given})' if given else ''}: {' '.join(meaning.split())}\n"
 
 
 def code(value: object) -> str:
@@ -71,7 +78,6 @@ _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
 _MOST_HOURS = 48
 # From here on a power of two is the limit of an integer type, and is written as a power.
 _LARGE = 2**31
-_KEY_TITLES = ("key", "type", "default", "allowed", "meaning")
 _CONFIGURATION_HEAD = f"""{NOTICE}
 # Configuration
 
@@ -102,9 +108,7 @@ def _section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> I
     title = f"## `{path}`\n\n" if path else "## The file\n\n"
     yield f"{title}{paragraph(model.__doc__ or '')}\n\n"
     seen.add(model)
-    yield table(
-        _KEY_TITLES, (_key_row(path, name, field) for name, field in model.model_fields.items())
-    )
+    yield from (_key_entry(path, name, field) for name, field in model.model_fields.items())
     yield "\n"
     if model is ScheduleConfig:
         yield from _schedules(path)
@@ -119,22 +123,20 @@ def _schedules(path: str) -> Iterator[str]:
     for name, model in ARGS.items():
         yield f"### `{path}.args` of `{name}`\n\n{paragraph(model.__doc__ or '')}\n\n"
         if fields := model.model_fields.items():
-            yield table(
-                _KEY_TITLES, (_key_row(f"{path}.args", key, field) for key, field in fields)
-            )
+            yield from (_key_entry(f"{path}.args", key, field) for key, field in fields)
             yield "\n"
 
 
-def _key_row(path: str, name: str, field: FieldInfo) -> tuple[str, ...]:
-    where = _joined(path, name)
+def _key_entry(path: str, name: str, field: FieldInfo) -> str:
+    where = code(_joined(path, name))
     inner = _inner(field.annotation)
-    meaning = (
-        field.description or paragraph(inner.__doc__ or "") if inner else field.description or ""
-    )
     if inner and inner is field.annotation:
-        return (code(where), "section", "", "", meaning)
-    kind = _annotated((field.annotation, *field.metadata))
-    return (code(where), kind, _default(field), _allowed(field), meaning)
+        part = _joined(path, name).replace(".", "")
+        return entry(where, ["section"], field.description or f"[below](#{part})")
+    meaning = field.description or paragraph(inner.__doc__ or "" if inner else "")
+    kind, allowed = _annotated((field.annotation, *field.metadata)), _allowed(field)
+    is_choice = kind == "text" and allowed.startswith("one of")
+    return entry(where, ["" if is_choice else kind, _default(field), allowed], meaning)
 
 
 def _joined(path: str, name: str) -> str:
@@ -171,9 +173,9 @@ def _annotated(args: tuple[Any, ...]) -> str:
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "none: required"
+        return "required"
     value = field.default
-    return code(list(value) if isinstance(value, tuple) else value)
+    return f"default {code(list(value) if isinstance(value, tuple) else value)}"
 
 
 def _allowed(field: FieldInfo) -> str:
@@ -189,7 +191,7 @@ def _allowed(field: FieldInfo) -> str:
         words.append(f"or {code(AUTO)}")
     choices = kind if get_origin(kind) is Literal else next(iter(get_args(kind)), None)
     if get_origin(choices) is Literal:
-        words.append(codes(get_args(choices)))
+        words.append(f"one of {codes(get_args(choices))}")
     return ", ".join(words)
 
 
@@ -285,25 +287,24 @@ def _duration(seconds: int) -> str:
 def _component(made: Any) -> str:
     spec = made.component_spec
     outputs = (spec.outputs or {}).items()
-    rows = [
-        *_inputs(spec),
-        *(("output", code(name), _artifact_type(each), "") for name, each in outputs),
-    ]
+    given = ", ".join(_inputs(spec))
+    made_of = ", ".join(f"{code(name)} ({_artifact_type(each)})" for name, each in outputs)
     described = paragraph(made.description or "")
-    return f"## `{made.name}`\n\n{described}\n\n{table(('', 'name', 'type', 'default'), rows)}\n"
+    listed = f"- Inputs: {given}\n- Outputs: {made_of or 'none'}\n"
+    return f"## `{made.name}`\n\n{described}\n\n{listed}\n"
 
 
-def _inputs(spec: Any) -> Iterator[tuple[str, ...]]:
+def _inputs(spec: Any) -> Iterator[str]:
     given = spec.inputs or {}
     keys = {each.name for each in FIELDS}
     # The first step takes all of them; another step may take a few.
     whole = keys <= given.keys()
     if whole:
-        yield "input", "[every run parameter](parameters.md) but the image", "", ""
+        yield "[every run parameter](parameters.md) but the image"
     for name, each in given.items():
         if not (whole and name in keys):
-            default = code(each.default) if each.optional else ""
-            yield "input", code(name), _artifact_type(each), default
+            default = f", default {code(each.default)}" if each.optional else ""
+            yield f"{code(name)} ({_artifact_type(each)}{default})"
 
 
 def _artifact_type(each: Any) -> str:
@@ -330,6 +331,8 @@ when the command fails or is interrupted; tables and documents go to standard er
 A number that is not finite is `null`. These keys are always present; a command lists what it adds.
 
 """
+# As many commands that have an option in the same words share it.
+_SHARED = 3
 _KEYS = {
     "status": "`done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; of a run "
     "elsewhere also `submitted`, `running`, `canceling`, `canceled`, `ended` or `unknown`",
@@ -345,10 +348,16 @@ def command_line(group: Any) -> str:
     """Return the page for the group of all commands."""
     exits = table(("code", "means"), ((code(n), text) for n, text in EXIT_CODES.items()))
     keys = table(("key", "holds"), ((code(key), text) for key, text in _KEYS.items()))
-    own = table(("option", "default", "meaning"), map(_option_row, group.params))
+    own = "".join(map(_option, group.params))
     own = f"## `flotilla`\n\n```text\nflotilla [OPTIONS] COMMAND\n```\n\n{own}\n"
-    commands = "".join(_command(name, each) for name, each in flat(group.commands))
-    return f"{_COMMANDS_HEAD}\n## Exit codes\n\n{exits}\n{_JSON}{keys}\n{own}{commands}"
+    every = list(flat(group.commands))
+    counts = Counter(_option(each) for _, command in every for each in command.params)
+    shared = {text for text, count in counts.items() if count >= _SHARED}
+    commands = "".join(_command(name, each, shared) for name, each in every)
+    listed = "".join(text for text in counts if text in shared)
+    common = f"## Options of several commands\n\n{listed}\n" if shared else ""
+    begin = f"{_COMMANDS_HEAD}\n## Exit codes\n\n{exits}\n{_JSON}{keys}\n"
+    return f"{begin}{common}{own}{commands}"
 
 
 def flat(commands: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -360,13 +369,20 @@ def flat(commands: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, A
             yield f"{before}{name}", command
 
 
-def _command(name: str, command: Any) -> str:
+def _command(name: str, command: Any, shared: Container[str]) -> str:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join([f"flotilla {name}", *map(_called, arguments), "[OPTIONS]"])
-    rows = table(("argument, option", "default", "meaning"), map(_option_row, command.params))
+    own = [text for each in command.params if (text := _option(each)) not in shared]
+    common = [
+        _called(each) if each.param_type_name == "argument" else each.opts[-1]
+        for each in command.params
+        if _option(each) in shared
+    ]
+    also = f"- [also](#options-of-several-commands): {codes(common)}\n" if common else ""
     epilog = f"{paragraph(command.epilog)}\n\n" if command.epilog else ""
     usage = f"```text\n{usage}\n```"
-    return f"## `flotilla {name}`\n\n{usage}\n\n{paragraph(command.help)}\n\n{epilog}{rows}\n"
+    described = f"{paragraph(command.help)}\n\n{epilog}"
+    return f"## `flotilla {name}`\n\n{usage}\n\n{described}{''.join(own)}{also}\n"
 
 
 def _called(argument: Any) -> str:
@@ -374,20 +390,22 @@ def _called(argument: Any) -> str:
     return name if argument.required or name.startswith("[") else f"[{name}]"
 
 
-def _option_row(parameter: Any) -> tuple[str, str, str]:
+def _option(parameter: Any) -> str:
+    """Return the entry of an argument or an option."""
     if parameter.param_type_name == "argument":
         name = code(_called(parameter))
     else:
         word = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
         options = (*parameter.opts, *parameter.secondary_opts)
         name = ", ".join(code(f"{option}{word}") for option in options)
-    default = "" if parameter.default in (None, "", False) else code(str(parameter.default))
+    has_default = parameter.default not in (None, "", False)
+    default = f"default {code(str(parameter.default))}" if has_default else ""
     meaning = f"{parameter.help} {_variables(parameter)}".strip()
-    return name, "required" if parameter.required else default, meaning
+    return entry(name, ["required" if parameter.required else default], meaning)
 
 
 def _variables(parameter: Any) -> str:
     """Return which environment variables set an option."""
     named = parameter.envvar or []
     names = [named] if isinstance(named, str) else named
-    return f"Default: the environment variable {' or '.join(map(code, names))}." if names else ""
+    return f"Default: the variable {' or '.join(map(code, names))}." if names else ""

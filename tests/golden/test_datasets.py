@@ -21,18 +21,14 @@ from tests.golden.datasets import DATASETS
 REFERENCE = ROOT / "docs" / "reference"
 MOST_STEPS = 3
 HEAD = """<!-- Generated from the code by `make golden`. -->
-# Which datasets are taken
+# Datasets of TFDS
 
-{total} well-known supervised datasets of TFDS, chosen before any was asked, by what each says of
-itself (`DatasetInfo` of tensorflow-datasets {version}): {taken} are taken as they are, {one} ask
-for one key and are taken with it, {asked} ask for one key and then for another, {refused} is
-refused. *Taken with* has settings with which each is taken: the sizes are those of the message, the
-labels are a choice; the task is that of `task.name: auto`. What a key means:
-[your own dataset](../how-to/own-dataset.md#roles). That a dataset is taken says that it can be
-prepared and read; its values are checked meanwhile.
+{total} well-known supervised datasets of tensorflow-datasets {version}. {taken} are taken as they
+are. {one} need one key of `data`, and {asked} need two; the brackets show such keys (sizes and
+labels are examples). {refused} is refused. The last word is the task that `task.name: auto`
+chooses. [Your own dataset](../how-to/own-dataset.md#roles) explains the keys. The values of a
+dataset are checked when it is prepared.
 
-| dataset | what it is | answer | taken with | task |
-| --- | --- | --- | --- | --- |
 """
 
 
@@ -108,7 +104,9 @@ def test_the_table_is_what_they_answer(rows, golden):
         how = yaml.safe_dump(each.section, default_flow_style=True, width=1000).strip()
         how = f"`{how}`" if each.section else ""
         task = f"`{each.task}`" if each.task else ""
-        lines.append(f"| `{name}` | {DATASETS[name][0]} | {said} | {how} | {task} |")
+        facts = f" ({how})" if how else ""
+        ends = f"; {said if kind == 'refused' else task}"
+        lines.append(f"- `{name}`{facts}: {DATASETS[name][0]}{ends}")
     head = HEAD.format(total=len(rows), version=tfds.__version__, **counts)
     golden("datasets.md", head + "\n".join(lines) + "\n", REFERENCE)
 
@@ -117,6 +115,5 @@ def described(each):
     if each.last:
         return "refused", f"refused: {each.last}"
     if not each.first:
-        return "taken", "taken"
-    key = asked(each.first)
-    return "one" if set(each.section) == {key} else "asked", f"asks for `data.{key}`"
+        return "taken", ""
+    return "one" if set(each.section) == {asked(each.first)} else "asked", ""
