@@ -81,15 +81,14 @@ _LARGE = 2**31
 _CONFIGURATION_HEAD = f"""{NOTICE}
 # Configuration
 
-A run is one YAML file and any number of `--set section.key=value` that override it. A key that is
-left out has its default. An unknown key, and a value of the wrong type or out of bounds, is refused
-by name before anything starts (exit code 2). `configs/digits.yaml` shows every key in one file;
-[parameters.md](parameters.md) lists the KFP run parameters that are generated from them.
+A run is one YAML file and any number of `--set section.key=value` that override it. An unknown key,
+and a value of the wrong type or out of bounds, is refused by name before anything starts (exit code
+2). A key without a default is empty. `configs/digits.yaml` shows every key in one file;
+[parameters.md](parameters.md) lists the run parameters of KFP.
 
-The word `auto` is chosen by the number of training examples once the dataset is prepared, is said
-in a line, and is a number in the records of the run. Where `data.source` is set and
-`training.steps` is not, all that takes `auto` and is left out is `auto`, and training ends by
-validation.
+`auto` is chosen by the number of training examples once the dataset is prepared, and is a number in
+the records of the run. Where `data.source` is set and `training.steps` is not, all that takes
+`auto` and is left out is `auto`, and training ends by validation.
 
 Numbers may be written as `1e-3`. In `cluster.kubernetes` a *name*, a *key*, a *value* and a
 *variable* are texts as Kubernetes defines them. A key of one role overrides that of
@@ -174,8 +173,8 @@ def _annotated(args: tuple[Any, ...]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.default
-    return f"default {code(list(value) if isinstance(value, tuple) else value)}"
+    value = list(field.default) if isinstance(field.default, tuple) else field.default
+    return "" if value in ("", [], {}) else f"default {code(value)}"
 
 
 def _allowed(field: FieldInfo) -> str:
@@ -219,13 +218,10 @@ _PARAMETERS_HEAD = f"""{NOTICE}
 # Run parameters
 
 The form of the KFP UI for a new run or schedule, with the defaults that `flotilla compile` writes
-into the YAML; those of a configuration of yours where you name one. Each field is one key of the
-[configuration](configuration.md), but for `image`, and for `settings`, which takes all other keys
-by their sections. A key that has a field is refused in `settings`; where the field is a drop-down,
-its word `settings` lets you write a value of your own there. The first step,
-`{STEPS[0].name}`, checks all of them together and ends the run with one line when a value is not
-allowed. The UI shows neither the meaning nor this order: it lists the fields by the alphabet, and
-`settings` as JSON.
+into the YAML. Each field is one key of the [configuration](configuration.md), but for `image`, and
+for `settings`, which takes all other keys by their sections. A key that has a field is refused in
+`settings`, unless its drop-down has the value `settings`. The first step, `{STEPS[0].name}`, checks
+all fields. The UI lists the fields alphabetically, without their meaning, and `settings` as JSON.
 """
 
 
@@ -253,12 +249,10 @@ _STEP_TITLES = (
 _COMPONENTS_HEAD = f"""{NOTICE}
 # Components
 
-The steps of the pipeline, each a KFP component of its own;
-[how to use one alone](../how-to/reuse-components.md). Large data is never an input: a `String` that
-names some holds the URI of a published directory, and an optional artifact `NAME_descriptor` is a
-small file that describes it. On a KFP instance a step has this deadline and these retries; one that
-computes with the model has the GPUs of the option `--gpus` of `flotilla upload`. Each stage has a
-record of its own in the report and in `flotilla status`.
+Each step of the pipeline is a KFP component ([how to use one
+alone](../how-to/reuse-components.md)). Data are passed as a `String` with the URI of a published
+directory; an optional artifact `NAME_descriptor` describes it. The option `--gpus` of `flotilla
+upload` gives GPUs to the steps that may use them.
 """
 
 
