@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.scaling.costs import Costs
@@ -27,18 +26,6 @@ RUNS = (
     "server ms/update",
     "chief ms/update",
 )
-# The units of the constants that are not seconds per update.
-_UNITS = {
-    "worker_byte": (1e9, "ms a megabyte"),
-    "server_byte": (1e9, "ms a megabyte"),
-    "loopback_byte": (1e9, "ms a megabyte"),
-    "gradient": (1.0, "times what `benchmarks.scaling.gradient` finds"),
-    "server_share": (1.0, "of a core"),
-    "chief_share": (1.0, "of a core"),
-    "system_share": (1.0, "of a core"),
-    "cold": (1.0, "of the worker's time"),
-    "aside": (1.0, "of the worker's time"),
-}
 
 
 def write(path: Path, part: str) -> None:
@@ -60,7 +47,7 @@ def put_in(page: str, measured: str) -> str:
 
 
 def measured_part(points: Sequence[Point], costs: Costs, cores: int, rounds: int) -> str:
-    """Return runs and constants as Markdown.
+    """Return the runs as Markdown; `measured.json` has the constants.
 
     Args:
         points: the measured runs.
@@ -87,8 +74,6 @@ def measured_part(points: Sequence[Point], costs: Costs, cores: int, rounds: int
             f"{errors[len(errors) // 2]:.0%} in the median.",
             f"Off by more than the {AIM:.0%} that are the aim: {'; '.join(far) or 'none'}.",
             table(RUNS, rows),
-            "The fitted constants:",
-            table(("constant", "value"), _constants(costs)),
         ]
     )
 
@@ -105,22 +90,6 @@ def _run(point: Point, found: float) -> list[str]:
         "yes" if point.fitted else "no",
         *(f"{1000 * each:.3f}" for each in (point.worker, point.server, point.chief)),
     ]
-
-
-def _constants(costs: Costs) -> list[list[str]]:
-    rows = []
-    for each in fields(costs):
-        value = getattr(costs, each.name)
-        if isinstance(value, float):
-            factor, unit = _UNITS.get(each.name, (1e3, "ms"))
-            rows.append([f"`{each.name}`", f"{factor * value:.3f} {unit}"])
-    dispatch = costs.dispatch
-    rows.append(["`dispatch.closure`", f"{1e3 * dispatch.closure:.3f} ms of the chief"])
-    rows.append(["`dispatch.look`", f"{1e3 * dispatch.look:.3f} ms of the chief, a second"])
-    for role, (base, byte) in costs.memory.items():
-        words = f"{base / 2**20:.0f} MB and {byte:.1f} times what it holds of the model"
-        rows.append([f"memory of `{role}`", words])
-    return rows
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -374,9 +374,10 @@ def _command(name: str, command: Any, shared: Container[str]) -> str:
     ]
     also = f"- [also](#options-of-several-commands): {codes(common)}\n" if common else ""
     epilog = f"{paragraph(command.epilog)}\n\n" if command.epilog else ""
-    usage = f"```text\n{usage}\n```"
+    # The title is the usage of a command without arguments.
+    usage = f"```text\n{usage}\n```\n\n" if arguments else ""
     described = f"{paragraph(command.help)}\n\n{epilog}"
-    return f"## `flotilla {name}`\n\n{usage}\n\n{described}{''.join(own)}{also}\n"
+    return f"## `flotilla {name}`\n\n{usage}{described}{''.join(own)}{also}\n"
 
 
 def _called(argument: Any) -> str:

@@ -375,7 +375,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def behaviours_of(folder):
-    """Return the lines of the list: a behaviour, where it was seen or read, and its test."""
+    """Return the lines of the list: a behaviour, and its test."""
     lines = (TESTS / folder / "README.md").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.startswith("- ")]
 
@@ -385,7 +385,7 @@ def test_each_row_names_a_test_of_the_stand_in(folder):
     lines = behaviours_of(folder)
     assert len(lines) > 10
     for line in lines:
-        behaviour = re.fullmatch(r"- .+ \(.+\): (`[\w./]+\.py::\w+`.*)", line)
+        behaviour = re.fullmatch(r"- .+: (`[\w./]+\.py::\w+`.*)", line)
         assert behaviour, line
         named = re.findall(r"`([\w./]+\.py)::(\w+)`", behaviour[1])
         for file, test in named:

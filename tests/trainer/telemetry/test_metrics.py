@@ -176,7 +176,7 @@ def test_each_metric_that_an_alert_names_is_served(metrics):
 
 
 def test_the_page_names_exactly_what_is_served(metrics):
-    rows = re.findall(r"^\| `(flotilla_\w+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^- `(flotilla_\w+)`:", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     names = {re.sub("_(sum|count)$", "", each) for each in served_names(metrics)}
     assert {name for name in names if not name.endswith("_created")} == set(rows)
 
