@@ -72,7 +72,7 @@ def _state(folder: Path) -> RunState:
     if os.path.lexists(path) and not path.is_file():
         number = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(number, os.strerror(number), str(path))
-    return reduce_events(events.read(folder / local.EVENTS, every=OF_STEPS), newest_start=True)
+    return reduce_events(events.read(folder / local.EVENTS, every=OF_STEPS))
 
 
 def is_cancelled(workdir: Path, run_id: str) -> bool:

@@ -240,9 +240,13 @@ def add_full_disk(result: RunResult, folder: Path) -> RunResult:
 
 
 def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
-    """Return when a run began, and its seconds until its last step ended, without idle time."""
-    tries = [(step.step, step.began, step.ended or step.began + step.seconds) for step in run.steps]
-    for step in run.steps:
+    """Return when a run began, and its seconds until its last step ended, without idle time.
+
+    The exit step is not counted: the report, which says the same, is made by it.
+    """
+    steps = [each for each in run.steps if each.step != EXIT_STEP.name]
+    tries = [(step.step, step.began, step.ended or step.began + step.seconds) for step in steps]
+    for step in steps:
         tries += [(step.step, each.began, each.began + each.seconds) for each in step.earlier]
     if not tries:
         return None, None

@@ -2,11 +2,13 @@
 
 import subprocess
 from contextlib import suppress
+from datetime import UTC, datetime
 
 import pytest
 
+from flotilla.components.records.step_record import StepRecord, Try
 from flotilla.pipelines.runs.local import add_full_disk
-from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
+from flotilla.pipelines.runs.outcome import RunResult, judge_outcome, measure_duration
 from flotilla.trainer.events import RunBegin, WarmStart
 from flotilla.trainer.events.run_state import reduce_events
 from tests.pipelines.step_events import STEPS, begun, done, ended, judged, promoted
@@ -177,6 +179,23 @@ def test_a_resumed_run_is_judged_by_its_newest_start():
     again = [RunBegin(run_id="r", number=2), *done("train_model", uri="file:///c"), *FINISHED]
     assert judge([*first, *again]) == ("done", 0, "")
     assert judge([*again, *first], 1) == ("failed", 1, "train_model: no space")
+
+
+def test_the_duration_is_without_idle_time_and_without_the_exit_step():
+    def step(name, began, seconds, *earlier):
+        tries = tuple(Try(began=at, seconds=took, status="failed") for at, took in earlier)
+        return StepRecord(
+            step=name, status="done", began=began, seconds=seconds, ended=began + seconds,
+            earlier=tries,
+        )  # fmt: skip
+
+    steps = (
+        step("prepare_data", 5000.0, 1.0, (1000.0, 10.0)),
+        step("train_model", 5003.0, 17.0, (1012.0, 8.0)),
+        step("finish", 5020.0, 5.0, (1020.0, 5.0)),
+    )
+    run = RunResult(status="done", exit_code=0, message="", steps=steps)
+    assert measure_duration(run) == (datetime.fromtimestamp(1000.0, UTC), 20.0 + 20.0)
 
 
 def test_a_step_that_only_an_earlier_start_reached_is_not_part_of_the_outcome():

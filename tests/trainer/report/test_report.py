@@ -493,6 +493,17 @@ def test_every_worst_example_is_a_picture_that_can_be_displayed(
 
 
 @pytest.mark.slow
+def test_one_chart_is_displayed_and_another_by_choice(chromium: Browser, tmp_path: Path) -> None:
+    report.write(FACTS, tmp_path / "report.html")
+    chromium.look(tmp_path / "report.html", width=1280, height=900, scheme="light")
+    displayed = "[...document.querySelectorAll('.chart')].filter(e => e.clientHeight)"
+    title = f"{displayed}.map(e => e.querySelector('figcaption').innerText.split(' ')[0])"
+    assert chromium.evaluate(title) == ["Loss"]
+    chromium.evaluate("document.querySelectorAll('.choice label')[1].click()")
+    assert chromium.evaluate(title) == ["Accuracy"]
+
+
+@pytest.mark.slow
 def test_a_page_that_is_wrong_is_noticed(chromium: Browser, tmp_path: Path) -> None:
     bad = tmp_path / "bad.html"
     bad.write_text(

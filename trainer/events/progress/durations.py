@@ -35,12 +35,14 @@ def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, f
     idle: the run waited to be resumed.
     """
     joined: list[tuple[float, float]] = []
-    seen = set()
+    seen: set[str] = set()
     for step, began, ended in sorted(tries, key=itemgetter(1)):
         if joined and (step not in seen or began <= joined[-1][1]):
             joined[-1] = joined[-1][0], max(joined[-1][1], ended)
         else:
             joined.append((began, ended))
+            # The steps that follow are tried again with it.
+            seen.clear()
         seen.add(step)
     return joined
 

@@ -32,6 +32,6 @@ def test_the_time_before_a_step_is_tried_again_is_idle():
         ("prepare_data", 1000.0, 1001.0),
         ("train_model", 1002.0, 1020.0),
     ]
-    assert join_tries(reversed(tries)) == [(0.0, 130.0), (1000.0, 1001.0), (1002.0, 1020.0)]
-    assert time_at_work(tries) == 149.0
+    assert join_tries(reversed(tries)) == [(0.0, 130.0), (1000.0, 1020.0)]
+    assert time_at_work(tries) == 150.0
     assert time_at_work([]) == 0.0
