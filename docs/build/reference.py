@@ -84,7 +84,7 @@ _CONFIGURATION_HEAD = f"""{NOTICE}
 A run is one YAML file and any number of `--set section.key=value` that override it. An unknown key,
 and a value of the wrong type or out of bounds, is refused by name before anything starts (exit code
 2). A key without a default is empty. `configs/digits.yaml` shows every key in one file;
-[parameters.md](parameters.md) lists the run parameters of KFP.
+[run parameters](parameters.md) are the fields of KFP's form.
 
 `auto` is chosen by the number of training examples once the dataset is prepared, and is a number in
 the records of the run. Where `data.source` is set and `training.steps` is not, all that takes
@@ -107,7 +107,11 @@ def _section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> I
     title = f"## `{path}`\n\n" if path else "## The file\n\n"
     yield f"{title}{paragraph(model.__doc__ or '')}\n\n"
     seen.add(model)
-    yield from (_key_entry(path, name, field) for name, field in model.model_fields.items())
+    fields = model.model_fields.items()
+    yield from (_key_entry(path, name, field) for name, field in fields if not _is_linked(field))
+    if linked := [_joined(path, name) for name, field in fields if _is_linked(field)]:
+        named = ", ".join(f"[`{each}`](#{each.replace('.', '')})" for each in linked)
+        yield f"- sections: {named}\n"
     yield "\n"
     if model is ScheduleConfig:
         yield from _schedules(path)
@@ -130,12 +134,17 @@ def _key_entry(path: str, name: str, field: FieldInfo) -> str:
     where = code(_joined(path, name))
     inner = _inner(field.annotation)
     if inner and inner is field.annotation:
-        part = _joined(path, name).replace(".", "")
-        return entry(where, ["section"], field.description or f"[below](#{part})")
+        return entry(where, ["section"], field.description or "")
     meaning = field.description or paragraph(inner.__doc__ or "" if inner else "")
     kind, allowed = _annotated((field.annotation, *field.metadata)), _allowed(field)
     is_choice = kind == "text" and allowed.startswith("one of")
     return entry(where, ["" if is_choice else kind, _default(field), allowed], meaning)
+
+
+def _is_linked(field: FieldInfo) -> bool:
+    """Say whether a key is a section whose own part describes it."""
+    inner = _inner(field.annotation)
+    return inner is not None and inner is field.annotation and not field.description
 
 
 def _joined(path: str, name: str) -> str:

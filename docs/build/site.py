@@ -25,6 +25,8 @@ ADDED = {
         for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
     },
 }
+#: What the search multiplies the rank of a page by: short pages come first, internals last.
+BOOSTS = {"start/": 1.5, "decisions/": 0.2, "measurements/": 0.2, "changelog": 0.5}
 _SOURCES = {page: source for source, page in ADDED.items()}
 _LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 _FENCED = re.compile(r"(^ {0,3}```.*?^ {0,3}```\s*?$)", re.MULTILINE | re.DOTALL)
@@ -46,6 +48,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Return the text of a page with links that lead to pages of the site."""
     where = page.file.src_uri
+    boost = next((each for begin, each in BOOSTS.items() if where.startswith(begin)), 1.0)
+    page.meta.setdefault("search", {})["boost"] = boost
     source = _SOURCES.get(where, f"docs/{where}")
     parts = _FENCED.split(markdown)
     for index in range(0, len(parts), 2):

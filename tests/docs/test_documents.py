@@ -186,11 +186,14 @@ def test_every_page_is_two_links_away_from_the_readme():
 
 
 def test_every_room_has_a_row_and_a_file_to_read_first():
-    table = text("docs/where-is-what.md").partition("| room |")[2].partition("\n\n")[0]
+    part = text("docs/where-is-what.md").partition("## Rooms\n\n")[2].partition("\n\n")[0]
     named = set()
-    for line in table.splitlines()[2:]:
-        cells = line.split("|")
-        rows, files_first = (re.findall(r"`([\w/]+(?:\.py)?)`", cells[place]) for place in (1, 3))
+    for line in part.splitlines():
+        cells = line.partition(". Read ")
+        rows, files_first = (
+            re.findall(r"`([\w/]+(?:\.py)?)`", each)
+            for each in (cells[0].partition(": ")[0], cells[2])
+        )
         folders = [ROOT / row for row in rows]
         named |= {row.rstrip("/") for row in rows}
         for name in files_first:
