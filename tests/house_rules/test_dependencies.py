@@ -28,6 +28,8 @@ from tests.wheels import write_wheel
 
 # TFDS, `tf.summary` and model_signing import these without declaring them.
 FOR_OTHERS = {"importlib-resources", "tensorboard", "pyopenssl"}
+# Runs in the environment of MLflow's users, with what MLflow itself needs.
+FOREIGN = Path("trainer/tracking/pyfunc_loader.py")
 LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-build", "-cpu", "-gpu")]
 IMAGE_EXTRAS = re.findall(
     r"--extra (\w+)", re.findall("^IMAGE_EXTRAS := (.*)", text(Path("Makefile")), re.MULTILINE)[0]
@@ -76,6 +78,7 @@ def imported_distributions():
     tops = {
         name.partition(".")[0]
         for path in python_files(*PACKAGES)
+        if path != FOREIGN
         for name in (*all_imports(tree(path)), *loaded_by_name(tree(path)))
     }
     owners = packages_distributions()

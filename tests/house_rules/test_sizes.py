@@ -58,7 +58,7 @@ BUDGETS = {
     "trainer/sweeps": 1100,
     "trainer/tasks": 5400,
     "trainer/telemetry": 650,
-    "trainer/tracking": 950,
+    "trainer/tracking": 1600,
     "trainer/training": 2650,
 }
 

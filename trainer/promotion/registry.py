@@ -47,6 +47,7 @@ from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.manifest import MANIFEST
 from flotilla.trainer.storage.retry import run_parallel
 from flotilla.trainer.storage.waiting import is_recent
+from flotilla.trainer.tracking import mlflow_model
 
 MODEL = "model"
 PROMOTION = "promotion"
@@ -333,6 +334,7 @@ def register(
 def _complete(copy: Path, name: str, uri: str, fields: Mapping[str, Any], created: str) -> None:
     """Write the files that belong to a version but not to the export, and sign all files."""
     (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
+    mlflow_model.write(copy, fields, read_kinds(fields))
     signing.write_provenance(copy, name, fields["lineage"], created)
     signing.sign(copy, fields)
 
