@@ -28,6 +28,7 @@ from flotilla.components.records.record import STOPPING
 from flotilla.components.records.run_store import RUN_FOLDER, RUN_ID
 from flotilla.pipelines.runs.outcome import RunResult, add_full_disk, judge_outcome
 from flotilla.pipelines.runs.settings import Sections, Settings, make_assignments
+from flotilla.pipelines.runs.unsent import sending_unsent
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import child_process
 from flotilla.trainer.cluster.process import require_gpus
@@ -276,6 +277,7 @@ class LocalRun:
         begin: offset of this start in the file of events, where its `RunBegin` is.
         bundle: of the user's modules, if this start has published one.
         written: the file with the configuration that was proposed for files, if one was.
+        parent: the id of the sweep that a trial belongs to, or empty.
         saved: content of `config.json` once training has begun; a refused resume changes nothing.
     """
 
@@ -287,6 +289,7 @@ class LocalRun:
     saved: str
     bundle: Bundle | None = None
     written: Path | None = None
+    parent: str = ""
 
     def save_config(self) -> None:
         """Write `config.json`, from which a resume takes missing settings."""
@@ -406,7 +409,15 @@ def execute(
     In the main thread, where Python delivers signals, SIGINT and SIGTERM stop it with a last
     checkpoint; a second signal stops it at once. `extra` are further arguments of the pipeline.
     """
-    tracked = tracker.LocalRun(run.config, run.run_id, run.folder / EVENTS, on_event)
+    history = run.folder / EVENTS
+    tracked = tracker.LocalRun(run.config, run.run_id, history, on_event, parent=run.parent)
+    with sending_unsent(run.folder.parent, run.config.storage.root, run.config.name):
+        return _execute(run, pipeline, extra, tracked)
+
+
+def _execute(
+    run: LocalRun, pipeline: str, extra: Mapping[str, str], tracked: tracker.LocalRun
+) -> RunResult:
     child = _start(run, pipeline, {**to_local_form(run.config), **extra})
     try:
         with _interrupts(child) as interrupts:

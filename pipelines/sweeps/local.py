@@ -53,6 +53,7 @@ from flotilla.trainer.sweeps.sweep import (
     make_config,
     make_table,
 )
+from flotilla.trainer.tracking.tracker import LocalRun
 
 OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
@@ -219,11 +220,25 @@ def execute(
     sweep, hear = begun.sweep, on_event or (lambda _trial, _event: None)
     if sweep.verdict in _CODES:
         return _make_run_result(sweep.verdict, _CODES[sweep.verdict], sweep.message)
+    tracked = LocalRun(sweep.base, sweep.sweep_id, begun.folder / local.EVENTS)
+    tracked.tag(sweep=sweep.sampler, keys=", ".join(sweep.keys), trials=len(sweep.trials))
+    status, message = "interrupted", ""
+    try:
+        result = _execute(begun, parallel, on_trial or (lambda _sweep, _trial: None), hear)
+        status, message = result.status, result.message
+    finally:
+        if best := begun.sweep.chosen:
+            settings = {f"best.{key}": value for key, value in best.settings.items()}
+            tracked.tag(best_trial=best.number, best_run=best.run_id, **settings)
+        tracked.end(status, message)
+    return result
+
+
+def _execute(begun: Study, parallel: int, on_trial: OnTrial, hear: OnEvent) -> RunResult:
+    sweep = begun.sweep
     # Once the best trial is chosen, no other trial continues.
     if not sweep.best:
-        was_interrupted = _Workers(
-            begun, parallel, on_trial or (lambda _sweep, _trial: None), hear
-        ).train()
+        was_interrupted = _Workers(begun, parallel, on_trial, hear).train()
         sweep = begun.sweep
         write_best(begun)
         write_page(begun)
@@ -264,7 +279,9 @@ def _promote(begun: Study, best: Trial, on_event: OnEvent) -> RunResult:
     begun.choose(best)
     config = make_config(begun.sweep.base, best.settings)
     folder = local.new_run(config, begun.workdir, best.run_id)
-    run = local.execute(folder, "run", {}, partial(on_event, best))
+    run = local.execute(
+        replace(folder, parent=begun.sweep.sweep_id), "run", {}, partial(on_event, best)
+    )
     if run.status != "interrupted":
         begun.end(run.status, run.message, dict(run.metrics))
     write_page(begun, run)
@@ -347,7 +364,7 @@ class _Workers:
                 return _make_run_result("interrupted", INTERRUPTED, "")
             config = self._sweep.configure(trial, trial.rung, self._sweep.base)
             run = local.new_run(config, self._begun.workdir, trial.run_id)
-            return local.execute(run, "train", {}, hear)
+            return local.execute(replace(run, parent=self._sweep.sweep_id), "train", {}, hear)
         except UserError as error:
             return _make_run_result("failed", error.exit_code, str(error))
         finally:

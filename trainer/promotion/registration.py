@@ -30,6 +30,7 @@ from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.signing import signing
 from flotilla.trainer.tracking import addresses, promotions
 from flotilla.trainer.tracking.hub import PromotedModel
+from flotilla.trainer.tracking.mlflow_registry import is_champion_known
 
 KIND = "registration"
 PROMOTED = "promoted"
@@ -286,16 +287,32 @@ def announce(root: str, name: str, number: int, hub: str) -> None:
     at = addresses.find_hub(hub)
     if not (at or addresses.is_tracked()):
         return
-    version = registry.version(root, name, number)
-    origin = version.manifest.fields.get("lineage", {})
-    numbers = {f"test_{key}": value for key, value in origin.get("metrics", {}).items()}
-    model = PromotedModel(
-        name=name,
-        version=number,
-        uri=version.uri,
-        run_id=str(origin.get("run_id", "")),
-        # Long after the promotion, a resumed run may find another champion.
-        is_champion=registry.champion_number(root, name) == number,
-        properties={**{key: origin.get(key) for key in _TRACKED}, **numbers},
+    # Long after the promotion, a resumed run may find another champion.
+    champion = registry.champion_number(root, name)
+
+    def describe(version: registry.Version) -> PromotedModel:
+        origin = version.manifest.fields.get("lineage", {})
+        numbers = {f"test_{key}": value for key, value in origin.get("metrics", {}).items()}
+        return PromotedModel(
+            name=name,
+            version=version.number,
+            uri=version.uri,
+            run_id=str(origin.get("run_id", "")),
+            is_champion=champion == version.number,
+            properties={**{key: origin.get(key) for key in _TRACKED}, **numbers},
+        )
+
+    promotions.announce(
+        describe(registry.version(root, name, number)),
+        at,
+        lambda: [describe(each) for each in registry.versions(root, name)],
     )
-    promotions.announce(model, at)
+
+
+def announce_again(root: str, name: str) -> None:
+    """Notify MLflow of the champion if its champion is another; may raise the client's errors."""
+    if not addresses.is_tracked() or not (champion := registry.champion_number(root, name)):
+        return
+    uri = registry.version(root, name, champion).uri
+    if not is_champion_known(name, uri):
+        announce(root, name, champion, "")

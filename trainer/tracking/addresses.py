@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from flotilla.trainer import events
 from flotilla.trainer.runtime.masking import find_credentials
@@ -27,6 +28,15 @@ VARIABLES = frozenset((*PLAIN, *SECRET_KEYS))
 # The address of the Model Registry if `registry.hub` is empty.
 HUB = "FLOTILLA_MODEL_REGISTRY"
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the environment puts a run: an MLflow run, or an experiment by its id or name."""
+
+    run: str = field(default_factory=lambda: os.environ.get(RUN, ""))
+    experiment: str = field(default_factory=lambda: os.environ.get(EXPERIMENT, ""))
+    experiment_name: str = field(default_factory=lambda: os.environ.get(EXPERIMENT_NAME, ""))
 
 
 def is_tracked() -> bool:

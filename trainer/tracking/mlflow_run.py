@@ -1,25 +1,31 @@
 """One run in MLflow: find or create it, and write pending points and tags.
 
-A run is found by the tag `flotilla.run_id`. MLflow only appends to a curve, so the existing steps
-are queried before the first point is written, and after each failure.
+A run is found by the tag `flotilla.run_id`, and a trial is below the run of its sweep. MLflow only
+appends to a curve, so the existing steps are queried before the first point is written, and after
+each failure. Files are sent last: the run has ended by then.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.names import curve_name
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.tracking import addresses
+from flotilla.trainer.tracking.run_origin import describe_dataset, describe_origin
 
 OWN_ID = "flotilla.run_id"
 # Seconds for one request; an unavailable tracker is retried later.
@@ -37,6 +43,8 @@ _SETTINGS = {
 # The most pending points of all curves, while the tracker is unavailable.
 MOST_WAITING = 20_000
 _Item = TypeVar("_Item")
+# The trials of a sweep begin at once, and have one parent.
+_CREATING = threading.Lock()
 
 
 class Point(NamedTuple):
@@ -51,21 +59,36 @@ class Point(NamedTuple):
 
 @dataclass(kw_only=True)
 class Pending:
-    """Points and tags that are not written yet, and how the run ended, if it has."""
+    """What is not written yet, and how and when the run ended, if it has.
+
+    Attributes:
+        datasets: URIs of published datasets.
+        files: URI of each file by its name in MLflow.
+        ended: milliseconds since 1970; 0 for now.
+    """
 
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=MOST_WAITING))
     tags: dict[str, str] = field(default_factory=dict)
+    datasets: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
     status: str = ""
+    ended: int = 0
 
     def __bool__(self) -> bool:
         """Say whether there is anything to write."""
-        return bool(self.points or self.tags or self.status)
+        return bool(self.points or self.tags or self.datasets or self.files or self.status)
 
     def merge(self, earlier: Pending) -> Pending:
         """Return this together with the `earlier` pending values."""
         points = deque([*earlier.points, *self.points], maxlen=MOST_WAITING)
-        tags = {**earlier.tags, **self.tags}
-        return Pending(points=points, tags=tags, status=self.status or earlier.status)
+        return Pending(
+            points=points,
+            tags={**earlier.tags, **self.tags},
+            datasets=list(dict.fromkeys([*earlier.datasets, *self.datasets])),
+            files={**earlier.files, **self.files},
+            status=self.status or earlier.status,
+            ended=self.ended or earlier.ended,
+        )
 
 
 def client_of_mlflow() -> Any:
@@ -83,6 +106,8 @@ class RunName:
 
     Attributes:
         run_id: Flotilla's id; empty in a step that knows only the MLflow run.
+        parent: the id of the sweep that a trial belongs to, or empty.
+        began: milliseconds since 1970; 0 for now.
         parameters: by key; empty if another process writes them.
         ends: whether this process also ends the run. KFP ends the runs that it has created.
     """
@@ -90,6 +115,9 @@ class RunName:
     run_id: str = ""
     experiment: str = ""
     parameters: Mapping[str, str]
+    parent: str = ""
+    began: int = 0
+    place: addresses.Place = field(default_factory=addresses.Place)
     ends: bool = False
 
 
@@ -131,8 +159,8 @@ class MlflowRun:
         if self._id:
             return
         self._client = self._client or client_of_mlflow()
-        experiment, run = find_run(self._client, self._name)
-        run = run or self._create(experiment)
+        with _CREATING:
+            run = self._find()
         if self._name.ends and run.info.status != "RUNNING":
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._write_parameters(run)
@@ -148,14 +176,42 @@ class MlflowRun:
             self._steps.clear()
             raise
         self._write_tags(self._id, pending.tags)
+        self._write_datasets(pending.datasets)
         if pending.status and self._name.ends:
-            self._client.set_terminated(self._id, pending.status)
+            self._client.set_terminated(self._id, pending.status, pending.ended or None)
+        self._write_files(pending.files)
 
-    def _create(self, experiment: str) -> Any:
-        tags = {OWN_ID: self._name.run_id, "mlflow.source.name": "flotilla"}
-        if parent := os.environ.get(addresses.RUN):
-            tags["mlflow.parentRunId"] = parent
-        return self._client.create_run(experiment, tags=tags, run_name=self._name.run_id)
+    def _find(self) -> Any:
+        """Return the run, which is created if there is none, and before it that of its sweep."""
+        parent = ""
+        if self._name.parent:
+            name = replace(self._name, run_id=self._name.parent, parent="", parameters={})
+            experiment, found = find_run(self._client, name)
+            found = found or create_run(self._client, name, experiment)
+            parent = found.info.run_id
+            self._write_tags(parent, {OWN_ID: name.run_id})
+        experiment, run = find_run(self._client, self._name)
+        return run or create_run(self._client, self._name, experiment, parent)
+
+    def _write_datasets(self, uris: Iterable[str]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        tags = [InputTag("mlflow.data.context", "training")]
+        described = [each for each in map(describe_dataset, uris) if each]
+        if described:
+            inputs = [DatasetInput(Dataset(**each), tags) for each in described]
+            self._client.log_inputs(self._id, inputs)
+
+    def _write_files(self, files: Mapping[str, str]) -> None:
+        with tempfile.TemporaryDirectory(prefix="tracked-") as folder:
+            for name, uri in files.items():
+                path = Path(folder, name)
+                try:
+                    path.write_bytes(storage.read_bytes(uri))
+                except UserError:
+                    # It was removed meanwhile.
+                    continue
+                self._client.log_artifact(self._id, str(path))
 
     def _write_parameters(self, run: Any) -> None:
         from mlflow.entities import Param
@@ -207,29 +263,37 @@ class MlflowRun:
             self._client.log_batch(run_id, tags=some)
 
 
+def create_run(client: Any, name: RunName, experiment: str, parent: str = "") -> Any:
+    """Create a run below another MLflow run, or below that of the environment, if it names one."""
+    tags = {OWN_ID: name.run_id, **describe_origin()}
+    if parent := parent or name.place.run:
+        tags["mlflow.parentRunId"] = parent
+    return client.create_run(experiment, name.began or None, tags, name.run_id)
+
+
 def find_run(client: Any, name: RunName) -> tuple[str, Any]:
     """Return the id of the experiment, and the MLflow run, or None if there is none yet.
 
     It is the run that the environment names, or a child of it if that is another run's.
     """
-    if given := os.environ.get(addresses.RUN):
+    if given := name.place.run:
         run = client.get_run(given)
         experiment = str(run.info.experiment_id)
         if not name.run_id or run.data.tags.get(OWN_ID) in (None, name.run_id):
             return experiment, run
     else:
-        experiment = find_experiment(client, name.experiment)
+        experiment = find_experiment(client, name.place, name.experiment)
     # The id of a run contains no quotes.
     chosen = f"tags.`{OWN_ID}` = '{name.run_id}'"
     runs = client.search_runs([experiment], chosen, max_results=1, order_by=["start_time ASC"])
     return experiment, client.get_run(runs[0].info.run_id) if runs else None
 
 
-def find_experiment(client: Any, default: str) -> str:
-    """Return the id of the experiment that the environment names, or of that called `default`."""
-    if given := os.environ.get(addresses.EXPERIMENT):
-        return given
-    name = os.environ.get(addresses.EXPERIMENT_NAME) or default
+def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
+    """Return the id of the experiment at a place, or of that called `default`."""
+    if place.experiment:
+        return place.experiment
+    name = place.experiment_name or default
     found = client.get_experiment_by_name(name)
     if found is None:
         from mlflow.exceptions import MlflowException

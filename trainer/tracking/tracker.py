@@ -7,21 +7,25 @@ values that an unavailable server did not take, and keeps the process from endin
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flotilla.trainer import events
+from flotilla.trainer import events, storage
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import AttemptBegin, Event, Progress, Restart, StepEnd, Validation
 from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.features.names import curve_name
 from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError
-from flotilla.trainer.runtime.json_records import is_number
+from flotilla.trainer.runtime.json_records import is_number, read_record
 from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.tracking import addresses
 from flotilla.trainer.tracking.mlflow_run import (
@@ -44,8 +48,12 @@ MISSING = (
 MOST_POINTS = 2000
 _LONGEST_TAG = 4000
 _TEST = "evaluation"
-# The events with points of curves.
-_CURVES = (AttemptBegin, Progress, Validation)
+# The events that a tracker reads.
+_TRACKED = (AttemptBegin, Progress, Validation, Restart, StepEnd)
+#: The file of a local run, or of a sweep, that MLflow may lack something of.
+UNSENT = "mlflow.json"
+# Attempts of later commands to send what is missing, of one run.
+MOST_SENDINGS = 5
 # MLflow's words for how a run ended; a refused run is finished.
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED"}
 log = logging.getLogger(__name__)
@@ -101,6 +109,13 @@ class Reader:
         pending.tags |= {
             f"flotilla.{event.step}.{name}": _tag(str(text)) for name, text in tags.items() if text
         }
+        if event.uri and event.status == "done":
+            if event.output == "dataset":
+                pending.datasets.append(event.uri)
+            elif event.output == "validation":
+                pending.files["data.html"] = storage.join(event.uri, "page.html")
+            elif event.output == "report":
+                pending.files["report.html"] = event.uri
         if event.main_metric:
             pending.tags["flotilla.main_metric"] = event.main_metric
         if event.error:
@@ -120,10 +135,11 @@ def _add(pending: Pending, prefix: str, values: Mapping[str, Any], step: int, ti
             pending.points.append(point)
 
 
-def describe_end(status: str, message: str = "", verdict: str = "") -> Pending:
-    """Return the end of a run: MLflow's `status`, the reason, and the verdict of the gate."""
+def describe_end(status: str, message: str = "", verdict: str = "", ended: float = 0) -> Pending:
+    """Return the end of a run: MLflow's `status`, the reason, the verdict of the gate, the time."""
     tags = {"flotilla.verdict": verdict, "flotilla.message": _tag(message)}
-    return Pending(tags={key: value for key, value in tags.items() if value}, status=status)
+    tags = {key: value for key, value in tags.items() if value}
+    return Pending(tags=tags, status=status, ended=int(1000 * ended))
 
 
 def mlflow_status(error: BaseException | None) -> str:
@@ -154,7 +170,7 @@ class Tracker:
         """Add an event; never waits for the tracker, and never raises."""
         try:
             with self._changed:
-                self._note(self._reader.read(event))
+                self.note(self._reader.read(event))
         except Exception as error:
             self._warn(error)
 
@@ -163,7 +179,7 @@ class Tracker:
         seconds = CLOSE_SECONDS if seconds is None else seconds
         with self._changed:
             self._is_closing = True
-            self._note(end or Pending())
+            self.note(end or Pending())
             self._changed.notify_all()
             thread = self._thread
         if thread is None:
@@ -176,14 +192,16 @@ class Tracker:
             self._warn(TimeoutError(f"no answer within {seconds:g} s"))
         return is_done
 
-    def _note(self, more: Pending) -> None:
-        if not more or self._is_over:
-            return
-        self._pending = more.merge(self._pending)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
+    def note(self, more: Pending) -> None:
+        """Add pending values; never waits for the tracker."""
+        with self._changed:
+            if not more or self._is_over:
+                return
+            self._pending = more.merge(self._pending)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
 
     def _work(self) -> None:
         pause = self._first_pause
@@ -223,30 +241,94 @@ class Tracker:
         words = " ".join(mask(f"{type(error).__name__}: {error}").split())[:160]
         log.warning(
             "MLflow at %s does not accept the data of this run (%s); the run continues, and "
-            "sends the missing data when MLflow answers again",
+            "sends the missing data when MLflow answers again, or the next run sends it",
             self._target.url,
             words,
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unsent:
+    """The content of `UNSENT`: the tracker by a digest of its address, and the run's place in it.
+
+    Attributes:
+        parent: the id of the sweep that a trial belongs to, or empty.
+        sendings: attempts of later commands to send the rest.
+    """
+
+    tracker: str
+    experiment: str
+    parent: str = ""
+    place: addresses.Place = field(default_factory=addresses.Place)
+    sendings: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> Unsent | None:
+        """Return the content of the file in a folder; None if it is missing, or of no use here."""
+        with suppress(OSError, ValueError):
+            found = read_record(cls, (folder / UNSENT).read_bytes())
+            if found and found.tracker == _digest_tracker():
+                return found
+        return None
+
+    def write(self, folder: Path) -> None:
+        """Write the file; without it, a killed run stays as it is in MLflow."""
+        with suppress(OSError):
+            (folder / UNSENT).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def _digest_tracker() -> str:
+    # The address may contain a password.
+    return hashlib.sha256(os.environ.get(addresses.URI, "").encode()).hexdigest()[:16]
+
+
 class LocalRun:
-    """A run on this machine: it passes events to the caller and to the tracker."""
+    """A run or a sweep on this machine: it passes events to the caller and to the tracker.
+
+    Its folder has the file `UNSENT` until the tracker has all of it.
+    """
 
     def __init__(
         self,
-        config: Config,
+        config: Config | None,
         run_id: str,
         history: Path,
         on_event: Callable[[Event], None] | None = None,
+        *,
+        parent: str = "",
     ) -> None:
-        """Replay the earlier starts in the file `history`, which the tracker may lack."""
+        """Replay the earlier starts in the file `history`, which the tracker may lack.
+
+        Args:
+            config: has the parameters, and names the experiment; None for one that was left unsent.
+            run_id: the run, or the sweep.
+            history: the file of its events, in its folder.
+            on_event: called with each event.
+            parent: the id of the sweep that a trial belongs to, or empty.
+        """
         self._on_event = on_event
         self._tracker: Tracker | None = None
-        if addresses.is_tracked():
-            self._tracker = Tracker(MlflowRun(_name_run(config, run_id, ends=True)))
-            for event in events.read(history, every=_CURVES):
-                if isinstance(event, _CURVES):
-                    self._tracker.hear(event)
+        self._folder = history.parent
+        if not addresses.is_tracked():
+            return
+        experiment = config.name if config else ""
+        left = Unsent.read(self._folder) or Unsent(
+            tracker=_digest_tracker(), experiment=experiment, parent=parent
+        )
+        left.write(self._folder)
+        past = [each for each in events.read(history, every=_TRACKED) if isinstance(each, _TRACKED)]
+        name = RunName(
+            run_id=run_id,
+            experiment=left.experiment,
+            parameters=list_parameters(config) if config else {},
+            parent=left.parent,
+            began=int(1000 * past[0].time) if past else 0,
+            place=left.place,
+            ends=True,
+        )
+        self._tracker = Tracker(MlflowRun(name))
+        for event in past:
+            self._tracker.hear(event)
 
     def hear(self, event: Event) -> None:
         """Pass an event on."""
@@ -255,11 +337,24 @@ class LocalRun:
         if self._on_event:
             self._on_event(event)
 
-    def end(self, status: str, message: str) -> None:
-        """Write the status and message of the run's end; takes a few seconds at most."""
+    def tag(self, **tags: object) -> None:
+        """Set tags of Flotilla."""
         if self._tracker:
-            word = _STATUS.get(status, "FINISHED")
-            self._tracker.close(describe_end(word, message, status))
+            self._tracker.note(
+                Pending(tags={f"flotilla.{k}": _tag(str(v)) for k, v in tags.items()})
+            )
+
+    def end(self, status: str, message: str, *, word: str = "", ended: float = 0) -> bool:
+        """Write how the run ended, in a few seconds at most; return whether all is written.
+
+        `word` is MLflow's, if it is not that of `status`.
+        """
+        if not self._tracker:
+            return True
+        word = word or _STATUS.get(status, "FINISHED")
+        if is_done := self._tracker.close(describe_end(word, message, status, ended)):
+            (self._folder / UNSENT).unlink(missing_ok=True)
+        return is_done
 
 
 @contextmanager

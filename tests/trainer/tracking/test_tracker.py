@@ -307,6 +307,36 @@ def test_where_the_command_line_follows_the_events_no_other_process_writes(
     assert target.names == []
 
 
+def test_the_data_and_the_pages_of_a_run_are_sent(target, job, tmp_path):
+    run = tracker.LocalRun(job.config, "r", tmp_path / "events.jsonl")
+    for step, uri, output in (
+        ("prepare_data", "s3://d", "dataset"),
+        ("validate_data", "s3://v", "validation"),
+        ("finish", "s3://r/report.html", "report"),
+    ):
+        run.hear(StepEnd(step=step, status="done", uri=uri, output=output))
+    assert (tmp_path / tracker.UNSENT).exists()
+    assert run.end("blessed", "")
+    assert target.written.datasets == ["s3://d"]
+    assert target.written.files == {
+        "data.html": "s3://v/page.html", "report.html": "s3://r/report.html",
+    }  # fmt: skip
+    assert not (tmp_path / tracker.UNSENT).exists()
+
+
+def test_what_a_run_could_not_send_is_left_for_the_next(target, job, tmp_path, monkeypatch):
+    monkeypatch.setenv(addresses.URI, "http://user:secret@mlflow")
+    target.faults = [ConnectionError()] * 9
+    run = tracker.LocalRun(job.config, "r", tmp_path / "events.jsonl", parent="sweep-1")
+    run.hear(progress(20))
+    assert not run.end("blessed", "")
+    left = tracker.Unsent.read(tmp_path)
+    assert (left.experiment, left.parent, left.sendings) == ("digits", "sweep-1", 0)
+    assert "secret" not in (tmp_path / tracker.UNSENT).read_text()
+    monkeypatch.setenv(addresses.URI, "http://other")
+    assert tracker.Unsent.read(tmp_path) is None
+
+
 def test_without_an_address_nothing_is_tracked(target, job, monkeypatch, tmp_path):
     monkeypatch.delenv(addresses.URI)
     with tracker.following_training(job, leads=True), tracker.following_step():

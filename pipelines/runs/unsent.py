@@ -1,0 +1,123 @@
+"""Sends to MLflow what earlier runs of this machine could not send, and ends killed ones there.
+
+A run has the file `UNSENT` in its folder until MLflow has all of it. The rest is read from the
+run's own records, so that the file stays small.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from flotilla.components.records.step_record import OF_STEPS
+from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
+from flotilla.trainer import events
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.events import RunEnd
+from flotilla.trainer.events.run_state import reduce_events
+from flotilla.trainer.promotion import registration
+from flotilla.trainer.runtime.errors import DONE, UserError
+from flotilla.trainer.tracking import addresses
+from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun, Unsent
+
+# The newest runs whose rest one command sends.
+MOST_RUNS = 20
+# The end of a command waits so long for the rest of earlier runs.
+CLOSE_SECONDS = 5.0
+CONFIG, EVENTS = "config.json", "events.jsonl"
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
+    """Send the rest of earlier runs below `workdir`, and the champion of a model, meanwhile."""
+    if not addresses.is_tracked():
+        yield
+        return
+
+    def work() -> None:
+        try:
+            send_unsent(workdir)
+            registration.announce_again(root, model)
+        # A tracker that fails never fails a run; the next one tries again.
+        except Exception as error:
+            log.debug("not sent to the tracker: %s", error)
+
+    thread = threading.Thread(target=work, name="unsent", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(CLOSE_SECONDS)
+
+
+def send_unsent(workdir: Path) -> None:
+    """Send the rest of the runs below `workdir` that have ended, newest first."""
+    places = sorted(workdir.glob(f"*/{UNSENT}"), key=_modified, reverse=True)
+    for place in places[:MOST_RUNS]:
+        with _locked(place.parent) as is_free:
+            left = Unsent.read(place.parent) if is_free else None
+            if left and not _send(place.parent, left):
+                return
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a run; yield False if it is running, or another command sends it."""
+    try:
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(lock)
+
+
+def _send(folder: Path, left: Unsent) -> bool:
+    """Send the rest of one run; return whether MLflow has it, or it is given up."""
+    if left.sendings >= MOST_SENDINGS:
+        with suppress(OSError):
+            (folder / UNSENT).unlink()
+        return True
+    replace(left, sendings=left.sendings + 1).write(folder)
+    history = folder / EVENTS
+    try:
+        # A sweep has no configuration in its folder, and needs none to end.
+        if not (folder / CONFIG).exists():
+            sent = LocalRun(None, folder.name, history)
+            return sent.end("interrupted", "its process was killed")
+        result = _judge(history)
+        sent = LocalRun(load_config(folder / CONFIG), folder.name, history)
+    except (OSError, UserError) as error:
+        log.debug("%s: %s", folder, error)
+        return True
+    ends = [step.ended for step in result.steps if step.ended]
+    word = "KILLED" if _is_killed(result) else ""
+    return sent.end(result.status, result.message, word=word, ended=max(ends, default=0))
+
+
+def _judge(history: Path) -> RunResult:
+    state = reduce_events(events.read(history, every=OF_STEPS), newest_start=True)
+    return judge_outcome(state, DONE if state.newest(RunEnd) else None, interrupted=False)
+
+
+def _is_killed(result: RunResult) -> bool:
+    return result.status == "failed" and not any(each.status == "failed" for each in result.steps)

@@ -1,0 +1,123 @@
+"""Versions in MLflow's registry, with the numbers and the champion of Flotilla's.
+
+MLflow numbers the versions of a model by itself. A number that Flotilla's registry has and MLflow
+lacks is filled: by the version, or by one that is deleted at once if it is old or removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flotilla.trainer import storage
+from flotilla.trainer.tracking.hub import PromotedModel
+from flotilla.trainer.tracking.mlflow_run import (
+    RunName,
+    client_of_mlflow,
+    create_run,
+    find_run,
+)
+
+CHAMPION = "champion"
+_VERSION = "flotilla.version_uri"
+# The newest versions that are registered if MLflow lacks them; a local one is uploaded.
+_MOST_EARLIER = 5
+# More numbers are not filled.
+_MOST_NUMBERS = 1000
+log = logging.getLogger(__name__)
+
+
+def register_in_mlflow(
+    model: PromotedModel, list_earlier: Callable[[], Sequence[PromotedModel]] = tuple
+) -> str:
+    """Register a version in MLflow, linked to its run, as its `champion`; return its number.
+
+    A model in a local folder is uploaded to the run, because MLflow's server takes no path.
+    """
+    client = client_of_mlflow()
+    _ensure_model(client, model.name)
+    known = {
+        each.tags.get(_VERSION): each
+        for each in client.search_model_versions(f"name = '{model.name}'")
+    }
+    number = str(known[model.uri].version) if model.uri in known else ""
+    if not number:
+        newest = max((int(each.version) for each in known.values()), default=0)
+        if newest + 1 < model.version:
+            earlier = [each for each in list_earlier() if newest < each.version < model.version]
+            for each in earlier[-_MOST_EARLIER:]:
+                _create(client, each)
+        number = _create(client, model)
+    if model.is_champion:
+        client.set_registered_model_alias(model.name, CHAMPION, number)
+    return number
+
+
+def is_champion_known(name: str, uri: str) -> bool:
+    """Say whether MLflow's champion of a model is the version at a URI."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        found = client_of_mlflow().get_model_version_by_alias(name, CHAMPION)
+    except MlflowException as error:
+        # Without the alias, some stores say that the parameter is invalid.
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return False
+        raise
+    return bool(found.tags.get(_VERSION) == uri)
+
+
+def _ensure_model(client: Any, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    # Any other failure is the server's, which is not asked again.
+    try:
+        client.get_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        try:
+            client.create_registered_model(name)
+        except MlflowException as late:
+            # Another run may have created it meanwhile.
+            if late.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+
+
+def _create(client: Any, model: PromotedModel) -> str:
+    """Register a version under its number, if that is free, else under the next one."""
+    run_id, source = _place(client, model)
+    tags = {_VERSION: model.uri, "flotilla.version": str(model.version)}
+    tags |= {f"flotilla.{key}": str(value) for key, value in model.properties.items() if value}
+    for _ in range(_MOST_NUMBERS):
+        made = client.create_model_version(model.name, source, run_id, tags=tags)
+        if int(made.version) >= model.version:
+            break
+        client.delete_model_version(model.name, made.version)
+    if int(made.version) != model.version:
+        log.warning(
+            "version %d of %s is version %s in MLflow, which has other versions of this name: load "
+            "it by its alias, or find it by the tag flotilla.version",
+            model.version,
+            model.name,
+            made.version,
+        )
+    return str(made.version)
+
+
+def _place(client: Any, model: PromotedModel) -> tuple[str | None, str]:
+    """Return the id of the version's run, and the address of its files, which may be uploaded."""
+    name = RunName(run_id=model.run_id, experiment=model.name, parameters={})
+    experiment, run = find_run(client, name)
+    folder = storage.local_path(model.uri)
+    if not folder:
+        return run.info.run_id if run else None, model.uri.partition("?")[0]
+    if run is None:
+        # The run was not tracked, but a model needs one.
+        run = create_run(client, name, experiment)
+        client.set_terminated(run.info.run_id, "FINISHED")
+    place = f"models/{model.version}"
+    client.log_artifacts(run.info.run_id, os.fspath(folder), place)
+    return run.info.run_id, f"{run.info.artifact_uri}/{place}"
