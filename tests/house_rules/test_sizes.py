@@ -16,7 +16,7 @@ from tests.house_rules.source import (
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
-FOLDER_LIMITS = {"components": 20}
+FOLDER_LIMITS = {"components": 20, "pipelines/runs": 16}
 # The budget of lines per room. A decision page of a larger room says what was removed.
 BUDGETS = {
     "components": 1625,
@@ -50,16 +50,16 @@ BUDGETS = {
     "trainer/prediction": 1275,
     "trainer/preflight": 1025,
     "trainer/promotion": 1575,
-    "trainer/report": 1950,
+    "trainer/report": 2075,
     "trainer/runtime": 1550,
     "trainer/signing": 325,
     "trainer/storage": 3525,
     "trainer/strategies": 3725,
     "trainer/sweeps": 1100,
     "trainer/tasks": 5400,
-    "trainer/telemetry": 625,
+    "trainer/telemetry": 650,
     "trainer/tracking": 1900,
-    "trainer/training": 2475,
+    "trainer/training": 2650,
 }
 
 # Small files with one importer, and the reason for each.

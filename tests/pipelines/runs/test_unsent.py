@@ -140,12 +140,12 @@ def test_a_damaged_configuration_does_not_hide_another_run(tmp_path, left, targe
 
 def test_a_run_meanwhile_sends_the_rest_and_the_champion(tmp_path, left, targets, monkeypatch):
     left("r-1")
-    told = []
-    monkeypatch.setattr(registration, "announce_again", lambda *which: told.append(which))
+    announced = []
+    monkeypatch.setattr(registration, "announce_again", lambda *which: announced.append(which))
     with sending_unsent(tmp_path, "file:///root", "digits"):
         pass
     assert targets["r-1"].written.status == "KILLED"
-    assert told == [("file:///root", "digits")]
+    assert announced == [("file:///root", "digits")]
 
 
 @pytest.mark.usefixtures("targets")
