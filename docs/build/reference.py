@@ -76,8 +76,8 @@ _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
 }
 # Longer deadlines are written in days.
 _MOST_HOURS = 48
-# From here on a power of two is the limit of an integer type, and is written as a power.
-_LARGE = 2**31
+# A bound from here on only keeps a number within its type.
+_NEVER_REACHED = 10_000
 _CONFIGURATION_HEAD = f"""{NOTICE}
 # Configuration
 
@@ -191,7 +191,7 @@ def _allowed(field: FieldInfo) -> str:
     words = [
         f"{word} {_number(stricter(values))}"
         for name, (word, stricter) in _BOUNDS.items()
-        if (values := _bounds(field, name))
+        if (values := _bounds(field, name)) and abs(stricter(values)) < _NEVER_REACHED
     ]
     if least := _bounds(field, "min_length"):
         words.append("not empty" if least == [1] else f"{_number(max(least))} or more of them")
@@ -209,8 +209,6 @@ def _bounds(field: FieldInfo, name: str) -> list[float]:
 
 
 def _number(value: float) -> str:
-    if value >= _LARGE and not int(value) & (int(value) - 1):
-        return f"2^{int(value).bit_length() - 1}"
     return f"{value:.15g}"
 
 

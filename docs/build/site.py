@@ -25,6 +25,7 @@ ADDED = {
         for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
     },
 }
+FOLDERS = {"benchmarks/results": "measurements/README.md"}
 #: What the search multiplies the rank of a page by: short pages come first, internals last.
 BOOSTS = {"start/": 1.5, "decisions/": 0.2, "measurements/": 0.2, "changelog": 0.5}
 _SOURCES = {page: source for source, page in ADDED.items()}
@@ -61,10 +62,11 @@ def _resolve(link: re.Match[str], source: str, where: str) -> str:
     """Return a link of a file of the repository as a link of its page of the site."""
     text, target, fragment = link[1], link[2], link[3] or ""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-    page = ADDED.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
+    inside = path.removeprefix("docs/") if path.startswith("docs/") else ""
+    page = ADDED.get(path) or FOLDERS.get(path) or inside
     if not page:
         return text
-    if (ROOT / path).is_dir():
+    if inside and (ROOT / path).is_dir():
         page = f"{page}/README.md"
     return f"[{text}]({posixpath.relpath(page, posixpath.dirname(where) or '.')}{fragment})"
 
