@@ -1,4 +1,4 @@
-"""A clock that advances only by sleeping, for waits that would take minutes."""
+"""A clock that advances only when a test sleeps, for waits that would take minutes."""
 
 from __future__ import annotations
 

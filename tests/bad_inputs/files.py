@@ -70,7 +70,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
 
 
 def prepare(words: str, folder: Path) -> None:
-    """Make the files below `folder` that `words` name."""
+    """Create the files below `folder` that the words of a call name."""
     for name, content in CONTENT.items():
         if name.split("/")[0] in words:
             path = folder / name

@@ -12,7 +12,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]+=.*", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A call that has to be refused: of `flotilla`, `trainer`, or `sh` for a line of the shell."""
+    """A call that must be refused: of `flotilla`, of `trainer`, or (`sh`) a line of shell."""
 
     text: str
     program: str

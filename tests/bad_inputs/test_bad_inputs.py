@@ -41,7 +41,7 @@ COMMANDS = dict(commands())
 
 
 def command_of(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of the first words that name a command; none where they name none."""
+    """Return the leading words that name a command; empty if they name none."""
     return next((words[:size] for size in (2, 1) if words[:size] in COMMANDS), ())
 
 
@@ -68,7 +68,7 @@ def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, 
 
 
 def in_a_shell(row: Row, folder: Path) -> tuple[int, str, str]:
-    """Run a line of the shell, in which `flotilla` and `python` are ours."""
+    """Run a line of shell with the `flotilla` and `python` of this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         ["sh", "-c", row.words[0]],
@@ -111,7 +111,7 @@ def test_a_bad_input_is_one_line(row, here, monkeypatch, capsys):
 
 
 def check_json(out: str, err: str) -> None:
-    """Check that an answer is one object on one line, and says what standard error says."""
+    """Check that the output is one JSON object on one line with the message of standard error."""
     assert out.count("\n") == 1, out
     answer = json.loads(out)
     assert set(answer) == KEYS

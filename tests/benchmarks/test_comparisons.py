@@ -523,7 +523,7 @@ def test_first_and_later_epochs_are_metrics_of_the_same_rounds(monkeypatch):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, mnist_dir):
-    """Prepare MNIST by both, as the comparison of preparing does."""
+    """Prepare MNIST with both programs, as the comparison of preparation does."""
     folder = tmp_path_factory.mktemp("mnist")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
@@ -564,7 +564,7 @@ def test_both_give_each_example_once_an_epoch_in_another_order(prepared):
 
 
 def _sums(batches, skip):
-    """Return what tells the images of an epoch apart, in order."""
+    """Return a fingerprint of each image of an epoch, in order."""
     weights = np.random.default_rng(0).integers(1, 1 << 20, 784)
     taken = batches.skip(skip).take(550).as_numpy_iterator()
     return np.concatenate([images.reshape(len(images), -1) @ weights for images, _ in taken])

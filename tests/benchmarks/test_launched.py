@@ -212,7 +212,7 @@ NEVER = {
     "matplotlib", "mlflow", "pandas",
 }  # fmt: skip
 TENSORFLOW = {"tensorflow", "keras"}
-# The processes that compute with the model.
+# Only processes that compute with the model count.
 COMPUTE = {
     "evaluate_model", "export_model", "task: chief", "task: worker", "task: evaluator",
     "task: server",

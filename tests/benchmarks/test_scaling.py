@@ -43,7 +43,7 @@ SIZES = {"small": (40_000, 1e-4), "large": (3_000_000, 2e-3)}
 
 
 def made_up(model, workers=2, pull_every=1, servers=1, **more):
-    """Return a run of a machine that is what `TRUE` says."""
+    """Return a run of a machine with the constants in `TRUE`."""
     size, gradient = SIZES[model]
     held = (size // servers,) * servers
     found = Model(gradient=gradient, held=held, pull_every=pull_every)
@@ -113,7 +113,7 @@ def test_runs_that_nothing_is_fitted_to_are_predicted(points, found):
 
 @pytest.mark.slow
 def test_no_constant_is_below_zero(points):
-    # Servers that are faster with more bytes.
+    # These servers are faster with more bytes.
     noisy = [replace(p, server=40 / sum(p.held), worker=1e-3 * p.pull_every) for p in points]
     found = fit(noisy[:5], CORES)
     assert min(value for value in vars(found).values() if isinstance(value, float)) >= 0
@@ -134,7 +134,8 @@ def test_every_constant_has_the_runs_that_tell_it():
         assert {case.pull_every for case in wanted if case.model == model} == {1, 10}
     assert any(not case.fitted for case in wanted)
     assert all(measure.FIRST * case.steps >= 100 for case in wanted)
-    # The last one differs from another only in its turns, and is observed at the end of a stretch.
+    # The last run differs from another one only in its turns, and is observed at the end of a
+    # stretch.
     looped = wanted[-1]
     assert looped.steps < LONG_RUN
     first, last = (int(share * looped.steps) for share in (measure.FIRST, measure.LAST))
@@ -362,7 +363,7 @@ def test_updates_are_the_sum_of_what_workers_pushed(workers):
     assert found.kills
     synchronous = run(fleet=replace(ALONE, workers=workers, needed=max(1, workers - 1), spread=0.3))
     used = synchronous.updates * max(1, workers - 1)
-    # Announcements for the open step at the end of counting are neither used nor dropped.
+    # Announcements of the step that is open when counting ends are neither used nor dropped.
     assert abs(sum(synchronous.gradients) - synchronous.dropped - used) <= workers
 
 
@@ -439,7 +440,7 @@ def test_a_chief_sends_workers_into_a_stretch_one_after_the_other():
     fleet = replace(ALONE, workers=100)
     slow = run(long, fleet, Dispatch(closure=0.1))
     assert slow.rate < 0.8 * run(long, fleet, Dispatch()).rate
-    # The work per stretch does not depend on its number of updates.
+    # The work per stretch does not depend on the number of updates in it.
     longer = run(long, fleet, Dispatch(closure=0.1, seconds=200.0))
     assert longer.rate > 0.95 * run(long, fleet, Dispatch(seconds=200.0)).rate
 

@@ -39,7 +39,7 @@ Measured = Mapping[str, float]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print both runs of each seed, what they differ by, and what undisturbed ones do."""
+    """Print both runs of each seed, their difference, and the differences of undisturbed runs."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos.accuracy_after_losses", description=__doc__
     )
@@ -138,7 +138,7 @@ class EvenKills(Kills):
     def __init__(
         self, options: argparse.Namespace, folder: Path, name: str, seed: int, losses: int
     ) -> None:
-        """Train below a folder in `folder`, in which all runs have one store, for the dataset."""
+        """Train in a new folder below `folder`; all runs share one store, and so the dataset."""
         settings = {**SETTINGS, "training.steps": options.steps, "training.seed": seed}
         super().__init__(
             options.config,
@@ -153,7 +153,7 @@ class EvenKills(Kills):
         self._due = [options.steps * each / (losses + 1) for each in range(1, losses + 1)]
 
     def progressed(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a server where that is due, and the one before was survived."""
+        """Kill a server if one is due and the run has recovered from the last kill."""
         if self.struck == len(self._due) or self.step < self._due[self.struck] or self.is_awaited:
             return
         time.sleep(self.draw.uniform(0, SPREAD_SECONDS))

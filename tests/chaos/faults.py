@@ -21,7 +21,7 @@ ROOM = 4096
 
 
 class MissedError(Exception):
-    """What a fault was to hit is not there."""
+    """The target of a fault does not exist."""
 
 
 class Target:
@@ -69,32 +69,32 @@ class Target:
         return [storage.join(self.store.root, *each.split("/")) for each in published]
 
     def manifest_of(self, checkpoint: str) -> Manifest:
-        """Return the manifest of a published checkpoint, also where runs cannot reach it."""
+        """Return the manifest of a published checkpoint, even while runs cannot reach the store."""
         return Manifest.from_json(self.store.read(self.name_of(checkpoint, MANIFEST)), checkpoint)
 
     def name_of(self, checkpoint: str, path: str) -> str:
         return f"{self._run_id}/checkpoints/{storage.name_of(checkpoint)}/{path}"
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call `action` after some seconds, unless the run has ended before."""
+        """Call `action` after some seconds, unless the run has ended by then."""
         timer = threading.Timer(seconds, action)
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
     def cancel(self) -> None:
-        """Cancel all calls that are still to come."""
+        """Cancel all pending calls."""
         for timer in self._timers:
             timer.cancel()
 
 
 def lie_of(workdir: Path) -> Path:
-    """Return the file by which a process is told to lie."""
+    """Return the file that makes a process exit with code 0 too early."""
     return workdir / "lie"
 
 
 def inject(fault: Fault, target: Target) -> str:
-    """Inject a fault; return what came of it, in a few words; raises `MissedError`."""
+    """Inject a fault; return its effect in a few words; raises `MissedError`."""
     try:
         return FAULTS[fault.kind](fault, target) or "done"
     except psutil.NoSuchProcess:
@@ -129,7 +129,7 @@ def _full_disk(fault: Fault, target: Target) -> None:
 
 
 def _torn_file(_fault: Fault, target: Target) -> str:
-    """Damage the newest checkpoint, and kill the leader, which has to find another one."""
+    """Damage the newest checkpoint, and kill the leader, which must find an older one."""
     published = target.checkpoints()
     if not published:
         raise MissedError("there was no checkpoint")
@@ -153,7 +153,7 @@ def _kill_launcher(_fault: Fault, target: Target) -> None:
 
 
 def _lie(_fault: Fault, target: Target) -> None:
-    """Have the leader end with exit code 0."""
+    """Make the leader exit with code 0."""
     written = target.lie.with_suffix(".part")
     written.write_text(str(target.leader().pid), encoding="utf-8")
     written.rename(target.lie)

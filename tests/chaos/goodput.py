@@ -40,7 +40,7 @@ SETTINGS = {
 
 @dataclass(kw_only=True)
 class Course:
-    """What came of a run: its newest step, and the seconds from each loss until all took part."""
+    """The newest step of a run, and the seconds from each loss until all workers train."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Course:
 
 
 class Lost:
-    """The worker that was lost last, from its new pod until it takes part in training."""
+    """The worker that was lost last, until its new pod takes part in training."""
 
     def __init__(self) -> None:
         self._task = ""
@@ -60,7 +60,7 @@ class Lost:
         self._steps, self._task = math.inf, task
 
     def is_back(self, progress: Progress) -> bool:
-        """Return whether it has trained since the progress before, once for each loss."""
+        """Return whether the worker has trained since the previous progress, once per loss."""
         if not self._task:
             return False
         steps = progress.metrics["workers"].get(self._task, {}).get("local_steps", 0)
@@ -104,7 +104,7 @@ def _load() -> str:
 
 
 def train(launcher: str, folder: Path, seconds: float, every: float) -> Course:
-    """Train for so many seconds since the first progress, and take a worker away now and then."""
+    """Train for some seconds after the first progress, and evict a worker at intervals."""
     folder.mkdir(parents=True)
     with real_cluster(folder / "kubernetes") as kube:
         if launcher == "jobset":
@@ -138,7 +138,7 @@ def _followed(
     lost = Lost()
 
     def tick() -> None:
-        """Take a worker away at each multiple of `every`, and end the run after `seconds`."""
+        """Evict a worker at each multiple of `every`, and end the run after `seconds`."""
         began = time.monotonic()
         for number in itertools.count(1):
             at = number * every

@@ -45,13 +45,13 @@ class GrownShard:
 
     @property
     def miscounted(self) -> int:
-        """Return by how many the rows differ from those that are counted."""
+        """Return the difference between the number of rows and their count."""
         return abs(len(self.ids) - (self.given - self.evicted))
 
 
 @cache
 def grown(uri: str, created: str, tables: tuple[str, ...]) -> Shards:
-    """Return the shards of tables in a checkpoint; `created` is a part of the cache key."""
+    """Return the shards of the tables in a checkpoint; `created` is part of the cache key."""
     del created
     with tempfile.TemporaryDirectory(prefix="flotilla-rows-") as folder:
         storage.fetch(uri, Path(folder, "checkpoint"))
@@ -117,7 +117,7 @@ def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
 
 
 def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[str]:
-    """Describe the ids that a later checkpoint has not, and that were not evicted."""
+    """Describe the ids that a later checkpoint lacks although they were not evicted."""
     if earlier.keys() != later.keys():
         yield "it has other shards"
         return
@@ -132,7 +132,7 @@ def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[st
 
 
 def in_words(all_shards: Sequence[Shards]) -> str:
-    """Return in a line what was read of some checkpoints, oldest first."""
+    """Return one line about the rows in some checkpoints, oldest first."""
     if not all_shards:
         return "no rows"
     last = all_shards[-1].values()

@@ -69,7 +69,7 @@ class Violation(NamedTuple):
 
 
 def violations_of(outcome: Outcome) -> list[Violation]:
-    """Describe each invariant that a run has violated."""
+    """Describe every invariant that a run has violated."""
     return [Violation(total, words) for check, total in INVARIANTS for words in check(outcome)]
 
 
@@ -94,7 +94,7 @@ def an_end_before_is_one_line_and_can_be_resumed(outcome: Outcome) -> Iterator[s
 
 
 def no_try_fails_for_what_is_survived(outcome: Outcome) -> Iterator[str]:
-    """A try fails only for a fault that cannot be survived within it."""
+    """A try fails only because of a fault that no try can survive."""
     failed = [words for code, words in outcome.ends if code == 1]
     if outcome.most_failures is not None and len(failed) > outcome.most_failures:
         yield f"{len(failed)} tries failed, and {outcome.most_failures} may: {' | '.join(failed)}"
@@ -118,14 +118,14 @@ def a_green_end_has_all_steps(outcome: Outcome) -> Iterator[str]:
 
 
 def no_step_is_added(outcome: Outcome) -> Iterator[str]:
-    """No more steps are trained than asked for; a lost worker may repeat those of its portion."""
+    """A run trains the requested steps; only a lost worker's portion may be repeated."""
     step = newest_checkpoint(outcome.checkpoints)[1]
     if step > outcome.steps + MAX_PORTION * restarts(outcome):
         yield f"the last checkpoint is of step {step}, and {outcome.steps} were asked for"
 
 
 def few_steps_are_repeated(outcome: Outcome) -> Iterator[str]:
-    """Each lost server or leader repeats the steps since a checkpoint, each torn one as many."""
+    """A lost server or leader, or a torn checkpoint, repeats the steps since a checkpoint."""
     if outcome.by_parts:
         return
     most = outcome.every * (outcome.losses + len(outcome.torn)) + MAX_PORTION * restarts(outcome)
@@ -161,7 +161,7 @@ def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
 
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
-    """A table has given out no fewer rows than at the step from which training went on."""
+    """A table has allocated at least as many rows as at the step from which training continued."""
     # Steps, and the number of rows that each table had allocated by then, evicted ones included.
     before: list[tuple[int, dict[str, int]]] = []
     backs: list[int] = []
@@ -195,7 +195,7 @@ def rows_are_whole(outcome: Outcome) -> Iterator[str]:
 
 
 def no_row_is_lost(outcome: Outcome) -> Iterator[str]:
-    """What a checkpoint has of a table each later one has, but for rows that were taken back."""
+    """Each later checkpoint has the rows of an earlier one, except evicted rows."""
     most = outcome.halfway * _disturbances(outcome)
     found = rows_of(outcome)
     if _has_kept_values(outcome):
@@ -229,7 +229,7 @@ def _has_kept_values(outcome: Outcome) -> bool:
 
 
 def no_process_is_left(outcome: Outcome) -> Iterator[str]:
-    """When a try has ended, nothing of it runs."""
+    """No process of a try outlives it."""
     for command in outcome.left:
         yield f"a process is left: {command}"
 
@@ -253,7 +253,7 @@ TOTALS = tuple(dict.fromkeys(total for _, total in INVARIANTS))
 
 
 def is_exact(outcome: Outcome) -> bool:
-    """Return whether the last checkpoint has exactly the steps that were asked for."""
+    """Return whether the last checkpoint has exactly the requested steps."""
     return newest_checkpoint(outcome.checkpoints)[1] == outcome.steps
 
 
@@ -270,10 +270,10 @@ def repeated(outcome: Outcome) -> int:
 
 
 def restarts(outcome: Outcome) -> int:
-    """Return how often a task was started again."""
+    """Return how often a task was restarted."""
     return sum(isinstance(event, Restart) for event in outcome.events)
 
 
 def attempts(outcome: Outcome) -> int:
-    """Return how often training began or went on."""
+    """Return how often training began or was resumed."""
     return sum(isinstance(event, AttemptBegin) for event in outcome.events)

@@ -30,7 +30,7 @@ class JobTarget:
         self._outages: list[threading.Timer] = []
 
     def pod(self, task: str) -> Tree | None:
-        """Return the pod of a task, or None where it does not run or is being deleted."""
+        """Return the pod of a task, or None if it does not run or is being deleted."""
         pod = self.kube.pods().get(task)
         runs = pod and pod["status"]["phase"] == "Running"
         return pod if pod and runs and not pod["metadata"].get("deletionTimestamp") else None
@@ -68,7 +68,7 @@ class JobTarget:
                     self.kube.suspend(job, is_suspended)
 
     def for_a_while(self, seconds: float, end: Callable[[], None]) -> None:
-        """Call `end` in so many seconds, or when the run has ended."""
+        """Call `end` after some seconds, or when the run has ended."""
         timer = threading.Timer(seconds, end)
         timer.daemon = True
         timer.start()
@@ -126,7 +126,7 @@ def _api_outage(fault: Fault, target: JobTarget) -> str:
 
 
 def _controller_outage(fault: Fault, target: JobTarget) -> str:
-    """Have nobody reconcile jobs, nor judge what is written: every change of them is refused."""
+    """Stop the controller and its webhook: no job is reconciled, and all changes are refused."""
     kube = target.kube
 
     def is_down(down: bool) -> None:

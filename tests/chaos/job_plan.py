@@ -52,7 +52,7 @@ class JobPlan(Plan):
 
     @property
     def most_failures(self) -> int:
-        """Return how many tries may fail: only a launcher that is killed is not survived."""
+        """Return how many tries may fail: a try survives everything but a kill of its launcher."""
         return sum(fault.kind == "kill launcher" for fault in self.faults)
 
 

@@ -17,7 +17,7 @@ HARMLESS = ("API outage", "controller outage")
 
 
 def run_job_plan(plan: JobPlan, folder: Path, say: Say, store: Store) -> Outcome:
-    """Run a plan below `folder`, where the dataset of other runs is reused."""
+    """Run a plan below `folder`, and reuse the dataset of other runs there."""
     with real_cluster(folder / f"run-{plan.seed}" / "kubernetes") as kube:
         if plan.launcher == "jobset":
             kube.install_jobset()
@@ -40,7 +40,7 @@ class _JobRun(Run):
         return inject_into_job(fault, target)
 
     def _left(self) -> list[str]:
-        """Wait for the pods of a job that was deleted, which may save in their grace period."""
+        """Wait for the pods of a deleted job, which may save during their grace period."""
         try:
             self._kube.store.wait(lambda: not self._kube.of_jobs())
         except AssertionError:

@@ -61,13 +61,13 @@ class Kills:
         self._lock = threading.Lock()
 
     def progressed(self, process: subprocess.Popen[bytes]) -> None:
-        """Act on a progress of the run."""
+        """Handle a progress event of the run."""
 
     def ended(self) -> None:
-        """Act on the end of the run."""
+        """Handle the end of the run."""
 
     def course(self) -> Course:
-        """Run it to its end, and return what came of it."""
+        """Wait until the run ends, and return its result."""
         self._folder.mkdir(parents=True)
         with (self._folder / "output.txt").open("w") as output:
             process = subprocess.Popen(self._command, stdout=output, stderr=output)
@@ -98,11 +98,11 @@ class Kills:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the run has not gone on since the last kill."""
+        """Whether the run has made no progress since the last kill."""
         return self._awaited is not None
 
     def kill(self, role: str) -> bool:
-        """Kill a task of a role, drawn by the seed; return whether one was there."""
+        """Kill a random task of a role; return whether one existed."""
         tasks = self._tasks()
         self.weigh(tasks)
         names = sorted(name for name in tasks if name.startswith(f"{role}-"))

@@ -1,4 +1,4 @@
-"""The plan of a run: drawn from a seed, and so repeatable."""
+"""The plan of a run: drawn from a seed, so it can be repeated."""
 
 import random
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class Fault:
     silent: bool = False
 
     def __str__(self) -> str:
-        """Describe it in a line of the log."""
+        """Describe the fault in one line of the log."""
         tasks = " and ".join(self.tasks())
         lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
         manner = ", silent" if self.silent else ""
@@ -58,7 +58,7 @@ class Plan:
     every: int = EVERY
 
     def __str__(self) -> str:
-        """Describe strategy and cluster."""
+        """Describe the strategy and the cluster."""
         shape = f"{self.servers} ps, {self.workers} workers" if self.strategy != "single" else ""
         if self.strategy == "multi_worker_mirrored":
             shape = f"{self.workers} workers"
@@ -77,12 +77,12 @@ class Plan:
 
     @property
     def has_outages(self) -> bool:
-        """Return whether the store is to be out of reach for a while."""
+        """Return whether the plan includes an outage of the store."""
         return any(fault.kind in OUTAGES for fault in self.faults)
 
     @property
     def by_parts(self) -> bool:
-        """Return whether servers write what they hold: these are too small."""
+        """Return whether servers write their own parts: these models are too small."""
         return False
 
     @property
@@ -97,12 +97,12 @@ class Plan:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command, with the file of the configuration where it is not that of digits."""
+        """Return the command, with the configuration file unless it is that of digits."""
         return ("run",)
 
     @property
     def exits_early(self) -> bool:
-        """Return whether the model is to end its process."""
+        """Return whether the model has to end its process."""
         return any(fault.kind == "lie" for fault in self.faults)
 
     def settings(self) -> dict[str, object]:
@@ -157,7 +157,7 @@ def _fault(draw: random.Random, plan: Plan, kind: str) -> Fault:
 
 
 def _tasks(draw: random.Random, plan: Plan, kind: str) -> list[str]:
-    """Draw a task, or two, of different roles where the strategy has those."""
+    """Draw one task or two, of different roles if the strategy has several."""
     tasks = plan.tasks()
     one = draw.choice(tasks)
     if kind != "kill pair":

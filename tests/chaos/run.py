@@ -37,12 +37,12 @@ def run_plan(plan: Plan, folder: Path, say: Say, store: Store) -> Outcome:
 
 
 class Run:
-    """A run on this machine; how faults are injected, and what may be left, is for subclasses."""
+    """A run on this machine; subclasses say how faults are injected and what may be left."""
 
     def __init__(
         self, plan: Plan, folder: Path, say: Say, store: Store, variables: Mapping[str, str]
     ) -> None:
-        """Work below `folder`, with these variables of the environment besides its own."""
+        """Work below `folder`, with additional environment variables."""
         self._plan = plan
         self._workdir = folder / f"run-{plan.seed}"
         self._read: dict[Path, int] = {}
@@ -62,7 +62,7 @@ class Run:
         self._resumable: tuple[int, ...] = (1, KILLED)
 
     def to_its_end(self) -> Outcome:
-        """Start the run, and resume it as long as it fails and faults may be the reason."""
+        """Start the run, and resume it while it fails and a fault may be the reason."""
         root = self._store.root
         # Models with the same name would be compared with each other.
         own = {"name": f"chaos-{self._plan.seed}", "storage.root": root}
@@ -127,18 +127,18 @@ class Run:
             self._say(f"  {fault}: {words}")
 
     def _aim(self, process: subprocess.Popen[bytes]) -> Any:
-        """Return what faults are injected into: it has `cancel` and `torn`."""
+        """Return the target of the faults, which has `cancel` and `torn`."""
         (config,) = self._workdir.glob("*/config.json")
         return Target(config.parent, self._store, random.Random(self._plan.seed), process)
 
     def _strike(self, fault: Fault, target: Any) -> str:
-        """Inject a fault; return what came of it, in a few words."""
+        """Inject a fault; return its effect in a few words."""
         self._found.losses += _attempts_lost(self._plan, fault)
         self._found.kills += fault.kind == "kill launcher"
         return inject(fault, target)
 
     def _left(self) -> list[str]:
-        """Return what is left of a try that has ended; what was killed is given time to notice."""
+        """Return the processes left by a try that has ended; killed ones get time to end."""
         is_killed = self._found.ends[-1][0] == KILLED
         deadline = time.monotonic() + (SECONDS_TO_NOTICE if is_killed else 0)
         while processes_of(self._workdir) and time.monotonic() < deadline:

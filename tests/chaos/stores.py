@@ -19,7 +19,7 @@ CHUNK = 1 << 16
 
 
 class Folder:
-    """A store of files on this machine, which is always there."""
+    """A store of files on this machine, which has no outage."""
 
     variables: Mapping[str, str] = {}
 
@@ -35,24 +35,24 @@ class Folder:
         return (self._path / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a file past everything that Flotilla checks."""
+        """Replace a file, bypassing all checks of Flotilla."""
         (self._path / name).write_bytes(data)
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
-        """Have no outage; a plan with one has an object store."""
+        """Do nothing: a plan with an outage uses an object store."""
         raise NotImplementedError
 
     def open(self) -> None:
-        """Do nothing: it always is."""
+        """Do nothing: the store is always reachable."""
 
 
 class Bucket:
-    """A store of objects behind a door."""
+    """An object store behind a proxy."""
 
     _prefix = "flotilla/"
 
     def __init__(self, server: S3Server, door: Door) -> None:
-        """Reach the server past the door; the runs reach it through the door alone."""
+        """Connect to the server directly; the runs connect through the proxy."""
         self._server, self._door = server, door
         # All servers of this process share their objects.
         self._bucket = f"chaos-{secrets.token_hex(4)}"
@@ -74,7 +74,7 @@ class Bucket:
         return self._server.content(self._bucket, self._prefix + name)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace an object past everything that Flotilla checks."""
+        """Replace an object, bypassing all checks of Flotilla."""
         self._server.replace(self._bucket, self._prefix + name, data)
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
@@ -89,7 +89,7 @@ Store = Folder | Bucket
 
 @contextmanager
 def store_below(folder: Path, *, has_outages: bool) -> Iterator[Store]:
-    """Yield a store; in this block this process reaches it too."""
+    """Yield a store, which this process can also reach within the block."""
     if not has_outages:
         yield Folder(folder / "store")
         return
@@ -100,10 +100,10 @@ def store_below(folder: Path, *, has_outages: bool) -> Iterator[Store]:
 
 
 class Door:
-    """Relays connections on a port of its own, except in an outage; as a context manager."""
+    """A context manager that relays connections on its own port, except during an outage."""
 
     def __init__(self, to: int) -> None:
-        """Relay to a port of this machine."""
+        """Relay connections to a port of this machine."""
         self._to = to
         self._flows = threading.Event()
         self._flows.set()
@@ -121,7 +121,7 @@ class Door:
         self._hang_up()
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
-        """Refuse connections for a while, or take them and let nothing through."""
+        """Refuse connections for a while, or accept them and pass nothing on."""
         self.end_outage()
         self._flows.clear()
         if not silent:
@@ -133,7 +133,7 @@ class Door:
         self._timer.start()
 
     def end_outage(self) -> None:
-        """Let everything through again."""
+        """Pass everything on again."""
         timer, self._timer = self._timer, None
         if timer and timer.is_alive() and timer is not threading.current_thread():
             timer.cancel()
@@ -176,7 +176,7 @@ class Door:
 
 
 def _shut(*sockets: socket.socket) -> None:
-    """Wake the threads that wait for them, which close them."""
+    """Wake the threads that wait for the connections; they close them."""
     for each in sockets:
         with suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)

@@ -55,7 +55,7 @@ class TablePlan(Plan):
     is_whole: bool = False
 
     def __str__(self) -> str:
-        """Describe strategy, cluster, and what is not as by default."""
+        """Describe the strategy, the cluster, and the settings that differ from the defaults."""
         parts = {
             super().__str__(): True,
             "by parts": self.by_parts,
@@ -73,7 +73,7 @@ class TablePlan(Plan):
 
     @property
     def by_parts(self) -> bool:
-        """Return whether servers write what they hold."""
+        """Return whether servers write their own parts."""
         return self.parts_mb == 0
 
     @property
@@ -91,7 +91,7 @@ class TablePlan(Plan):
 
     @property
     def halfway(self) -> int:
-        """Return how many ids a loss may leave halfway to a row: those of all workers."""
+        """Return how many ids a loss may leave without a complete row: those of all workers."""
         return BATCH * self.workers
 
     def settings(self) -> dict[str, object]:

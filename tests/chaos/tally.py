@@ -51,7 +51,7 @@ class Tally:
         return any(self._all[total] for total in TOTALS)
 
     def table(self) -> str:
-        """Return a row a strategy and a row a kind of fault that was injected."""
+        """Return one row per strategy and one per kind of injected fault."""
         width = max(map(len, self._rows), default=0)
         titles = [" " * width, *COUNTED]
         rows = [

@@ -45,7 +45,7 @@ AROUND_SECONDS = 600.0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the runs, what each role's loss cost, and the goodput."""
+    """Print the runs, the cost of a loss by role, and the goodput."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.task_kills", description=__doc__)
     parser.add_argument("config", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
@@ -123,7 +123,7 @@ class TimedKills(Kills):
     def __init__(
         self, options: argparse.Namespace, folder: Path, seconds: float, every: float
     ) -> None:
-        """Train below `folder` for some seconds; kill a task every so many seconds."""
+        """Train below `folder` for some seconds; kill a task at intervals."""
         settings = [f"{name}={value}" for name, value in SETTINGS.items()]
         super().__init__(
             options.config,

@@ -17,7 +17,7 @@ from tests.chaos.test_invariants import attempt, progress
 
 
 def shard(number, ids, *, given=None, evicted=0, **changed):
-    """Return the variables of a shard of 6 slots, in which ids have the first ones."""
+    """Return the variables of a shard of 6 slots, whose first slots belong to ids."""
     own, count = f"model/user_embedding/shard_{number}_", len(ids)
     live = np.arange(7) < count
     slot = f"optimizer/adam/user_embedding_shard_{number}_rows_momentum"
@@ -52,7 +52,7 @@ def keep(folder, step, *shards):
 
 @pytest.fixture
 def grown_run(tmp_path):
-    """Return a sound run with a table, and what publishes another checkpoint of it."""
+    """Return a sound run with a table, and a function that publishes another checkpoint of it."""
     outcome = Outcome(
         checkpoints=storage.uri_of(tmp_path / "checkpoints"),
         steps=300,

@@ -299,7 +299,7 @@ def test_a_door_refuses_in_an_outage_and_opens_again():
         address = (LOOPBACK, door.port)
         before = socket.create_connection(address)
         inner, _ = server.accept()
-        # The proxy records the requests that passed it.
+        # The proxy records the requests that it passed on.
         before.sendall(b"x")
         assert inner.recv(1) == b"x"
         door.close_for(600, silent=False)

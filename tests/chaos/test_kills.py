@@ -27,7 +27,7 @@ def lost(step, back_to):
 
 @pytest.fixture
 def struck_at(tmp_path, monkeypatch):
-    """Return a function that plays events to a run of 400 steps: where it was struck."""
+    """Return a function that plays events to a run, and returns the steps of its kills."""
     monkeypatch.setattr(accuracy_after_losses, "SPREAD_SECONDS", 0.0)
 
     def play(losses, *events):
@@ -65,7 +65,7 @@ def test_a_kill_waits_until_the_run_has_gone_on_after_the_one_before(struck_at):
     steps, course = struck_at(
         3,
         progress(210),
-        # From the attempt that lost its server.
+        # This progress is from the attempt that lost its server.
         progress(220),
         lost(220, 200),
         begin(220),
@@ -79,7 +79,7 @@ def test_a_kill_waits_until_the_run_has_gone_on_after_the_one_before(struck_at):
 
 
 def drifting_progress(cost, between):
-    """Return the slowing progress of 600 s, of which so many after each kill have no step."""
+    """Return the progress of a slowing run of 600 s, with a pause after each kill."""
     times = np.arange(0, 600, 0.05)
     moves = (times < 60) | (times % 60 >= cost)
     steps = np.cumsum(np.linspace(60, 30, len(times)) * 0.05 * moves)

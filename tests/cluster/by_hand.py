@@ -21,7 +21,7 @@ SECONDS = 600
 
 @dataclass
 class ByHand:
-    """Tasks of one cluster: each `python -m flotilla.trainer task`, with a folder for itself."""
+    """Tasks of one cluster: each is `python -m flotilla.trainer task` in its own folder."""
 
     folder: Path
     dataset: str
@@ -37,7 +37,7 @@ class ByHand:
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def start(self, task: Task, flags: tuple[str, ...] = (), module: str = "trainer") -> None:
-        """Start a task, with TF_CONFIG or else with flags."""
+        """Start a task with TF_CONFIG, or with flags."""
         config = self.folder / "config.json"
         config.write_text(parse_config(self.config).model_dump_json(), encoding="utf-8")
         settings = {**os.environ, **signals.parent_environment(), "GRPC_FAIL_FAST": "use_caller"}
@@ -55,14 +55,14 @@ class ByHand:
             )
 
     def wait_for(self, task: Task, text: str) -> None:
-        """Wait until a task has said something; fail when it ends before."""
+        """Wait until the output of a task contains a text; fail if the task ends first."""
         while text not in self.log(task):
             assert self.processes[task].poll() is None, self.log(task)
             # A file has no event for appended data.
             time.sleep(0.1)
 
     def flags(self, task: Task) -> tuple[str, ...]:
-        """Return the flags that say the same as TF_CONFIG."""
+        """Return the flags that are equivalent to TF_CONFIG."""
         hosts = [
             f"--{role}_hosts={','.join(each)}" for role, each in self.cluster.addresses.items()
         ]

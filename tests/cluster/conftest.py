@@ -26,7 +26,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _forks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Have tasks forked from one process that has loaded TensorFlow, as those of a local run."""
+    """Fork tasks from one process that has loaded TensorFlow, as a local run does."""
     if not any(item.get_closest_marker("cluster") for item in request.session.items):
         yield
         return

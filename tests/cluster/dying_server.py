@@ -9,7 +9,7 @@ from flotilla.trainer.checkpoints import part_server
 
 
 def main() -> None:
-    """Run the task, as the kernel ends it when memory is gone."""
+    """Run the task, and kill it as the kernel does when memory is exhausted."""
     publish = part_server._ACTIONS["publish"]
     seen = []
 

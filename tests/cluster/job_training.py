@@ -27,7 +27,7 @@ SECONDS_TO_END = 120
 def on_engines(
     tfjob: pytest.MarkDecorator | None = None, jobset: pytest.MarkDecorator | None = None
 ) -> pytest.MarkDecorator:
-    """Return the mark of a test that runs on both engines, with one more mark on each."""
+    """Return the mark of a test that runs on both engines, with one more mark for each."""
     marks = {"tfjob": tfjob, "jobset": jobset}
     return pytest.mark.parametrize(
         "engine",
@@ -36,7 +36,7 @@ def on_engines(
 
 
 class Training:
-    """One run: its settings, the process of its launcher, and what it says and publishes."""
+    """One run: its settings, the process of its launcher, its events and its checkpoints."""
 
     def __init__(self, kube: Cluster, engine: str, folder: Path, dataset: str) -> None:
         self.kube, self.engine = kube, engine
@@ -80,7 +80,7 @@ class Training:
         return code, message
 
     def kill_launcher(self) -> None:
-        """Kill the launcher, as KFP and nodes do."""
+        """Kill the launcher, as KFP or a lost node does."""
         self.step.signal(signal.SIGKILL)
         self.end()
 
@@ -108,8 +108,8 @@ class Training:
         self.kube.pod(task, but=pod["metadata"]["uid"])
 
     def lose_a_worker(self, lost: str = "worker-1") -> None:
-        """Lose a worker, and wait until it takes part again."""
-        # Work that was dispatched to it before is counted too.
+        """Kill a worker, and wait until it takes part in training again."""
+        # Work that was dispatched to the worker before the kill counts too.
         last = [_steps_of(self.wait(Progress), lost)]
         self.lose(lost)
 

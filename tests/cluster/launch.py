@@ -13,7 +13,7 @@ from flotilla.trainer.runtime.errors import UserError
 
 
 def main() -> int:
-    """Launch the job of a JSON file; return the exit code of its end."""
+    """Launch the job of a JSON file; return its exit code."""
     # The file stays open until this process ends; then the reader sees the end of the events.
     os.open(os.environ[events.VARIABLE], os.O_WRONLY)
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))

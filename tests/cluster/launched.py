@@ -32,7 +32,7 @@ class Launched:
         self.seen: list[Event] = []
 
     def wait_for(self, wanted: Callable[[Event], bool]) -> Event:
-        """Read events until one is wanted; fail when the run ends before."""
+        """Read events until one matches; fail if the run ends first."""
         for event in filter(None, map(events.parse, self._pipe)):
             self.seen.append(event)
             if wanted(event):
@@ -53,7 +53,7 @@ class Launched:
         return next(process for process in self.tasks() if _folder_of(process).name == name)
 
     def tasks(self) -> list[psutil.Process]:
-        """Return the processes of all tasks; a fork server is the parent of those that it forks."""
+        """Return the processes of all tasks; the parent of a forked task is its fork server."""
         place = self.folder / "cluster"
         return [each for each in psutil.process_iter() if _folder_of(each).parent == place]
 
@@ -74,7 +74,7 @@ class Launched:
 
 
 def _folder_of(process: psutil.Process) -> Path:
-    """Return the folder of the configuration of a task; `.` where a process is none."""
+    """Return the folder of a task's configuration; `.` if the process is no task."""
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         for word in process.cmdline():
             if word.endswith("/config.json"):

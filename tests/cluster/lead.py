@@ -15,13 +15,13 @@ from tests.cluster.servers import WORDS
 
 
 def say(**words: Any) -> None:
-    """Write one line for the test; to standard output where no descriptor is named."""
+    """Write one line for the test, to standard output if no descriptor is named."""
     with os.fdopen(int(os.environ.get(WORDS, "1")), "w", closefd=False) as lines:
         lines.write(json.dumps(words) + "\n")
 
 
 def main() -> None:
-    """Build the strategy, run it, and say the results."""
+    """Build the strategy, run it, and report the results."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if "TF_CONFIG" in os.environ:

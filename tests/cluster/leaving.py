@@ -34,7 +34,7 @@ IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
 
 
 def problem(config: Config, *, layers: int = 0) -> Problem:
-    """Return one with a table of which batches look up some rows, one that grows, and layers."""
+    """Return a problem with a fixed table, a growing table, and layers."""
 
     def looked_up(given: Any) -> Any:
         # As for each model of a run.
@@ -50,7 +50,7 @@ def problem(config: Config, *, layers: int = 0) -> Problem:
 
 
 def main() -> None:
-    """Begin as the outer loop does, and die."""
+    """Begin as the outer loop does, then kill this process."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     # All but the smallest variables have no values before they are bound to the servers' values.

@@ -28,7 +28,7 @@ DIMENSION = 16
 
 
 def problem(config: Config, rows: int, batch: int) -> Problem:
-    """Return one whose batches ask for as many rows as they have examples, all over the table."""
+    """Return a problem whose batches read one row per example, spread over the table."""
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # A multiple of a prime maps a thousand consecutive ids to a thousand rows.
@@ -48,7 +48,7 @@ def main() -> None:
     strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     for rows, batch in spec["trials"]:
         strategy.build(problem(config, rows, batch))
-        # A process can join one cluster in its life.
+        # A process can join only one cluster.
         strategy.connect = lambda: None
         strategy.run(STEPS)
         before = count(spec["counter"])

@@ -45,7 +45,7 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 def why_not() -> str:
-    """Say why there can be no network namespaces here; nothing where they can be."""
+    """Return why this machine allows no network namespaces; empty if it allows them."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return "network namespaces need Linux, root and iproute2"
     name = f"{PREFIX}try"
@@ -59,7 +59,7 @@ def _ip(*words: str) -> None:
 
 
 class NameServer:
-    """Answers queries for the addresses that `names` has at that moment."""
+    """A name server that answers with the current addresses in `names`."""
 
     def __init__(self, address: str) -> None:
         self.names: dict[str, str] = {}
@@ -84,7 +84,7 @@ class NameServer:
                     self._socket.sendto(self._answer(query), sender)
 
     def _answer(self, query: bytes) -> bytes:
-        """Return a response with an address, with none, or with no such name (RFC 1035)."""
+        """Return a response with an address, without one, or "no such name" (RFC 1035)."""
         labels, at = [], 12
         while length := query[at]:
             labels.append(query[at + 1 : at + 1 + length].decode().lower())
@@ -100,7 +100,7 @@ class NameServer:
 
 @dataclass
 class Pod:
-    """A namespace, its address, and the process in it."""
+    """A network namespace, its address, and the process in it."""
 
     namespace: str
     address: str
@@ -112,7 +112,7 @@ class Pod:
 
 @dataclass
 class Pods:
-    """The tasks of one run; `lag` is the seconds until a new pod's name has its address."""
+    """The tasks of one run; after `lag` seconds a new pod's name resolves to its address."""
 
     folder: Path
     dataset: str
@@ -134,7 +134,7 @@ class Pods:
         return storage.uri_of(self.folder / "checkpoints")
 
     def start(self, task: Task) -> None:
-        """Start the pod of a task, at an address that no pod had before."""
+        """Start the pod of a task at an unused address."""
         with self._starting:
             if not self._is_over:
                 self._start(task)
@@ -159,7 +159,7 @@ class Pods:
         _later(lag, lambda: self.server.names.update({name: address}))
 
     def lose(self, task: Task) -> float:
-        """Take the pod of a task away, and start a new one after a while; return when it went."""
+        """Remove the pod of a task, start a new one later; return the time of the removal."""
         pod = self.pods.pop(task)
         pod.process.kill()
         pod.process.wait()
@@ -172,7 +172,7 @@ class Pods:
         return gone
 
     def cut_off(self, task: Task, other: Task | None = None) -> Callable[[], None]:
-        """Cut the network of a pod, or what goes to `other`; return what connects it again."""
+        """Cut the network of a pod, or only to `other`; return a function that reconnects."""
         pod = self.pods[task]
         if other:
             lost = ("route", "add", "blackhole", self.pods[other].address)
@@ -184,7 +184,7 @@ class Pods:
         return partial(_ip, "-n", pod.namespace, *back)
 
     def wait_for(self, wanted: Callable[[Event], bool], after: float = 0.0) -> tuple[float, Event]:
-        """Wait until the chief has emitted an event after a time; return it with its own."""
+        """Wait until the chief has emitted an event after a time; return the event and its time."""
 
         def found() -> tuple[float, Event] | None:
             return next((each for each in self.seen if each[0] > after and wanted(each[1])), None)
@@ -205,7 +205,7 @@ class Pods:
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def supervise(self) -> int:
-        """Start the chief again whenever it has lost its cluster; return its exit code."""
+        """Restart the chief whenever it has lost its cluster; return its exit code."""
         while True:
             pod = self.pods.get(CHIEF)
             code = pod.process.wait() if pod else None
@@ -222,8 +222,8 @@ class Pods:
             pod.process = self._process(CHIEF, pod.namespace)
 
     def read_events(self, pipe: Path) -> None:
-        """Read what the chief emits, for ever."""
-        # Open for writing too, as chiefs are replaced.
+        """Read the events of the chief until this process ends."""
+        # The pipe is open for writing too, because chiefs are replaced.
         with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as lines:
             for line in lines:
                 if event := events.parse(line):
@@ -287,7 +287,7 @@ def pods(  # noqa: PLR0913
     environment: Mapping[str, str] | None = None,
     lag: float = 0.0,
 ) -> Iterator[Pods]:
-    """Start a pod for each task, with further variables; remove all that is left in the end."""
+    """Start a pod for each task, with additional variables; remove everything at the end."""
     addresses = {
         role: tuple(f"run-{role}-{index}.{DOMAIN}:{PORT}" for index in range(count))
         for role, count in roles.items()
@@ -296,7 +296,8 @@ def pods(  # noqa: PLR0913
     os.mkfifo(pipe)
     (folder / "config.json").write_text(parse_config(config).model_dump_json(), encoding="utf-8")
     with ExitStack() as stack:
-        # It has its own address; otherwise the address changes with the pods, and peers lose it.
+        # The bridge has its own address; otherwise the address changes with the pods, and peers
+        # lose it.
         _ip("link", "add", PREFIX, "address", "02:00:00:00:00:01", "type", "bridge")
         stack.callback(_ip, "link", "del", PREFIX)
         _ip("addr", "add", f"{ROUTER}/15", "dev", PREFIX)

@@ -38,7 +38,7 @@ CLASSES = 3
 
 
 def examples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return inputs and labels, the same ones everywhere."""
+    """Return inputs and labels, the same in every process."""
     random = np.random.default_rng(seed)
     inputs = random.normal(size=(count, FEATURES)).astype("float32")
     return inputs, random.integers(0, CLASSES, size=count)
@@ -93,7 +93,7 @@ def equal(batch_size: int = 8, **named: object) -> Problem:
 
 
 def located() -> Problem:
-    """The loss is that of `equal`, and 100 for each of the numbers below that of its task."""
+    """The loss is that of `equal`, plus 100 times the number of the task."""
     known = equal()
 
     def loss(*of_batch: object) -> tf.Tensor:
@@ -103,7 +103,7 @@ def located() -> Problem:
 
 
 def measured() -> Problem:
-    """Equal batches, and sums over 23 examples in six batches: examples, loss, hits, where."""
+    """Equal batches, and an evaluation of 23 examples in six batches that returns sums."""
     objective = of_classes(CLASSES)
 
     def totals(model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
@@ -125,7 +125,7 @@ def dealt(
 
 
 def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
-    """Return every `workers`-th batch of some examples, from that of this worker on."""
+    """Return every `workers`-th batch of some examples, beginning with this worker's."""
     batches = tf.data.Dataset.from_tensor_slices(data).batch(batch_size, drop_remainder=True)
     mine = batches.enumerate().filter(lambda i, _: i % workers == number())
     return mine.map(lambda _, batch: batch).repeat()
@@ -134,7 +134,7 @@ def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
 def of_ids(
     config: Config, looked_up: Callable[[Any], Any], example: Callable[[tf.Tensor], Any], batch: int
 ) -> Problem:
-    """Return one of two classes; `looked_up` makes of ids what a layer of logits gets."""
+    """Return a problem of two classes; `looked_up` maps ids to the input of the last layer."""
 
     def build_model() -> keras.Model:
         keras.utils.set_random_seed(0)
@@ -165,7 +165,7 @@ def net(spec: InputSpec) -> keras.Model:
 
 
 class Idle(keras.layers.Layer):
-    """Has a variable that the loss does not know."""
+    """A model with a variable that the loss does not use."""
 
     def build(self, _shape: object) -> None:
         self.idle = self.add_weight(shape=(2,), name="idle")
@@ -175,7 +175,7 @@ class Idle(keras.layers.Layer):
 
 
 def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
-    """A loss with L2 in it and a gradient that is clipped by its global norm at every step."""
+    """A loss with L2, and a gradient that is clipped by its global norm at every step."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -198,7 +198,7 @@ def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def normed(batch_size: int = 8, workers: int = 2) -> Problem:
-    """Moving averages that each step changes."""
+    """A model with moving averages, which each step changes."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -216,7 +216,7 @@ def normed(batch_size: int = 8, workers: int = 2) -> Problem:
 
 
 def sharded(batch_size: int = 8, workers: int = 2) -> Problem:
-    """A table in two parts: of each, a batch looks up any number of rows."""
+    """A table in two parts; a batch looks up any number of rows of each."""
     return embedded(batch_size, workers, ShardedEmbedding)
 
 
@@ -225,7 +225,7 @@ def embedded(
     workers: int = 2,
     table: Callable[..., keras.layers.Layer] = keras.layers.Embedding,
 ) -> Problem:
-    """A table of which each batch looks up some rows, several times the same one."""
+    """A table of which each batch looks up some rows, one of them several times."""
 
     def model() -> keras.Model:
         reset_uids()
@@ -249,7 +249,7 @@ def embedded(
 
 
 def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
-    """Two numbers an example, in units of their deviation, with weights of the examples."""
+    """Two labels per example, in units of their deviation, with example weights."""
     count = 12 * batch_size * workers
     random = np.random.default_rng(1)
     numbers = (50 + 10 * random.normal(size=(count, 2))).astype("float32")
@@ -302,7 +302,7 @@ def _of_task(
 
 
 class OwnLoss(keras.Sequential):
-    """Computes its loss, and keeps the mean of it as Keras documents it."""
+    """Computes its loss and tracks the mean of it as Keras documents."""
 
     def __init__(self, layers):
         super().__init__(layers)
@@ -429,7 +429,7 @@ def ids_of(numbers: tf.Tensor) -> tf.Tensor:
 
 
 def growing(ids: int, capacity: int, **training: object) -> Problem:
-    """Return one whose examples have so many ids, in turn."""
+    """Return a problem whose examples take turns in their numbers of ids."""
     config = parse_config({"training": training})
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -455,11 +455,11 @@ def slowed(worker: int, times: int, microseconds: int) -> Problem:
 
 
 def lent(worker: int, times: int, microseconds: int) -> Problem:
-    """The same, of examples that are handed out."""
+    """The same problem with `data.partition: dynamic`."""
     data = examples(800)
 
     def read(held: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # It is called twice: for an element, and for the end of the data.
+        # TensorFlow calls it twice: for an element, and at the end of the data.
         delay = sleep(_factor(worker, times) * microseconds // 2)
         wanted = tf.data.Dataset.from_tensors(numbers).apply(delay).get_single_element()
         inputs, labels = held
@@ -493,13 +493,13 @@ LARGE = 64.0
 
 
 def dense(batch_size: int, workers: int = 1) -> Problem:
-    """The same examples in the same order, however they are dealt."""
+    """The same examples in the same order, however they are divided among the workers."""
     each = EXAMPLES // (batch_size * workers)
     return dealt(batch_size, workers, each, model=two_layers, optimizer="adam", learning_rate=0.01)
 
 
 def rows(batch_size: int, workers: int = 1) -> Problem:
-    """Rows of a table are looked up where it is."""
+    """Rows of a table are looked up on the device of the table."""
     floats = dense(batch_size, workers).batches
 
     def batches() -> tf.data.Dataset:

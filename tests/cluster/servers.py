@@ -51,7 +51,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a leading process said: a report of each run, and all variables in the end."""
+    """The output of a leading process: a report per run, and all variables at the end."""
 
     reports: list[Words]
     variables: Mapping[str, Any]
@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Leading:
-    """A process that leads a strategy; its words are read as they come."""
+    """A process that leads a strategy; its output is read as it arrives."""
 
     def __init__(self, process: forked.Process, words: TextIO, log: Path) -> None:
         self.process = process
@@ -71,7 +71,7 @@ class Leading:
         self.said: list[Words] = []
 
     def next(self) -> Words:
-        """Wait for its next words: one report a run, and the end."""
+        """Wait for its next message: a report of a run, or the result."""
         line = self._words.readline()
         assert line, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
         self.said.append(json.loads(line))
@@ -103,18 +103,18 @@ class Servers:
         self.processes[str(task)] = self._process(task, ["tests.cluster.server"], settings)
 
     def kill(self, task: Task) -> None:
-        """Kill a task as the kernel does when memory is gone."""
+        """Kill a task as the kernel does when memory is exhausted."""
         _end(self.processes.pop(str(task)))
 
     def lead(self, trial: Trial) -> Outcome:
         return self.start_lead(trial).outcome()
 
     def start_lead(self, trial: Trial, task: Task = CHIEF) -> Leading:
-        """Start a process that leads; where the workers lead themselves, start one for each."""
+        """Start a leading process, or one per worker if the workers lead themselves."""
         return self.start_module("tests.cluster.lead", asdict(trial), task)
 
     def start_module(self, module: str, spec: Words, task: Task = CHIEF) -> Leading:
-        """Start a process that leads as a module says, which finds its `spec` in a file."""
+        """Start a leading process from a module, which reads its `spec` from a file."""
         folder = self.folder / str(task)
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "spec.json"
@@ -159,7 +159,7 @@ class Servers:
             return forked.start_process(wanted, log.fileno())
 
     def end(self) -> None:
-        """Kill what still runs."""
+        """Kill all running processes."""
         for process in self.processes.values():
             _end(process)
         for pipe in self.pipes:

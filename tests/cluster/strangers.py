@@ -16,7 +16,7 @@ SECONDS = 2.0
 
 
 def other_addresses() -> list[str]:
-    """Return this machine's addresses that are not on loopback; skip the test where it has none."""
+    """Return this machine's addresses outside of loopback; skip the test if it has none."""
     found = [
         each.address
         for addresses in psutil.net_if_addrs().values()

@@ -49,7 +49,7 @@ def trial(strategy: str, problem: str, *, batch_size: int, workers: int, **clust
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[[str], Outcome]:
-    """`single` with the batch of two workers, once for each problem."""
+    """A run of `single` with the batch of two workers, once per problem."""
     known: dict[str, Outcome] = {}
 
     def outcome(problem: str) -> Outcome:
@@ -131,7 +131,7 @@ def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
 @pytest.mark.long
 @pytest.mark.parametrize(("problem", "pull_every"), [("clipped", 1), ("normed", 1), ("clipped", 3)])
 def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
-    # Several turns, and some single updates.
+    # This takes several turns and some single updates.
     updates = 4 * TURN + 3
 
     def outcome(steps: int) -> Outcome:
@@ -215,7 +215,7 @@ def settings(strategy: str, steps: int) -> dict[str, Any]:
 
 
 def state(run: Launched) -> dict[str, np.ndarray]:
-    """Return what the newest checkpoint says of moving averages and seeds."""
+    """Return the moving averages and seeds in the newest checkpoint."""
     uri, _ = newest_checkpoint(run.checkpoints)
     reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
     wanted = ("moving_mean", "moving_variance", "seed_generator_state")
@@ -348,7 +348,7 @@ def alone_of_updates(tmp_path_factory) -> Callable[..., Outcome]:
 
 @pytest.fixture(scope="module")
 def whole(alone_of_updates) -> Outcome:
-    """One process with the whole batch, and the average of its weights."""
+    """A run of one process with the whole batch, and the average of its weights."""
     return alone_of_updates("dense", ema=0.9)
 
 
@@ -404,7 +404,7 @@ def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_pat
     with serving(tmp_path, ps=2, workers=1, devices=2) as servers:
         outcome = servers.lead(trial_of_updates(strategy, "dense", UPDATES_BATCH // 4, **together))
     scale = {path for path in outcome.variables if path.startswith("loss_scale/")}
-    # As for one worker, whose towers compute their gradients in parallel.
+    # The result equals that of one worker, whose towers compute their gradients in parallel.
     assert outcome.variables["loss_scale/gradients"] == sum(UPDATES_RUNS) * 2
     kept = {path: each for path, each in outcome.variables.items() if path not in scale}
     assert_same_of_updates(replace(outcome, variables=kept), whole)

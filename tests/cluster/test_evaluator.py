@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def measured(dataset, uri, folder):
-    """Return the validation loss of a checkpoint, measured here."""
+    """Return the validation loss of a checkpoint, measured in this process."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     config = parse_config({})
     objective = tasks.make_objective(config, spec)

@@ -45,7 +45,7 @@ def settings(strategy: str, steps: int, **cluster: object) -> dict[str, Any]:
 
 
 def counted(run: Launched) -> int:
-    """Return the global step of the newest checkpoint, by its manifest and by the counter in it."""
+    """Return the global step of the newest checkpoint: from its manifest and from its counter."""
     step = run.newest()
     uri, _ = newest_checkpoint(run.checkpoints)
     assert storage.read_manifest(uri).fields["global_step"] == step
@@ -253,7 +253,7 @@ def test_disjoint_shards_are_dealt_anew_to_another_number_of_workers(numbers, tm
 
 
 def killed(numbers: str, folder: Any, strategy: str, names: list[str]) -> Launched:
-    """Kill tasks one after the other, each when it is back and some steps later."""
+    """Kill tasks one after the other, each some steps after the previous one is back."""
     draw = random.Random(len(names))
     config = visited.settings(
         strategy,

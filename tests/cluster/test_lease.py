@@ -28,7 +28,7 @@ ENDLESS = {**SETTINGS, "training": {**SETTINGS["training"], "steps": 10**7}}
 
 
 def launch_second(run, config, dataset, folder):
-    """Start another launcher for the checkpoints of `run`, let it end, and return how."""
+    """Run another launcher for the checkpoints of `run` to its end; return the result."""
     folder.mkdir()
     job = {
         "config": config,
@@ -49,7 +49,7 @@ def launch_second(run, config, dataset, folder):
 
 
 def kill_all(run):
-    """Kill a launcher, and wait until its tasks, which could still write, are gone too."""
+    """Kill a launcher, and wait until its tasks, which could still write, have ended too."""
     tasks = run.tasks()
     run.process.kill()
     run.process.wait()
@@ -61,7 +61,7 @@ def holders(run):
 
 
 def content(run):
-    """Return the files of all checkpoints, and what else a run writes, with their times."""
+    """Return the files of all checkpoints, and the other files of a run, with their times."""
     folder = storage.local_path(run.checkpoints)
     return {path: path.stat().st_mtime_ns for path in folder.rglob("step-*/*")}
 

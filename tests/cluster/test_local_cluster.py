@@ -46,7 +46,7 @@ def settings(**training: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def trained(dataset, tmp_path_factory):
-    """A run of 300 steps on 2 parameter servers and 3 workers, and what it said."""
+    """A run of 300 steps on 2 parameter servers and 3 workers, and its output."""
     with launched(settings(), dataset, tmp_path_factory.mktemp("trained")) as run:
         ended = run.end()
     return run, ended
@@ -223,7 +223,7 @@ def run_of(strategy, **cluster):
 
 
 def read_as_task(address: str, port: int, path: str, seconds: int = 2) -> bytes:
-    """Have the task behind an address read a file for us; raises TensorFlow's error."""
+    """Make the task at an address read a file; raises TensorFlow's error."""
     host = f"[{address}]" if ":" in address else address
     settings = tf.compat.v1.ConfigProto(operation_timeout_in_ms=1000 * seconds)
     with tf.Graph().as_default():
@@ -273,7 +273,7 @@ def test_a_strangers_session_runs_no_graph_in_a_task(dataset, tmp_path):
 
 
 def scrape_until(port, wanted):
-    """Return the first scrape that is wanted: what a task does is seen there alone."""
+    """Return the first scrape that matches: no other interface shows what a task does."""
     until, pause = time.monotonic() + SECONDS, threading.Event()
     while not wanted(found := scrape(port)):
         assert time.monotonic() < until, found
@@ -371,7 +371,7 @@ def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path)
     assert [int(found[1]) for found in validated if found] == [150, 300]
     published = [re.search(r"checkpoint of global step (\d+): file://", each) for each in lines]
     assert [int(found[1]) for found in published if found][-3:] == [100, 200, 300]
-    # Each event appears once, in words.
+    # Each event appears once, as text.
     assert not [each for each in lines if '{"event": "progress"' in each]
 
 
@@ -391,7 +391,7 @@ UNSHARED = ["unshare", "--mount", "--propagation", "private", "sh", "-c", READ_O
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder that can be written where nothing else can; skips where that needs permissions."""
+    """The only writable folder; skips the test if this machine does not permit a mount."""
     refused = f"! touch {ROOT}/probe 2>/dev/null && ! touch {tmp_path.parent}/probe 2>/dev/null"
     probe = [*UNSHARED, str(tmp_path), "sh", "-c", f"touch probe && {refused}"]
     try:
@@ -491,7 +491,7 @@ def line_with(text):
 
 @pytest.fixture
 def fail(dataset, tmp_path, monkeypatch):
-    """Train a model of the user's that fails; return the event that says so."""
+    """Train a user's model that fails; return the event of the failure."""
     (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
 

@@ -157,7 +157,7 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
     storage.verify(last.uri)
     assert (last.global_step, len(last.parts)) == (40, 2)
     assert not [each for each in (tmp_path / "checkpoints").iterdir() if ".part" in each.name]
-    # Every variable is in the part of its server, whose folder is empty.
+    # Every variable is in the part of its server, and the server's folder is empty.
     assert {each.part for each in last.variables.values()} == {0, 1}
     for task in (PS, SECOND):
         left = [each for each in (tmp_path / str(task) / "parts").rglob("*") if each.is_file()]

@@ -22,7 +22,7 @@ EVERY, END = 400, 2000
 
 @pytest.fixture
 def leaving(tmp_path):
-    """Return what lets a chief begin on servers, train and die, and what kills a server."""
+    """Return a function that runs a chief until it dies, and one that kills a server."""
 
     def serve(servers):
         return serving(tmp_path, ps=servers, workers=1)

@@ -40,7 +40,7 @@ def settings_of_disk(steps, **cluster):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of one megabyte at the place of the checkpoints."""
+    """A disk of one megabyte, mounted at the folder of the checkpoints."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
@@ -51,7 +51,7 @@ def small_disk(tmp_path):
 
 
 def fill(folder):
-    """Leave no room; return the file that takes it."""
+    """Fill the disk; return the file that fills it."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 10, 1):

@@ -200,7 +200,7 @@ LONG_MIRRORED = pytest.param("multi_worker_mirrored", marks=pytest.mark.long)
 
 @pytest.fixture
 def train(dataset, tmp_path, monkeypatch):
-    """Train a model that meddles with the end; return the run, its exit code and its output."""
+    """Train a model that interferes with the end; return the run, its exit code and its output."""
     (tmp_path / "ends.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
 
@@ -279,7 +279,7 @@ HANDOVER_ENDLESS, MORE = 2 * 10**5, 40
 
 @pytest.fixture
 def run(kube, tmp_path, monkeypatch):
-    """Return what starts or resumes the run on an engine, and cancels it unless it may end."""
+    """Return a function that starts or resumes the run on an engine, and cancels it if asked to."""
     monkeypatch.delenv("FLOTILLA_EVENTS")
     kube.install_jobset()
     workdir = tmp_path / "runs"

@@ -41,7 +41,7 @@ PS, WORKER = Task(role="ps", index=0), Task(role="worker", index=1)
 
 
 class Relay:
-    """Listens at one address, and passes connections on to a port of 127.0.0.1."""
+    """A relay that listens at one address and passes connections on to a port of 127.0.0.1."""
 
     def __init__(self, address: str, port: int, target: int) -> None:
         self._target = target
@@ -50,7 +50,7 @@ class Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Close it and all connections, as the end of a process does."""
+        """Close the relay and all connections, as the end of a process does."""
         for each in self._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -74,7 +74,7 @@ class Relay:
                     ).start()
 
     def _passing(self) -> Callable[[], bool]:
-        """Return what says whether data of a connection that begins now is passed on."""
+        """Return a function that says whether data of a connection that begins now is passed on."""
         return lambda: True
 
 
@@ -86,7 +86,7 @@ def _pass_on(source: socket.socket, target: socket.socket, is_passed: Callable[[
 
 
 def _can_mount() -> bool:
-    """Say whether a process may have a file of hosts of its own."""
+    """Return whether a process may have its own file of hosts."""
     if sys.platform != "linux" or not shutil.which("unshare"):
         return False
     tried = subprocess.run(
@@ -217,21 +217,21 @@ CUT_OFF_CEILING = 120
 
 
 def options(seconds: int) -> str:
-    """Return our options for channels, which ask for a sign after so many seconds."""
+    """Return our channel options, with a keepalive ping after some seconds."""
     ours = {**liveness.CHANNEL_OPTIONS, TIME: 1000 * seconds, TIMEOUT: 1000 * seconds}
     assert ours.keys() == liveness.CHANNEL_OPTIONS.keys()
     return ",".join(f"{name}={value}" for name, value in ours.items())
 
 
 class Swallowing(Relay):
-    """Passes connections on to a port, until all that comes from those that are there is lost."""
+    """A relay to a port, which can lose all data of its present connections."""
 
     def __init__(self, target: int) -> None:
         self._lost = threading.Event()
         super().__init__("127.0.0.1", 0, target)
 
     def lose(self) -> None:
-        """Pass nothing on that comes from the connections so far; later ones are as ever."""
+        """Lose all data of the present connections; later connections work."""
         self._lost.set()
         self._lost = threading.Event()
 

@@ -32,7 +32,7 @@ def settings(strategy: str, **cluster: object) -> dict[str, object]:
 
 
 def stopped(dataset, folder, config, task, waiting=()):
-    """Stop a task during training; return the run when it has ended well."""
+    """Stop a task during training; return the run after it has succeeded."""
     with launched(config, dataset, folder) as run:
         run.wait_for_step(EVERY + 1)
         run.task(task).send_signal(signal.SIGSTOP)

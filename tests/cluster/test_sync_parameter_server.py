@@ -40,7 +40,7 @@ def trial(
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[..., Outcome]:
-    """What `single` makes of a problem."""
+    """Return the result of `single` for a problem."""
 
     def outcome(problem: str, runs: list[int], **arguments: Any) -> Outcome:
         config = {"training": {"strategy": "single"}}
@@ -70,7 +70,7 @@ def local_steps(report: dict[str, Any]) -> dict[str, int]:
 
 
 def assert_adds_up(outcome: Outcome, runs: list[int], needed: int) -> None:
-    """Every update has taken exactly `needed` gradients, and every other one was dropped."""
+    """Every update took exactly `needed` gradients, and all others were dropped."""
     assert [r["global_step"] for r in outcome.reports] == np.cumsum(runs).tolist()
     assert outcome.variables["global_step"] == outcome.global_step == sum(runs)
     for report in outcome.reports:
@@ -143,7 +143,7 @@ def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_worke
     assert local_steps(waiting.reports[-1])["worker-2"] == waiting.global_step == SLOW_STEPS
     ahead = three_workers.lead(slowed(needed=2, runs=runs))
     assert_adds_up(ahead, runs, needed=2)
-    # In steps of the slow worker, not in seconds.
+    # The limit is in steps of the slow worker, not in seconds.
     slow = local_steps(ahead.reports[-1])["worker-2"]
     assert slow > 0
     assert ahead.global_step / slow >= 5 * waiting.global_step / SLOW_STEPS

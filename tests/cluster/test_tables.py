@@ -38,7 +38,7 @@ ROUND_TRIPS = 20_000
 
 @pytest.fixture(scope="module")
 def relayed(tmp_path_factory):
-    """Two parameter servers and two workers, and the counter of what goes between all tasks."""
+    """Two parameter servers and two workers, and the counter of the bytes between all tasks."""
     with reserve_cluster({"ps": 2, "worker": 2, "chief": 1}) as real:
         ports = [real.addresses[task.role][task.index].rpartition(":")[2] for task in SERVING]
         relay = subprocess.Popen(
@@ -71,7 +71,7 @@ def relayed(tmp_path_factory):
 
 
 def measured(relayed, strategy, trials, optimizer="adam", **args):
-    """Return what each trial of rows and batch said."""
+    """Return the result of each trial of rows and batch size."""
     servers, counter = relayed
     settings = {"name": optimizer, "args": args}
     config = {
@@ -167,7 +167,7 @@ def servers(tmp_path_factory):
 
 
 def rows_of(variables):
-    """Return the row of each id that has one, and hold that none has two."""
+    """Return the row of each id that has one; assert that no id has two."""
     found = {}
     for shard in range(SHARDS):
         own = {
@@ -181,7 +181,7 @@ def rows_of(variables):
 
 
 def grown(outcome):
-    """Hold that exactly the ids that came have rows, and that these have learnt."""
+    """Assert that exactly the seen ids have rows, and that these rows were trained."""
     rows = rows_of(outcome.variables)
     assert set(rows) == {int(ids_of(np.int64(each))) for each in range(IDS)}
     metrics = outcome.reports[-1]["metrics"]["tables"][TABLE]
@@ -228,7 +228,7 @@ FROZEN = ["dense/*", "batch_normalization/*"]
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-    """A file with the model of three classes, of which each variable has a value of its own."""
+    """A file with the model of three classes, whose variables all have different values."""
     reset_uids()
     model = net(InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(3,)))
     for number, variable in enumerate(model.variables):

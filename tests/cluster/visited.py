@@ -69,7 +69,7 @@ def published(folder: Path) -> str:
 
 
 def settings(strategy: str, steps: int, averaged: int = 1, **named: Any) -> dict[str, Any]:
-    """Return the configuration of a run; `averaged` is how many batches make an update."""
+    """Return the configuration of a run; `averaged` is the number of batches per update."""
     sections = {
         "data": {
             "dataset": "tests.cluster.visited:Numbers",

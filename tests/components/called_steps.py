@@ -25,7 +25,7 @@ def text_of(run, **gate):
 
 
 def ended(state, words=None):
-    """Return how a run ended, as KFP tells the exit step."""
+    """Return how a run ended, as KFP passes it to the exit step."""
     return dsl.PipelineTaskFinalStatus(
         state=state,
         pipeline_job_resource_name="run",
@@ -36,7 +36,7 @@ def ended(state, words=None):
 
 
 def refused(step, *given, capsys):
-    """Call a step that has to end with one line; return its exit code and the line."""
+    """Call a step that must end with one line; return its exit code and the line."""
     with pytest.raises(SystemExit) as ended:
         step(*given)
     out, err = capsys.readouterr()
@@ -51,7 +51,7 @@ def artifact_in(folder, kind=dsl.Artifact):
 
 
 def stage(name, work, config, root, run_id=RUN, **given):
-    """Return what a stage returns, called without its component."""
+    """Return the result of a stage that is called without its component."""
     step = Step(
         at=run_store.find_run(root, run_id), config=config, root=root, run_id=run_id, **given
     )
@@ -59,7 +59,7 @@ def stage(name, work, config, root, run_id=RUN, **given):
 
 
 def to_evaluate(run, folder):
-    """Return what the first stage of `evaluate_model` takes of a run."""
+    """Return the inputs of the first stage of `evaluate_model` from a run."""
     kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
     names = ("evaluation_metrics", "confusion_matrix", "roc_curve")
     artifacts = {name: artifact_in(folder, kind) for name, kind in zip(names, kinds, strict=True)}
@@ -68,14 +68,14 @@ def to_evaluate(run, folder):
 
 
 def evaluated(run, root, folder):
-    """Evaluate a run's checkpoint; return the URI and the three artifacts of the UI."""
+    """Evaluate a run's checkpoint; return the URI and the three UI artifacts."""
     given = to_evaluate(run, folder)
     uri = stage("evaluate_model", evaluate_model.evaluate, text_of(run), root, **given)
     return uri, given["evaluation_metrics"], given["confusion_matrix"], given["roc_curve"]
 
 
 def gated(run, root, folder, accuracy):
-    """Evaluate a run and hold it against this accuracy; return the word and the decision."""
+    """Evaluate a run with this accuracy as the bound; return verdict and decision."""
     path = folder / "decision.txt"
     own = {"decision_uri": str(path), "decision": artifact_in(folder)}
     word = evaluate_model.evaluate_model.python_func(
@@ -86,7 +86,7 @@ def gated(run, root, folder, accuracy):
 
 @contextmanager
 def no_larger_files_than(size):
-    """Let no file grow beyond `size` bytes, as on a disk that is full; events go nowhere."""
+    """Limit files to `size` bytes, as on a full disk, and discard events."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with mock.patch.dict(os.environ, {events.VARIABLE: os.devnull}):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

@@ -90,12 +90,12 @@ def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled
 
 
 def older(values):
-    """Return what a pipeline passes that was compiled before there was a batch size."""
+    """Return the arguments of a pipeline that was compiled before the batch size existed."""
     return {name: value for name, value in values.items() if name != "batch_size"}
 
 
 def newer(values):
-    """Return what a pipeline passes whose artifact has another name, and which knows more."""
+    """Return the arguments of a pipeline with a renamed artifact and an additional input."""
     artifact = values["configuration"]
     rest = {name: value for name, value in values.items() if name != "configuration"}
     return {**rest, "new": 5, "source": artifact}

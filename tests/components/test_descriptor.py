@@ -117,7 +117,7 @@ def test_the_metrics_describe_the_evaluation(run, root, tmp_path):
 
 @pytest.fixture
 def taking(run, root, tmp_path, described):
-    """Return a function that runs a step with the descriptor of something else."""
+    """Return a function that runs a step with the descriptor of another artifact."""
     outputs = [artifact_in(tmp_path) for _ in range(4)]
     evaluate_outputs = (str(tmp_path / "word"), *outputs)
     steps = {

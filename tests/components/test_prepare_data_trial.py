@@ -16,7 +16,7 @@ CONFIG = Config().model_dump_json()
 
 @pytest.fixture
 def step():
-    """Return a step whose stages do their work; a stage that fails ends it as the frame does."""
+    """Return a step with real stages; a failing stage ends it as the frame of a step does."""
 
     def stage(name, work):
         stages.append(name)

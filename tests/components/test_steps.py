@@ -33,7 +33,7 @@ from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES
 
 @pytest.fixture
 def offered(monkeypatch):
-    """Let the builder offer another version, and no other than that."""
+    """Make the builder offer another version only."""
 
     def offer(version):
         monkeypatch.setattr(Digits, "VERSION", tfds.core.Version(version))
@@ -43,7 +43,7 @@ def offered(monkeypatch):
 
 @pytest.fixture
 def prepared(root, emitted, monkeypatch, tmp_path):
-    """Prepare in a run of this name; return the version, and what the step said of itself."""
+    """Prepare in a run of this name; return the version, and the record of the step."""
 
     said = []
 
@@ -194,7 +194,7 @@ def test_under_another_policy_the_same_run_is_judged_anew(run, root, tmp_path, e
 
 
 def to_export(run, decision, folder):
-    """Return what the first stage of `export_model` takes of a run."""
+    """Return the inputs of the first stage of `export_model` from a run."""
     inputs = {"dataset": run.dataset, "checkpoint": run.checkpoint, "decision": decision}
     described = {f"{name}_descriptor": None for name in inputs}
     return {**inputs, **described, "model": artifact_in(folder, dsl.Model)}

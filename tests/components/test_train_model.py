@@ -95,7 +95,7 @@ class TestTrainModel:
 
     @pytest.fixture
     def validated(self, monkeypatch, launched):
-        """Return the jobs that were launched; of each the earlier checkpoint is the better one."""
+        """Return the jobs that were launched; the earlier checkpoint of each is the better one."""
         launch = launchers.launch
 
         def measured(job, defaults):

@@ -39,7 +39,7 @@ POLICY = [
 
 
 def fitting(drawn):
-    """Leave out what `JobSets.check` refuses, and have an evaluator or not."""
+    """Remove the settings that `JobSets.check` refuses, and add an evaluator if asked to."""
     tree, evaluator = copy.deepcopy(drawn[0]), drawn[1]
     tree["cluster"] |= {"evaluator": evaluator, "launcher": "jobset"}
     kubernetes = tree["cluster"]["kubernetes"]

@@ -50,7 +50,7 @@ def settings(max_restarts: int = 3, **deadlines: int) -> dict[str, Any]:
 
 
 class Attempt(threading.Thread):
-    """`launch` in a thread, which no signal reaches."""
+    """A call of `launch` in a thread, which receives no signal."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(daemon=True)
@@ -109,7 +109,7 @@ def heard(kind: type[events.Event]) -> Iterator[None]:
 
 
 class Step:
-    """`launch` in a process, as a pipeline step runs it."""
+    """A call of `launch` in a process, as a pipeline step makes it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -124,7 +124,7 @@ class Step:
 
 
 def without_beats(requests: list[str]) -> Iterator[str]:
-    """Leave the requests of the heartbeat out: a thread of its own makes them at any moment."""
+    """Omit the requests of the heartbeat: a separate thread makes them at any moment."""
     return (request for request in requests if "/leases/" not in request)
 
 

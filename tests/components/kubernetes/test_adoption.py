@@ -12,7 +12,7 @@ PLACE = Place(namespace=NAMESPACE)
 
 
 def orphan(kube, steps=1500):
-    """Create the job of an earlier attempt, whose launcher is gone."""
+    """Create the job of an earlier attempt, whose launcher has ended."""
     tree = settings()
     tree["training"] = {"steps": steps}
     return kube.store.create("tfjobs", NAMESPACE, manifest(job_of(tree), PLACE))

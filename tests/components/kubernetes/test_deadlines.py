@@ -202,7 +202,7 @@ def test_a_job_that_is_suspended_again_queues_again():
     now[0] = 5.0
     deadlines.observe_job({**job, "spec": {"runPolicy": {"suspend": True}}})
     deadlines.observe([])
-    # Who has taken its room decides how long it waits.
+    # The pods that have taken its place decide how long it waits.
     assert (deadlines.has_run, deadlines.seconds_left()) == (False, math.inf)
     now[0] = 1000.0
     assert deadlines.find_exceeded([]) == ""
@@ -236,7 +236,7 @@ def test_a_job_that_is_made_again_queues_again_and_has_run_before():
     assert deadlines.seconds_left() == 50
     now = 80.0
     deadlines.observe([pod])
-    # It ran for 60 s, and not for the 20 s in which the job was made again.
+    # It ran for 60 s; the 20 s in which the job was recreated do not count.
     assert deadlines.seconds_left() == 40
 
 
@@ -252,7 +252,7 @@ def of_state(task, **state):
 
 
 class TestStart:
-    """For what a job waits that does not train yet."""
+    """These are the reasons why a job does not train yet."""
 
     @pytest.fixture
     def deadlines(self):

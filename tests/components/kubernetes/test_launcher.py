@@ -402,7 +402,7 @@ def test_an_expired_token_is_retried(kube):
 def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
     monkeypatch.setattr(client, "FIRST_WAIT", 300)
     monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.2)
-    # Their watch begins after the job: what was deleted meanwhile it never reports.
+    # The watch of pods begins after the job, and never reports pods deleted before.
     kube.faults.add(r"GET .*/pods\?", 503, times=1)
     attempt = Attempt(job_of(settings()))
     kube.store.wait(lambda: kube.faults.hits)
@@ -473,7 +473,7 @@ def test_without_permission_for_jobs_the_message_names_the_remedy(kube):
 
 @pytest.fixture
 def around(kube, tmp_path, monkeypatch, caplog):
-    """Plant all secrets; the token of the kubeconfig is one of them, and the events have a file."""
+    """Plant all secrets, the kubeconfig's token among them, and write events to a file."""
     caplog.set_level(logging.DEBUG)
     plant(tmp_path / "home", monkeypatch)
     token = SECRETS["kube"]

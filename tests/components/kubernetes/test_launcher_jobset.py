@@ -36,7 +36,7 @@ KINDS = ("jobsets", "jobs", "pods", "leases", "services")
 
 @pytest.fixture(autouse=True)
 def run_events(tmp_path, monkeypatch, kube):
-    """Install JobSet, leave the end of a deleted pod to the test; return what reads events."""
+    """Install JobSet, let the test end deleted pods; return a function that reads events."""
     kube.install_jobset()
     kube.store.graceful.add("pods")
     path = tmp_path / "events.jsonl"
@@ -71,7 +71,7 @@ def uids(kube):
 
 
 def fail(kube, attempt):
-    """End the pods of a job that is deleted; return the error of its launcher."""
+    """End the pods of a deleted job; return the error of its launcher."""
     kube.store.wait(lambda: not kube.jobsets())
     kube.end_deleted()
     message = attempt.failure()
@@ -362,7 +362,7 @@ def test_a_retry_adopts_the_job_whatever_pods_of_it_have_failed_before(kube):
 
 
 class TestRefused:
-    """What cannot be launched is said in one line, and leaves nothing."""
+    """A job that cannot be launched gives one line and leaves no object."""
 
     def test_without_jobset_the_message_names_what_to_install(self, kube):
         kube.server.control.kinds.clear()
@@ -447,7 +447,7 @@ class TestRefused:
 
 
 def test_a_job_past_its_deadline_names_the_setting(kube):
-    # Set back and not waited for: a short one may be over before all pods are there.
+    # The suspension is undone at once: a short one may end before all pods exist.
     attempt = start(kube, job={"active_deadline_seconds": 600})
 
     def began_long_ago(tree):
@@ -477,7 +477,7 @@ def test_a_failed_job_says_which_child_failed_it(kube):
 
 
 def kill_launcher(kube):
-    """Leave a job that runs, and whose launcher was killed."""
+    """Create a running job whose launcher was killed."""
     with step(kube, tree_of()) as process:
         kube.wait_renewed()
         kube.run_all()

@@ -17,7 +17,7 @@ from tests.kubernetes.conditions import condition, is_true
 
 @pytest.fixture(autouse=True)
 def restarts(tmp_path, monkeypatch, kube):
-    """Leave the end of a deleted pod to the test; return what reads the restarts of the run."""
+    """Let the test end deleted pods; return a function that reads the restarts of the run."""
     kube.store.graceful.add("pods")
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
@@ -46,7 +46,7 @@ def uid(kube):
 
 
 def made_again(kube, before):
-    """End the pods of the job that is deleted, and run those of the job that follows."""
+    """End the pods of the deleted job, and run those of the next job."""
     kube.store.wait(lambda: not kube.jobs())
     kube.end_deleted()
     kube.store.wait(lambda: uid(kube) not in ("", before))
@@ -61,7 +61,7 @@ def failure(kube, attempt):
 
 
 def published(kube, global_step):
-    """Let the chief write that it has published a checkpoint, where the launcher reads it."""
+    """Write the chief's log line about a published checkpoint, which the launcher reads."""
     event = CheckpointPublished(uri=f"gs://b/step-{global_step}", global_step=global_step)
     kube.write_event("chief-0", event)
     kube.wait_followed("chief-0")

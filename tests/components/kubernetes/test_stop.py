@@ -34,7 +34,7 @@ def training(kube):
 
 
 def save(kube):
-    """End the chief as its guard does: with a last checkpoint, and a code that fails the job."""
+    """End the chief as its guard does: with a last checkpoint and a failing exit code."""
     kube.finish("chief-0", 1, MESSAGE)
 
 
@@ -88,7 +88,7 @@ def test_without_an_answer_the_job_is_not_waited_for(kube, monkeypatch):
 
 
 def running_job(kube):
-    """Return a job whose pods run, and which nobody watches."""
+    """Return a job with running pods and without a launcher."""
     with step(kube, settings()) as process:
         kube.all_pods()
         kube.wait_renewed()

@@ -355,7 +355,7 @@ def at(tmp_path):
 
 
 class Work:
-    """Fails with each of these in turn, and is done then."""
+    """Fails with each of these errors in turn, and then succeeds."""
 
     def __init__(self, *errors):
         self._errors, self.count = list(errors), 0
@@ -529,7 +529,7 @@ NO_SPACE = "no space is left on the node"
 
 
 class Run:
-    """A run of which every step is a pod: its end as failed, and its retry."""
+    """A run with a pod per step: its failure and its retry."""
 
     def __init__(self, trained, root, folder):
         self.trained, self.root, self._folder = trained, root, folder
@@ -571,7 +571,7 @@ class Run:
 
 @pytest.fixture
 def failed(run, root, tmp_path, monkeypatch):
-    """Return a run that has failed while it evaluated, and whose report says so."""
+    """Return a run that failed in its evaluation, and whose report says so."""
     for name in (run_store.RUN_ID, run_store.RUN_FOLDER, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     made = Run(run, root, tmp_path)

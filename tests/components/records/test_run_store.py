@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(folder):
 
 
 class Nights:
-    """Files that come, and a run each night that becomes champion at once."""
+    """Arriving files, and a run each night that becomes champion at once."""
 
     def __init__(self, tmp_path, root, monkeypatch):
         self.files, self.root, self._set = tmp_path / "in", root, monkeypatch.setenv
@@ -176,7 +176,7 @@ class Nights:
         return parse_config({"name": NAME, "data": data})
 
     def begin(self):
-        """Begin the run of the next night; return the spans that it takes, and what it says."""
+        """Begin the run of the next night; return its spans and its messages."""
         self._number += 1
         self._set(run_store.RUN_FOLDER, str(self._made / f"run-{self._number}"))
         return self.resume()

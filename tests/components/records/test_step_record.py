@@ -62,7 +62,7 @@ def written(at, step):
 
 
 def put(at, step, **fields):
-    """Write a record as a step does, with times of its own."""
+    """Write a record as a step does, with the given times."""
     whole = {"step": step, "status": "running", **fields}
     if "ended" in whole:
         end = {"status": "done", "error": "", "uri": "", "metrics": {}, "held": {}}
@@ -316,7 +316,7 @@ POD_RUN = "0b7c0000-1111-2222-3333-444455556666"
 REASON = "worker-0 ended with exit code 137 | <killed>"
 
 
-# Trains in a pod of its own, which is killed or asked to end.
+# Trains in a separate pod, which is killed or asked to end.
 POD = """
 import sys, types
 from flotilla.components import launchers, prepare_data, resolve_config
@@ -346,7 +346,7 @@ def resolved_only(step):
 
 
 class Pods:
-    """A run of which every step has a disk of its own."""
+    """A run whose steps each have a separate disk."""
 
     def __init__(self, root, dataset, folder, monkeypatch):
         self.root, self.dataset, self._folder, self._monkeypatch = (
@@ -365,7 +365,7 @@ class Pods:
         return folder
 
     def output(self, kind, step, name):
-        """Return an output as the launcher of KFP hands it over: its URI names the run."""
+        """Return an output as KFP's launcher passes it: its URI names the run."""
         disk = self.disk()
         artifact = kind(uri=f"gs://bucket/v2/flotilla-training/{POD_RUN}/{step}/77/{name}")
         self._monkeypatch.setattr(kind, "path", property(lambda each: str(disk / each.name)))
@@ -430,7 +430,7 @@ def broken(monkeypatch):
 
 @pytest.fixture
 def pod(pods, dataset, tmp_path):
-    """Begin to train in a process of its own."""
+    """Begin to train in a separate process."""
     started = []
 
     def begin():

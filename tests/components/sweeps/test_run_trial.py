@@ -20,7 +20,7 @@ RUN = "digits-1"
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replace training: return what it was called with, and let it end as `ends` says."""
+    """Replace training: return the calls, and end each as `ends` says."""
     calls, ends = [], {}
 
     def train(step):

@@ -91,7 +91,7 @@ def without_template_metadata(tree):
 
 
 def typed(job):
-    """Return a TFJob as the operator's own models hold it."""
+    """Return a TFJob in the operator's own model classes."""
     client = training.ApiClient()
     held = client.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1TFJob")
     return client.sanitize_for_serialization(held)

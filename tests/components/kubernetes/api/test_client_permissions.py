@@ -13,7 +13,7 @@ from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods, rbac
 from tests.kubernetes.server import PATH
 
-# What everybody may ask: who they are, and what they may do.
+# Requests that every user may make: who they are, and what they may do.
 REVIEWS = re.compile(r"POST /apis/auth(entication|orization)\.k8s\.io/v1/self")
 GET_LEASE = re.compile(r"GET .*/leases/")
 

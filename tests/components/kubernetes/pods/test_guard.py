@@ -45,7 +45,7 @@ def tf_config(role):
 
 
 def configuration(**cluster):
-    """Return the variable with a configuration that has these settings of the cluster."""
+    """Return the variable that contains a configuration with these cluster settings."""
     return {"FLOTILLA_CONFIG": json.dumps({"cluster": cluster})}
 
 
@@ -250,7 +250,7 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port
     # The leader has not ended yet.
     waited.join(0.2)
     assert waited.is_alive()
-    # As the end of its process does.
+    # The end of the leader's process does the same.
     for accepted in server._connections:
         accepted.close()
     waited.join(60)

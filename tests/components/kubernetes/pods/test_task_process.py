@@ -14,7 +14,7 @@ from flotilla.trainer import events
 from flotilla.trainer.cluster import termination
 from tests.components.kubernetes.attempts import ROOT
 
-# A guard that is nothing but the process of its task, with pauses for tests.
+# A guard that only runs the process of its task, with pauses for tests.
 GUARD = """
 import os, signal, sys, threading
 from flotilla.components.kubernetes.pods import task_process
@@ -97,7 +97,7 @@ def test_a_task_that_dies_at_once_is_started_ever_less_often_until_it_has_run_fo
         return [rule.next_attempt(137, seconds).pause for _ in range(count)]
 
     assert pauses(6, 0.0) == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-    # What counts is the time between two starts.
+    # The time between two starts counts.
     assert pauses(1, 7.0) == [3.0]
     assert pauses(1, 59.0) == [1.0]
     assert pauses(2, 60.0) == [1.0, 1.0]
@@ -108,11 +108,11 @@ def test_a_task_that_dies_at_once_is_started_ever_less_often_until_it_has_run_fo
 def test_a_cluster_that_is_lost_before_it_is_whole_counts_for_nothing_for_two_minutes():
     rule = RestartRule(1)
     assert rule.next_attempt(138, 1000.0).is_counted
-    # With pauses of 1 s.
+    # The pauses are 1 s long.
     settling = [rule.next_attempt(138, 20.0) for _ in range(6)]
     assert settling == [NextAttempt(1.0, False)] * 5 + [None]
     assert rule.restarts == 1
-    # It was whole in between.
+    # The cluster was complete in between.
     assert rule.next_attempt(137, 60.0) is None
     assert rule.next_attempt(138, 59.0) == NextAttempt(1.0, False)
     assert rule.next_attempt(137, 1.0) is None
@@ -229,7 +229,7 @@ def test_orphans_of_the_task_are_reaped_while_it_runs(tmp_path, own_session):
 
 @pytest.mark.cluster
 def test_a_child_of_the_guard_itself_is_left_to_the_thread_that_waits_for_it(tmp_path):
-    # Such as a program that the client of the API runs for its credentials.
+    # An example is a program that the API client runs for its credentials.
     also = (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-c', 'raise SystemExit(7)'])\n"
