@@ -44,7 +44,7 @@ SECONDS_TO_END = 60
 
 
 def _clear_environment() -> None:
-    """Take the machine's own settings away, for this process and for all that it starts."""
+    """Remove the machine's own settings for this process and its children."""
     for name in list(os.environ):
         foreign = name.startswith(FOREIGN) and name not in KEPT
         if foreign or name in TERMINAL or name.lower() in PROXIES:
@@ -90,7 +90,7 @@ settings.load_profile("same")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Return the clock of this process, which only sleeping moves on."""
+    """Return the clock of this process, which advances only when a test sleeps."""
     return Clock(monkeypatch)
 
 
@@ -102,7 +102,7 @@ def port() -> Iterator[int]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test that starts clusters where the Makefile does not find it by its marker."""
+    """Refuse a test that starts clusters if the Makefile cannot find it by its marker."""
     for path in {item.path for item in items if item.get_closest_marker("cluster")}:
         if "mark.cluster" not in path.read_text(encoding="utf-8"):
             raise pytest.UsageError(
@@ -170,7 +170,7 @@ def _own_addresses() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _formatters() -> Iterator[None]:
-    """Give pytest's own handlers their formatters back, which a step of a test may replace."""
+    """Restore the formatters of pytest's handlers, which a step of a test may replace."""
     before = [(handler, handler.formatter) for handler in logging.getLogger().handlers]
     yield
     for handler, formatter in before:
@@ -179,7 +179,7 @@ def _formatters() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def outside_attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Refuse connections that leave this machine, and fail the test that tried one."""
+    """Refuse connections to other machines, and fail the test that tried one."""
     attempts: list[str] = []
 
     def guard(owner: Any, name: str, host_of: Callable[..., object]) -> None:

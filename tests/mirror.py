@@ -67,7 +67,7 @@ class Selection:
 
 
 def is_test(path: PurePosixPath) -> bool:
-    """Tell whether pytest collects a file."""
+    """Return whether pytest collects a file."""
     return path.parts[0] == "tests" and path.name.startswith("test_") and path.suffix == ".py"
 
 
@@ -77,7 +77,7 @@ def stem(path: PurePosixPath) -> str:
 
 
 def mirrors(source: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
-    """Return the test files that are named for `source` and for no longer name, or its package."""
+    """Return the test files named after `source` (and no longer name), or after its package."""
     names = {stem(path) for path in files if path.parent == source.parent}
     own = [
         test
@@ -140,7 +140,7 @@ def find_tests(path: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]
 
 
 def git_lines(*arguments: str) -> list[str]:
-    """Return the lines that a git command prints; ends the process where git refuses."""
+    """Return the output lines of a git command; end this process if git fails."""
     verb, *others = arguments
     command = ["git", verb, "-z", *others]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)

@@ -1,4 +1,4 @@
-"""Secrets planted around a test, where a person or a pod has them, and the search for them."""
+"""Secrets planted where a person or a pod has them, and the search for them in outputs."""
 
 import base64
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ _KUBECONFIG = "apiVersion: v1\nkind: Config\nusers: [{{name: a, user: {{token: '
 
 
 def plant(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put all secrets into variables, and into files below a home folder."""
+    """Write all secrets into variables, and into files below a home folder."""
     files = {
         ".aws/credentials": _CREDENTIALS.format(SECRETS["file"]),
         ".kube/config": _KUBECONFIG.format(SECRETS["kube"]),
@@ -47,7 +47,7 @@ def plant(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found_in(texts: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
-    """Yield the name of each secret that is in a text, as it is or encoded, and where."""
+    """Yield the name and the position of each secret in a text, plain or encoded."""
     for name, secret in SECRETS.items():
         data = secret.encode()
         forms = {data, quote(secret, safe="").encode(), quote(secret).encode()}

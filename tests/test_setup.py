@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.wheels import write_wheel
 
 SCRIPT = runpy.run_path(str(ROOT / ".ci" / "uv.py"))
-#: A uv that notes its arguments and its environment next to the script, and fails if it is told to.
+#: A uv that records its arguments and its environment, and exits with the given code.
 RECORDER = """
 import json, os, sys
 with open(os.environ["RECORD"], "w") as file:
@@ -93,7 +93,7 @@ def test_a_missing_folder_of_wheels_is_left_out(tmp_path):
 
 @pytest.fixture
 def place(tmp_path):
-    """A folder with a Python that has only pip, wheels, a lock of them, and a lock of the tools."""
+    """A folder with a Python that has only pip, wheels, and the locks of packages and tools."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (packages / "pip").symlink_to(Path(distribution("pip").locate_file("pip")))
@@ -116,7 +116,7 @@ def add_uv(place, content=None):
 
 
 def install(place, *arguments, ends_with=0):
-    """Run the script offline, and return its process and what the recorder was given."""
+    """Run the script offline; return its process and the record of uv, if any."""
     given = arguments or ("pip", "install", "--require-hashes", "--requirement", "given.lock")
     own = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     settings = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "wheels", "PIP_CONFIG_FILE": os.devnull}

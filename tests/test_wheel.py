@@ -73,7 +73,7 @@ def flotilla(wheel, tmp_path_factory):
 
 @pytest.fixture
 def own(tmp_path):
-    """A project whose folders are named as Flotilla's rooms, and whose files as Python's."""
+    """A project with folders named like Flotilla's packages, and files like Python's modules."""
     folder = tmp_path / "own"
     for name in HIDING:
         (folder / name).mkdir(parents=True)

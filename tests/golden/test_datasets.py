@@ -33,7 +33,7 @@ dataset are checked when it is prepared.
 
 
 class Row(NamedTuple):
-    """What a dataset answers first; settings, and what it answers then; the task that is chosen."""
+    """The first answer for a dataset; its settings and the answer with them; the chosen task."""
 
     first: str
     section: dict[str, Any]
@@ -51,7 +51,7 @@ def answer(name, section, data_dir):
 
 
 def row(name, data_dir):
-    """Ask a dataset as it is, then with its settings and the sizes that its messages suggest."""
+    """Check a dataset as it is, then with its settings and the sizes that its messages suggest."""
     _, first = answer(name, {}, data_dir)
     assert "\n" not in first
     _, section = DATASETS[name]
@@ -83,7 +83,7 @@ def rows(tmp_path_factory):
 
 
 def asked(message):
-    """The key that a message names first, where it is one of the data section."""
+    """The first key that a message names, if it belongs to the data section."""
     key = message.partition(":")[0].removeprefix("data.")
     return key if key in DataConfig.model_fields and "package.module" not in message else ""
 

@@ -22,7 +22,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def rows(text, heading=""):
-    """Return the cells of every row of a table, of one part of a page when it is named."""
+    """Return the cells of every row of the tables of a page, or of one section."""
     part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] if heading else text
     lines = [line for line in part.splitlines() if line.startswith("| `")]
     return [line.strip("| ").split(" | ") for line in lines]

@@ -36,7 +36,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def python_files(*packages: str) -> list[Path]:
-    """Return the Python files, of these top-level folders only when any are named."""
+    """Return all Python files, or those of some top-level folders."""
     return [
         path
         for path in files()
@@ -70,7 +70,7 @@ def module_name(path: Path) -> str:
 
 
 def is_within(name: str, *packages: str) -> bool:
-    """Tell whether a dotted name is one of these modules or packages, or inside one."""
+    """Return whether a dotted name is one of these modules or packages, or inside one."""
     return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 

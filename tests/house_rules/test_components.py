@@ -13,7 +13,7 @@ from tests.house_rules.source import (
 
 
 def is_component(path):
-    """Tell a file with a KFP component from plain code."""
+    """Return whether a file contains a KFP component."""
     decorators = [
         ast.unparse(decorator)
         for function in ast.walk(tree(path))

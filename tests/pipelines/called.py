@@ -67,7 +67,7 @@ class Called:
 def calling(
     command: str, workdir: Path, *arguments: str, cwd: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start a command with `--json`; it is ended with the block, and all that it started."""
+    """Start a command with `--json`; end it and its children at the end of the block."""
     process = subprocess.Popen(
         [FLOTILLA, command, "--workdir", workdir, "--json", *arguments],
         cwd=cwd,
@@ -89,7 +89,7 @@ def call(command: str, workdir: Path, *arguments: str, cwd: Path) -> Called:
 
 
 def processes_of(workdir: Path) -> list[psutil.Process]:
-    """Return what runs for a workdir: every process of a run has it on its command line."""
+    """Return the processes of a workdir: every process of a run has it on its command line."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -11,7 +11,7 @@ __all__ = ["compiled", "instance", "remote", "uploaded"]
 
 @pytest.fixture(autouse=True)
 def _without_trial(monkeypatch) -> None:
-    """Check the source alone before a submission: a trial takes seconds, and has its own tests."""
+    """Check only the source before a submission: a trial takes seconds, and has its own tests."""
 
     def check(config, *, is_remote):
         return Checked(notes=require_source(config.data, is_remote=is_remote))

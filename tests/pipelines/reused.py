@@ -20,7 +20,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Return a pipeline of the components, with the fields of the form as they are given."""
+    """Return a pipeline of the components with the given fields of the form."""
 
     @dsl.pipeline(name="reused")
     def reused() -> None:
@@ -42,7 +42,7 @@ def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Run the pipeline that the command line names."""
     name, folder, root, arguments = sys.argv[1:]
     given = json.loads(arguments)
     local.init(

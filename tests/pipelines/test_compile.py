@@ -1,4 +1,4 @@
-"""`flotilla compile`: what the package for a KFP instance contains, and what it must not."""
+"""`flotilla compile`: the required and the forbidden contents of the package for KFP."""
 
 import json
 import os
@@ -135,7 +135,7 @@ def test_it_holds_no_source_of_the_trainer(executors):
     for name, each in executors.items():
         source = each["container"]["command"][-1]
         assert len(source) < 4000, name
-        # Only imports, after those that KFP writes, and one call.
+        # The source has only imports, after those that KFP writes, and one call.
         body = source.split("def ", 1)[1]
         module = name.removeprefix("exec-").replace("-", "_")
         expected = [

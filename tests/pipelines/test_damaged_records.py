@@ -52,7 +52,7 @@ PLACES = st.sampled_from(["folder", "fifo", "loop", "dangling", "absent"])
 
 @st.composite
 def damages(draw):
-    """Return what becomes of a file: its new content, or what is in its place."""
+    """Return the damage to a file: its new content, or what replaces the file."""
     return draw(
         st.one_of(
             st.tuples(st.just("junk"), JUNK),
@@ -75,7 +75,7 @@ def fields_of(tree, path=()):
 
 
 def with_value(data, number, value):
-    """Put a value in the place of another one, in one line of the file."""
+    """Replace a value in one line of the file."""
     lines = data.splitlines() if data.count(b"\n{") else [data]
     at = number % len(lines)
     tree = json.loads(lines[at])
@@ -192,7 +192,7 @@ def records_of(runs):
 
 
 def printed(table):
-    """Print a table; return its text, as bytes that a terminal takes."""
+    """Print a table; return its text as the bytes for a terminal."""
     console = Console(file=io.StringIO(), width=200)
     console.print(table)
     return console.file.getvalue().encode()
@@ -223,7 +223,7 @@ def check_registry(runs):
 
 
 def check_resume(runs, record):
-    """Do what a resumed run reads before it trains: each may be refused in one line."""
+    """Read what a resumed run reads before it trains: each record may be refused in one line."""
     checkpoints = storage.uri_of(runs / DAMAGED / "checkpoints")
     if record.name in ("config.json", "events.jsonl"):
         refused_in_one_line(lambda: resume(runs))
@@ -252,7 +252,7 @@ def refused_in_one_line(look):
 
 @pytest.fixture
 def attack(template, tmp_path):
-    """Damage one record of a copy of the template, and use what reads it."""
+    """Damage one record in a copy of the template, and call its readers."""
     runs = tmp_path / "runs"
     shutil.copytree(template, runs)
     records = records_of(runs)

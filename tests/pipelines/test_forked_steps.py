@@ -14,7 +14,7 @@ from flotilla.trainer.cluster.forks import fork_request, forked
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """What KFP's runner starts by itself; the function that it has is put back."""
+    """The function of KFP's runner that starts a step; the test restores it."""
     found = []
 
     def run(command, env_vars=None):

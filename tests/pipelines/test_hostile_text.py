@@ -65,7 +65,7 @@ def hostile(chance):
 
 
 def spoiled(tree, chance, share=0.3):
-    """Return a tree of JSON with hostile texts in place of some names and texts."""
+    """Return a JSON tree in which hostile texts replace some names and texts."""
     if isinstance(tree, dict):
         found = {}
         for name, value in tree.items():
@@ -96,7 +96,7 @@ def spoil(path, chance):
 
 @pytest.fixture
 def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
-    """Call a command in this process; return what is wrong with what it wrote."""
+    """Call a command in this process; return the problems in its output."""
     monkeypatch.chdir(tmp_path)
     Path("t.csv").write_text("x,y\n" + "".join(f"{each},{each % 2}\n" for each in range(40)))
     # Compilation and the dry run take seconds; other tests cover them.
@@ -219,7 +219,7 @@ def test_no_name_of_many_is_a_command_or_forges_a_line(template, commands):
 
 
 def attack(template, commands, folder, seed, records):
-    """Spoil so many records, and the logs, of a copy of the template; return what was wrong."""
+    """Spoil some records, and the logs, in a copy of the template; return the problems."""
     chance = random.Random(seed)
     runs = folder / f"runs-{seed}"
     shutil.copytree(template, runs)

@@ -37,7 +37,7 @@ def measured(name, value, accuracy=0.9):
 
 
 def publish_run(folder, name, better, value):
-    """Write what a run leaves that was trained and evaluated; its second checkpoint is worse."""
+    """Write the records of a trained and evaluated run; its second checkpoint is worse."""
     said = {
         "main_metric": name,
         "directions": {"loss": "lower", "accuracy": "higher", name: better},
@@ -63,7 +63,7 @@ def publish_run(folder, name, better, value):
 
 @pytest.fixture(params=NAMES)
 def made(request, tmp_path, capsys):
-    """Return a run, with the one next to it, and what commands answer by JSON."""
+    """Return a run, a second one to compare, and the JSON output of commands."""
     name, workdir = request.param, tmp_path / "runs"
     better = NAMES[name]
     evaluation, _ = (

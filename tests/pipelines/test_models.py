@@ -37,7 +37,7 @@ def workdir(tmp_path):
 
 @pytest.fixture
 def flotilla(workdir, capsys):
-    """Call the command line; return exit code, standard output, standard error."""
+    """Call the command line; return exit code, standard output and standard error."""
 
     def call(*words):
         code = app.call(["models", *words, "--workdir", str(workdir)])

@@ -133,7 +133,7 @@ RECORDS = {
 
 
 def changed(tree, number, value):
-    """Return the record with another value in one place; without it where there is none."""
+    """Return the record with one value replaced, or removed if there is no replacement."""
     text = json.dumps(tree).encode()
     if value != "absent":
         found = json.loads(with_value(text, number, value))

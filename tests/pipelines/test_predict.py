@@ -1,4 +1,4 @@
-"""`flotilla predict`: the choice of model and output, and the process that answers."""
+"""`flotilla predict`: the choice of model and output, and the process that predicts."""
 
 import csv
 import json

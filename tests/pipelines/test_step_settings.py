@@ -164,7 +164,7 @@ SECRETS = {
     "KFP's own": {"accesskey": "kfp", "secretkey": "hush-hush"},
     "one's own": {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "hush-hush"},
 }
-# No local variable may help.
+# No variable of this machine may replace them.
 BARE = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
@@ -192,7 +192,7 @@ def root(server, bucket):
 
 
 def variables_of(step, secret, tmp_path):
-    """Return what Kubernetes gives a step: of a secret those keys that it has."""
+    """Return the variables that Kubernetes gives a step: only existing keys of a secret."""
     compile_pipeline(tmp_path / "pipeline.yaml")
     text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
     _, platform = yaml.load_all(text, yaml.CSafeLoader)

@@ -124,7 +124,7 @@ def test_each_step_gets_what_the_one_before_has_published(ready):
 
 
 def artifacts_of(task):
-    """Return which output of which step each input artifact of a task is."""
+    """Return the step and the output that each input artifact of a task comes from."""
     found = {}
     for name, given in task["inputs"].get("artifacts", {}).items():
         if from_above := given.get("componentInputArtifact"):

@@ -20,7 +20,7 @@ def keep(config: str, root: str, run_id: str, path: str):
 
 
 def two_steps(wiring: training.Wiring, path: Any) -> None:
-    """Resolve the form; the last value is where to keep what comes of it."""
+    """Resolve the form; the last argument is the path for the result."""
     prepared = wiring.prepare(published="file:///nowhere")
     kept = {**training.common_inputs(prepared), "path": path}
     keep(**kept).set_caching_options(False)

@@ -42,7 +42,7 @@ class Fault:
     body: bytes | None = None
 
     def strikes(self, handler: BaseHTTPRequestHandler) -> bool:
-        """Count a request, and say whether it is to fail."""
+        """Count a request; return its fault, if any."""
         if self.times == 0 or self.method not in ("", handler.command):
             return False
         if not re.search(self.path, handler.path):
@@ -85,7 +85,7 @@ class Plan:
 
 
 class Faulty(BaseHTTPRequestHandler):
-    """Mixed into a handler before its own class; `plan` is set by the server."""
+    """A mixin of request handlers; the server sets `plan`."""
 
     plan: Plan
     protocol_version = "HTTP/1.1"
@@ -100,7 +100,7 @@ class Faulty(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def parse_request(self) -> bool:
-        """Let a request through, or answer it badly."""
+        """Handle a request, or apply its fault."""
         if not super().parse_request():
             return False
         if self.plan.unconditional:
@@ -158,7 +158,7 @@ class Faulty(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
 
     def finish(self) -> None:
-        """End a connection; the other side may be gone."""
+        """Close a connection; the peer may have closed it already."""
         try:
             super().finish()
         except OSError:
@@ -168,7 +168,7 @@ class Faulty(BaseHTTPRequestHandler):
 
 
 class _Torn:
-    """Lets headers pass, and half of what follows; or nothing at all."""
+    """A stream that passes headers and half of the body on, or nothing."""
 
     def __init__(self, file: Any, *, whole: int) -> None:
         self._file = file

@@ -113,7 +113,7 @@ class Objects(Storage):
 
 
 def _page_of(answer: bytes, query: dict[str, list[str]]) -> bytes:
-    """Return the page of a list that a request asks for; the emulator answers with all of it."""
+    """Return the requested page of a list; the emulator answers with the whole list."""
     head, _, body = answer.partition(b"\r\n\r\n")
     if b" 200 " not in head.partition(b"\r\n")[0]:
         return answer
@@ -184,7 +184,7 @@ class GcsServer:
             return content
 
     def replace(self, bucket: str, key: str, content: bytes) -> None:
-        """Create or change an object past all preconditions; its checksums are right."""
+        """Create or change an object without preconditions, with correct checksums."""
         with self._objects.lock:
             kind, size = "application/octet-stream", str(len(content))
             obj = _make_object_resource(self.url, bucket, key, kind, size)
@@ -202,7 +202,7 @@ class _Server(http.server.ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *_: Any) -> None:
-        """Say nothing of clients that went away."""
+        """Do not report clients that closed their connection."""
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class S3Server:
         return content
 
     def replace(self, bucket: str, key: str, content: bytes) -> None:
-        """Create or change an object past all preconditions; its ETag is right."""
+        """Create or change an object without preconditions, with a correct ETag."""
         self._backend.put_object(bucket, key, content)
 
     def remove(self, bucket: str, key: str) -> None:

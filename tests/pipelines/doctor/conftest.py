@@ -48,20 +48,20 @@ Doctor = Callable[..., Report]
 
 @pytest.fixture(autouse=True)
 def _without_tensorflow(monkeypatch) -> None:
-    """Leave out the one check that takes seconds; `test_configuration` has its own."""
+    """Omit the one check that takes seconds; `test_configuration` tests it."""
     finding = Finding("ok", "not tried in this test")
     monkeypatch.setattr(configuration, "fits", lambda _config, **_: finding)
 
 
 @pytest.fixture(autouse=True)
 def _long_timeout(monkeypatch) -> None:
-    """Wait longer than the doctor does: what is examined is not how busy this machine is."""
+    """Wait longer than the doctor does, because this machine may be busy."""
     monkeypatch.setattr(clusters, "TIMEOUT", LONG_TIMEOUT)
 
 
 @pytest.fixture
 def own_timeout(monkeypatch) -> None:
-    """Wait as long as the doctor does, for an API that says nothing."""
+    """Wait as long as the doctor does, for an API that does not answer."""
     monkeypatch.setattr(clusters, "TIMEOUT", OWN_TIMEOUT)
 
 
@@ -93,7 +93,7 @@ def kube(tmp_path, monkeypatch) -> Iterator[Cluster]:
 
 @pytest.fixture
 def of_job(doctor) -> Doctor:
-    """Call the doctor for a TFJob that stores nothing of its own."""
+    """Call the doctor for a TFJob without a storage root."""
 
     def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
         return doctor("cluster.launcher=tfjob", IMAGE, *settings, options=options)
@@ -110,7 +110,7 @@ def jobset(kube) -> Cluster:
 
 @pytest.fixture
 def of_jobset(doctor) -> Doctor:
-    """Call the doctor for a JobSet that stores nothing of its own."""
+    """Call the doctor for a JobSet without a storage root."""
 
     def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
         return doctor("cluster.launcher=jobset", IMAGE, *settings, options=options)

@@ -275,7 +275,7 @@ def test_the_cluster_is_looked_at_on_demand(kube, doctor):
 
 
 class Instance(ThreadingHTTPServer):
-    """Answers every GET with one document; `closed` are paths with a status of their own."""
+    """A server that answers every GET with one document; `closed` maps paths to another status."""
 
     daemon_threads = True
 

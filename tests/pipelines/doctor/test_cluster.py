@@ -177,7 +177,7 @@ def test_where_deployments_may_not_be_read_it_is_said(kube, of_job):
 
 @pytest.fixture
 def deployment(jobset):
-    """Have the controller be another deployment than that of a release."""
+    """Replace the controller by another deployment than that of a release."""
 
     def give(place, name, image):
         jobset.store.remove("deployments", PLACE, CONTROLLER)
@@ -227,7 +227,7 @@ def test_a_version_that_is_too_old(jobset, of_jobset):
 
 @pytest.fixture
 def team(kube):
-    """A namespace of the instance that is not that of the kubeconfig, with all that is needed."""
+    """A complete namespace of the instance, which differs from that of the kubeconfig."""
     kube.store.create("serviceaccounts", "team", {"metadata": {"name": "pipeline-runner"}})
     kube.store.create("secrets", "team", {"metadata": {"name": "keys"}})
     kube.server.control.absent.add(NAMESPACE)

@@ -28,14 +28,14 @@ def failing(error):
 
 @pytest.fixture
 def release():
-    """Lets the checks of a test go that hang."""
+    """Releases the hanging checks of a test."""
     event = threading.Event()
     yield event
     event.set()
 
 
 class Mark:
-    """What a check leaves; `stuck` keeps the check from removing it, `firm` everyone."""
+    """A leftover of a check; if `stuck`, the check cannot remove it, if `firm`, no process can."""
 
     uri = "gs://b/doctor-1"
 
@@ -152,7 +152,7 @@ def test_what_a_check_that_hangs_has_left_is_removed_or_named(release, firm):
 
 
 def interrupted(check):
-    """Look, and interrupt as soon as the check has begun."""
+    """Run the examination, and interrupt it as soon as the check has begun."""
     begun = threading.Event()
     look = check.look
 

@@ -21,7 +21,7 @@ JOB = "cluster.launcher=tfjob"
 
 @pytest.fixture
 def free(monkeypatch):
-    """Let every disk have so many bytes free, of so many."""
+    """Make every disk report these numbers of free and total bytes."""
 
     def give(count, total=1 << 40):
         monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(total, 0, count))

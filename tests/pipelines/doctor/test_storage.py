@@ -17,7 +17,7 @@ from tests.stores.fixtures import bucket_name
 
 @pytest.fixture(autouse=True)
 def alone():
-    """Wait for the looks that nobody waited for: they would ask the next test's store."""
+    """Wait for abandoned checks, which would send requests to the next test's store."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:

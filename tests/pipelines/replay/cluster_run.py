@@ -1,4 +1,4 @@
-"""A run of a cluster in a bucket, made by the bodies of its steps, and failures to plant in it."""
+"""A run of a cluster in a bucket, made by the bodies of its steps, and failures for it."""
 
 import json
 import os
@@ -89,7 +89,7 @@ class ClusterRun:
         return json.dumps(tree)
 
     def step(self, name: str, /, **arguments: Any) -> StepRecord:
-        """Run the body of a step as its pod does, to whichever end; return its record."""
+        """Run the body of a step as its pod does; return its record, also after a failure."""
         made = {
             each: OutputArtifact(
                 f"s3://{self.bucket}/v2/flotilla-training/{self.run_id}/"

@@ -32,7 +32,7 @@ def published(folder: Path, uri: str, kind: str, files: dict[str, Any], **fields
 
 
 def prepared(folder: Path, root: str, *, run_id: str = RUN) -> dict[str, StepRecord]:
-    """Run the first step as its pod does, to whichever end; return its records by stage."""
+    """Run the first step as its pod does; return its records by stage, also after a failure."""
     (folder / "in").mkdir(exist_ok=True)
     (folder / "in" / "a.csv").write_text(ROWS)
     given = {each.name: each.default for each in FIELDS}

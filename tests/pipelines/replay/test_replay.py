@@ -215,7 +215,7 @@ def outer(text):
 class TestDebugger:
     @pytest.fixture
     def failed(self, tmp_path, monkeypatch):
-        """Return the error of a step that has called code of the user's."""
+        """Return the error of a step that called user code."""
         monkeypatch.chdir(tmp_path)
         (tmp_path / "debugged_code.py").write_text(CODE, encoding="utf-8")
         outer = user_code.find_function("model.name", "debugged_code:outer")
@@ -225,7 +225,7 @@ class TestDebugger:
 
     @pytest.fixture
     def terminal(self, monkeypatch, capsys):
-        """Type these words; return what is written."""
+        """Call the command line with these words; return its output."""
         tracing = sys.gettrace()
         monkeypatch.setattr(sys, "stdin", io.StringIO("p width + 4\nw\nq\n"))
         yield lambda: capsys.readouterr().err
@@ -286,7 +286,7 @@ def replayed(run, step):
 
 
 def bare(error):
-    """Return an error without the task that it is from, and its place on the disk."""
+    """Return an error without its task and its location on the disk."""
     return re.sub(r"[^\s(]*/", "", error.partition(" (chief-0, log ")[0])
 
 

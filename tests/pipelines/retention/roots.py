@@ -14,7 +14,7 @@ NOW = datetime.now(UTC)
 
 
 def manifest(folder: Path, kind: str, days: float, **fields) -> str:
-    """Publish one file, as of so many days ago."""
+    """Publish one file, dated some days ago."""
     folder.mkdir(parents=True)
     data = f"{kind} {folder.name}".encode() * 10
     path = f"{fields.get('saved_model', '.')}/data".removeprefix("./")
@@ -29,7 +29,7 @@ def manifest(folder: Path, kind: str, days: float, **fields) -> str:
 
 
 def age(folder: Path, days: float) -> None:
-    """Let all files below a folder be so many days old."""
+    """Make all files below a folder some days old."""
     then = (NOW - timedelta(days=days)).timestamp()
     for above, _, names in os.walk(folder):
         for name in names:
@@ -39,7 +39,7 @@ def age(folder: Path, days: float) -> None:
 def run_of(
     root: Path, number: int, days: float, dataset: str, name: str = "", **more
 ) -> dict[str, str]:
-    """Write one run; return the URIs of what it has published."""
+    """Write one run; return the URIs of its published directories."""
     at = root / (name or f"digits-{number:04d}")
     checkpoint = manifest(at / "checkpoints" / "step-00000100", "checkpoint", days, **more)
     manifest(at / "checkpoints" / "step-00000000", "checkpoint", days, **more)
@@ -54,7 +54,7 @@ def run_of(
 
 
 def version_of(root: Path, number: int, days: float, made: dict[str, str], **lineage) -> None:
-    """Register what a run has made, and make it champion."""
+    """Register the model of a run, and make it champion."""
     home = root / "registry" / "models" / "digits"
     fields = {"version": number, "made_from": made, "source": {"uri": "gone"}}
     fields["saved_model"] = f"serving/digits/{number}"
@@ -67,7 +67,7 @@ def version_of(root: Path, number: int, days: float, made: dict[str, str], **lin
 
 
 def nights(root: Path, runs: int, versions: int, **lineage) -> None:
-    """Write a run a night, of which the last was this night; every so-manieth is registered."""
+    """Write one run per night until today; every n-th one is registered."""
     every = runs // versions
     for number in range(1, runs + 1):
         days = runs - number + 0.01

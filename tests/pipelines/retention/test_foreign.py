@@ -55,7 +55,7 @@ def test_one_above_is_found_in_a_file_uri_that_a_person_wrote():
 
 
 def foreign(root, name):
-    """Write a folder of somebody else that looks like a run by its names."""
+    """Write another user's folder whose file names are those of a run."""
     at = root / name
     if name == "thesis":
         (at / "steps").mkdir(parents=True)

@@ -26,7 +26,7 @@ NOW = datetime(2026, 11, 23, tzinfo=UTC)
 
 @dataclass
 class Trained:
-    """A run of the history; the oracle knows what it used, the planner only what is on record."""
+    """A run of the history; the oracle knows its inputs, the planner only its records."""
 
     day: int
     dataset: str
@@ -53,7 +53,7 @@ class History:
         self.promotions.append(Promotion(number=number, version=version, restores=restores))
 
     def train(self, *drawn) -> None:
-        """Train; as the gate does, keep the reference until a gain is proved."""
+        """Train, and like the gate keep the reference until a gain is proved."""
         day, dataset, code, warm, busy, outcome = drawn
         run = Trained(day=day, dataset=f"datasets/{dataset}", code=f"code/{code}", busy=busy)
         run.warm = self.champion if warm else 0
@@ -129,7 +129,7 @@ def inventory(history) -> Inventory:
 
 
 def chain(history, number) -> set[str]:
-    """The oracle: what a version was made from, and what it began with."""
+    """The oracle: the dataset and the initial weights of a version."""
     run = history.made[number]
     at = name(history, run)
     found = {place(number), at, run.dataset, run.code, checkpoint(history, run)}
@@ -141,7 +141,7 @@ def chain(history, number) -> set[str]:
 
 
 def needed(history, wanted) -> set[str]:
-    """The oracle: the champion and what a rollback makes it, and runs that are young or go on."""
+    """The oracle: the champion, the fallback of a rollback, and young or active runs."""
     kept = set(history.made) if wanted.versions is None else set()
     kept |= set(sorted(history.made)[-(wanted.versions or 1) :])
     if history.champion:

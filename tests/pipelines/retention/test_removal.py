@@ -519,7 +519,7 @@ def going(root, workdir=Path()):
 
 
 def sweep_in(folder, root, days=90):
-    """Lay out a sweep of which two trials have ended so many days ago; return its folder."""
+    """Write a sweep with two trials that ended some days ago; return its folder."""
     data = manifest(root / "datasets" / "d", "dataset", days)
     sweep = trials_of(SweepOptions(config=Config(), settings=["training.seed=1,2,3"]))
     # The names lack the time.
@@ -599,7 +599,7 @@ def swept_bundles(root: Path) -> list[str]:
 
 
 def take_place(root: Path, history) -> set[str]:
-    """Let it all take place below a root; return the bundles that are needed at its end."""
+    """Apply all events below a root; return the bundles that are needed afterwards."""
     data = manifest(root / "datasets" / "d", "dataset", 1)
     at = {each: manifest(root / "code" / each, "code", 90) for each in DIGESTS}
     used, scheduled, champion = set(), set(), None

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.usefixtures("uploaded")
 
 @pytest.fixture
 def started(instance, remote, uploaded):
-    """A run that goes on: its id."""
+    """The id of an active run."""
     assert uploaded
     assert remote("submit", "--name", "mine").code == 0
     [run_id] = instance.store.runs

@@ -1,4 +1,4 @@
-"""How an instance is reached: options, variables, and where secrets are kept."""
+"""The connection to an instance: options, variables, and where secrets are kept."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Errors between the command line and an instance: each is one line, and comes soon."""
+"""Errors between the command line and an instance: each is one line, without a long wait."""
 
 import json
 import re
@@ -169,7 +169,7 @@ def test_a_server_that_says_a_byte_now_and_then_is_left(instance, remote, monkey
 
 
 def certificate(folder):
-    """Return a certificate of 127.0.0.1 that signs itself, and its key."""
+    """Return a self-signed certificate of 127.0.0.1, and its key."""
     made, key = folder / "ca.pem", folder / "key.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
@@ -293,7 +293,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture
 def around(instance, remote, tmp_path, monkeypatch):
-    """Plant all secrets; the instance wants token and cookies, the endpoint carries no user."""
+    """Plant all secrets; the instance requires token and cookies, and the endpoint has no user."""
     plant(tmp_path / "home", monkeypatch)
     instance.token, instance.cookies = SECRETS["token"], f"session={SECRETS['cookie']}"
     return remote
@@ -373,7 +373,7 @@ def refusals_in_one_line(answer, *words):
 
 
 def gone(monkeypatch, instance, method, things):
-    """Remove things when a method of the store begins, as another client may."""
+    """Remove objects when a method of the store begins, as another client may."""
     real = getattr(Store, method)
 
     def called(store, *arguments):

@@ -14,7 +14,7 @@ from tests.kfp_instance.workflow import IMAGE
 
 @pytest.fixture
 def remote(remote, uploaded):  # noqa: ARG001
-    """Call an instance that has our pipeline."""
+    """Return a function that calls an instance with our pipeline."""
     return remote
 
 
@@ -103,7 +103,7 @@ CANCELLED = [begin("train_model"), terminated, over("FAILED")]
 
 @pytest.fixture(params=["api", "page", "api, a day later", "page, a day later"])
 def waits(request, instance, remote):
-    """Submit a run and wait for its end, with the pods there or gone, by API or interface."""
+    """Submit a run and wait for its end, with or without pods, by the API or the interface."""
     address, _, later = request.param.partition(", ")
     instance.has_ui = address == "page"
 
@@ -119,7 +119,7 @@ def waits(request, instance, remote):
 
 @pytest.fixture
 def waited(instance, remote):
-    """Submit a run and wait for its end, by the address of the API, with its pods there."""
+    """Submit a run to the address of the API and wait for its end, with its pods."""
 
     def wait(play):
         instance.store.play = [*play]
@@ -432,7 +432,7 @@ def workflow(instance, run_id):
 
 @pytest.fixture
 def rows(instance, remote, run_id):
-    """Return status and stages of the run, which ends before where a state is given."""
+    """Return status and stages of the run, which first ends with `state` if given."""
 
     def read(state=""):
         if state:
@@ -452,7 +452,7 @@ def do(workflow, *stages):
 
 @pytest.fixture
 def ended(instance, remote, run_id, workflow):
-    """Return the result of a run that ended well after some stages, the last one with a word."""
+    """Return the result of a run that succeeded after some stages; the last one has a word."""
 
     def end(stages, word, *, has_nodes=True):
         do(workflow, *stages[:-1])

@@ -44,7 +44,7 @@ def calling(instance, tmp_path):
 
 
 def begun(instance):
-    """Return an event that is set when a run is looked at."""
+    """Return an event that is set when the command queries a run."""
     looked = threading.Event()
 
     def look(workflow, run):

@@ -110,7 +110,7 @@ class TestLayingOut:
         ]
         with events.Follower(run.folder / local.EVENTS, again.begin) as follower:
             assert list(follower.new()) == [RunBegin(run_id=run.run_id, number=2)]
-        # Wait until its training has begun.
+        # Wait until the training of a run has begun.
         assert load_config(local.config_file(workdir, run.run_id)) == CONFIG
         again.save_config()
         assert load_config(local.config_file(workdir, run.run_id)).training.steps == 9

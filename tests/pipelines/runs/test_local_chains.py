@@ -56,7 +56,7 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(workdir):
-    """A run that asks for the champion when there is none, and becomes it."""
+    """A run that asks for the champion when there is none, and becomes champion."""
     steps = setting(training__steps=600, training__warm_start="champion")
     called = call("run", workdir, *FEW, *steps, cwd=workdir.parent)
     assert called.code == 0, called.err + called.log
@@ -135,7 +135,7 @@ def mnist_workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(mnist_dir):
-    """What every run is called with."""
+    """The arguments of every run."""
     return [
         str(ROOT / "configs/mnist.yaml"), *MNIST_FEW, *setting(data__manual_dir=mnist_dir),
         *setting(export__formats="[saved_model]"),
@@ -205,7 +205,7 @@ def test_one_that_is_better_by_noise_alone_is_refused(mnist_first, tmp_path, roo
 
 
 def _noisy(config, dataset, checkpoint, folder):
-    """Shake the champion until a few more examples than before happen to be right; publish that."""
+    """Perturb the champion until a few more examples happen to be right, and publish the model."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     model, step = load_trained_model(config, spec, make_objective(config, spec), checkpoint, folder)
     files = stage_shards(dataset, folder / "test", "test")
@@ -254,7 +254,7 @@ def test_one_that_dies_between_export_and_promotion_leaves_the_champion_and_goes
 
 
 def _until_it_is_registered(run, mnist_workdir, root):
-    """Wait until version 2 stands in the registry; return the folder of the run."""
+    """Wait until version 2 is in the registry; return the folder of the run."""
     while run.poll() is None:
         if len(registry.versions(root, "mnist")) == 2:
             [folder] = {path.parent for path in mnist_workdir.glob("*/events.jsonl")} - {
@@ -551,7 +551,7 @@ def halves_first(folder):
 
 @pytest.fixture(scope="module")
 def halves_second(folder, halves_first):
-    """A run with another seed, which meets the model of the first as the champion."""
+    """A run with another seed, whose champion is the model of the first run."""
     assert halves_first.answer["status"] == "blessed"
     return ran(folder, training__seed=7)
 

@@ -38,7 +38,7 @@ def killed(monkeypatch):
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Return what is to be tried, and begin trials in this thread that all find a mistake."""
+    """Return the configurations to try; every trial runs in this thread and finds a mistake."""
     found = []
 
     def begin(config, dataset, on_mistake, is_over):

@@ -23,7 +23,7 @@ from flotilla.trainer.events import (
 )
 from tests.pipelines.called import calling, setting
 
-# A process that starts another one with a run's arguments, and prints how it ended.
+# A process that starts another one with a run's arguments, and prints its exit code.
 STARTER = """
 import json, os, signal, subprocess, sys
 words = json.loads(os.environ["WORDS"])
@@ -53,7 +53,7 @@ def ended(step, status="done", **more):
     return line(StepBegin(step=step)) + line(end)
 
 
-# The events of a run that was not killed.
+# The events of an active run.
 FINISHED = ended("finish") + line(RunEnd())
 
 
@@ -79,7 +79,7 @@ def flotilla(folder, remote, monkeypatch):
 
 @pytest.fixture
 def going(folder):
-    """The process that follows the run, which goes on."""
+    """The process that follows the active run."""
     train = StepBegin(step="train_model")
     progress = Progress(global_step=20, steps=100, loss=0.5, steps_per_second=9.0, seconds_left=9.0)
     (folder / "events.jsonl").write_text(ended("prepare_data") + line(train) + line(progress))

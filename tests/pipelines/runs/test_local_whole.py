@@ -41,7 +41,7 @@ def blessed(workdir):
 
 @pytest.fixture(scope="module")
 def before(workdir, blessed):
-    """What the first run has left, before the second one."""
+    """The files of the first run, before the second one."""
     assert blessed.code == 0, blessed.err + blessed.log
     return content(workdir)
 

@@ -39,7 +39,7 @@ def write(path, count=CUSTOMERS, *, shift=0, shuffled=False):
 
 @pytest.fixture(scope="module")
 def night(tmp_path_factory):
-    """Return a function that runs a night, of customers as they are written, in one workdir."""
+    """Return a function that runs one night on these customers in a common workdir."""
     folder = tmp_path_factory.mktemp("rare")
     config = {
         "name": "leaving",
@@ -78,7 +78,7 @@ def champion(night):
 
 
 def registered(called):
-    """Return which versions there are, and which of them were promoted."""
+    """Return all versions, and the promoted ones."""
     home = called.workdir / "registry" / "models" / "leaving"
     return {name: content(home / name) for name in ("versions", "promotions")}
 

@@ -170,7 +170,7 @@ def test_unschedule_removes_all_of_the_name_and_no_other(instance, remote):
 
 
 def before(instance, **more):
-    """Turn the schedule into one of before the form, for an older version of the pipeline."""
+    """Turn the schedule into one from before the form, for an older version of the pipeline."""
     made = the_schedule(instance)
     config = load_config(None, ["training.steps=9", "gate.min.accuracy=0.5"])
     made["runtime_config"] = {"parameters": {**flat(config), **more}, "pipeline_root": "gs://b/r"}

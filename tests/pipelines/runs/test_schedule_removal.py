@@ -9,7 +9,7 @@ NIGHTLY = ("schedule", "--cron", "30 2 * * *")
 
 @pytest.fixture
 def fire(instance, remote, uploaded):
-    """Make the schedule `digits`, and return what starts a run of it."""
+    """Create the schedule `digits`, and return a function that starts a run of it."""
     assert uploaded
     assert remote(*NIGHTLY).code == 0
     instance.requests.clear()
@@ -25,7 +25,7 @@ def fire(instance, remote, uploaded):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Call these in turn in the pauses between two looks."""
+    """Call these functions in turn, one in each pause between two queries."""
     calls = []
 
     def sleep(_seconds):
@@ -145,7 +145,7 @@ def test_two_at_once_both_succeed(instance, remote, fire, how):
     assert fire is not None
     [key] = instance.store.recurring
     if how == "removed":
-        # The other one acted between its list and its own requests.
+        # The other client acted between the list and the requests of this one.
         instance.faults.add(":disable", 404)
         instance.faults.add("DELETE", 404)
     else:

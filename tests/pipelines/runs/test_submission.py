@@ -1,4 +1,4 @@
-"""`flotilla submit`: the request to an instance, and the verdict on a run that it waits for."""
+"""`flotilla submit`: the request to an instance, and the verdict with `--wait`."""
 
 import json
 import os
@@ -236,7 +236,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def submitted(instance, remote, folder, root):
-    """Submit with `--code`; return the parameters that the instance got."""
+    """Submit with `--code`; return the parameters that the instance received."""
 
     def call(*words):
         own = ("--set", "model.name=blocks:residual", "--code", folder)

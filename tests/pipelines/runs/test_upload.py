@@ -116,7 +116,7 @@ def test_a_conflict_without_a_cause_is_reported(instance, remote):
 
 
 def sizes(instance):
-    """Return how many versions each request asks for at most."""
+    """Return the page size of each request for versions."""
     found = (re.search(r"page_size=(\d+)", each) for each in instance.asked("GET .*/versions"))
     return [int(each[1]) for each in found]
 
@@ -283,7 +283,7 @@ def pipeline_id(uploaded, instance):
 
 @pytest.fixture
 def add(instance, compiled, pipeline_id):
-    """Upload another version, by the mark of the Flotilla that has compiled it, or by none."""
+    """Upload another version, with or without the mark of the Flotilla that compiled it."""
 
     def added(name, mark):
         spec = copy.deepcopy(dict(compiled.spec))
@@ -395,7 +395,7 @@ def test_a_version_by_name_by_its_beginning_and_by_id(instance, remote, uploaded
 
 
 def more_versions(instance, *names):
-    """Add versions, each newer than the ones before it."""
+    """Add versions, each newer than the previous one."""
     [version] = instance.store.versions.values()
     for number, name in enumerate(names):
         more = {**version, "pipeline_version_id": f"id-{number}", "display_name": name}
@@ -475,7 +475,7 @@ def test_a_pipeline_without_a_version(instance, remote):
 
 
 def older(instance):
-    """Take a parameter away from the uploaded version."""
+    """Remove a parameter from the uploaded version."""
     [version] = instance.store.versions.values()
     del version["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]["gpus"]
 

@@ -27,7 +27,7 @@ NINE = ("training.optimizer.learning_rate=0.01,0.003,0.001", "training.batch_siz
 
 
 class Machine:
-    """In place of the process of a run: says how each ends, and remembers what was begun."""
+    """Replaces the process of a run: it ends each as told, and records which were started."""
 
     def __init__(self):
         self.begun = []

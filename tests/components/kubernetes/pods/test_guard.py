@@ -292,7 +292,7 @@ def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, a
     if not allowed:
         kube.faults.add("DELETE", 403)
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
-        # With 1 the operator does not restart the leader, and the job fails.
+        # After exit code 1 the operator does not restart the leader, and the job fails.
         assert exit_code_of(process) == 1
     message = termination.read(tmp_path)
     assert message == "no heartbeat of the launcher for 1 s; interrupted at global step 7"

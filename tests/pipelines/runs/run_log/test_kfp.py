@@ -81,7 +81,7 @@ def test_a_step_that_the_run_does_not_have():
 
 @pytest.fixture
 def look(logs):  # noqa: ARG001
-    """Look at the log of the one step of a run in this pod; return what is new."""
+    """Read the log of a run's only step in this pod; return the new lines."""
     lines = []
     client = SimpleNamespace(access=SimpleNamespace(endpoint="http://kfp", namespace=""))
     view = LogView(verbose=True)
