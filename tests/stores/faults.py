@@ -100,7 +100,7 @@ class Faulty(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def parse_request(self) -> bool:
-        """Handle a request, or apply its fault."""
+        """Parse a request, and apply its fault, if any."""
         if not super().parse_request():
             return False
         if self.plan.unconditional:

@@ -82,7 +82,7 @@ class Browser:
         return result
 
     def evaluate(self, expression: str) -> Any:
-        """Return what a JavaScript expression is worth in the page."""
+        """Return the value of a JavaScript expression in the page."""
         reply = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in reply, reply
         return reply["result"].get("value")

@@ -24,10 +24,10 @@ Kind = TypeVar("Kind", bound=events.Event)
 
 
 class Counting(Strategy):
-    """One weight that every update raises by 0.5, so that its value tells how many there were."""
+    """One weight that every update raises by 0.5, so its value shows the number of updates."""
 
     def __init__(self, loss: Callable[[Counting], float] | float = 1.0, *, beyond: int = 0) -> None:
-        """Answer with `loss` after each stretch; apply `beyond` more updates than were asked."""
+        """Report `loss` after each stretch; apply `beyond` more updates than requested."""
         super().__init__(Config(), Cluster(addresses={}), Task(role="chief", index=0))
         self._loss = loss
         self._beyond = beyond
@@ -37,7 +37,7 @@ class Counting(Strategy):
         self.counter = tf.Variable(0, dtype=tf.int64)
 
     def run(self, steps: int) -> Report:
-        """Count the updates and raise the weight."""
+        """Count the updates, and raise the weight."""
         applied = steps + self._beyond
         self.counter.assign_add(applied)
         self.weight.assign_add(0.5 * applied)
@@ -50,13 +50,13 @@ class Counting(Strategy):
         return {"model/weight": self.weight, "global_step": self.counter}
 
     def learning_rate(self) -> float:
-        """Return by how much a weight is raised."""
+        """Return the increment of the weight."""
         return 0.5
 
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run, and what a look into it tells."""
+    """The folder of a run, and functions that read it."""
 
     folder: Path
 
@@ -94,7 +94,7 @@ class Run:
         path.write_bytes(data)
 
     def train(self, strategy: Strategy | None = None, **named: Any) -> int:
-        """Begin one attempt; `named` are hooks, and keys of the training section."""
+        """Begin an attempt; `named` are hooks and keys of the training section."""
         own = {each.name: named.pop(each.name) for each in fields(Hooks) if each.name in named}
         config = config_of(**named)
         checkpoints = Checkpoints(
@@ -105,12 +105,12 @@ class Run:
 
 
 def config_of(**training: Any) -> Config:
-    """Return a configuration that looks at the world every ten steps."""
+    """Return a configuration with a boundary every ten steps."""
     return parse_config({"training": {"checkpoint_every": 10, "validate_every": 10, **training}})
 
 
 def nothing(_start: int) -> Problem:
-    """Return a problem without data or model: who counts needs none."""
+    """Return a problem without data or model: a strategy that counts needs none."""
 
     def unused() -> Any:
         raise AssertionError("counting needs no model and no data")
@@ -125,6 +125,6 @@ def nothing(_start: int) -> Problem:
 
 
 def stop_after(looks):
-    """An end that is asked for before the look at the world after so many."""
+    """A stop request that arrives after some barriers."""
     asked = iter([False] * looks)
     return lambda: next(asked, True)

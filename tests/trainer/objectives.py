@@ -19,6 +19,6 @@ def of_classes(count: int) -> Objective:
 
 
 def cross_entropy(model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
-    """Return the mean loss of logits, with the losses of layers, of a model that is bare."""
+    """Return the mean loss of a model's logits, plus the losses of its layers."""
     objective = of_classes(2)
     return objective.loss(objective.attach(model), batch, outputs)

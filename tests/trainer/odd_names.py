@@ -19,7 +19,7 @@ ODD = (
 
 
 def names() -> st.SearchStrategy[str]:
-    """Return any name: an odd one, a text of any signs, or one of those that differ in a sign."""
+    """Return any name: an odd one, a random text, or one of several similar names."""
     alike = st.text(alphabet="aA_ -./b1", min_size=1, max_size=4)
     # A lone surrogate occurs in no readable file.
     texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)

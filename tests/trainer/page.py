@@ -8,7 +8,7 @@ OWN_END = {"line", "polyline", "circle", "rect"}
 
 
 class Page(HTMLParser):
-    """Checks that tags match, and collects what a test may ask for."""
+    """Checks that tags match, and collects the parts of the page that tests query."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

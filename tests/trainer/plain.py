@@ -28,7 +28,7 @@ CHIEF = Task(role="chief", index=0)
 
 
 class Plain(Strategy):
-    """Every part of the interface as a cluster's strategy has it, without the cluster."""
+    """The whole interface of a strategy, without a cluster."""
 
     def __init__(
         self, config: Config | None = None, cluster: Cluster = NOBODY, task: Task = CHIEF
@@ -56,7 +56,7 @@ class Plain(Strategy):
         return checkpoint_variables(self.model, self.optimizer)
 
     def learning_rate(self) -> float:
-        """Return what the optimizer would use now."""
+        """Return the current learning rate of the optimizer."""
         return float(self.optimizer.learning_rate)
 
 
@@ -68,12 +68,12 @@ def examples() -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def whole(_start: int = 0) -> tf.data.Dataset:
-    """Return all examples as one batch, for ever: every attempt sees the same."""
+    """Return all examples as one batch, endlessly: every attempt sees the same."""
     return tf.data.Dataset.from_tensors(examples()).repeat()
 
 
 def dense(dropout: float = 0.0, name: str = "hidden") -> keras.Model:
-    """Return a small model with state: statistics of a batch, and seeds where there is dropout."""
+    """Return a small model with state: moving averages, and seeds if it has dropout."""
     reset_uids()
     keras.utils.set_random_seed(0)
     layers = [
@@ -88,7 +88,7 @@ def dense(dropout: float = 0.0, name: str = "hidden") -> keras.Model:
 def problem_of(
     model: Callable[[], keras.Model] = dense, optimizer: str = "adam", rate: float = 0.01
 ) -> Callable[[int], Problem]:
-    """Return what makes the problem for the step at which an attempt begins."""
+    """Return a function from the first step of an attempt to its problem."""
 
     def problem(start: int) -> Problem:
         objective = of_classes(CLASSES)

@@ -39,7 +39,7 @@ FEATURES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SmallRun:
-    """What a run has after training, and the test examples as arrays."""
+    """A run after training, and the test examples as arrays."""
 
     root: Path
     config: Config
@@ -58,7 +58,7 @@ class SmallRun:
 
 
 def small_run(root: Path) -> SmallRun:
-    """Publish digits and the checkpoint of a softmax model that knows the mean image of a class."""
+    """Publish digits, and the checkpoint of a softmax model with the mean image of each class."""
     images, labels = digits()
     dataset = publish_dataset(root / "dataset", (images, labels))
     evaluation = {"batch_size": 10, "baseline": "none"}
@@ -135,7 +135,7 @@ def publish_dataset(  # noqa: PLR0913
 
 
 def write_statistics(folder: Path, batches: dict[str, dict[str, np.ndarray]]) -> None:
-    """Write what preparing learns of the examples of each split."""
+    """Write the statistics of each split as preparation does."""
     known = {split: Accumulator(FEATURES, ["image"], ["label"], vocabulary=10) for split in batches}
     for split, batch in batches.items():
         known[split].add(batch)
@@ -167,7 +167,7 @@ def publish_checkpoint(
 
 
 def decide(run: SmallRun, folder: Path, *, accuracy: float, champion: str = "") -> str:
-    """Evaluate the run's checkpoint below `folder` and hold it against a threshold."""
+    """Evaluate the run's checkpoint below `folder`, and judge it by a threshold."""
     config = run.config.model_copy(
         update={"gate": GateConfig(min={"accuracy": accuracy}, constant="reported")}
     )
@@ -185,7 +185,7 @@ def export_model(run: SmallRun, decision: str, output: str, scratch: Path) -> Ex
 
 
 def refused_export(run: SmallRun, decision: str, folder: Path) -> str:
-    """Return the one line that an export says which has to be refused; nothing is published."""
+    """Return the error line of an export that must be refused and publish nothing."""
     output = storage.uri_of(folder / "refused")
     with pytest.raises(UserError) as caught:
         export_model(run, decision, output, folder / "scratch")

@@ -53,7 +53,7 @@ def ended(step, status="done", **more):
     return line(StepBegin(step=step)) + line(end)
 
 
-# The events of an active run.
+# The last events of a run that was not killed.
 FINISHED = ended("finish") + line(RunEnd())
 
 

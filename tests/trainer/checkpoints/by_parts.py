@@ -22,7 +22,7 @@ ON_FIRST = "model/table"
 
 
 def variables(step: int = 10, value: float = 1.0, **shapes: list[int]) -> dict[str, tf.Variable]:
-    """Return variables of a run, those of the table on the first of two servers."""
+    """Return the variables of a run; those of the table are on the first of two servers."""
     made = {
         path: tf.Variable(tf.fill(shape, value), name=f"on-{int(path != ON_FIRST)}")
         for path, shape in {**SHAPES, **shapes}.items()
@@ -33,7 +33,7 @@ def variables(step: int = 10, value: float = 1.0, **shapes: list[int]) -> dict[s
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """Let this process write no larger file, as on a disk that is nearly full."""
+    """Limit the size of files of this process, as on a disk that is nearly full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -65,7 +65,7 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Par
 
 @pytest.fixture
 def in_bucket(gcs: Any, tmp_path: Path, two_servers: PartServers) -> Callable[..., Checkpoints]:
-    """Make the checkpoints of an attempt of the chief in a bucket, by parts as is asked for."""
+    """Create the checkpoints of an attempt of the chief in a bucket, by parts if configured."""
     bucket = bucket_name()
     gcs.create_bucket(bucket)
 

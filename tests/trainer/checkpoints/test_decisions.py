@@ -117,7 +117,7 @@ def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
 class TestSelectedCheckpoint:
     @pytest.fixture
     def run(self, tmp_path, monkeypatch):
-        """Return a function that publishes checkpoints with these losses, and what it emitted."""
+        """Return a function that publishes checkpoints with these losses, and its events."""
         monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
 
         def published(losses, damaged=(), areas=(), **fields):

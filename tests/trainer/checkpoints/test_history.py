@@ -139,7 +139,7 @@ def read(uri_rows):
 
 @contextmanager
 def bytes_written():
-    """Count the bytes that this thread writes, by the kernel's own account."""
+    """Count the bytes that this thread writes, as the kernel reports them."""
 
     def count():
         with open("/proc/thread-self/io", encoding="ascii") as file:

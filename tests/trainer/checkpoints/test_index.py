@@ -165,7 +165,7 @@ def dataset(tmp_path):
 
 
 def saved(place, step, learnt=None):
-    """Save a checkpoint of a model that has asked for these statistics."""
+    """Save a checkpoint of a model that uses these statistics."""
     checkpoints = Checkpoints(storage.uri_of(place), keep=9, scratch=place.with_name("saving"))
     if learnt is not None:
         checkpoints.learnt = Learnt(lambda: (data(learnt), ""))

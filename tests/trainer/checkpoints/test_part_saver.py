@@ -157,7 +157,7 @@ def test_what_fails_keeps_no_value_on_a_server(tmp_path, two_servers, monkeypatc
 
 
 def failing(number, kind, times):
-    """Return what saves in the place of TensorFlow: the second part fails so often."""
+    """Return a function that replaces TensorFlow's save: the second part fails several times."""
     tried = []
 
     def save(prefix, save=tf.raw_ops.SaveV2, **named):
@@ -265,7 +265,7 @@ def save_steps(made, *steps):
 
 
 def left(tmp_path):
-    """Return the files of parts with the servers, but for answers that are read."""
+    """Return the files of parts in the servers' folders, without replies."""
     found = (tmp_path / "servers/parts").rglob("*.*")
     return [each.name for each in found if each.parent.name != "replies"]
 
@@ -291,7 +291,7 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
 
 
 def saved_during_an_upload(made, gcs, *steps):
-    """Save the first, and the others while it is uploaded."""
+    """Save the first checkpoint, and the others during its upload."""
     with uploading(made, gcs, steps[0]) as free, made.flush_at_end():
         for step in steps[1:]:
             made.save(variables(step), io_device=None, fields={})
@@ -301,7 +301,7 @@ def saved_during_an_upload(made, gcs, *steps):
 
 @contextmanager
 def uploading(made, gcs, step):
-    """Save one, whose upload goes on when the event is set."""
+    """Save one checkpoint, whose upload continues when the event is set."""
     free, came = threading.Event(), threading.Event()
 
     def before(request):
@@ -334,7 +334,7 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
         made.parts.settle()
         there = [each for each in left(tmp_path) if ".data-" in each]
         free.set()
-    # The files of step 10, which is uploaded, and of step 40.
+    # These are the files of step 10, whose upload is in progress, and of step 40.
     assert len(there) == 2 * 2
     assert storage.names(made.uri) == ["step-00000010", "step-00000040"]
 

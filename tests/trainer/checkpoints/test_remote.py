@@ -35,7 +35,7 @@ def uri(server, request):
 
 @pytest.fixture
 def of(uri, tmp_path):
-    """Make the checkpoints of a task; each `machine` has a disk of its own."""
+    """Create the checkpoints of a task; each `machine` has a separate disk."""
 
     def _of(machine="chief-0", keep=3, fingerprint="", alone=True):
         scratch = tmp_path / machine
@@ -55,7 +55,7 @@ def of(uri, tmp_path):
 
 @pytest.fixture
 def blocked(of, server):
-    """Let requests that write wait until the event is set; `of` waits for them in the end."""
+    """Delay requests that write until the event is set; `of` waits for them at the end."""
     assert of
     free, came = threading.Event(), threading.Event()
 
@@ -285,7 +285,7 @@ def test_a_bug_in_the_background_ends_training(of, monkeypatch):
 
 
 class Checked(NoLease):
-    """A lease that is found to be lost at its n-th check."""
+    """A lease that is lost at its n-th check."""
 
     def __init__(self, lost_at):
         self._left = lost_at
@@ -300,7 +300,7 @@ class Checked(NoLease):
     ("lost_at", "stored"), [(1, "of the other"), (2, "of the other"), (9, "mine")]
 )
 def test_only_the_holder_of_the_lease_replaces_a_checkpoint(of, uri, lost_at, stored):
-    """The second look comes after an upload, which may have taken long."""
+    """The second check comes after an upload, which may have taken long."""
     other, kept = of("another machine"), of()
     with other.flush_at_end():
         save(other, 10, strategy="of the other")

@@ -179,7 +179,7 @@ def test_a_server_that_can_write_no_answer_at_all_is_one_line(two_servers, monke
 
 @pytest.fixture
 def remount(tmp_path, two_servers):  # noqa: ARG001
-    """Return what makes the folder of the servers read-only, in which this process works too."""
+    """Return a function that makes the folder of the servers and this process read-only."""
     folder = str(tmp_path / "servers")
     if subprocess.run(["mount", "--bind", folder, folder], check=False).returncode:
         pytest.skip("needs the right to mount")

@@ -12,7 +12,7 @@ from tests.trainer.checkpoints.by_parts import room_for
 
 @pytest.fixture
 def variables():
-    """Return some of several types, of which rows of one were moved alone."""
+    """Return variables of several types; of one, only some rows were updated."""
     made = {
         "model/kernel": tf.Variable([[1.0, 2.0]]),
         "model/table": tf.Variable(tf.zeros([600, 2])),
@@ -34,7 +34,7 @@ def written(writer, variables, prefix):
 
 
 def read(variables, prefix):
-    """Return what TensorFlow's own checkpoint reads."""
+    """Return the values that TensorFlow's own checkpoint reader returns."""
     found = {
         path: tf.Variable(tf.zeros(each.shape, each.dtype)) for path, each in variables.items()
     }

@@ -11,7 +11,7 @@ from flotilla.trainer.runtime.errors import UserError
 
 
 class Gate:
-    """An upload that blocks until it is opened."""
+    """An upload that blocks until it is released."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()

@@ -27,7 +27,7 @@ def run(tmp_path, monkeypatch):
 
 @pytest.fixture
 def before(tmp_path, monkeypatch):
-    """An earlier run that has come to global step 30, with a weight of 15."""
+    """An earlier run that has reached global step 30, with a weight of 15."""
     earlier = Run(tmp_path / "earlier")
     with monkeypatch.context() as apart:
         apart.setenv(events.VARIABLE, str(tmp_path / "earlier.jsonl"))
@@ -228,7 +228,7 @@ def trained_parts(**how):
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """Begin a model with weights; return the variables that got them, and the event."""
+    """Warm-start a model; return the variables with loaded values, and the event."""
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
 
     def begun(model, value):

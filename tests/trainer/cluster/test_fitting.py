@@ -9,7 +9,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 
 @pytest.fixture
 def ends(monkeypatch):
-    """Return what lets the trial end; and the calls."""
+    """Return a function that ends the trial, and the calls."""
     calls = []
 
     def given(code, out="", err=""):
@@ -29,7 +29,7 @@ def test_what_fits_is_the_last_line(ends):
     ((arguments, options),) = calls
     assert Config.model_validate_json(options["request"]) == Config()
     assert arguments == ("flotilla.trainer", "fit", "--dataset", "file:///d")
-    # A fork server of a run has it.
+    # The fork server of a run has loaded it.
     assert options["loads"] == "flotilla.trainer.training.chief"
 
 

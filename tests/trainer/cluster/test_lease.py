@@ -191,7 +191,7 @@ def test_a_later_attempt_of_the_same_job_acquires_it_at_once(clock, monkeypatch,
 
 
 def test_a_holder_with_another_number_gives_way(uri, clock, place, monkeypatch):
-    """One saw the lease expired; before it acquired it, it was released, and a third one came."""
+    """One job saw an expired lease, which was released and taken by a third job meanwhile."""
     stale = clock.acquire("digits-1")
     clock.time += LEASE_SECONDS + ABANDONED_SECONDS
     create, third = storage.create_bytes, []
@@ -305,7 +305,7 @@ def holders_by_name(uri):
 
 
 def test_no_number_comes_twice(uri, clock):
-    """A write of the first holder that comes late replaces nothing, and gives it nothing back."""
+    """A late write of the first holder replaces no file, and does not restore its lease."""
     first = clock.acquire("digits-1")
     at = storage.join(uri, ".lock", "000001.json")
     late = storage.read_bytes(at)
@@ -324,7 +324,7 @@ def test_no_number_comes_twice(uri, clock):
 
 
 def test_who_was_overtaken_by_some_who_have_gone_counts_on(uri, clock, monkeypatch):
-    """Between its look and its write two others came and went: what it wrote is too low."""
+    """Two other holders came and went between its read and its write: its number is too low."""
     clock.acquire("digits-0").release()
     create = storage.create_bytes
 
@@ -363,7 +363,7 @@ with lease.hold_lease(sys.argv[1], "digits-1"):
 
 @pytest.fixture
 def here(tmp_path):
-    """A folder on this machine, where no store is asked for."""
+    """A folder on this machine, without requests to a store."""
     return storage.uri_of(tmp_path / "checkpoints")
 
 
@@ -533,7 +533,7 @@ except RunInterruptedError as error:
 
 
 class Time:
-    """A clock that waiting alone moves on; `then` is what happens meanwhile, by seconds."""
+    """A clock that advances only during waits; `then` maps seconds to actions."""
 
     def __init__(self, uri):
         self.uri = uri
@@ -565,7 +565,7 @@ def time_(here):
 
 @pytest.fixture
 def elsewhere(time_, monkeypatch):
-    """Acquire the lease on another machine, of whose processes nothing is known here."""
+    """Acquire the lease on another machine, whose processes this machine cannot see."""
 
     def take(run, ahead=0.0):
         with monkeypatch.context() as patch:

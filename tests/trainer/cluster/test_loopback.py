@@ -19,7 +19,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a way
 
 @pytest.fixture(autouse=True)
 def closed(monkeypatch):
-    """The sockets that drop connections; closed at the end of the test."""
+    """The sockets that drop connections; they are closed at the end of the test."""
     sockets = []
     monkeypatch.setattr(loopback, "_closed", sockets)
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "0")
@@ -38,7 +38,7 @@ def serve(address):
 
 
 def is_closed(client):
-    """Say whether the other side closes a connection without a word."""
+    """Return whether the peer closes a connection without sending data."""
     try:
         client.sendall(b"PRI * HTTP/2.0")
         return client.recv(1) == b""

@@ -81,7 +81,7 @@ def task(role, index=0):
 
 @pytest.fixture
 def present(monkeypatch):
-    """Let the machine have a number of GPUs; the other files of the driver are no GPUs."""
+    """Simulate a machine with some GPUs; the driver's other files are no GPUs."""
 
     def give(count):
         def listed(pattern):
@@ -160,7 +160,7 @@ def test_a_machine_without_gpus(present):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Let TensorFlow see a number of GPUs, and record its calls about each."""
+    """Simulate GPUs for TensorFlow, and record its calls about each."""
     calls = []
 
     def give(count):

@@ -91,7 +91,7 @@ def process(role, started_at):
 
 
 def restarted_after(sizes, *, started_at=1.0):
-    """Return after which attempts of a chief a server is restarted, by its size after each."""
+    """Return the attempts of a chief after which a server of these sizes is restarted."""
     memory = ServerMemory()
     chief, server = process("chief", 2.0), process("worker", started_at)
     restarted = []

@@ -136,7 +136,7 @@ def made(tmp_path):
 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path, monkeypatch):
-    """A process with a temporary folder of its own, whose environment is put back."""
+    """A separate temporary folder; the test restores the environment of this process."""
     folder = tmp_path / "tmp"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -233,7 +233,7 @@ def test_a_changed_manifest_does_not_help(made):
     with pytest.raises(UserError, match=r"was changed after it was published: its content is not"):
         bundle.enter(made)
     assert user_code.bundle() == ""
-    # Nothing of it is left for the next process.
+    # No file of it remains for the next process.
     (place / "blocks.py").write_text(whole[0])
     (place / "MANIFEST.json").write_bytes(whole[1])
     bundle.enter(made)

@@ -72,7 +72,7 @@ def refused(config=None, /, **values):
 
 
 def as_kfp_passes(values):
-    """Return values as the API keeps them: every number of a mapping is a double."""
+    """Return values as the API stores them: every number of a mapping is a double."""
 
     def doubled(value):
         if isinstance(value, dict):

@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 
 
 def flat(config):
-    """Return the parameters as a version of before sent them."""
+    """Return the parameters as an earlier version sent them."""
     found = {}
     for name, (key, field) in keys().items():
         value = config

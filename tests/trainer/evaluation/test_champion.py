@@ -40,7 +40,7 @@ def champion(run):
 
 
 def measured(run, champion, folder):
-    """Evaluate next to the champion; return the URI, `metrics.json` and the decision."""
+    """Evaluate together with the champion; return the URI, `metrics.json` and the decision."""
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
     output = storage.uri_of(folder / "evaluation")
     evaluate(run.config, run.dataset, run.checkpoint, output, folder / "scratch", champion)
@@ -179,7 +179,7 @@ def test_a_champion_without_finite_answers_is_not_compared(run, champion, tmp_pa
 
 
 def served(champion, folder, *, name="serving_default", key="logits", value=0.0):
-    """Publish the champion with another SavedModel: one that answers one value for all."""
+    """Publish the champion with another SavedModel, which predicts the same value for all."""
 
     class Constant(tf.Module):
         @tf.function(input_signature=[tf.TensorSpec((None, 8, 8, 1), tf.uint8, name="image")])

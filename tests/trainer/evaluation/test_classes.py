@@ -39,7 +39,7 @@ def rows(result):
 
 
 def some(generator, labels, wrong, count):
-    """Return predictions of which a share is another class."""
+    """Return predictions with a share of wrong classes."""
     other = (labels + generator.integers(1, count, len(labels))) % count
     return np.where(generator.random(len(labels)) < wrong, other, labels)
 

@@ -116,7 +116,7 @@ def _span(true, given):
 
 
 class Span(keras.metrics.MeanMetricWrapper):
-    """A metric of the user's: nobody knows which value is better."""
+    """A metric of a user's task, without a direction."""
 
     def __init__(self):
         super().__init__(_span, name="span")

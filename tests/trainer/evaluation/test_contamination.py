@@ -31,12 +31,12 @@ def customers(count, *, first=0):
 
 
 def drawn(columns, seed=0):
-    """Return the split of each row, as that of files is drawn."""
+    """Return the split of each row, drawn as for files."""
     return split_by_hash(hashes(columns, seed), validation=0.1, test=0.2)
 
 
 def dataset(folder, columns, splits, spans=()):
-    """Publish what preparing keeps of such a table."""
+    """Publish the dataset of such a table."""
     known = {split: Accumulator(FEATURES, list(FEATURES), [], vocabulary=10) for split in SPLITS}
     for number, split in enumerate(SPLITS):
         rows = splits == number
@@ -134,7 +134,7 @@ def test_equal_answers_by_chance_are_none_that_it_was_trained_on(tmp_path):
 def test_later_answers_that_repeat_more_often_are_no_advantage_of_the_champion(tmp_path):
     rng = np.random.default_rng(3)
     rows = customers(20_000)
-    # In order of time: the latest, on which models are tested, have fewer different values.
+    # The rows are in order of time: the latest ones, the test split, have fewer distinct values.
     wide = np.where(np.arange(20_000) < 16_000, 9000, 900)
     rows["spent"] = rng.integers(wide).astype(np.float32)
     times = np.arange(20_000)

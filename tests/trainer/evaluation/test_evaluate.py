@@ -245,7 +245,7 @@ def measure(model, batches):
 
 
 def measurer(model):
-    """Return a function from batches to the loss and the metrics of a model as it is then."""
+    """Return a function from batches to the loss and the metrics of the current model."""
     objective = of_classes(small_run.CLASSES)
     objective.attach(model)
     return lambda batches: objective.means(objective.totals(model, batches).numpy())

@@ -105,7 +105,7 @@ def test_examples_of_a_unit_count_as_one():
 
 
 def at_most(share, count):
-    """Return a share that as many draws exceed by chance once in a thousand times."""
+    """Return the share that this number of draws exceeds by chance once in a thousand times."""
     return share + 3.1 * np.sqrt(share * (1 - share) / count)
 
 
@@ -132,7 +132,7 @@ def test_a_model_worse_by_the_margin_is_promoted_no_more_often_than_the_confiden
 def test_a_mean_that_is_worse_by_the_margin_is_seldom_promoted(count, confidence):
     generator, passed, nights = np.random.default_rng(3), 0, 1000
     for _ in range(nights):
-        # Skewed, as losses are; the challenger's are higher by 0.1.
+        # The losses are skewed; the challenger's are higher by 0.1.
         hard = generator.exponential(size=count)
         d = 0.1 + hard * generator.normal(0, 0.5, count)
         passed += compared(d, 0 * d, "lower", confidence).bound <= 0.1

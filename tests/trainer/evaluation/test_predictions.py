@@ -125,7 +125,7 @@ BOTH = MultiOutput({"kind": THREE, "size": NUMBER}, {"kind": 1.0, "size": 1.0})
 
 
 def model_of(*shape):
-    """Return a model that answers the input at every place of its output."""
+    """Return a model whose outputs all equal its input."""
     given = keras.Input(())
     ones = keras.layers.Reshape((1,) * len(shape))(given)
     return keras.Model(given, keras.layers.Lambda(lambda x: x * tf.ones(shape))(ones))
@@ -341,7 +341,7 @@ def batch(generator, classes):
 
 
 def peak(task, count, folder):
-    """Return the most bytes of arrays while so many examples are written and measured."""
+    """Return the peak bytes of arrays while examples are written and measured."""
     generator, objective = np.random.default_rng(0), Objective(task)
     gc.collect()
     tracemalloc.start()

@@ -60,11 +60,11 @@ def test_no_other_threshold_that_tells_examples_apart_has_a_larger_f1(examples):
 @pytest.mark.parametrize(
     ("examples", "expected"),
     [
-        # Separable scores: the midpoint.
+        # Separable scores give the midpoint.
         ([(True, 0.75, 1), (False, 0.25, 1)], 0.5),
-        # Of several thresholds the one nearest to one half.
+        # Of several thresholds, the one nearest to one half is chosen.
         ([(True, 0.9, 1), (True, 0.7, 0), (False, 0.1, 1)], 0.5),
-        # Inverted, of one score, of one kind, without weight, without examples.
+        # The scores are inverted, equal, of one class, without weight, or absent.
         ([(False, 0.75, 1), (True, 0.5, 1), (False, 0.25, 1)], 0.375),
         ([(True, 0.3, 1), (False, 0.3, 1)], None),
         ([(False, 0.3, 1), (False, 0.4, 1)], None),

@@ -49,7 +49,7 @@ TAKEN = (LIKED[ITEMS] + TASTE[USERS, ITEMS] > 0.5).astype("int64")
 
 
 class OwnTask(Regression):
-    """A task of the user's, which says nothing of constants."""
+    """A user's task without a best constant."""
 
     constants = Task.constants
 
@@ -63,7 +63,7 @@ def one_hot(classes, count):
 
 
 def logits(labels, strength, centre=0.0):
-    """Return logits of "yes" that know so much of it, in standard deviations."""
+    """Return logits of "yes" with this skill, in standard deviations."""
     found = centre + noise(count=len(labels)) + strength * labels
     return found[:, np.newaxis].astype("float32")
 
@@ -83,7 +83,7 @@ def recommender():
 
 
 def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rules):  # noqa: PLR0913
-    """Return the decision of the gate about outputs in memory."""
+    """Return the gate's decision on outputs in memory."""
     config = parse_config({"gate": rules})
     objective = Objective(task)
     own, other = (
@@ -106,7 +106,7 @@ def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rul
 
 
 def fitted_to_noise(labels):
-    """Return the logits of a model of as many inputs as it can learn by heart, on other rows."""
+    """Return the logits on new rows of a model with enough inputs to memorize its training rows."""
     generator = np.random.default_rng(8)
     inputs = generator.normal(size=(2, len(labels), 40))
     weights, *_ = np.linalg.lstsq(inputs[0], generator.permutation(labels) - labels.mean())

@@ -30,7 +30,7 @@ ROWS = 600
 
 
 def source(folder: Path, names: tuple[str, str] = ("stays", "leaves"), share: float = 0.2) -> Path:
-    """Write customers, of whom a share leaves: those who call more often, and weigh less."""
+    """Write customers, a share of whom leaves: those who call more often and weigh less."""
     random = np.random.default_rng(0)
     leaves = random.random(ROWS) < share
     calls = random.normal(leaves * 1.5, 1)

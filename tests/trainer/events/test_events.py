@@ -166,7 +166,7 @@ def progress(step, time=1.0, **more):
 
 
 class TestProgress:
-    """It is appended up to a size of the file; from then on the newest alone is kept."""
+    """Progress is appended up to a file size; after that only the newest is kept."""
 
     @pytest.fixture
     def full(self, file, monkeypatch):

@@ -90,7 +90,7 @@ def test_what_is_handed_on_and_published_is_known():
 
 
 class TestProgressSince:
-    """How far the step that began at a time is."""
+    """The progress of the step that began at a time."""
 
     def test_of_an_earlier_step_it_is_none(self):
         work = WorkProgress(time=2.0, what="reading", unit="rows", done=3)

@@ -138,7 +138,7 @@ OWN = """
 
 @pytest.fixture
 def own_run(run, tmp_path, monkeypatch):
-    """A run of a model class that Keras cannot make from a file, and its blessing."""
+    """A run of a model class that Keras cannot load from a file, and its blessing."""
     (tmp_path / "own_exported.py").write_text(textwrap.dedent(OWN))
     monkeypatch.syspath_prepend(tmp_path)
     config = parse_config(
@@ -364,7 +364,7 @@ def test_a_recurrent_layer_takes_one_example_at_a_time(subject, tmp_path, layer)
 
 @pytest.mark.slow
 class TestSmoke:
-    """A fresh process, and what it finds out."""
+    """The result of a fresh process."""
 
     @pytest.fixture
     def folder(self, subject, tmp_path):

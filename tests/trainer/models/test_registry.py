@@ -110,7 +110,7 @@ MODULE = """
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """Return a function that builds from a module of the user's own."""
+    """Return a function that builds a model from a user's module."""
     (tmp_path / "own_models.py").write_text(textwrap.dedent(MODULE))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_models", raising=False)

@@ -30,7 +30,7 @@ ROWS = {"user": 7, "item": 5}
 
 
 def build(spec=PAIRS, seed=0, **args):
-    # As a function of the user's may call it: no configuration has checked its arguments.
+    # A user's function may call it with arguments that no configuration has checked.
     config = ModelConfig.model_construct(name="two_tower", args=args)
     return registry.build(config, spec, seed)
 

@@ -54,7 +54,7 @@ def batch(**others):
 
 
 def seen(model, inputs=None):
-    """Return the model after a training step has looked up the ids, which gives them rows."""
+    """Return the model after a training step that looked up the ids and so gave them rows."""
     model(inputs or batch(), training=True)
     return model
 
@@ -74,7 +74,7 @@ def test_its_outputs_are_a_logit_and_both_vectors():
 
 
 def plain_softmax(outputs, clicks, weights=None):
-    """The loss of the search by its definition, one click after the other."""
+    """Return the retrieval loss by its definition, one click at a time."""
     of_users, of_items = outputs[:, 1:5].astype("float64"), outputs[:, 5:].astype("float64")
     each, counts = [], []
     for row in np.flatnonzero(clicks):

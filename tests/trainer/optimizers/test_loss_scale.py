@@ -95,7 +95,7 @@ def test_workers_that_change_it_at_once_change_it_once(monkeypatch):
     compute = scale.wrap(lambda _w, state, _b, factor: (tf.constant(1.0), [factor], state))
     seen = []
     for _ in range(8):
-        # All pull, and then all push.
+        # All workers pull, and then all push.
         before = [each.value.read_value() for each in scale.variables]
         for after in [compute([], before, ())[2] for _ in range(workers)]:
             push_state(scale.variables, before, after)

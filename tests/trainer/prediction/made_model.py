@@ -28,7 +28,7 @@ def published(  # noqa: PLR0913
     dataset="",
     batch_size=3,
 ):
-    """Publish a model that answers by a function of tensors, in the order of the features."""
+    """Publish a model that predicts by a function of tensors, in the order of the features."""
     source = folder.with_name(f"{folder.name}-source")
     arguments = argument_names(list(features))
     takes = [
@@ -65,7 +65,7 @@ def published(  # noqa: PLR0913
 
 
 def sums(folder, **more):
-    """Publish a regression of `age` plus `count`, and a thousand for a city that is Rome."""
+    """Publish a model that returns `age` plus `count`, plus a thousand if the city is Rome."""
 
     def answer(age, count, city):
         rome = 1000 * tf.cast(city == "Rome", tf.float32)

@@ -14,7 +14,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 
 @pytest.fixture
 def tried(monkeypatch):
-    """Return the configurations whose model was tried; none is."""
+    """Return the configurations whose model was tried; the trial itself is replaced."""
     found: list[Config] = []
     monkeypatch.setattr(
         fitting, "try_fit", lambda config, *_, **__: found.append(config) or {"task": "ranking"}

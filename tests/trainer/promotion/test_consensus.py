@@ -16,11 +16,11 @@ URI = "file:///question"
 
 
 class DiedError(BaseException):
-    """The asker was killed."""
+    """The proposer was killed."""
 
 
 class Asker:
-    """One asker in a thread that does one thing with the store at each turn that it is given."""
+    """A proposer in a thread, which does one request to the store per turn."""
 
     def __init__(self, name: str, notes: dict[str, bytes]) -> None:
         self.name, self.answer, self.dead = name, None, False
@@ -39,7 +39,7 @@ class Asker:
             self._waits.release()
 
     def wait(self) -> None:
-        """Be called before each act on the store."""
+        """Wait for the next turn; the store calls this before each request."""
         self._waits.release()
         self._turn.acquire()
         if self.dead:
@@ -50,7 +50,7 @@ class Asker:
         self._waits.acquire()
 
     def die(self) -> None:
-        """Kill it before its next act."""
+        """Kill the proposer before its next request."""
         self.dead = True
         self.go()
         self.thread.join()
@@ -58,7 +58,7 @@ class Asker:
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
-    """A store in memory in which each act waits for the turn of the asker that does it."""
+    """A store in memory in which each request waits for the turn of its proposer."""
     found: dict[str, bytes] = {}
     askers: dict[threading.Thread, Asker] = {}
 

@@ -284,7 +284,7 @@ def check(folder: Path, policy: dict[str, Any], **measured: Any) -> gate.Decisio
 
 
 def champion(only_challenger: int, only_champion: int, both: int = 900) -> dict[str, Any]:
-    """Return what an evaluation says of a champion, by how often who alone was right."""
+    """Return a champion's comparison, from the examples that only one model got right."""
     pairs = noninferiority.Pairs(both, only_challenger, only_champion, 0)
     count, found = sum(pairs), noninferiority.shares(pairs, 0.95)
     return {
@@ -353,7 +353,7 @@ def test_a_share_of_a_part_is_a_share() -> None:
 
 
 def over_constant(bound: float | None, better: str = "higher") -> dict[str, Any]:
-    """Return what an evaluation says of a constant that has 0.9 of the accuracy."""
+    """Return the evaluation of a constant with 0.9 of the accuracy."""
     paired = {
         "metric": "accuracy", "better": better, "confidence": 0.995, "examples": 360,
         "difference": 0.05, "bound": bound, "method": "by hand", "constant": 0.9,

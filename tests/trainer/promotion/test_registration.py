@@ -45,7 +45,7 @@ class Run:
         self.compared: list[str] = []
 
     def compare(self, champion: registry.Version) -> Decision:
-        """Judge the model as the gate does, next to another champion."""
+        """Judge the model as the gate does, against another champion."""
         self.compared.append(champion.uri)
         rule = Rule(
             metric="accuracy_difference", bound="min", threshold=-0.02, key="gate.champion.margin",
@@ -132,7 +132,7 @@ def test_the_next_one_names_the_one_before(run: Run) -> None:
 
 
 def after(run: Run, number: int) -> registration.Registration:
-    """Register one whose gate has seen the champion."""
+    """Register a model whose gate compared it with the champion."""
     champion = run.champion()
     assert champion
     return run.register(run.exported(number, champion=champion.uri))

@@ -32,7 +32,7 @@ def root(tmp_path: Path) -> str:
 
 
 def exported(folder: Path, text: str = "weights") -> str:
-    """Publish what looks like an exported model."""
+    """Publish a directory with the layout of an exported model."""
     source = folder / f"source-{text}"
     served = source / "serving" / NAME / "7"
     served.mkdir(parents=True)
@@ -212,7 +212,7 @@ def test_numbers_above_nine_are_in_order(root: str, tmp_path: Path) -> None:
 
 
 def trained(folder: Path, step: int) -> tuple[str, str]:
-    """Publish what looks like a checkpoint; return its URI, and when it was made."""
+    """Publish a directory with the layout of a checkpoint; return its URI and its time."""
     (folder / "empty").mkdir(parents=True, exist_ok=True)
     uri = storage.uri_of(folder / f"step-{step}")
     made = storage.publish(folder / "empty", uri, kind="checkpoint", fields={"global_step": step})
@@ -306,7 +306,7 @@ def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path:
 
 
 def spoilt(uri: str, how: str) -> None:
-    """Make the record of a promotion one that cannot be read."""
+    """Make the record of a promotion unreadable."""
     folder = storage.local_path(uri)
     assert folder
     tree = json.loads((folder / MANIFEST).read_text())
@@ -464,7 +464,7 @@ def store_root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 
 def together(*acts: Callable[[], Any]) -> list[Any]:
-    """Return what each of several acts at once has returned, or how it lost."""
+    """Run several actions at once; return the result or the error of each."""
     begin, ends = threading.Barrier(len(acts)), [None] * len(acts)
 
     def run(place: int, act: Callable[[], Any]) -> None:
@@ -483,7 +483,7 @@ def together(*acts: Callable[[], Any]) -> list[Any]:
 
 
 def check(store_root: str, ends: list[Any]) -> None:
-    """Of all ends one is the promotion that the registry holds, and the others say so."""
+    """Assert that one result is the promotion in the registry, and that the others name it."""
     [won] = [end for end in ends if isinstance(end, registry.Promotion)]
     made = registry.promotions(store_root, NAME)
     # Each caller publishes the decision, with its own time if the store has no conditions.
@@ -581,7 +581,7 @@ def test_whenever_another_comes_between_one_wins(bucket: tuple[str, Plan], tmp_p
 
 
 def raced(store_root: str, plan: Plan, at: int) -> bool:
-    """Let one promote, and another one wholly before request `at`; say whether it was asked."""
+    """Promote while another client promotes before request `at`; return whether that was sent."""
     after, own, requests = (
         registry.newest(store_root, NAME),
         threading.Lock(),

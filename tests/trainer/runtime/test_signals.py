@@ -18,7 +18,7 @@ ROOT = Path(signals.__file__).parents[2]
 SECONDS = 120  # until a test gives up
 
 
-# The last of the chain: says that it listens, then waits for ever.
+# The last process of the chain: it reports that it listens, then waits for ever.
 TASK = """
 import os, signal
 from flotilla.trainer.runtime import signals
@@ -28,7 +28,7 @@ signal.pause()
 """
 
 
-# The first of the chain: starts the rest of it and waits for ever, or until a line comes.
+# The first process of the chain: it starts the others, and waits for ever or for a line.
 STARTER = """
 import os, subprocess, sys
 from flotilla.trainer.runtime import signals

@@ -191,7 +191,7 @@ def blocks(tmp_path, monkeypatch):
 
 
 def raised(call, *arguments):
-    """Return what a call raises, as code of Flotilla's that calls the user's would see it."""
+    """Return the exception of a call, as Flotilla's code that calls user code sees it."""
     try:
         call(*arguments)
     except Exception as error:

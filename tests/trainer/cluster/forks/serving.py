@@ -22,7 +22,7 @@ LOADED = "json"
 
 @dataclass(kw_only=True)
 class Serving:
-    """A server: its process, and the addresses of both that serve."""
+    """A fork server: its process, and the addresses of its two servers."""
 
     process: subprocess.Popen
     first: str
@@ -31,7 +31,7 @@ class Serving:
 
 @contextmanager
 def serving(folder, at_once=LOADED, later="", **environment):
-    """Start a server, and end it at the end of the block; who asks it waits until it has begun."""
+    """Start a server, and end it at the end of the block; requests wait until it has started."""
     name = f"test-{secrets.token_hex(8)}"
     sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
     for each, address in zip(sockets, (name, f"{name}.tf"), strict=True):
@@ -83,7 +83,7 @@ class Asked:
 
     @contextmanager
     def descriptors(self):
-        """Close what only the process needs."""
+        """Close the descriptors that only the process needs."""
         try:
             yield self._output
         finally:

@@ -20,7 +20,7 @@ class Clock:
 
 
 class NoLoop:
-    """Never looks by itself."""
+    """A tracker that never checks the time by itself."""
 
     def __init__(self, *_, **__):
         pass
@@ -47,7 +47,7 @@ def file(tmp_path, monkeypatch):
 
 
 def course(work, clock, seconds, rows, size=0.0):
-    """Let so many rows come in each half of a second."""
+    """Report this number of rows in each half second."""
     for _ in range(int(seconds * 2)):
         clock.now += 0.5
         work.add(rows, size)
