@@ -26,7 +26,7 @@ def summary(tmp_path):
 
 
 def page(root):
-    return Page(storage.read_bytes(storage.join(root, RUN, "report.html")).decode()).words
+    return Page(storage.read_bytes(storage.join(root, RUN, "report.html")).decode())
 
 
 def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
@@ -38,7 +38,7 @@ def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
     written = storage.read_bytes(uri)
     assert written == Path(report.path).read_bytes()
     assert written == (tmp_path / "folder" / "report.html").read_bytes()
-    assert page(root)[1] == "done"
+    assert page(root).verdict == "done"
     text = Path(summary.path).read_text(encoding="utf-8")
     assert text.startswith(f"# {RUN}: done\n")
     assert f"The whole report: `{uri}`" in text
@@ -49,14 +49,14 @@ def test_a_pod_leaves_nothing_in_the_temporary_folder(root, report, summary, tmp
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     finish.finish.python_func(ended("SUCCEEDED"), root, LOCAL, RUN, report, summary)
-    assert page(root)[1] == "done"
+    assert page(root).verdict == "done"
     assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_a_failure_before_there_is_a_root_is_not_hidden(report, summary, emitted):
     finish.finish.python_func(ended("FAILED"), "", LOCAL, RUN, report, summary)
     assert emitted()[-1].status == "done"
-    assert Page(Path(report.path).read_text(encoding="utf-8")).words[1] == "failed"
+    assert Page(Path(report.path).read_text(encoding="utf-8")).verdict == "failed"
 
 
 def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, capsys):
@@ -88,7 +88,7 @@ def test_a_store_that_is_out_for_too_long_fails_no_run_that_is_done(
     assert emitted()[-1].status == "done"
     page = tmp_path / "folder" / "report.html"
     assert f"the report is not published, and stays at {page}: the store has" in caplog.text
-    assert Page(page.read_text(encoding="utf-8")).words[1] == "done"
+    assert Page(page.read_text(encoding="utf-8")).verdict == "done"
 
 
 def test_a_job_that_cannot_be_ended_fails_the_step_and_leaves_a_report(

@@ -87,9 +87,8 @@ def run(tmp_path):
 
 
 def verdict(page):
-    title, displayed, *_ = page.words
-    assert title == f"{RUN}: {displayed}"
-    return displayed
+    assert page.words[0] == f"{RUN}: {page.verdict}"
+    return page.verdict
 
 
 def test_a_blessed_run(run):
@@ -109,14 +108,15 @@ def test_a_blessed_run(run):
     page = run.report("SUCCEEDED")
     assert verdict(page) == "blessed"
     assert page.heads() == [
-        "Test metrics", "Rules of the gate", "Training", "Steps", "Incidents", "Configuration",
+        "Test metrics", "Rules of the gate", "Training", "Incidents", "Steps and lineage",
+        "Configuration",
     ]  # fmt: skip
     for word in ("0.9625", "0.125", "at least", "file:///c", "signal SIGKILL"):
         assert word in page.text
     assert "async_parameter_server" in page.text
     assert "progress" not in page.words
     # The first attempt is no incident.
-    assert page.words.count("attempt begin") == 1
+    assert page.words.count("attempt 2 begins") == 1
 
 
 def test_a_task_that_was_given_up_is_named_with_its_end_and_its_last_lines(run):
@@ -192,9 +192,10 @@ class TestResumed:
         assert resumed["cost"]["seconds_of_all_steps"] == 101.0
 
     def test_the_time_line_has_both_with_their_checkpoints(self, resumed):
-        bars = [bar for bar in time_line(resumed["tries"], resumed["checkpoints"]) if bar.marks]
-        assert [(bar.step, bar.status, len(bar.marks)) for bar in bars] == [
-            ("train_model", "interrupted", 1), ("train_model", "done", 1),
+        bars, _idle = time_line(resumed["tries"], resumed["checkpoints"])
+        marked = [bar for bar in bars if bar.marks]
+        assert [(bar.step, bar.status, len(bar.marks)) for bar in marked] == [
+            ("train_model, try 1", "interrupted", 1), ("train_model, try 2", "done", 1),
         ]  # fmt: skip
         assert [incident["event"] for incident in resumed["incidents"]] == ["attempt_begin"]
 
@@ -260,7 +261,7 @@ def test_a_run_that_failed_before_training(run):
     page = run.report("FAILED")
     assert verdict(page) == "failed"
     assert "prepare_data: no dataset of this name" in page.text
-    assert page.heads() == ["Steps", "Configuration"]
+    assert page.heads() == ["Steps and lineage", "Configuration"]
 
 
 def test_a_step_that_was_killed_is_named(run):
@@ -336,7 +337,7 @@ def test_a_failed_try_shows_no_metrics_of_the_one_before(run):
     run.evaluated()
     run.decided("blessed")
     run.events(begun("train_model"), ended("train_model", "failed", 1, error="no space"))
-    assert run.report("FAILED").heads() == ["Steps"]
+    assert run.report("FAILED").heads() == ["Steps and lineage"]
 
 
 @pytest.mark.parametrize("damage", [b"{", b"", b"[1, 2]", None])
@@ -356,7 +357,7 @@ def test_a_damaged_decision_is_left_out(run, caplog, damage):
     page = run.report("FAILED")
     assert verdict(page) == "failed"
     assert "export_model: no space" in page.text
-    assert page.heads() == ["Test metrics", "Steps"]
+    assert page.heads() == ["Test metrics", "Steps and lineage"]
     assert "left out of the report: " in caplog.text
     assert "decision.json" in caplog.text
 

@@ -475,7 +475,7 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
         pods.trained(prepared.config)
     assert f"flotilla: train_model: {REASON}" in capsys.readouterr().err
     page, summary = pods.finished(words="Task run failed.")
-    assert page.words[1] == "failed"
+    assert page.verdict == "failed"
     assert f"train_model: {REASON}" in page.text
     # The step's own message is more precise.
     assert "KFP says" not in page.text + summary
@@ -489,8 +489,8 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
         assert cells(summary, step)[1] == status
         assert cells(summary, step)[2].endswith(" s")
     assert cells(summary, "tasks")[1] == "ps 1, worker 2, chief 1"
-    assert "Cost" in page.words
-    assert page.heads() == ["Steps", "Configuration"]
+    assert "task hours" in page.words
+    assert page.heads() == ["Steps and lineage", "Configuration"]
     published = storage.read_bytes(storage.join(pods.root, POD_RUN, "report.html")).decode()
     assert f"train_model: {REASON}" in Page(published).text
 
@@ -521,7 +521,7 @@ def test_the_report_counts_restarts_and_names_task_and_cause(pods, monkeypatch):
     )
     assert [each["restarts"] for each in record["incidents"]] == [1, 2]
     page, _ = pods.finished()
-    assert page.heads()[:2] == ["Steps", "Incidents"]
+    assert page.heads()[:2] == ["Incidents", "Steps and lineage"]
     assert page.text.count(cause) == 2
     assert "worker-1" in page.text
 
@@ -539,7 +539,7 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     process.kill()
     process.communicate()
     page, summary = pods.finished(words="OOMKilled\n(exit code 137)")
-    assert page.words[1] == "failed"
+    assert page.verdict == "failed"
     # A cancel and a failed store leave no other trace.
     said = "train_model: it began and recorded no end: it was stopped with the run, or its"
     assert f"{said} pod was killed" in page.text
@@ -553,7 +553,7 @@ def test_a_state_that_kfp_lost_count_of_does_not_hide_a_killed_pod(pod, pods):
     process.kill()
     process.communicate()
     page, _ = pods.finished("RUNNING")
-    assert page.words[1] == "failed"
+    assert page.verdict == "failed"
     assert "train_model: it began and recorded no end" in page.text
 
 
@@ -563,21 +563,21 @@ def test_a_pod_that_is_asked_to_end_says_so(pod, pods):
     process.communicate()
     assert process.returncode == 130
     page, summary = pods.finished("CANCELED")
-    assert page.words[1] == "interrupted"
+    assert page.verdict == "interrupted"
     assert "train\\_model: interrupted before the step was done" in summary
 
 
 def test_a_pod_that_was_killed_between_two_stages_is_said_to_be(pods):
     pods.resolved()
     page, _ = pods.finished(words="OOMKilled")
-    assert page.words[1] == "failed"
+    assert page.verdict == "failed"
     assert "its process ended before prepare_data began; KFP says: OOMKilled" in page.text
 
 
 def test_a_pod_that_never_began_is_named(pods):
     pods.prepared()
     page, summary = pods.finished(words="ErrImagePull")
-    assert page.words[1] == "failed"
+    assert page.verdict == "failed"
     assert "left no record: its pod did not start" in page.text
     assert "train_model left no record" in page.text
     assert "KFP says: ErrImagePull" in summary
@@ -600,7 +600,7 @@ def test_a_store_that_cannot_be_written_masks_nothing(pods, s3, capsys):
     assert f"flotilla: train_model: {REASON}\n" in reported
     assert reported.count("could not be published") == 1
     page, _ = pods.finished(words="exit code 1")
-    assert page.words[1] == "failed"
+    assert page.verdict == "failed"
     assert "KFP says: exit code 1" in page.text
 
 

@@ -130,9 +130,9 @@ class TestBlessed:
     def test_the_report_is_below_the_run_and_needs_nothing(self, blessed):
         assert blessed.path_of("report") == blessed.folder / "report.html"
         page = Page((blessed.folder / "report.html").read_text(encoding="utf-8"))
-        assert page.words[1] == "blessed"
+        assert page.verdict == "blessed"
         assert page.heads() == [
-            "Test metrics", "Rules of the gate", "Training", "Steps", "Configuration",
+            "Test metrics", "Rules of the gate", "Training", "Steps and lineage", "Configuration",
         ]  # fmt: skip
         sources = [value for name, value in page.attributes if name == "src"]
         assert len(sources) == 25, "the worst examples"
@@ -210,7 +210,7 @@ class TestRefused:
 
     def test_there_is_a_report_all_the_same(self, refused):
         page = Page((refused.folder / "report.html").read_text(encoding="utf-8"))
-        assert page.words[1] == "refused"
+        assert page.verdict == "refused"
         assert "it has to be at least 0.999" in page.text
 
     def test_it_has_an_id_of_its_own(self, blessed, refused):
@@ -329,7 +329,7 @@ def test_a_last_checkpoint_is_published(interrupted, reached):
 @pytest.mark.slow
 def test_there_is_a_report_all_the_same(interrupted, reached):
     page = Page((interrupted.folder / "report.html").read_text(encoding="utf-8"))
-    assert page.words[1] == "interrupted"
+    assert page.verdict == "interrupted"
     assert f"interrupted at global step {reached}" in page.text
 
 
