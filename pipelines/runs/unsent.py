@@ -23,7 +23,7 @@ from flotilla.trainer.events import RunEnd
 from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.promotion import registration
 from flotilla.trainer.runtime.errors import DONE, UserError
-from flotilla.trainer.tracking import addresses
+from flotilla.trainer.tracking import addresses, mlflow_run
 from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun, Unsent
 
 # The newest runs whose rest one command sends.
@@ -43,6 +43,8 @@ def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
 
     def work() -> None:
         try:
+            # Whether the tracker is away is found out, and said, by the run itself.
+            mlflow_run.health()
             send_unsent(workdir)
             registration.announce_again(root, model)
         # A tracker that fails never fails a run; the next one tries again.
@@ -120,4 +122,6 @@ def _judge(history: Path) -> RunResult:
 
 
 def _is_killed(result: RunResult) -> bool:
-    return result.status == "failed" and not any(each.status == "failed" for each in result.steps)
+    """Say whether a run has ended without a step that failed: one that was lost has no end."""
+    failed = [each for each in result.steps if each.status == "failed"]
+    return result.status == "failed" and all(each.ended is None for each in failed)

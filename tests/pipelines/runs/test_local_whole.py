@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import warnings
+from importlib import import_module
 from pathlib import Path
 
 import psutil
@@ -475,6 +477,18 @@ def test_a_real_run_has_its_parameters_curves_metrics_and_model_in_mlflow(server
     assert (version.version, version.run_id) == ("1", run.info.run_id)
     listed = [each.path for each in client.list_artifacts(run.info.run_id, "models/1")]
     assert "models/1/MANIFEST.json" in listed
+    assert {each.path for each in client.list_artifacts(run.info.run_id)} >= {
+        "data.html", "report.html",
+    }  # fmt: skip
+    (given,) = run.inputs.dataset_inputs
+    assert given.dataset.name == "digits"
+    with warnings.catch_warnings():
+        # MLflow's own libraries warn of each other.
+        warnings.simplefilter("ignore")
+        model = import_module("mlflow.pyfunc").load_model("models:/digits@champion")
+        answers = model.predict(model.input_example)
+    assert len(answers) == len(model.input_example["image"])
+    assert set(answers["prediction"]) <= {str(digit) for digit in range(10)}
 
 
 @pytest.mark.long

@@ -9,9 +9,9 @@ from flotilla.pipelines.runs import unsent
 from flotilla.pipelines.runs.unsent import send_unsent, sending_unsent
 from flotilla.trainer import events
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.events import RunBegin, RunEnd, StepEnd
+from flotilla.trainer.events import RunBegin, RunEnd, StepBegin, StepEnd
 from flotilla.trainer.promotion import registration
-from flotilla.trainer.tracking import addresses, tracker
+from flotilla.trainer.tracking import addresses, mlflow_run, tracker
 from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun
 from tests.trainer.tracking.test_tracker import Target, progress
 
@@ -27,6 +27,7 @@ def targets(monkeypatch):
         return target
 
     monkeypatch.setattr(tracker, "MlflowRun", make)
+    monkeypatch.setattr(mlflow_run, "health", lambda: "well")
     monkeypatch.setattr(tracker, "FIRST_PAUSE_SECONDS", 0.001)
     for name in addresses.VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -57,7 +58,8 @@ def done(step, **fields):
 
 
 def test_a_killed_run_gets_its_points_and_its_end(tmp_path, left, targets):
-    folder = left("r-1", done("train_model", uri="s3://c", output="checkpoint"), parent="sweep-1")
+    trained = done("train_model", uri="s3://c", output="checkpoint")
+    folder = left("r-1", trained, StepBegin(step="evaluate_model"), parent="sweep-1")
     send_unsent(tmp_path)
     target = targets["r-1"]
     assert target.steps == [20]

@@ -14,7 +14,13 @@ import pytest
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.events import AttemptBegin, StepEnd, Validation
-from flotilla.trainer.tracking import addresses, mlflow_run, promotions, tracker
+from flotilla.trainer.tracking import (
+    addresses,
+    mlflow_registry,
+    mlflow_run,
+    promotions,
+    tracker,
+)
 from flotilla.trainer.tracking.hub import PromotedModel
 from flotilla.trainer.tracking.tracker import LocalRun
 from tests.ports import held_port
@@ -237,6 +243,38 @@ def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias
     assert promotions.register_in_mlflow(later) == "2"
     assert client.get_model_version("kept", "2").source == "s3://models/registry/kept/000002"
     assert client.get_model_version_by_alias("kept", "champion").version == "1"
+    # Version 3 is gone, and 4 has its number.
+    newest = promoted(f"{bucket}4", 4, is_champion=True)
+    assert not mlflow_registry.is_champion_known("kept", newest.uri)
+    assert promotions.register_in_mlflow(newest) == "4"
+    assert mlflow_registry.is_champion_known("kept", newest.uri)
+    numbers = {each.version for each in client.search_model_versions("name = 'kept'")}
+    assert numbers == {"1", "2", "4"}
+    assert not mlflow_registry.is_champion_known("nobody", newest.uri)
+
+
+def test_the_trials_of_a_sweep_are_below_one_run(server, tmp_path):
+    config = parse_config({"name": "swept"})
+    for folder in ("sweep", "t1", "t2"):
+        (tmp_path / folder).mkdir()
+    sweep = LocalRun(config, "sweep-1", tmp_path / "sweep" / "events.jsonl")
+    trials = [
+        LocalRun(config, name, tmp_path / name / "events.jsonl", parent="sweep-1")
+        for name in ("t1", "t2")
+    ]
+    for trial in trials:
+        trial.hear(progress(20))
+    for trial in trials:
+        trial.end("done", "")
+    sweep.tag(best_trial=2)
+    sweep.end("blessed", "")
+    _, found = runs_of(server, "swept")
+    by_name = {each.info.run_name: each for each in found}
+    assert set(by_name) == {"sweep-1", "t1", "t2"}
+    parent = by_name["sweep-1"]
+    assert (parent.info.status, parent.data.tags["flotilla.best_trial"]) == ("FINISHED", "2")
+    for name in ("t1", "t2"):
+        assert by_name[name].data.tags["mlflow.parentRunId"] == parent.info.run_id
 
 
 def test_the_server_is_seen_before_a_run(server):
@@ -253,4 +291,4 @@ def test_a_server_that_is_away_is_one_warning_and_the_promotion_holds(monkeypatc
     assert [line.partition(" does not know")[0] for line in lines] == [
         "MLflow", "the model registry",
     ]  # fmt: skip
-    assert all(line.endswith("; the promotion holds") for line in lines)
+    assert all("; the promotion holds, and the next run" in line for line in lines)
