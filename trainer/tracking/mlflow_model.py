@@ -72,7 +72,8 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     program = _PROGRAM.read_bytes()
     # Models of several versions may be loaded into one process.
     module = f"flotilla_model_{hashlib.sha256(program).hexdigest()[:12]}"
-    (folder / FOLDER).mkdir()
+    # A version whose number was taken is written again under the next one.
+    (folder / FOLDER).mkdir(exist_ok=True)
     (folder / FOLDER / f"{module}.py").write_bytes(program)
     tree = {
         "saved_model": fields["saved_model"],

@@ -353,7 +353,8 @@ class LocalRun:
             return True
         word = word or _STATUS.get(status, "FINISHED")
         if is_done := self._tracker.close(describe_end(word, message, status, ended)):
-            (self._folder / UNSENT).unlink(missing_ok=True)
+            with suppress(OSError):
+                (self._folder / UNSENT).unlink()
         return is_done
 
 

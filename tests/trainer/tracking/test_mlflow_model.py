@@ -182,6 +182,17 @@ def test_a_model_of_an_earlier_version_stays_as_it_is(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_version_is_written_again_under_the_next_number(tmp_path):
+    fields = manifest(entry("a", "float", "float32"))
+    write(tmp_path, fields, {"": "regression"})
+    model, _ = write(
+        tmp_path, {**fields, "saved_model": "serving/m/4", "version": 4}, {"": "regression"}
+    )
+    assert model["flavors"]["tensorflow"]["saved_model_dir"] == "serving/m/4"
+    made = json.loads((tmp_path / "mlflow" / "model.json").read_text())
+    assert made["saved_model"] == "serving/m/4"
+
+
 def test_the_same_version_is_the_same_files(tmp_path):
     fields = manifest(entry("a", "float", "float32"))
     found = []
