@@ -300,14 +300,15 @@ def test_a_missing_path_is_seen(word, is_missing):
 GUIDE = (ROOT / "docs" / "how-to" / "data-gate.md").read_text(encoding="utf-8")
 
 
-def rows(heading):
-    table = GUIDE.partition(f"| {heading} |")[2].partition("\n\n")[0]
-    return re.findall(r"^\| `(\w+)` \| (\S+) \| (.+) \|$", table, re.MULTILINE)
+def entries(title):
+    part = GUIDE.partition(f"\n{title}:\n\n")[2].partition("\n\n")[0]
+    return re.findall(r"^- `(\w+)` \((\S+)\): (.+)$", part, re.MULTILINE)
 
 
 def test_rules_and_limits_are_those_of_the_configuration():
-    assert rows("rule") == [(name, action, what) for name, (action, what) in RULES.items()]
-    assert rows("limit") == [
+    rules = entries("Each rule, its default action, and what it finds")
+    assert rules == [(name, action, what) for name, (action, what) in RULES.items()]
+    assert entries("Each limit and its default") == [
         (name, f"{default:g}", what) for name, (default, _, _, what) in LIMITS.items()
     ]
 
