@@ -14,7 +14,6 @@ import keras
 
 from flotilla.trainer.features import names
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.features.statistics.accumulator import is_letter
 from flotilla.trainer.features.statistics.statistics import (
     NOTHING,
     NUMBER,
@@ -24,6 +23,7 @@ from flotilla.trainer.features.statistics.statistics import (
     FeatureStatistics,
     Learnt,
 )
+from flotilla.trainer.features.statistics.word_patterns import is_letter
 from flotilla.trainer.models.normalization import Normalization
 from flotilla.trainer.models.vocabulary import Vocabulary, Words
 from flotilla.trainer.runtime.errors import ConfigError, nearest

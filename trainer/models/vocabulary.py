@@ -18,10 +18,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flotilla.trainer.embeddings.fingerprints import FINGERPRINTS, strip_spaces
-from flotilla.trainer.features.statistics.accumulator import LETTERS, PUNCTUATION
-
-_LETTER = f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])"
-
+from flotilla.trainer.features.statistics.word_patterns import LETTER, PUNCTUATION
 
 # A character that Unicode reserves, so that no text contains it.
 _NO_TEXT = "\uffff"
@@ -141,7 +138,7 @@ class Words(keras.layers.Layer):
         """Return the numbers of the words, padded with 0."""
         plain = tf.strings.regex_replace(tf.strings.lower(strip_spaces(texts)), PUNCTUATION, "")
         if self.letters:
-            plain = tf.strings.regex_replace(plain, _LETTER, r" \1 ")
+            plain = tf.strings.regex_replace(plain, LETTER, r" \1 ")
         words = tf.strings.split(plain)
         if self.ngram > 1:
             words = tf.strings.ngrams(words, self.ngram)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from flotilla.trainer.data.files import text_values, written_numbers
 from flotilla.trainer.data.files.written_lists import LIST, parse_numbers
@@ -73,7 +74,7 @@ class ColumnScan:
         if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
             array = _decode_texts(array)
             kind = array.type
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        if is_text(kind):
             self._add_texts(array, piece, numbers, parsed=parsed)
             return
         missing = array.null_count
@@ -85,9 +86,9 @@ class ColumnScan:
         if get_kind(kind) == "tensor":
             self._add_shapes(array)
             if self.gathers:
-                self._see(pc.cast(pc.list_flatten(array), pa.string()))
+                self._see(pc.list_flatten(array))
         elif get_kind(kind) in ("int", "bool") or (self.gathers and get_kind(kind) == "float"):
-            self._see(pc.cast(array, pa.string()))
+            self._see(array)
 
     def add_images(self, measured: Iterable[tuple[int, int, int]], missing: int) -> None:
         """Add the sizes of some images; broken ones count as `missing`."""
@@ -150,7 +151,7 @@ class ColumnScan:
             return
         if pa.types.is_decimal(array.type):
             array = pc.cast(array, pa.string())
-        if pa.types.is_string(array.type) or pa.types.is_large_string(array.type):
+        if is_text(array.type):
             array = pa.array(text_values.numbers(array)[0])
         # A float32 of the file loses nothing when it stays one.
         if not pa.types.is_float64(array.type):
@@ -182,9 +183,8 @@ class ColumnScan:
     def _see(self, array: pa.Array) -> None:
         if not self.many:
             found = pc.unique(array.drop_null())
-            self._gather(
-                found.to_pylist() if len(found) <= self.most else (), many=len(found) > self.most
-            )
+            many = len(found) > self.most
+            self._gather(() if many else pc.cast(found, pa.string()).to_pylist(), many=many)
 
     def _gather(self, found: Any, *, many: bool) -> None:
         self.values.update(found)
@@ -193,50 +193,77 @@ class ColumnScan:
             self.values.clear()
 
     def _add_texts(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
-        short = text_values.trim_texts(array)
-        self._see(short)
-        empty = pc.equal(short, "")
-        missing = text_values.is_missing(short)
-        self.empty += pc.sum(empty).as_py() or 0
-        for each in pc.value_counts(pc.filter(short, pc.and_not(missing, empty))).to_pylist():
-            self.marks[each["values"]] += each["counts"]
-        known = pc.filter(short, pc.invert(missing))
-        if not len(known):
+        texts = text_values.count_texts(array)
+        self._see(texts.values)
+        if parsed and self._add_plain(texts.values, texts.counts):
             return
-        rows = pc.filter(pa.array(numbers), pc.invert(missing))
-        if not parsed:
-            # JSON has no time type, and a time is recognized in every format.
-            times = text_values.matches(known, text_values.TIME)
-            self._count("time", pc.sum(times).as_py() or 0)
-            self._add_left(known, pc.invert(times), piece, rows)
+        empty = _mask(pc.equal(texts.values, ""))
+        missing = _mask(text_values.is_missing(texts.values))
+        self.empty += int(texts.counts[empty].sum())
+        marks = missing & ~empty
+        given = texts.values.filter(pa.array(marks)).to_pylist()
+        for mark, count in zip(given, texts.counts[marks].tolist(), strict=True):
+            self.marks[mark] += count
+        left = ~missing
+        if not left.any():
             return
-        if text_values.are_numbers(known, pa.int64()):
-            self._count("int", len(known))
-            self._measure(pc.cast(known, pa.int64()))
+        known, counts = texts.values.filter(pa.array(left)), texts.counts[left]
+        if parsed and missing.any() and self._add_plain(known, counts):
             return
-        left = pa.array(np.ones(len(known), np.bool_))
+        left[left] = self._add_parsed(known, counts) if parsed else self._add_times(known, counts)
+        if left.any():
+            self._count("text", int(texts.counts[left].sum()))
+            others = texts.values.filter(pa.array(left))
+            self.writing += written_numbers.count_writing(others, texts.counts[left])
+            if len(self.texts) < _NAMED:
+                rows = texts.rows(left)[: _NAMED - len(self.texts)]
+                given = text_values.trim_texts(array.take(pa.array(rows)))
+                named = zip(np.asarray(numbers)[rows].tolist(), given.to_pylist(), strict=True)
+                self.texts += [(piece, *each) for each in named]
+
+    def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Add the times among texts of a format that has other types; return the others.
+
+        JSON has no time type, and a time is recognized in every format.
+        """
+        times = _mask(text_values.matches(known, text_values.TIME))
+        self._count("time", int(counts[times].sum()))
+        return ~times
+
+    def _add_plain(self, known: pa.Array, counts: NDArray[np.int64]) -> bool:
+        """Add texts if all of them are plain numbers: the fast path of most columns."""
+        plain = text_values.parse_plain(known)
+        if plain is None:
+            return False
+        self._measure(plain)
+        if pa.types.is_floating(plain.type):
+            whole = _mask(pc.invert(text_values.is_fraction(known)))
+            self._count("float", int(counts[~whole].sum()))
+            known, counts = known.filter(pa.array(whole)), counts[whole]
+            fits = _mask(text_values.matches(known, text_values.INT))
+            self._count("huge", int(counts[~fits].sum()))
+            counts = counts[fits]
+        self._count("int", int(counts.sum()))
+        return True
+
+    def _add_parsed(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Add the numbers, bools, times and lists among texts; return the others."""
+        left, numbers = np.ones(len(known), np.bool_), np.zeros(len(known), np.bool_)
         for kind, pattern in _PATTERNS.items():
-            found = pc.and_(left, text_values.matches(known, pattern))
-            count = pc.sum(found).as_py() or 0
-            self._count(kind, count)
-            if count and kind in _NUMBERS:
-                self._measure(pc.filter(known, found))
-            left = pc.and_not(left, found)
-        listed = pc.and_(left, text_values.matches(known, LIST))
-        if pc.any(listed).as_py():
-            left = pc.and_not(left, self._add_written(known, listed))
-        self._add_left(known, left, piece, rows)
+            found = left & _mask(text_values.matches(known, pattern))
+            self._count(kind, int(counts[found].sum()))
+            left &= ~found
+            numbers |= found & (kind in _NUMBERS)
+        if numbers.any():
+            self._measure(known.filter(pa.array(numbers)))
+        listed = left & _mask(text_values.matches(known, LIST))
+        return left & ~self._add_written(known, listed, counts)
 
-    def _add_left(self, known: pa.Array, left: pa.Array, piece: Any, numbers: Any) -> None:
-        if not pc.any(left).as_py():
-            return
-        self._count("text", pc.sum(left).as_py() or 0)
-        self._keep_texts(known, left, piece, numbers)
-        self.writing += written_numbers.count_writing(pc.filter(known, left))
-
-    def _add_written(self, array: pa.Array, chosen: pa.Array) -> pa.Array:
+    def _add_written(
+        self, array: pa.Array, chosen: NDArray[np.bool_], counts: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
         """Add lists that are written as texts; return which of the chosen texts are lists."""
-        found = chosen.to_numpy(zero_copy_only=False).copy()
+        found = chosen.copy()
         for place in np.flatnonzero(found):
             values = parse_numbers(array[int(place)].as_py())
             if values is None:
@@ -246,15 +273,8 @@ class ColumnScan:
             if values.size:
                 self.tensor = _wider(self.tensor, _KINDS[values.dtype.kind])
                 self._measure(pa.array(values.ravel()))
-        self._count("tensor", int(found.sum()))
-        return pa.array(found)
-
-    def _keep_texts(self, array: pa.Array, chosen: pa.Array, piece: Any, numbers: Any) -> None:
-        if len(self.texts) < _NAMED:
-            rows = np.flatnonzero(chosen.to_numpy(zero_copy_only=False))[: _NAMED - len(self.texts)]
-            self.texts += [
-                (piece, int(np.asarray(numbers)[row]), array[row].as_py()) for row in rows
-            ]
+        self._count("tensor", int(counts[found].sum()))
+        return found
 
     def _add_shapes(self, array: pa.Array) -> None:
         depth, kind, level = 0, array.type, array.drop_null()
@@ -292,6 +312,11 @@ def _wider(kind: str, other: str) -> str:
     return max(kind, other, key=order.index)
 
 
+def _mask(array: pa.Array) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = array.to_numpy(zero_copy_only=False)
+    return found
+
+
 def _decode_texts(array: pa.Array) -> pa.Array:
     """Return bytes as texts if they are UTF-8; images never are."""
     try:
@@ -318,6 +343,11 @@ def get_kind(kind: pa.DataType) -> str:
         inner = kind.value_type
         return "tensor" if get_kind(inner) in ("int", "float", "bool", "text", "tensor") else ""
     return ""
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Say whether a value of a type is a text."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def is_list_of_texts(kind: pa.DataType) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,8 @@ _AMONG_NUMBERS = (
     "missing", "(missing)", "unknown", "(unknown)", "not available", "not applicable", "no data",
     "empty", "(empty)", "blank", "(blank)", "tbd", "undefined",
 )  # fmt: skip
+# Texts whose share of distinct ones says whether all texts repeat.
+_HEAD = 256
 _WHOLE = 2.0**53
 _MOST = str(2**63 - 1)
 # A number of 19 digits fits if its first digit that differs from the maximum is smaller.
@@ -35,6 +38,8 @@ INT = rf"^([+-]?(\d{{1,{len(_MOST) - 1}}}|{_BELOW}|{_MOST})|-{2**63})$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^(?i:[+-]?inf(inity)?)$"
 # 007 is a code, not a number; Arrow parses 0x10 as a number.
 _CODE = r"^[+-]?0[0-9xX]"
+# Arrow parses more floats than `NUMBER` has.
+_NOT_PLAIN = rf"[^0-9.eE+-]|[eE][+-]?\d{{5}}|{_CODE}"
 WHOLE = r"^[+-]?\d+$"
 CODE = r"^0\d+([eE]\d+)?$"
 BOOL = r"^(?i:true|false)$"
@@ -44,6 +49,35 @@ TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
 # In lower case; a column is inferred as bool only from true and false.
 _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
+
+
+class Counted(NamedTuple):
+    """Trimmed texts of some rows; texts that repeat are there about once each.
+
+    Attributes:
+        values: the texts, "" for null.
+        counts: number of rows of each.
+        places: the place in `values` of each row; None if it is that of the row.
+    """
+
+    values: pa.Array
+    counts: NDArray[np.int64]
+    places: NDArray[np.int64] | None
+
+    def rows(self, chosen: NDArray[np.bool_]) -> NDArray[np.intp]:
+        """Return the rows of chosen values."""
+        return np.flatnonzero(chosen if self.places is None else chosen[self.places])
+
+
+def count_texts(array: pa.Array) -> Counted:
+    """Return the trimmed texts of some rows with their counts, to look at each text once."""
+    head = array[:_HEAD]
+    if 2 * len(head.unique()) > len(head) or len(array) == len(head):
+        return Counted(trim_texts(array), np.ones(len(array), np.int64), None)
+    coded = array.dictionary_encode(null_encoding="encode")
+    places = coded.indices.to_numpy().astype(np.int64)
+    counts = np.bincount(places, minlength=len(coded.dictionary))
+    return Counted(trim_texts(coded.dictionary), counts, places)
 
 
 def trim_texts(array: pa.Array) -> pa.Array:
@@ -79,15 +113,24 @@ def matches(array: pa.Array, pattern: str) -> pa.Array:
     return pc.match_substring_regex(array, pattern)
 
 
-def are_numbers(array: pa.Array, kind: pa.DataType) -> bool:
-    """Say whether all texts are plain numbers of a type; the fast path for most columns."""
-    if pc.any(matches(array, _CODE)).as_py():
-        return False
-    try:
-        pc.cast(array, kind)
-    except pa.ArrowInvalid:
-        return False
-    return True
+def parse_plain(array: pa.Array) -> pa.Array | None:
+    """Return texts as int64 or float64, None unless all are numbers; the fast path of most columns.
+
+    Arrow describes each text that is not a number, which takes long, so that a few come first.
+    """
+    if not pc.any(matches(array, _NOT_PLAIN)).as_py():
+        for kind in (pa.int64(), pa.float64()):
+            with suppress(pa.ArrowInvalid):
+                pc.cast(array[:_HEAD], kind)
+                return pc.cast(array, kind)
+    return None
+
+
+def is_fraction(array: pa.Array) -> pa.Array:
+    """Say which numbers are written with a point or an exponent."""
+    found = pc.match_substring(array, ".")
+    # This pattern is slower, and rarely needed.
+    return found if pc.all(found).as_py() else matches(array, "[.eE]")
 
 
 def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

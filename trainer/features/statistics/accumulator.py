@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.association import measure_association
-from flotilla.trainer.features.statistics.hashing import comparable_content, hashes
+from flotilla.trainer.features.statistics.hashing import (
+    combine,
+    comparable_content,
+    digest,
+    to_arrow,
+)
 from flotilla.trainer.features.statistics.one_pass import BoundedCounter, Moments
 from flotilla.trainer.features.statistics.sampling import MOST_EXAMPLES, Hashes, Sample
 from flotilla.trainer.features.statistics.statistics import (
@@ -26,6 +32,7 @@ from flotilla.trainer.features.statistics.statistics import (
     FeatureStatistics,
     SplitStatistics,
 )
+from flotilla.trainer.features.statistics.words import count_words
 
 # Number of quantiles of a number.
 STEPS = 1000
@@ -36,15 +43,6 @@ _PROJECTIONS = 4
 _LONGEST = 4096
 # Hashes of values: for all numbers together, and at least for each.
 _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
-# The punctuation that Keras's TextVectorization strips, and the separators of words.
-PUNCTUATION = r"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']"
-_PUNCTUATION = re.compile(PUNCTUATION.encode())
-#: Letters of scripts without spaces: Thai, Lao, Burmese, Khmer, kana, Chinese.
-LETTERS = (
-    ("\u0e00", "\u0eff"), ("\u1000", "\u109f"), ("\u1780", "\u17ff"), ("\u3040", "\u30ff"),
-    ("\u3400", "\u9fff"), ("\uf900", "\ufaff"), ("\U00020000", "\U0003ffff"),
-)  # fmt: skip
-_LETTER = re.compile(f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])")
 
 
 def find_kind(feature: FeatureSpec) -> str:
@@ -86,48 +84,52 @@ class Accumulator:
         self._missing = dict.fromkeys(features, 0)
         self._moments = {name: Moments() for name in features}
         self._elements = {
-            name: [Moments() for _ in range(features[name].shape[0] or 0)]
+            name: Moments()
             for name in inputs
             if self._kinds[name] == TENSOR and _is_vector(features[name])
         }
         counted = [name for name, kind in self._kinds.items() if kind in (TEXT, CLASS)]
-        self._counts = {name: BoundedCounter(vocabulary) for name in counted}
         texts = [name for name in inputs if self._kinds[name] == TEXT]
         self._words = {name: BoundedCounter(vocabulary) for name in texts}
         self._pairs = {name: BoundedCounter(vocabulary) for name in texts}
-        numbers = [name for name, kind in self._kinds.items() if kind == NUMBER]
-        most = max(_LEAST_VALUES, min(MOST_EXAMPLES, _MOST_VALUES // max(1, len(numbers))))
-        self._values = {name: Hashes(most) for name in numbers}
+        self._counts = {
+            name: BoundedCounter(vocabulary, partial(self._add_words, name)) for name in counted
+        }
+        valued = [name for name, kind in self._kinds.items() if kind in (NUMBER, TEXT)]
+        most = max(_LEAST_VALUES, min(MOST_EXAMPLES, _MOST_VALUES // max(1, len(valued))))
+        self._values = {name: Hashes(most) for name in valued}
         self._hashes = Hashes()
         self._sample = Sample(
             [each for name in features for each in self._list_columns(name)], seed
         )
 
     def add(self, columns: Mapping[str, Any]) -> None:
-        """Add some examples: arrays whose first axis is the example, or lists of encoded images."""
+        """Add some examples: arrays whose first axis is the example, or what `to_arrow` takes."""
         examples = len(next(iter(columns.values())))
         if not examples:
             return
         self.examples += examples
-        inputs = {
-            name: comparable_content(columns[name], self._features[name].labels)
-            for name in self._inputs
+        columns = {name: self._prepare(name, columns[name]) for name in self._features}
+        digests = {
+            name: digest(comparable_content(columns[name], feature.labels))
+            for name, feature in self._features.items()
+            if name in self._inputs or self._kinds[name] == TEXT
         }
-        self._hashes.add(hashes(inputs, _SALT))
+        self._hashes.add(combine({name: digests[name] for name in self._inputs}, _SALT))
         chosen = self._sample.choose(examples)
         sampled: dict[str, NDArray[np.float64]] = {}
-        for name, kind in self._kinds.items():
-            values = columns[name]
+        for name, values in columns.items():
+            kind = self._kinds[name]
             if kind == TEXT:
-                sampled[name] = self._add_texts(name, values, chosen)
+                sampled[name] = self._add_texts(name, values, digests[name], chosen)
             elif kind == IMAGE:
-                sizes = np.array([len(each) for each in values], np.float64)
+                sizes = _count_bytes(values)
                 self._moments[name].add(sizes)
                 sampled[name] = sizes[chosen]
             elif kind == TENSOR:
                 sampled |= self._add_tensors(name, values, chosen)
             else:
-                sampled[name] = self._add_numbers(name, values)[chosen]
+                sampled[name] = self._add_numbers(name, values, digests.get(name))[chosen]
         self._sample.keep(sampled)
 
     def merge(self, other: Accumulator) -> None:
@@ -137,13 +139,9 @@ class Accumulator:
             self._missing[name] += other._missing[name]
             self._moments[name].merge(other._moments[name])
         for name, elements in self._elements.items():
-            for mine_, other_ in zip(elements, other._elements[name], strict=True):
-                mine_.merge(other_)
-        for mine, others in zip(self._counters(), other._counters(), strict=True):
-            for name, counter in mine.items():
-                counter.merge(others[name])
-        for name, values in self._values.items():
-            values.merge(other._values[name])
+            elements.merge(other._elements[name])
+        for (_, mine), (_, others) in zip(self._counters(), other._counters(), strict=True):
+            mine.merge(others)  # type: ignore[arg-type]
         self._hashes.merge(other._hashes)
         self._sample.merge(other._sample)
 
@@ -171,21 +169,12 @@ class Accumulator:
             "examples": self.examples,
             "missing": self._missing,
             "moments": {name: each.state() for name, each in self._moments.items()},
-            "elements": {
-                name: [each.state() for each in found] for name, found in self._elements.items()
-            },
-            "counters": [
-                {name: each.state() for name, each in counters.items()}
-                for counters in self._counters()
-            ],
+            "elements": {name: each.state() for name, each in self._elements.items()},
         }
-        values = [each.arrays(f"value/{name}/") for name, each in self._values.items()]
-        return {
-            **{name: each for arrays in values for name, each in arrays.items()},
-            "rest": np.array(json.dumps(rest)),
-            **self._hashes.arrays(),
-            **self._sample.arrays(),
-        }
+        found = {"rest": np.array(json.dumps(rest)), **self._hashes.arrays()}
+        for prefix, each in self._counters():
+            found |= each.arrays(prefix)
+        return {**found, **self._sample.arrays()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Continue with the state from `arrays`."""
@@ -193,91 +182,100 @@ class Accumulator:
         self.examples, self._missing = rest["examples"], rest["missing"]
         self._moments = {name: Moments(*state) for name, state in rest["moments"].items()}
         self._elements = {
-            name: [Moments(*state) for state in states] for name, states in rest["elements"].items()
+            name: Moments(*map(np.array, state)) for name, state in rest["elements"].items()
         }
-        for counters, states in zip(self._counters(), rest["counters"], strict=True):
-            for name, counter in counters.items():
-                counter.restore(states[name])
-        for name, values in self._values.items():
-            values.restore(arrays, f"value/{name}/")
+        for prefix, each in self._counters():
+            each.restore(arrays, prefix)
         self._hashes.restore(arrays)
         self._sample.restore(arrays)
 
-    def _counters(self) -> tuple[dict[str, BoundedCounter], ...]:
-        return self._counts, self._words, self._pairs
+    def _counters(self) -> Iterator[tuple[str, BoundedCounter | Hashes]]:
+        for each in self._counts.values():
+            # This adds their words.
+            each.settle()
+        kinds = {"count": self._counts, "word": self._words, "pair": self._pairs}
+        for kind, parts in ({"value": self._values} | kinds).items():
+            yield from ((f"{kind}/{name}/", each) for name, each in parts.items())
+
+    def _prepare(self, name: str, values: Any) -> Any:
+        if self._kinds[name] == TEXT:
+            return _encode_texts(values)
+        is_array = isinstance(values, np.ndarray) and values.dtype != object
+        return values if is_array else to_arrow(values)
 
     def _list_columns(self, name: str) -> list[str]:
         if self._kinds[name] != TENSOR:
             return [name]
         return [name, f"{name}/std", *(f"{name}/{index}" for index in range(_PROJECTIONS))]
 
-    def _add_numbers(self, name: str, values: Any) -> NDArray[np.float64]:
-        given = np.asarray(values)
-        wide = given.astype(np.float64)
-        present = given[np.isfinite(wide)]
-        self._missing[name] += len(wide) - len(present)
-        self._moments[name].add(present)
-        if name in self._values and len(present):
-            # Computed before the conversion: a float cannot hold all digits of an integer.
-            self._values[name].add(hashes({"": present}, 0))
+    def _add_numbers(self, name: str, values: Any, digests: Any) -> NDArray[np.float64]:
+        wide: NDArray[np.float64] = np.asarray(values).astype(np.float64)
+        present = np.isfinite(wide)
+        self._missing[name] += len(wide) - int(present.sum())
+        self._moments[name].add(values)
+        if name in self._values:
+            # A digest of narrowed fractions would hide their last digits.
+            found = digest(values) if digests is None or values.dtype == np.float64 else digests
+            self._values[name].add(combine({"": found[present]}, 0))
         if name in self._counts:
             names = dict(enumerate(self._features[name].labels))
-            found, counts = np.unique(present.astype(np.int64), return_counts=True)
+            found, counts = np.unique(values[present].astype(np.int64), return_counts=True)
             texts = [names.get(value, str(value)).encode() for value in found.tolist()]
-            self._counts[name].add_counts(dict(zip(texts, counts.tolist(), strict=True)))
+            self._counts[name].add(pa.array(texts, pa.large_binary()), counts)
         return wide
 
-    def _add_texts(self, name: str, values: Any, chosen: NDArray[np.intp]) -> NDArray[np.float64]:
-        each = [_list_texts(value) for value in values]
-        texts = [text for example in each for text in example]
-        self._missing[name] += sum(not any(example) for example in each)
-        present = [text for text in texts if text]
-        self._counts[name].add(present)
-        if name in self._words:
-            self._add_words(name, present)
-        joined = np.empty(len(chosen), object)
-        joined[:] = [b"\0".join(each[index]) for index in chosen]
-        found = hashes({"": joined}, 0) if len(chosen) else np.empty(0, np.uint64)
-        coded = (found >> np.uint64(11)).astype(np.float64)
-        coded[[not text.strip(b"\0") for text in joined]] = np.nan
-        return coded
+    def _add_texts(
+        self, name: str, values: pa.Array, digests: NDArray[np.uint64], chosen: NDArray[np.intp]
+    ) -> NDArray[np.float64]:
+        is_list = pa.types.is_large_list(values.type)
+        coded = _encode_texts(values.flatten()) if is_list else values
+        places, texts = coded.indices.to_numpy(), coded.dictionary
+        filled = pc.not_equal(texts, b"").to_numpy(zero_copy_only=False)
+        present = filled[places]
+        of_texts = np.empty(len(texts), np.uint64)
+        # Equal texts have equal digests.
+        of_texts[places] = digest(coded) if is_list else digests
+        self._values[name].add(combine({"": of_texts[filled]}, 0))
+        counts = np.bincount(places, minlength=len(texts))
+        self._counts[name].add(texts.filter(pa.array(filled)), counts[filled])
+        if is_list:
+            starts = values.offsets.to_numpy() - values.offsets[0].as_py()
+            present = np.diff(np.cumsum([0, *present])[starts]) > 0
+        self._missing[name] += int((~present).sum())
+        # A float64 holds 53 bits.
+        found = (combine({"": digests[chosen]}, 0) >> np.uint64(11)).astype(np.float64)
+        return np.where(present[chosen], found, np.nan)
 
-    def _add_words(self, name: str, texts: Sequence[bytes]) -> None:
-        found = [split_words(text) for text in texts]
-        self._words[name].add(word for words in found for word in set(words))
-        # There are as many pairs as words, so they are never held for all texts at once.
-        for words in found:
-            self._pairs[name].add({b" ".join(pair) for pair in pairwise(words)})
+    def _add_words(self, name: str, texts: pa.Array, counts: NDArray[np.int64]) -> None:
+        for words, pairs in count_words(texts, counts) if name in self._words else ():
+            self._words[name].add(*words)
+            self._pairs[name].add(*pairs)
 
     def _add_tensors(
         self, name: str, values: Any, chosen: NDArray[np.intp]
     ) -> dict[str, NDArray[np.float64]]:
-        if isinstance(values, np.ndarray) and values.dtype != object:
-            flat = values.reshape(len(values), -1)
-            wide = flat.astype(np.float64)
-            self._add_elements(name, wide)
-            for place, moments in enumerate(self._elements.get(name, ())):
-                moments.add(flat[np.isfinite(wide[:, place]), place])
-            rows = wide[chosen]
-            found = [rows.mean(1), rows.std(1), *_project(rows)]
+        if isinstance(values, pa.Array):
+            self._add_elements(name, values.flatten().to_numpy(zero_copy_only=False))
+            found = [*_describe_lists(values.take(pa.array(chosen)))]
+            found += [np.zeros(len(chosen))] * _PROJECTIONS
         else:
-            arrays = [np.asarray(value, np.float64).ravel() for value in values]
-            self._add_elements(name, np.concatenate(arrays) if arrays else np.empty(0))
-            some = [arrays[index] for index in chosen]
-            means = np.array([each.mean() if each.size else np.nan for each in some])
-            stds = np.array([each.std() if each.size else np.nan for each in some])
-            found = [means, stds, *[np.zeros(len(some))] * _PROJECTIONS]
+            flat = values.reshape(len(values), -1)
+            self._add_elements(name, flat)
+            rows = flat[chosen].astype(np.float64)
+            found = [rows.mean(1), rows.std(1), *(rows @ _signs(rows.shape[1])).T]
         return dict(zip(self._list_columns(name), found, strict=True))
 
-    def _add_elements(self, name: str, values: NDArray[np.float64]) -> None:
-        finite = np.isfinite(values)
-        if not finite.all():
-            whole = finite.reshape(len(values), -1).all(1)
-            self._missing[name] += int((~whole).sum())
-        self._moments[name].add(values[finite])
+    def _add_elements(self, name: str, values: NDArray[Any]) -> None:
+        self._moments[name].add(values.ravel())
+        if name in self._elements:
+            self._elements[name].add(values)
+        if values.dtype.kind not in "iub":
+            finite = np.isfinite(values.astype(np.float64))
+            self._missing[name] += int((~finite.reshape(len(values), -1).all(1)).sum())
 
     def _feature(self, name: str, sample: Mapping[str, NDArray[np.float64]]) -> FeatureStatistics:
         kind, moments = self._kinds[name], self._moments[name]
+        elements = self._elements.get(name)
         found = sample[name][np.isfinite(sample[name])]
         is_number = kind in (NUMBER, TENSOR, IMAGE) and moments.count > 0
         quantiles = np.quantile(found, np.linspace(0, 1, STEPS + 1)) if len(found) else found
@@ -285,13 +283,14 @@ class Accumulator:
             kind=kind,
             examples=self.examples,
             missing=self._missing[name],
-            mean=moments.mean if is_number else None,
-            std=moments.std if is_number else None,
-            least=moments.least if is_number else None,
-            most=moments.most if is_number else None,
-            means=tuple(each.mean for each in self._elements.get(name, ())),
-            stds=tuple(each.std for each in self._elements.get(name, ())),
+            mean=float(moments.mean) if is_number else None,
+            std=float(moments.std) if is_number else None,
+            least=float(moments.least) if is_number else None,
+            most=float(moments.most) if is_number else None,
+            means=tuple(np.ravel(elements.mean).tolist()) if elements else (),
+            stds=tuple(np.ravel(elements.std).tolist()) if elements else (),
             quantiles=tuple(quantiles.tolist()) if is_number else (),
+            # The words are complete only after the texts.
             counts=self._counts[name].counts() if name in self._counts else {},
             distinct=self._distinct(name),
             words=self._words[name].counts() if name in self._words else {},
@@ -304,10 +303,14 @@ class Accumulator:
         )
 
     def _distinct(self, name: str) -> int:
-        if name in self._counts:
-            return self._counts[name].distinct
-        present = self.examples - self._missing[name]
-        return self._values[name].distinct(present) if name in self._values else 0
+        counter = self._counts.get(name)
+        if counter and (counter.is_whole or name not in self._values):
+            return counter.distinct
+        if name not in self._values:
+            return 0
+        # The hashes of texts do not count their examples.
+        present = None if counter else self.examples - self._missing[name]
+        return self._values[name].distinct(present)
 
     def _association(
         self, name: str, target: str, sample: Mapping[str, NDArray[np.float64]]
@@ -330,26 +333,38 @@ def _is_vector(feature: FeatureSpec) -> bool:
     return len(feature.shape) == 1 and 0 < (feature.shape[0] or 0) <= _LONGEST
 
 
-def _list_texts(value: Any) -> list[bytes]:
-    return [value] if isinstance(value, bytes) else [bytes(each) for each in np.ravel(value)]
+def _encode_texts(values: Any) -> pa.Array:
+    """Return texts with each distinct one stored once; those of a shape stay lists."""
+    array = to_arrow(values)
+    is_coded = pa.types.is_dictionary(array.type) or pa.types.is_large_list(array.type)
+    return array if is_coded else array.dictionary_encode()
 
 
-def is_letter(text: str) -> bool:
-    """Say whether a text begins with a letter of a script without spaces."""
-    return bool(_LETTER.match(text))
+def _count_bytes(images: Any) -> NDArray[np.float64]:
+    """Return the sizes of images, which are encoded, or arrays of pixels."""
+    if isinstance(images, np.ndarray):
+        return np.full(len(images), images[:1].nbytes, np.float64)
+    is_list = pa.types.is_large_list(images.type)
+    found = pc.list_value_length(images) if is_list else pc.binary_length(images)
+    sizes: NDArray[np.float64] = found.to_numpy(zero_copy_only=False).astype(np.float64)
+    return sizes
 
 
-def split_words(text: bytes) -> list[bytes]:
-    """Return the words of a text; a letter of a script without spaces is a word."""
-    plain = _PUNCTUATION.sub(b"", text.lower())
-    if not plain.isascii():
-        plain = _LETTER.sub(r" \1 ", plain.decode("utf-8", "surrogateescape")).encode(
-            "utf-8", "surrogateescape"
-        )
-    return plain.split()
+def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return mean and standard deviation of each list; NaN for an empty one."""
+    numbers = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
+    lengths = np.diff(lists.offsets.to_numpy())
+    means, stds = np.full((2, len(lists)), np.nan)
+    filled = lengths > 0
+    if filled.any():
+        counts, starts = lengths[filled], (np.cumsum(lengths) - lengths)[filled]
+        means[filled] = np.add.reduceat(numbers, starts) / counts
+        squares = (numbers - np.repeat(means[filled], counts)) ** 2
+        stds[filled] = np.sqrt(np.add.reduceat(squares, starts) / counts)
+    return means, stds
 
 
-def _project(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-    """Return projections of each row on fixed random signs."""
-    signs = np.random.RandomState(0).choice([-1.0, 1.0], (rows.shape[1], _PROJECTIONS))
-    return list((rows @ signs).T)
+@lru_cache(maxsize=16)
+def _signs(size: int) -> NDArray[np.float64]:
+    """Return fixed random signs, on which rows are projected."""
+    return np.random.RandomState(0).choice([-1.0, 1.0], (size, _PROJECTIONS))

@@ -1,33 +1,60 @@
 """A keyed 64-bit hash of examples, by their content alone.
 
 The hash is independent of the storage type of a column: a large value makes it float64, a missing
-value makes whole numbers floats, and a new class shifts the numbers of all others.
+value makes whole numbers floats, and a new class shifts the numbers of all others. The digest of a
+column has no key yet, so that several hashes share it. Of texts that repeat, each is digested once.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 _EXACT = 2.0**53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# Values whose share of distinct ones says whether all values repeat.
+_HEAD = 256
 
 
 def hashes(columns: Mapping[str, Any], seed: int) -> NDArray[np.uint64]:
     """Return a keyed 64-bit hash of each example. The order of the columns does not matter."""
+    return combine({name: digest(values) for name, values in columns.items()}, seed)
+
+
+def combine(digests: Mapping[str, NDArray[np.uint64]], seed: int) -> NDArray[np.uint64]:
+    """Return the hash of each example from the digests of its columns."""
     total: NDArray[np.uint64] | None = None
-    for name, values in columns.items():
-        key = _key(name, seed)
-        texts = _encode_texts(values)
-        found = _numbers(values) if texts is None else _texts(texts)
-        mixed = _mix(found ^ key)
+    for name, found in digests.items():
+        mixed = _mix(found ^ _key(name, seed))
         total = mixed if total is None else total + mixed
     assert total is not None
     return _mix(total ^ _key("", seed))
+
+
+def digest(values: Any) -> NDArray[np.uint64]:
+    """Return a 64-bit digest of each value of a column, of any form that `to_arrow` knows."""
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        if values.dtype != np.uint8 or values.ndim == 1:
+            return _numbers(values)
+        starts = np.arange(len(values) + 1) * values[:1].nbytes
+        return _digest_bytes(memoryview(values.tobytes()), starts)
+    array = to_arrow(values)
+    if pa.types.is_dictionary(array.type):
+        places: NDArray[np.intp] = array.indices.to_numpy()
+        return digest(array.dictionary)[places]
+    if pa.types.is_large_list(array.type):
+        return _digest_lists(array)
+    head = array[:_HEAD]
+    if 2 * len(head.unique()) <= len(head) < len(array):
+        return digest(array.dictionary_encode())
+    starts = np.frombuffer(array.buffers()[1], np.int64)[array.offset :][: len(array) + 1]
+    return _digest_bytes(memoryview(array.buffers()[2] or b""), starts)
 
 
 def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
@@ -38,8 +65,9 @@ def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
     if not isinstance(values, np.ndarray):
         return values
     if labels and values.dtype.kind in "iu":
-        names = np.array([*(each.encode() for each in labels), b""], object)
-        return names[np.where((values >= 0) & (values < len(labels)), values, len(labels))]
+        names = pa.array([*(each.encode() for each in labels), b""], pa.large_binary())
+        known = np.where((values >= 0) & (values < len(labels)), values, len(labels))
+        return pa.DictionaryArray.from_arrays(known.astype(np.int64), names)
     if values.dtype != np.float64:
         return values
     with np.errstate(over="ignore"):
@@ -47,32 +75,48 @@ def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
     return np.where((values == np.floor(values)) | np.isinf(narrow), values, narrow)
 
 
-def _encode_texts(values: Any) -> Iterator[bytes] | None:
-    """Return content that is hashed as bytes: texts, encoded images, variable shapes."""
-    if not isinstance(values, np.ndarray) or values.dtype == object:
-        return (_encode(each) for each in values)
-    if values.dtype == np.uint8 and values.ndim > 1:
-        return (each.tobytes() for each in values)
-    return None
+def to_arrow(values: Any) -> pa.Array:
+    """Return bytes as an Arrow array without nulls, and arrays of any length as lists of numbers.
+
+    Texts of a shape are lists of bytes; Arrow arrays stay as they are.
+    """
+    if isinstance(values, pa.Array):
+        return values
+    rows = list(values)
+    if not rows or isinstance(rows[0], bytes):
+        return pa.array(rows, pa.large_binary())
+    flat = np.concatenate([np.ravel(each) for each in rows])
+    if flat.dtype.kind in "OSU":
+        inner = pa.array([bytes(each) for each in flat], pa.large_binary())
+    else:
+        # Arrow lacks the short floats of accelerators.
+        inner = pa.array(flat.astype(np.float32) if flat.dtype.kind == "V" else flat)
+    ends = np.cumsum([0, *(np.size(each) for each in rows)])
+    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), inner)
 
 
-def _encode(value: Any) -> bytes:
-    if isinstance(value, bytes):
-        return value
-    array = np.asarray(value)
-    texts = array.dtype.kind in "OSU"
-    return b"\0".join(map(bytes, array.ravel())) if texts else array.tobytes()
+def _digest_lists(array: pa.Array) -> NDArray[np.uint64]:
+    starts = array.offsets.to_numpy() - array.offsets[0].as_py()
+    flat = array.flatten()
+    if pa.types.is_large_binary(flat.type):
+        joined = [b"\0".join(each) for each in array.to_pylist()]
+        return digest(pa.array(joined, pa.large_binary()))
+    numbers = flat.to_numpy(zero_copy_only=False)
+    return _digest_bytes(memoryview(numbers.tobytes()), starts * numbers.itemsize)
+
+
+def _digest_bytes(data: memoryview, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the digests of consecutive ranges of some bytes."""
+    blake, ends = hashlib.blake2b, starts.tolist()
+    digests = b"".join(
+        blake(data[begin:end], digest_size=8).digest() for begin, end in pairwise(ends)
+    )
+    return np.frombuffer(digests, "<u8")
 
 
 def _key(name: str, seed: int) -> np.uint64:
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
-
-
-def _texts(values: Iterator[bytes]) -> NDArray[np.uint64]:
-    blake = hashlib.blake2b
-    digests = b"".join(blake(each, digest_size=8).digest() for each in values)
-    return np.frombuffer(digests, "<u8")
+    found = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(found, "little"))
 
 
 def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:

@@ -3,141 +3,195 @@
 Numbers: mean and variance (Chan, Golub, LeVeque, "Updating formulae", 1979), since the difference
 of two sums of squares would lose the digits of numbers with a large mean.
 
-Texts: counts, exact up to `limit` distinct ones. Above it the rarest are dropped ("Lossy counting",
-Manku and Motwani 2002): a dropped text is counted anew when it appears again. The number of
-distinct texts is estimated from their smallest hashes (`sampling.Hashes`).
+Texts: counts, exact up to a limit of distinct ones. Above it the rarest are dropped ("Lossy
+counting", Manku and Motwani 2002): a dropped text is counted anew when it appears again.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from flotilla.trainer.features.statistics.hashing import hashes
-from flotilla.trainer.features.statistics.sampling import MOST_EXAMPLES, Hashes
-
+#: Texts, as large_binary, and how often each was counted.
+Counted = tuple[pa.Array, NDArray[np.int64]]
+OnCounted = Callable[[pa.Array, NDArray[np.int64]], None]
 # Factor of counted over requested texts, so that dropped ones are far from the requested ones.
 _MARGIN = 4
-_CLOSE = 2**63
+# Texts, and their bytes, that wait until they are counted together.
+_MOST_PENDING, _MOST_BYTES = 1 << 17, 1 << 26
+# Differences of integers below this do not overflow.
+_CLOSE = 2.0**62
+# Numbers that are summed at a time, for the cache.
+_PART = 1 << 16
 
 
 @dataclass
 class Moments:
-    """Sums over numbers."""
+    """Sums over numbers; over vectors, arrays with the sums of each element."""
 
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-    least: float = math.inf
-    most: float = -math.inf
+    count: Any = 0
+    mean: Any = 0.0
+    squares: Any = 0.0
+    least: Any = np.inf
+    most: Any = -np.inf
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add numbers; all of them are finite."""
-        if not values.size:
-            return
-        least, most = values.min().item(), values.max().item()
-        # Differences of large integers keep the digits that their floats lose.
-        is_close = values.dtype == np.int64 and most - least < _CLOSE
-        wide = (values - least if is_close else values).astype(np.float64)
-        mean = float(wide.mean())
-        squares = float(((wide - mean) ** 2).sum())
-        mean += least if is_close else 0
-        self.merge(Moments(wide.size, mean, squares, float(least), float(most)))
+        """Add numbers, or the rows of an array; values that are not finite are left out."""
+        rows = max(1, _PART * len(values) // max(1, values.size))
+        for start in range(0, len(values) if values.size else 0, rows):
+            self.merge(_measure(values[start : start + rows]))
 
     def merge(self, other: Moments) -> None:
         """Add the sums over further numbers."""
-        if not other.count:
-            return
         delta = other.mean - self.mean
         both = self.count + other.count
-        self.squares += other.squares + delta**2 * self.count * other.count / both
-        self.mean += delta * other.count / both
+        share = other.count / np.maximum(both, 1)
+        self.squares = self.squares + other.squares + delta**2 * self.count * share
+        self.mean = self.mean + delta * share
         self.count = both
-        self.least, self.most = min(self.least, other.least), max(self.most, other.most)
+        self.least = np.minimum(self.least, other.least)
+        self.most = np.maximum(self.most, other.most)
 
     @property
-    def std(self) -> float:
+    def std(self) -> Any:
         """The standard deviation; exactly 0 for a constant, despite rounding."""
-        return math.sqrt(self.squares / self.count) if self.most > self.least else 0.0
+        found = np.sqrt(self.squares / np.maximum(self.count, 1))
+        return np.where(self.most > self.least, found, 0.0)[()]
 
-    def state(self) -> list[float]:
-        """Return the sums, from which `Moments(*state)` continues."""
-        return [self.count, self.mean, self.squares, self.least, self.most]
+    def state(self) -> list[Any]:
+        """Return the sums as JSON, from which `Moments(*state)` continues."""
+        return [np.asarray(each).tolist() for each in astuple(self)]
+
+
+def _measure(values: NDArray[Any]) -> Moments:
+    base: Any = 0
+    mask: Any = True
+    if values.dtype == np.int64:
+        least, most = values.min(0), values.max(0)
+        # Differences of large integers keep the digits that their floats lose.
+        base = np.where(np.float64(most) - least < _CLOSE, least, 0)
+        wide = (values - base).astype(np.float64)
+    else:
+        wide = values.astype(np.float64)
+        finite = np.isfinite(wide)
+        # Sums without a mask are faster.
+        mask = finite if not finite.all() else True
+        least = wide.min(0, where=mask, initial=np.inf)
+        most = wide.max(0, where=mask, initial=-np.inf)
+    count = np.broadcast_to(mask, wide.shape).sum(0)
+    mean = wide.sum(0, where=mask) / np.maximum(count, 1)
+    with np.errstate(invalid="ignore"):
+        squares = ((wide - mean) ** 2).sum(0, where=mask)
+    return Moments(count, mean + base, squares, np.float64(least), np.float64(most))
 
 
 class BoundedCounter:
-    """Counts of the most frequent texts."""
+    """Counts of the most frequent texts.
 
-    def __init__(self, most: int) -> None:
-        """Begin without texts; `most` frequent texts can be returned."""
-        self._most = most
-        self._counts = Counter[bytes]()
-        # Hashes of all texts, once some were dropped; empty before.
-        self._seen = Hashes(MOST_EXAMPLES)
+    Attributes:
+        is_whole: whether no text was dropped.
+    """
 
-    def add(self, values: Iterable[bytes]) -> None:
-        """Count some texts."""
-        self._counts.update(values)
-        self._prune()
+    def __init__(self, most: int, on_counted: OnCounted | None = None) -> None:
+        """Begin without texts; `most` frequent texts can be returned.
 
-    def add_counts(self, counts: Mapping[bytes, int]) -> None:
-        """Add counts of texts."""
-        self._counts.update(counts)
-        self._prune()
+        `on_counted` is called with added texts, each of them once, before some are dropped.
+        """
+        self.is_whole = True
+        self._most, self._on_counted = most, on_counted
+        self._texts = pa.array([], pa.large_binary())
+        self._counts = np.empty(0, np.int64)
+        self._pending: list[Counted] = []
+        self._size = self._bytes = 0
+
+    def add(self, texts: pa.Array, counts: NDArray[np.int64]) -> None:
+        """Add texts, an Arrow array of large_binary, with their counts."""
+        self._pending.append((texts, counts))
+        self._size += len(texts)
+        self._bytes += texts.nbytes
+        if self._size > _MOST_PENDING or self._bytes > _MOST_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Count the added texts."""
+        if self._pending:
+            found = _sum(self._pending)
+            self._pending, self._size, self._bytes = [], 0, 0
+            if self._on_counted:
+                self._on_counted(*found)
+            self._put(*found)
 
     def merge(self, other: BoundedCounter) -> None:
         """Add the counts of further texts."""
-        self._counts.update(other._counts)
-        self._seen.merge(other._seen)
-        self._prune()
+        self.settle()
+        other.settle()
+        self.is_whole = self.is_whole and other.is_whole
+        self._put(other._texts, other._counts)
 
     @property
     def distinct(self) -> int:
-        """The number of distinct texts; an estimate once some were dropped."""
-        if not self._seen.distinct():
-            return len(self._counts)
-        self._see()
-        return self._seen.distinct()
+        """The number of counted texts: all distinct ones if none was dropped."""
+        self.settle()
+        return len(self._texts)
 
     def counts(self) -> dict[str, int]:
         """Return the most frequent texts with their counts, ties by value; valid UTF-8 only."""
-        ordered = sorted(self._counts.items(), key=lambda each: (-each[1], each[0]))
+        self.settle()
+        chosen = self._rank()[: self._most]
         found = {}
-        for value, count in ordered[: self._most]:
+        texts = self._texts.take(pa.array(chosen)).to_pylist()
+        for value, count in zip(texts, self._counts[chosen].tolist(), strict=True):
             try:
                 found[value.decode()] = count
             except UnicodeDecodeError:
                 continue
         return found
 
-    def state(self) -> dict[str, Any]:
-        """Return all counts as JSON."""
-        counts = {value.decode("latin-1"): count for value, count in self._counts.items()}
-        seen = {name: each.tolist() for name, each in self._seen.arrays().items()}
-        return {"counts": counts, "seen": seen if self._seen.distinct() else {}}
+    def arrays(self, prefix: str) -> dict[str, NDArray[Any]]:
+        """Return the state as arrays; `prefix` begins all names."""
+        self.settle()
+        content = b"".join(self._texts.to_pylist())
+        arrays = {
+            "bytes": np.frombuffer(content, np.uint8),
+            "lengths": pc.binary_length(self._texts).to_numpy(),
+            "counts": self._counts,
+            "is_whole": np.array(self.is_whole),
+        }
+        return {f"{prefix}{name}": each for name, each in arrays.items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the counts of `state()`."""
-        counts = state["counts"].items()
-        self._counts = Counter({value.encode("latin-1"): count for value, count in counts})
-        if seen := state["seen"]:
-            types = {"hashes": np.uint64, "copies": np.int64, "bound": np.uint64}
-            self._seen.restore({name: np.array(seen[name], each) for name, each in types.items()})
+    def restore(self, arrays: Mapping[str, NDArray[Any]], prefix: str) -> None:
+        """Continue with the state from `arrays`."""
+        ends = np.cumsum([0, *arrays[f"{prefix}lengths"]])
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(arrays[f"{prefix}bytes"].tobytes())]
+        self._texts = pa.Array.from_buffers(pa.large_binary(), len(ends) - 1, buffers)
+        self._counts = arrays[f"{prefix}counts"]
+        self.is_whole = bool(arrays[f"{prefix}is_whole"])
 
-    def _prune(self) -> None:
-        if len(self._counts) <= _MARGIN * self._most:
-            return
-        self._see()
-        kept = sorted(self._counts.items(), key=lambda each: (-each[1], each[0]))
-        self._counts = Counter(dict(kept[: _MARGIN * self._most // 2]))
+    def _put(self, texts: pa.Array, counts: NDArray[np.int64]) -> None:
+        """Add counts, and drop the rarest texts above the limit."""
+        self._texts, self._counts = _sum([(self._texts, self._counts), (texts, counts)])
+        if len(self._texts) > _MARGIN * self._most:
+            self.is_whole = False
+            kept = self._rank()[: _MARGIN * self._most // 2]
+            self._texts, self._counts = self._texts.take(pa.array(kept)), self._counts[kept]
 
-    def _see(self) -> None:
-        texts = np.empty(len(self._counts), object)
-        texts[:] = list(self._counts)
-        self._seen.add(hashes({"": texts}, 0))
+    def _rank(self) -> NDArray[np.int64]:
+        """Return the places of the texts, the most frequent first, ties by value."""
+        table = pa.table({"count": self._counts, "text": self._texts})
+        keys = [("count", "descending"), ("text", "ascending")]
+        ranks: NDArray[np.int64] = pc.sort_indices(table, keys).to_numpy().astype(np.int64)
+        return ranks
+
+
+def _sum(parts: Sequence[Counted]) -> Counted:
+    """Return each text once, with the sum of its counts."""
+    texts, counts = zip(*parts, strict=True)
+    coded = pa.concat_arrays(texts).dictionary_encode()
+    total = np.bincount(coded.indices, np.concatenate(counts), len(coded.dictionary))
+    return coded.dictionary, total.astype(np.int64)

@@ -3,10 +3,12 @@
 import dataclasses
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.features.statistics.accumulator import Accumulator, split_words
+from flotilla.trainer.features.statistics import one_pass
+from flotilla.trainer.features.statistics.accumulator import Accumulator
 
 SPECS = {
     "age": FeatureSpec(shape=(), dtype="float32", stored="float"),
@@ -71,21 +73,6 @@ def test_texts():
     assert city.words == {name.lower(): count for name, count in city.counts.items()}
     assert review.pairs["good film"] == review.counts["Good, good film!"]
     assert review.association["label"] == pytest.approx(1, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("it's GOOD", ["its", "good"]),
-        ("我用iPad。", ["我", "用", "ipad。"]),
-        ("ดี", ["ด", "ี"]),
-        ("좋은 책", ["좋은", "책"]),
-    ],
-)
-def test_letters_of_scripts_without_spaces_are_words(text, words):
-    found = [each.decode() for each in split_words(text.encode())]
-    assert [each.lower() for each in found] == [each.lower() for each in words]
-    assert split_words(b"\xff\xe4 a") == [b"\xff\xe4", b"a"]
 
 
 def test_tensors_and_classes():
@@ -165,3 +152,63 @@ def test_sequences_of_any_length():
     steps = found.result().features["steps"]
     assert (steps.kind, steps.mean) == ("tensor", pytest.approx(10 / 6))
     assert (steps.least, steps.most) == (1, 2)
+
+
+def test_texts_beyond_the_limit_are_estimated_whatever_the_parts(monkeypatch):
+    monkeypatch.setattr(one_pass, "_MOST_PENDING", 100)
+    specs = {"id": SPECS["city"]}
+    merged = Accumulator(specs, ("id",), (), vocabulary=10)
+    for part in range(3):
+        one = Accumulator(specs, ("id",), (), vocabulary=10, seed=part)
+        for start in range(0, 3000, 500):
+            # Each part has the texts of the others.
+            ids = np.array([b"%d" % each for each in range(start, start + 500)], object)
+            one.add({"id": ids})
+        again = Accumulator(specs, ("id",), (), vocabulary=10)
+        again.restore(one.arrays())
+        merged.merge(again)
+    assert merged.result().features["id"].distinct == 3000
+
+
+@pytest.mark.parametrize("form", ["large_binary", "dictionary", "list"])
+def test_arrow_arrays_give_what_arrays_of_objects_give(form):
+    columns = examples(300)
+    given = dict(columns)
+    if form == "list":
+        specs = {
+            "names": FeatureSpec(shape=(2,), dtype="string", stored="bytes"),
+            "steps": FeatureSpec(shape=(None,), dtype="float32", stored="sequence"),
+        }
+        names = np.array([[b"a", b""], [b"", b""], [b"a", b"b"]], object)
+        steps = np.empty(3, object)
+        steps[:] = [np.arange(each, dtype=np.float32) for each in (2, 0, 3)]
+        offsets = pa.array([0, 2, 2, 5], pa.int64())
+        arrow = {
+            "names": pa.array(names.tolist(), pa.large_list(pa.large_binary())),
+            "steps": pa.LargeListArray.from_arrays(offsets, pa.array(np.concatenate(steps))),
+        }
+        columns = {"names": names, "steps": steps}
+    else:
+        specs = SPECS
+        for name in ("city", "review"):
+            array = pa.array(columns[name].tolist(), pa.large_binary())
+            given[name] = array.dictionary_encode() if form == "dictionary" else array
+        arrow = given
+    found = []
+    for each in (columns, arrow):
+        one = Accumulator(specs, tuple(specs), (), vocabulary=10)
+        one.add(each)
+        found.append(one)
+    assert_same(*(each.result() for each in found))
+    first, second = (each.sketch() for each in found)
+    assert first.hashes.tolist() == second.hashes.tolist()
+    for name, column in first.sample.items():
+        np.testing.assert_array_equal(column, second.sample[name])
+
+
+def test_lists_of_texts_count_their_texts():
+    specs = {"names": FeatureSpec(shape=(2,), dtype="string", stored="bytes")}
+    found = Accumulator(specs, ("names",), (), vocabulary=10)
+    found.add({"names": np.array([[b"a", b""], [b"", b""], [b"a", b"b"]], object)})
+    names = found.result().features["names"]
+    assert (names.missing, names.distinct, names.counts) == (1, 2, {"a": 2, "b": 1})

@@ -1,64 +1,76 @@
 """Counts are exact up to a limit; one-pass means and deviations equal NumPy's two-pass ones."""
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from flotilla.trainer.features.statistics import one_pass
 from flotilla.trainer.features.statistics.one_pass import BoundedCounter, Moments
+
+
+def add(counter, *texts):
+    counter.add(pa.array(texts, pa.large_binary()), np.ones(len(texts), np.int64))
+
+
+def restored(counter, most):
+    again = BoundedCounter(most)
+    again.restore(counter.arrays("x/"), "x/")
+    return again
 
 
 def test_the_most_frequent_come_first_and_ties_by_value():
     counter = BoundedCounter(3)
-    counter.add([b"b", b"a", b"c", b"c", b"d"])
+    add(counter, b"b", b"a", b"c", b"c", b"d")
     assert list(counter.counts().items()) == [("c", 2), ("a", 1), ("b", 1)]
-    assert counter.distinct == 4
+    assert (counter.distinct, counter.is_whole) == (4, True)
 
 
 def test_parts_give_what_the_whole_gives():
     words = [b"%d" % each for each in np.random.default_rng(0).zipf(1.5, 2000)]
     whole, merged = BoundedCounter(2000), BoundedCounter(2000)
-    whole.add(words)
+    add(whole, *words)
     for start in range(0, 2000, 300):
         part = BoundedCounter(2000)
-        part.add(words[start : start + 300])
-        again = BoundedCounter(2000)
-        again.restore(part.state())
-        merged.merge(again)
+        add(part, *words[start : start + 300])
+        merged.merge(restored(part, 2000))
     assert merged.counts() == whole.counts()
     assert merged.distinct == whole.distinct == len(set(words))
 
 
-def test_memory_is_bounded_and_the_frequent_stay():
+def test_memory_is_bounded_and_the_frequent_stay(monkeypatch):
+    monkeypatch.setattr(one_pass, "_MOST_PENDING", 50)
     counter = BoundedCounter(10)
-    for start in range(0, 100_000, 100):
-        counter.add([b"%d" % each for each in range(start, start + 100)])
-        counter.add([b"often"] * 10)
-    assert len(counter.state()["counts"]) <= 40
-    assert counter.counts()["often"] == 10_000
-    assert counter.distinct >= 100_001
+    for start in range(0, 20_000, 100):
+        add(counter, *[b"%d" % each for each in range(start, start + 100)])
+        add(counter, *[b"often"] * 10)
+    assert counter.distinct <= 40
+    assert not counter.is_whole
+    assert counter.counts()["often"] == 2000
+    assert not restored(counter, 10).is_whole
+
+
+def test_long_texts_do_not_wait_for_others(monkeypatch):
+    monkeypatch.setattr(one_pass, "_MOST_BYTES", 1000)
+    counter = BoundedCounter(1)
+    for number in range(100):
+        add(counter, b"%d" % number * 500)
+        assert sum(each.nbytes for each, _ in counter._pending) <= 1000
 
 
 def test_what_is_no_text_is_not_named():
     counter = BoundedCounter(10)
-    counter.add([b"\xff\xfe", b"caf\xc3\xa9"])
+    add(counter, b"\xff\xfe", b"caf\xc3\xa9")
     assert counter.counts() == {"café": 1}
 
 
 def test_any_bytes_survive_the_state():
-    counter, again = BoundedCounter(10), BoundedCounter(10)
-    counter.add([b"\x00\xff\n", b"\xc3\xa9"])
-    again.restore(counter.state())
-    assert again.state() == counter.state()
-
-
-def test_texts_that_come_again_after_they_were_left_out_count_once():
-    whole = BoundedCounter(10)
-    for _ in range(3):
-        part, again = BoundedCounter(10), BoundedCounter(10)
-        for number in range(5000):
-            part.add([b"%d" % number])
-        again.restore(part.state())
-        whole.merge(again)
-    assert whole.distinct == 5000
+    counter = BoundedCounter(10)
+    add(counter, b"\x00\xff\n", b"\xc3\xa9", b"")
+    found, again = counter.arrays("x/"), restored(counter, 10).arrays("x/")
+    assert {name: each.tolist() for name, each in found.items()} == {
+        name: each.tolist() for name, each in again.items()
+    }
+    assert restored(BoundedCounter(10), 10).counts() == {}
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (0, 500), (10, 11, 12)])
@@ -106,3 +118,28 @@ def test_moments_of_large_integers_have_the_spread_of_their_last_digits():
     wide = Moments()
     wide.add(np.array([-(2**63), 2**63 - 1]))
     np.testing.assert_allclose(wide.std, 2.0**63)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.int64])
+def test_moments_of_vectors_are_those_of_each_element(monkeypatch, kind):
+    monkeypatch.setattr(one_pass, "_PART", 100)
+    values = np.random.default_rng(0).normal(5, 100, (200, 3)).astype(kind)
+    found = Moments()
+    found.add(values[:50])
+    found.add(values[50:])
+    again = Moments(*map(np.array, found.state()))
+    np.testing.assert_allclose(again.mean, values.mean(0, np.float64), rtol=1e-6)
+    np.testing.assert_allclose(again.std, values.std(0, np.float64), rtol=1e-6)
+    assert again.least.tolist() == values.min(0).tolist()
+
+
+def test_what_is_not_finite_is_left_out():
+    values = np.array([[1.0, np.nan], [3.0, np.inf], [5.0, 2.0]])
+    found = Moments()
+    found.add(values)
+    assert found.count.tolist() == [3, 1]
+    assert found.mean.tolist() == [3, 2]
+    assert (found.least.tolist(), found.most.tolist()) == ([1, 2], [5, 2])
+    alone = Moments()
+    alone.add(np.array([np.nan, -np.inf]))
+    assert (alone.count, alone.std) == (0, 0)

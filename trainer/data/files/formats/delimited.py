@@ -30,6 +30,8 @@ from flotilla.trainer.runtime.errors import UserError
 _HEAD = 1 << 20
 # Pyarrow reads 32 blocks ahead; only a file with a row larger than a block is read with more.
 _BLOCKS = (1 << 20, 8 << 20)
+# Bytes of a file whose rows are yielded together.
+_JOINED = 8 << 20
 # Pyarrow's message for a row that is larger than a block.
 _STRADDLING = "straddling"
 _QUOTE = b'"'
@@ -85,8 +87,8 @@ class CsvReader(Reader):
             with _body(path, piece, layout.start) as (stream, read):
                 try:
                     batches = _open_csv(stream, layout, columns, block, skip)
-                    for rows in _number_rows(batches, skipped, done):
-                        yield replace(_right(rows, layout, columns, broken), size=read(block))
+                    for rows in _join(_number_rows(batches, skipped, done, block)):
+                        yield replace(_right(rows, layout, columns, broken), size=read(rows.size))
                         done = int(rows.numbers[-1]) + 1
                     return
                 except pa.ArrowInvalid as error:
@@ -172,7 +174,7 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
     return Rows(table.filter(pa.array(~bad)), rows.numbers[~bad])
 
 
-def _number_rows(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]:
+def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) -> Iterator[Rows]:
     """Yield the records from number `done` on, numbered; at least one at a time."""
     start = 0
     for batch in batches:
@@ -185,7 +187,25 @@ def _number_rows(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Ro
         new = kept >= done
         if new.any():
             table = pa.Table.from_batches([batch])
-            yield Rows(table if new.all() else table.filter(pa.array(new)), kept[new])
+            yield Rows(table if new.all() else table.filter(pa.array(new)), kept[new], size=block)
+
+
+def _join(found: Iterator[Rows]) -> Iterator[Rows]:
+    """Yield rows of several blocks together: each step of a scan takes a while to begin."""
+    held: list[Rows] = []
+    for rows in found:
+        held.append(rows)
+        if sum(each.size for each in held) >= _JOINED:
+            yield _concatenate(held)
+            held = []
+    if held:
+        yield _concatenate(held)
+
+
+def _concatenate(held: Sequence[Rows]) -> Rows:
+    table = pa.concat_tables([each.table for each in held]).combine_chunks()
+    numbers = np.concatenate([each.numbers for each in held])
+    return Rows(table, numbers, size=sum(each.size for each in held))
 
 
 @contextmanager

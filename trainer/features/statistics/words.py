@@ -1,0 +1,78 @@
+"""Words of texts, and pairs of consecutive words, counted in Arrow arrays.
+
+A text counts once for each of its words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from flotilla.trainer.features.statistics.one_pass import Counted
+from flotilla.trainer.features.statistics.word_patterns import LETTER, PUNCTUATION
+
+_NOT_UTF8 = re.compile(r"\S*\ufffd\S*")
+# Texts are split in parts of these bytes.
+_PART = 1 << 22
+
+
+def count_words(texts: pa.Array, counts: NDArray[np.int64]) -> Iterator[tuple[Counted, Counted]]:
+    """Yield words and pairs of words, as large_binary, with the number of texts that have them.
+
+    Args:
+        texts: distinct texts, as large_binary.
+        counts: number of examples with each text.
+    """
+    if not len(texts):
+        return
+    parts = np.cumsum(pc.binary_length(texts).to_numpy()) // _PART
+    bounds = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(texts)]
+    for begin, end in pairwise(bounds):
+        yield _count_part(texts[begin:end], counts[begin:end])
+
+
+def split_words(texts: pa.Array) -> pa.Array:
+    """Return the words of each text as lists; an empty one may be at both ends."""
+    try:
+        plain = texts.cast(pa.large_string())
+    except pa.ArrowInvalid:
+        # Words with bytes that are not UTF-8 are left out.
+        found = [each.decode(errors="replace") for each in texts.to_pylist()]
+        plain = pa.array([_NOT_UTF8.sub(" ", each) for each in found], pa.large_string())
+    plain = pc.replace_substring_regex(pc.ascii_lower(plain), PUNCTUATION, "")
+    if not pc.all(pc.string_is_ascii(plain)).as_py():
+        plain = pc.replace_substring_regex(plain, LETTER, r" \1 ")
+    return pc.ascii_split_whitespace(plain)
+
+
+def _count_part(texts: pa.Array, counts: NDArray[np.int64]) -> tuple[Counted, Counted]:
+    lists = split_words(texts)
+    rows, flat = pc.list_parent_indices(lists), lists.flatten().cast(pa.large_binary())
+    there = pc.not_equal(flat, b"")
+    coded = flat.filter(there).dictionary_encode()
+    rows, ids = rows.filter(there).to_numpy(), coded.indices.to_numpy().astype(np.int64)
+    words, number = coded.dictionary, max(1, len(coded.dictionary))
+    same = rows[1:] == rows[:-1]
+    pairs, places = np.unique((ids[:-1] * number + ids[1:])[same], return_inverse=True)
+    joined = pc.binary_join_element_wise(
+        words.take(pa.array(pairs // number)),
+        words.take(pa.array(pairs % number)),
+        pa.scalar(b" ", pa.large_binary()),
+    )
+    of_words = _count_rows(rows, ids, len(words), counts)
+    return (words, of_words), (joined, _count_rows(rows[1:][same], places, len(pairs), counts))
+
+
+def _count_rows(
+    rows: NDArray[np.int64], ids: NDArray[np.int64], number: int, counts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return how many examples have each of `number` items; a row counts once for an item."""
+    found = np.unique(rows * max(1, number) + ids)
+    weights = counts[found // max(1, number)]
+    return np.bincount(found % max(1, number), weights, number).astype(np.int64)
