@@ -50,11 +50,11 @@ def render_job(config: Config) -> Tree:
 
 
 def require_shared(config: Config, root: str) -> None:
-    """Raise a `ConfigError` where `root` is a folder that not all pods of a job share."""
+    """Raise a `ConfigError` if `root` is a folder that not all pods of a job share."""
     here = storage.local_path(root)
     if not here:
         return
-    # Of the client of Kubernetes, as above.
+    # It imports the Kubernetes client, as above.
     from flotilla.components.kubernetes.pods.template import replicas
 
     place, settings = PurePosixPath(here), config.cluster.kubernetes

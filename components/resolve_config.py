@@ -122,7 +122,7 @@ def add_champion(config: Config, root: str) -> Config:
 
 
 def add_positive(config: Config, root: str) -> Config:
-    """Return the configuration with the champion's positive classes where it sets none.
+    """Return the configuration with the champion's positive classes if it sets none.
 
     Of two classes of similar size, the rarer one may change from run to run, and with it the
     meaning of an answer.

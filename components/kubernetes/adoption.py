@@ -27,7 +27,7 @@ POLL_SECONDS = 1.0
 
 
 class Adoption:
-    """Ensures that the job of a manifest exists; `is_adopted`: it is of an earlier attempt."""
+    """Ensures that the job of a manifest exists; `is_adopted` if an earlier attempt created it."""
 
     def __init__(
         self,
@@ -98,14 +98,14 @@ class Adoption:
             )
 
     def _require_own_service(self, name: str) -> None:
-        """Refuse a Service of someone else, by which the tasks would not find each other."""
+        """Refuse another owner's Service, with which the tasks would not find each other."""
         if not self._kind.has_child_jobs:
             return
         try:
             limit = self._deadlines.unreachable
             service = call_with_retry(partial(self._api.get, SERVICES, name), limit, self._wait)
         except RefusedError:
-            # There is none, or it may not be read.
+            # There is no Service, or it may not be read.
             return
         if owned_objects.is_foreign(self._kind, service):
             raise UserError(

@@ -56,7 +56,8 @@ class Deadlines:
         self._clock = clock
         self._stage = pod_state.QUEUEING
         self._entered_at = self._progressed_at = clock()
-        # What the guard of the leading task said of names that do not resolve, or nothing.
+        # The report of the leading task's guard about names that do not resolve; empty if there is
+        # none.
         self.unresolved = ""
         self._uid = ""
         self._made_at = clock()
@@ -170,7 +171,7 @@ class Deadlines:
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
         """Return how many tasks of a job that does not train yet run, and what each role waits for.
 
-        Of pods it is the pod's own reason.
+        For a pod it is the reason that Kubernetes gives.
         """
         pods = self._newest_pods(every)
         running = sum(pod_state.stage(pod) == pod_state.RUNNING for pod in pods)
@@ -228,7 +229,7 @@ def _not_starting(pods: Collection[Tree], limit: str) -> str:
 
 
 def _start_of_role(role: str, expected: int, pods: Collection[Tree]) -> str:
-    """Return for what the tasks of a role wait; empty where all of them run."""
+    """Return what the tasks of a role wait for; empty if all of them run."""
     parts = [f"{expected - len(pods)} not created"] if len(pods) < expected else []
     for stage, what in ((pod_state.QUEUEING, "without a node"), (pod_state.STARTING, "starting")):
         waiting = [pod for pod in pods if pod_state.stage(pod) == stage]

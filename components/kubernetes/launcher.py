@@ -75,7 +75,7 @@ ENDPOINTS = (
 )  # fmt: skip
 # Time for the removal of pods from their nodes after the grace period.
 REMOVAL_SECONDS = 60
-# The text is of a task, in which a user's code writes too: names, and no more than some.
+# A user's code writes to the same log, so only names are accepted, and only a few.
 _UNRESOLVED = re.compile(re.escape(names.UNRESOLVED) + r"[a-z0-9., -]{1,300}")
 # How long the exit step retries while the API is unreachable.
 DELETE_SECONDS = 120.0
@@ -314,7 +314,7 @@ class _Launch:
             relay.take(event)
 
     def _note_names(self, text: str) -> None:
-        """Take a line of the guard about names that do not resolve, or do again."""
+        """Handle a line of the guard about names that do not resolve, or that resolve again."""
         if found := _UNRESOLVED.search(text):
             self._deadlines.unresolved = found[0]
         elif names.RESOLVED in text:

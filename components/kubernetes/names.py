@@ -30,10 +30,10 @@ APP = "app.kubernetes.io/"
 # Flotilla's annotations: the digest of a job, and the stop request, on the lease or on the job.
 MANIFEST = "flotilla/manifest"
 STOP = "flotilla/stop"
-# How the line of a guard begins that cannot find other tasks by name, and the line after it.
+# The beginning of a guard's line about names that do not resolve, and its line once they do.
 UNRESOLVED = "these names do not resolve: "
 RESOLVED = "the names of all tasks resolve"
-# What the guard of the leading task writes to its log when it has seen `STOP`.
+# The line that the guard of the leading task logs when it has seen `STOP`.
 STOPPING = "the run is cancelled: training ends with a last checkpoint"
 
 # Pod names, service names and label values have at most 63 characters.
@@ -56,7 +56,7 @@ def is_job_name(name: str, model: str) -> bool:
 
 
 def _job_prefix(model: str) -> str:
-    """Return how the names of the jobs of a model begin."""
+    """Return the common prefix of the names of a model's jobs."""
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     # The name of a service has to begin with a letter.
     slug = slug if slug[:1].isalpha() else f"f-{slug}"

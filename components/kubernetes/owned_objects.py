@@ -56,9 +56,9 @@ def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree 
 
 
 def is_foreign(kind: JobKind, service: Tree) -> bool:
-    """Return whether a Service of a job's name is that of no job of the kind.
+    """Return whether the Service of a job's name belongs to no job of the kind.
 
-    JobSet 0.12 uses whatever Service has the name that it would give its own (read and seen).
+    JobSet 0.12 uses any existing Service with the name that its own would have.
     """
     owners = service["metadata"].get("ownerReferences") or []
     name = service["metadata"]["name"]

@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 5.0
 # Seconds to wait for the rest of a log once its task has ended.
 DRAIN_SECONDS = 10.0
-# A lost pod is made again within seconds where its controller is there.
+# A running controller recreates a lost pod within seconds.
 ABSENT_SECONDS = 30.0
-# How long the events of pods that are gone are waited for once the job has failed.
+# Seconds to wait for the events of deleted pods once the job has failed.
 SETTLE_SECONDS = 10.0
 
 # An object and whether it was deleted, a restart that a guard has logged, a watch that the API
@@ -435,7 +435,7 @@ class Supervisor:
             self._start = None
 
     def _warn_of_absent(self) -> None:
-        """Say once of a pod that it does not come back: its controller may be away."""
+        """Report once that a pod is not recreated: its controller may be away."""
         newest = pod_state.newest(self._pods.values())
         for task, at in list(self._asked_at.items()):
             pod = newest.get(task)

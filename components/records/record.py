@@ -62,7 +62,7 @@ PROGRESS_SECONDS = 30.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # The termination message of a pod, which Argo passes to KFP; a node keeps this many bytes of it.
 TERMINATION_LOG, TERMINATION_BYTES = Path("/dev/termination-log"), 2048
-# So many of the newest incidents are part of a record.
+# The number of the newest incidents that a record keeps.
 _MOST_INCIDENTS = 200
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -229,9 +229,9 @@ def _full_disk(error: BaseException) -> str:
 
 
 def _leave_message(message: str) -> None:
-    """Have the pod end with a message: where the record cannot be written, it is all that is known.
+    """Write the termination message of the pod, the only trace if the record cannot be written.
 
-    A file is there in a container alone.
+    The file exists only in a container.
     """
     with suppress(OSError), TERMINATION_LOG.open("r+b") as file:
         file.write(mask(one_line(message)).encode()[:TERMINATION_BYTES])
@@ -343,7 +343,7 @@ class _Course:
 
 @contextmanager
 def _interruptible(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` at SIGTERM, and end this block by a `RunInterruptedError`."""
+    """At SIGTERM call `note`, and end the block with a `RunInterruptedError`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

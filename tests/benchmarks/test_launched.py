@@ -53,7 +53,7 @@ def test_speed_is_that_after_the_first_tenth():
 def test_local_steps_are_those_of_all_workers():
     workers = {"worker-0": {"local_steps": 40}, "worker-1": {"local_steps": 60}}
     assert _local_steps(progress(10, 0.0, workers=workers)) == 100
-    # A single process does not count them.
+    # A single process does not report local steps.
     assert _local_steps(progress(10, 0.0)) == 10
 
 

@@ -64,7 +64,7 @@ class Relay:
                 try:
                     called = socket.create_connection(("127.0.0.1", self._target))
                 except OSError:
-                    # It does not exist yet: the caller retries.
+                    # The address does not exist yet: the caller retries.
                     caller.close()
                     continue
                 self._sockets.append(called)
@@ -185,7 +185,7 @@ def _end(run) -> int:
 def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rejoin):
     before = running_of_rejoin.pods[WORKER].address
     gone = running_of_rejoin.lose(WORKER)
-    # All of its earlier work has ended.
+    # All earlier work of the worker has ended.
     _, other = running_of_rejoin.wait_for(lambda e: isinstance(e, Progress), after=gone)
     _, other = running_of_rejoin.wait_for(
         lambda e: isinstance(e, Progress) and e.global_step > other.global_step + 10 * TURN,
@@ -304,7 +304,7 @@ def reached(step):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset, tmp_path):
-    # Stretches are short: an idle channel with such frequent pings would be closed.
+    # Stretches are short, because an idle channel with such frequent pings would be closed.
     own = {liveness.CHANNELS: options(15)}
     with pods(
         tmp_path, dataset, settings_of_cut_off("async_parameter_server"), ROLES, environment=own
@@ -312,7 +312,7 @@ def test_asynchronous_training_goes_on_without_a_machine_that_is_cut_off(dataset
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         run.cut_off(WORKER)
         _, at = run.seen[-1]
-        # Across a boundary, at which all workers are idle.
+        # The cut lasts across a boundary, at which all workers are idle.
         run.wait_for(reached(at.global_step + 3 * CUT_OFF_EVERY))
         assert len([e for _, e in run.seen if isinstance(e, AttemptBegin)]) == 1
 
@@ -326,7 +326,7 @@ def test_a_token_that_never_arrives_ends_the_attempt_and_no_more(dataset, tmp_pa
         run.wait_for(reached(CUT_OFF_EVERY + 50))
         connect = run.cut_off(WORKER, PS)
         while not run.lost:
-            # The exit of the chief, which is restarted.
+            # The chief exits, and is restarted.
             assert run.pods[CHIEF].process.wait() == BEGIN_AGAIN, run.log(CHIEF)
         connect()
         _, attempt = run.wait_for(lambda e: isinstance(e, AttemptBegin), after=run.lost[0])

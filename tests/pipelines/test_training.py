@@ -140,7 +140,7 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     expected = {
         "train-model": {"dataset_descriptor": "dataset"},
         "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": checkpoint},
-        # They enter a group under the names in its graph.
+        # The values enter a group under the names in its graph.
         "condition-2": {"dataset": dataset},
         "condition-3": {
             "dataset": "dataset", "checkpoint": checkpoint, "decision": "evaluate-model/decision",

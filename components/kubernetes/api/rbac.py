@@ -76,9 +76,9 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
         *(_JOBS if kind.has_child_jobs else ()),
-        # A Service of someone else is found by its tasks alone without it, after minutes.
+        # Without it, only the tasks notice another owner's Service, and only after minutes.
         *((Permission("get", "services", is_optional=True),) if kind.has_child_jobs else ()),
-        # A report of a failure leaves the events out.
+        # Without it, the report of a failure has no events.
         Permission("list", "events", is_optional=True),
         ISOLATION,
     )

@@ -50,7 +50,8 @@ log = logging.getLogger(__name__)
 # for its termination message; for a short grace period this is a share of it.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# So long names may not resolve before that is said: a pod has its name once it has an address.
+# Seconds until unresolved names are reported, since a pod has its name once it has an address; and
+# between two look-ups.
 NAMES_SECONDS, LOOK_SECONDS = 90.0, 10.0
 
 
@@ -100,9 +101,9 @@ class Guard:
 
 
 class PeerNames:
-    """Says which other tasks cannot be found by their names; TensorFlow waits for them in silence.
+    """Reports which names of other tasks do not resolve; TensorFlow waits for them silently.
 
-    Of a foreign Service of the job's name nothing resolves, and no event says so.
+    If the Service of the job's name belongs to someone else, no name resolves and no event says so.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class PeerNames:
         resolve: Callable[[str, int], object] = socket.getaddrinfo,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take what looks a name up and raises an `OSError` where it does not resolve."""
+        """Take the function that looks a name up; it raises an `OSError` for an unknown name."""
         every = [each for role in sorted(cluster.addresses) for each in cluster.addresses[role]]
         self._left = [each.rpartition(":")[0] for each in every]
         self._resolve, self._clock = resolve, clock

@@ -133,7 +133,7 @@ def test_permissions_of_a_jobset(jobset, of_jobset):
     deny = jobset.server.control.deny
     deny(RUNNER, "delete jobs", "watch leases")
     report = of_jobset()
-    # A run works without them.
+    # A run works without this permission.
     assert (report.code, report.failed()) == (0, [])
     assert report["permissions of that account"]["message"].endswith(": delete jobs.batch")
     found = report["permissions of the tasks"]
@@ -354,7 +354,7 @@ def test_a_namespace_of_others_is_found_out(doctor, instance):
 
 
 def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
-    # It rejects configurations that name one.
+    # The instance rejects configurations that name one.
     instance.closed[EXPERIMENTS] = 400
     report = doctor(options=("--endpoint", instance.url, "--namespace", "kubeflow"))
     assert (report.code, of(report)["message"]) == (0, f"{instance.url} is KFP 2.17.0")

@@ -157,7 +157,8 @@ def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
     def before(request):
         # The probe is written, and its read is in progress.
         if request.startswith("GET") and name in request and not sent:
-            # Only once: a second signal, for a parallel request, would end everything.
+            # The signal is sent only once: a second one, for a parallel request, would end this
+            # process.
             sent.append(number)
             process.send_signal(number)
 

@@ -272,7 +272,7 @@ def test_the_configured_root_is_read(instance, remote, tmp_path):
     assert storage.names(storage.join(root, run_id, "steps"))
 
 
-# Failures outside our code.
+# These failures happen outside of our code.
 
 
 @pytest.fixture
@@ -408,7 +408,7 @@ def test_a_pod_that_was_lost_is_awaited_until_kfp_makes_it_again(waits):
 
 
 def test_a_failed_step_is_not_taken_for_the_end(waited):
-    # The exit step has not run yet.
+    # The exit step has not run yet at this point.
     answer = waited(failed("train_model", NAN))
     assert any(line.startswith("finish done") for line in answer.err.splitlines())
 

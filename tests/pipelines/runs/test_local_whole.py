@@ -196,7 +196,7 @@ class TestRefused:
     def test_the_decision_says_why(self, refused):
         decision = refused.read("decision", "decision.json")
         assert decision["decision"] == "refused"
-        # It may have been worse than the champion too.
+        # The model may have been worse than the champion too.
         assert decision["reasons"][0].startswith("Accuracy is 0.")
         assert "; it has to be at least 0.999 (gate.min)" in refused.answer["message"]
         assert refused.answer["headline"] == decision["headline"]

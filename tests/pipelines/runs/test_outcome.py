@@ -112,7 +112,7 @@ def test_events_and_the_exit_code_of_the_runner_are_an_outcome(events, returncod
         ([], "interrupted"),
         (done("prepare_data"), "interrupted"),
         (judged("blessed"), "interrupted"),
-        # So early that the step died.
+        # The stop came so early that the step died.
         ([*RESOLVED, begun("prepare_data")], KILLED),
     ],
 )

@@ -152,7 +152,7 @@ def test_on_a_terminal_a_table_is_updated(instance, remote, monkeypatch):
     instance.store.play = [*PROMOTED]
     answer = remote("submit", "--wait")
     assert answer.code == 0
-    # It is redrawn: the cursor moves up over the old lines.
+    # The table is redrawn: the cursor moves up over the old lines.
     assert "\x1b[1A" in answer.err
     assert answer.err.count("train_model") > 2
     assert "running" in answer.err

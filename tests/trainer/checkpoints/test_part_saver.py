@@ -51,7 +51,7 @@ def test_each_server_writes_a_file_of_what_it_holds(tmp_path, two_servers):
         "model/dense/kernel": 1,
         "optimizer/m": 1,
     }
-    # No file is left next to it, or on the servers.
+    # No file is left next to the checkpoint, or on the servers.
     assert storage.names(made.uri) == ["step-00000010"]
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     assert not list((tmp_path / "servers/parts").glob("*part*"))
@@ -452,7 +452,7 @@ def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(in_bucket, tmp
 def test_a_commit_whose_answer_was_lost_is_no_conflict(in_bucket, gcs):
     made = in_bucket()
     save_steps(made, 10)
-    # Two parts, the index, and the manifest.
+    # The files are two parts, the index, and the manifest.
     lost = Fault("lose", method="POST", every=4)
     gcs.plan.add(lost)
     save_steps(made, 20)

@@ -109,7 +109,7 @@ def test_saving_does_not_wait_for_the_store(of, uri, blocked):
             assert came.wait(60)
         assert steps(uri) == []
         free.set()
-    # The first was uploading, and the newest replaced the others in the queue.
+    # The first checkpoint was being uploaded, and the newest replaced the others in the queue.
     assert steps(uri) == [1, 5]
 
 

@@ -108,7 +108,7 @@ def test_a_request_that_came_although_its_write_failed_is_done_once(two_servers,
     def write_and_fail(path, data):
         write(path, data)
         if not done:
-            # Until it is answered and deleted.
+            # The request file exists until it is answered and deleted.
             while tf.io.gfile.exists(path):
                 pass
             said = f"{path}; {os.strerror(errno.ETIMEDOUT)} [Op:WriteFile]"
@@ -117,7 +117,7 @@ def test_a_request_that_came_although_its_write_failed_is_done_once(two_servers,
     monkeypatch.setitem(part_server._ACTIONS, "discard", counted)
     monkeypatch.setattr(tf.io, "write_file", write_and_fail)
     two_servers.ask(1, Request(action="discard", prefix="parts/x"))
-    # Until the second one is taken too.
+    # The call waits until the second request is taken too.
     while os.listdir(part_server.REQUESTS):
         pass
     assert done == ["parts/x"]
@@ -141,7 +141,7 @@ def test_what_a_server_cannot_read_is_one_line(two_servers, monkeypatch, tmp_pat
         "Socket closed",
         "Connection reset by peer",
         "failed to connect to all addresses; last error: UNKNOWN: Connection refused",
-        # In the folder of a restarted server.
+        # This is the folder of a restarted server.
         "parts/requests/a.json; No such file or directory",
     ],
 )
@@ -200,7 +200,7 @@ def test_a_disk_that_becomes_read_only_while_a_server_is_asked_is_one_line(
     monkeypatch.setitem(part_server._ACTIONS, "discard", action)
     with pytest.raises(UserError, match=READ_ONLY):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
-    # It gets no request either.
+    # That server gets no request either.
     with pytest.raises(UserError, match=r"ps-0 \(.*/servers/parts/requests\): Read-only file sys"):
         two_servers.ask(0, Request(action="begin"))
 

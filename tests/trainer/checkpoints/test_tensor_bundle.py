@@ -106,6 +106,6 @@ def test_a_full_disk_is_one_line(writer, variables, tmp_path):
     words = rf"^cannot write a checkpoint to {tmp_path}: File too large; free some space there"
     with room_for(0), pytest.raises(UserError, match=words):
         writer.write(values, tmp_path / "bundle", None)
-    # The next one is complete.
+    # The next bundle is complete.
     writer.write(values, tmp_path / "bundle", None)
     assert read(variables, tmp_path / "bundle")["global_step"] == 7

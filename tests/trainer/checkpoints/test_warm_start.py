@@ -47,7 +47,7 @@ def refused(run, uri):
     line = str(caught.value)
     assert "\n" not in line
     assert line.startswith("training.warm_start: ")
-    # Before training: no update was applied, and nothing was saved.
+    # Before training, no update was applied and nothing was saved.
     assert run.steps() == []
     assert run.events(AttemptBegin) == []
     return line

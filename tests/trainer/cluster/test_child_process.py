@@ -1,4 +1,4 @@
-"""A module that is called in a separate process returns its answer or an error."""
+"""A module called in a separate process returns its answer or an error."""
 
 import json
 import subprocess

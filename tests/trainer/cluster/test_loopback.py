@@ -25,7 +25,7 @@ def closed(monkeypatch):
     monkeypatch.setenv("TF_GRPC_REUSE_PORT", "0")
     yield sockets
     for each in sockets:
-        # Only this wakes a thread that waits for a connection.
+        # Only a shutdown wakes a thread that waits for a connection.
         each.shutdown(socket.SHUT_RDWR)
         each.close()
 
@@ -52,7 +52,7 @@ def test_a_server_on_loopback_is_reached_over_loopback_alone(monkeypatch, family
     others = other_addresses()
     loopbacks = ["127.0.0.1", "127.7.7.7", "::1"]
     if family == "IPv4":
-        # As on a machine without IPv6.
+        # This simulates a machine without IPv6.
         monkeypatch.setattr(loopback, "_has_ipv6", lambda: False)
     if not loopback._has_ipv6():
         loopbacks.remove("::1")
@@ -105,7 +105,7 @@ def test_too_many_open_files_for_a_while_end_nothing(monkeypatch):
 
 @linux
 def test_a_connection_over_loopback_from_another_address_is_dropped():
-    """As a router that passes 127.0.0.0/8 on delivers it."""
+    """A router that forwards 127.0.0.0/8 delivers packets like this one."""
     port = local.free_port()
     source = next((each for each in other_addresses() if "." in each), "")
     if not source:

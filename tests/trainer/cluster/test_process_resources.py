@@ -27,11 +27,11 @@ def worker(index):
     [
         ([0, 1], 2, [[0], [1]]),
         ([2, 3, 5, 7], 2, [[2, 3], [5, 7]]),
-        # The remaining cores are for the others.
+        # The remaining cores are for the other tasks.
         ([0, 1, 2, 3, 4], 2, [[0, 1], [2, 3]]),
         ([0, 1], 3, [[], [], []]),
         ([0, 1], 1, [[]]),
-        # A system that does not report it.
+        # Some systems do not report the cores of a process.
         ([], 2, [[], []]),
     ],
     ids=str,
@@ -99,7 +99,7 @@ def test_gpus_that_this_machine_has_not_are_refused(present):
     with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are requested, and this"):
         process.require_gpus(config_of(2))
     present(1)
-    # They are assigned in turn.
+    # The GPUs are assigned in turn.
     process.require_gpus(config_of(2))
 
 

@@ -184,7 +184,7 @@ def test_a_project_may_have_folders_of_the_names_of_our_rooms(tmp_path):
     (home / "pipelines" / "__init__.py").write_text("size = 7\n")
     made = bundle.publish(home, storage.uri_of(tmp_path / "root"))
     assert made.remarks == ()
-    # As in the image: the working directory is not in the import path.
+    # In the image, too, the working directory is not in the import path.
     command = [sys.executable, "-P", "-c", PROJECT, made.uri]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.stdout == "7 False\n", ended.stderr

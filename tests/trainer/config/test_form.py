@@ -98,7 +98,7 @@ def test_a_field_has_a_default_of_its_type_and_says_what_it_is(field):
     assert type(field.default) is field.type
     assert field.description == " ".join(field.description.split())
     assert len(field.description.split()) > 2
-    # The server rejects every other value, even the default.
+    # KFP's server rejects every other value, even the default.
     assert not field.choices or field.default in field.choices
 
 

@@ -193,7 +193,7 @@ def test_of_thousands_of_classes_few_are_listed_and_all_are_counted():
 @pytest.mark.parametrize("recall", [0.8, 0.95])
 def test_a_class_that_lost_the_margin_is_seldom_kept_and_an_equal_one_seldom_lost(recall):
     generator, nights, worth = np.random.default_rng(0), 4000, 60
-    # Half of the correct and wrong answers are common to both models.
+    # Both models share half of their correct and wrong answers.
     first, second = generator.random((2, nights, worth))
     second = np.where(generator.random((nights, worth)) < 0.5, second, first)
     other = first < recall

@@ -173,7 +173,7 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path, value, monkeypat
     bias = np.zeros(10, np.float32)
     bias[3] = value
     model.variables[1].assign(bias)
-    # A checkpoint refuses such weights; they may come from elsewhere.
+    # A checkpoint refuses such weights, so the check is removed here.
     monkeypatch.setattr(
         "flotilla.trainer.checkpoints.tensor_bundle._is_finite", lambda _: tf.constant(True)
     )

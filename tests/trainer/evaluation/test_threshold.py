@@ -53,7 +53,7 @@ def test_no_other_threshold_that_tells_examples_apart_has_a_larger_f1(examples):
         return scores.f1_score(positive, taken, sample_weight=weights, zero_division=0)
 
     assert f1(found) == pytest.approx(max(map(f1, others)))
-    # It decides the same in single precision, and lies between two examples.
+    # The threshold gives the same decisions in single precision, and lies between two examples.
     assert 0 < (sure[kept] > np.float32(found)).sum() < kept.sum()
 
 
@@ -72,7 +72,7 @@ def test_no_other_threshold_that_tells_examples_apart_has_a_larger_f1(examples):
         ([], None),
         # Values that are not finite are not counted.
         ([(True, np.nan, 1), (True, 0.75, 1), (False, 0.25, 1)], 0.5),
-        # The next number of single precision: nothing lies between.
+        # These are neighbouring numbers of single precision: no number lies between them.
         ([(True, 0.20000002, 1), (False, 0.2, 1)], pytest.approx(0.2)),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_champion_of_before_with_two_logits_is_compared(run, measured, tmp_pat
     champion = before.model_of_before([[[1.0, 0.0]], [-1.5, 0.0]])
     assert storage.read_file(champion, "labels.txt") == b"leaves\nstays"
     _, found = run.evaluation(run.checkpoint(), champion)
-    # It decides at 0.5, and gives the same outputs otherwise.
+    # The other model decides at 0.5, and its outputs are the same.
     mine, theirs = measured[1]["metrics"], found["champion"]["metrics"]
     assert {name: theirs[name] for name in ("auc", "log_loss")} == pytest.approx(
         {name: mine[name] for name in ("auc", "log_loss")}, abs=1e-5

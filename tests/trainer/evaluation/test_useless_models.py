@@ -239,7 +239,7 @@ def test_a_model_that_finds_nothing_does_not_take_the_place_of_one_that_finds_so
 
 def test_a_class_that_the_champion_finds_is_not_lost(tmp_path):
     champion = 4 * one_hot(CLASS, 4) + noise(4)
-    # It is better on all others, so a mean over the examples hides the loss.
+    # The model is better on all other examples, so a mean over the examples hides the loss.
     challenger = 9 * one_hot(np.where(CLASS == 3, 0, CLASS), 4) + noise(4) / 9
     decision = decided(tmp_path, CLASSES, CLASS, challenger, champion=champion)
     failed = [rule for rule in decision.rules if not rule.passed]

@@ -108,7 +108,7 @@ def test_without_a_file_they_go_to_the_log(monkeypatch, caplog):
         '{"event": "task_failed", "time": 1, "task": "a", "cause": "b", "last_lines": [1]}\n',
         '{"event": "stalled", "time": 1, "tasks": "ps-0", "seconds": 1}\n',
         '{"event": "warm_start", "time": 1, "uri": "a", "left": {"x": "y"}}\n',
-        # Torn by a full disk: the next line follows on the same one.
+        # A full disk truncated this line, and the next one follows without a line break.
         '{"event": "warm_start", "ti',
     ],
 )

@@ -347,7 +347,7 @@ def test_what_fits_is_not_trained(globs, frozen):
     model = net()
     freeze(model, globs)
     assert trained(model) == [path for path in ALL if path not in frozen]
-    # All are still the model's: a checkpoint holds them.
+    # All variables still belong to the model, and a checkpoint contains them.
     assert len(model.variables) == len(net().variables)
 
 

@@ -99,7 +99,7 @@ def test_a_mean_comes_of_words_that_are_there():
 
 def test_numbers_have_a_linear_regression_without_hidden_layers():
     model = built("age", "rooms", output=(1,), hidden_units=[], pieces=0)
-    # Both numbers, the gaps of one of them, and the bias.
+    # The weights are those of both numbers, of the gaps of one of them, and the bias.
     assert model.count_params() == 4
 
 

@@ -105,7 +105,8 @@ def test_no_update_is_left_out_when_workers_race():
         each.start()
     for each in threads:
         each.join()
-    # Every one has moved it, by what it had read: as far as in a row, or further. It is furthest
-    # where each thread has once read before, and written after, all that the other one wrote.
+    # Every update has moved the average by the value that it had read: at least as far as updates
+    # one after the other. It moves furthest if each thread has once read before, and written after,
+    # all writes of the other one.
     left = 1 - average.numpy().max()
     assert -0.0865 <= left <= MOMENTUM**10 + 1e-6

@@ -316,7 +316,7 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},
             "the positive class 'yes' changed since {uri} to 'no'; set task.positive: 'yes', or",
         ),
-        # In an earlier version it was the second one.
+        # In an earlier version, the positive class was the second one.
         (
             BINARY,
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},
@@ -417,7 +417,7 @@ def test_a_try_that_died_before_its_promotion_was_published_is_taken_up(
     with pytest.raises(KeyboardInterrupt):
         run.register(model)
     monkeypatch.undo()
-    # It was decided, so the next reader finishes it.
+    # The promotion was decided, so the next reader completes it.
     champion = run.champion()
     assert champion
     assert champion.number == 1

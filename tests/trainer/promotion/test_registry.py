@@ -359,7 +359,7 @@ def test_no_older_champion_where_the_newest_promotion_cannot_be_read(
             look()
         assert made.uri in str(it.value)
         assert "\n" not in str(it.value)
-    # The remedy that the line names.
+    # This is the remedy that the error line names.
     storage.delete(made.uri)
     assert champion(root) == 2
 
@@ -524,7 +524,7 @@ def test_a_promotion_and_a_rollback_at_once(store_root: str, tmp_path: Path) -> 
         lambda: registry.rollback(store_root, NAME, by="me"),
     )
     if all(isinstance(end, registry.Promotion) for end in ends):
-        # One ended before the other read: they are sequential, not concurrent.
+        # If one promotion ended before the other one read, they are sequential and not concurrent.
         ends = [max(ends, key=lambda end: end.number)]
     check(store_root, ends)
 

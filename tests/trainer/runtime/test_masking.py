@@ -153,7 +153,7 @@ def test_what_is_sent_openly(url, openly):
     assert is_sent_openly(url) is openly
 
 
-# Colours and a title of the window, bells, turned text, what is not seen.
+# Colours, a window title, bells, reversed text, and invisible characters.
 COMMANDS = [
     "\x1b[2J",
     "\x1b]0;t\x07",

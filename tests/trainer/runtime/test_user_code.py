@@ -289,7 +289,7 @@ def test_a_users_error_shows_the_traceback_of_its_cause(blocks):
     assert find_traceback(wrapped) == ""
     wrapped.__cause__ = cause
     assert find_traceback(wrapped) == find_traceback(cause) != ""
-    # It may come from another process too.
+    # The error may come from another process too.
     wrapped.traceback = "Traceback ..."
     assert find_traceback(wrapped) == "Traceback ..."
 

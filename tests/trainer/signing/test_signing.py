@@ -173,7 +173,7 @@ def test_what_is_served_from_a_bucket_is_what_is_named(tmp_path, gcs, key):
     gcs.create_bucket(bucket)
     uri = f"gs://{bucket}/made"
     storage.publish(model(tmp_path), uri, kind="model", fields=FIELDS)
-    # From a losing publication, which no server loads.
+    # This file is from a lost race of publishers, and no server loads it.
     storage.write_bytes(f"{uri}/labels.txt.0123456789ab", b"")
     assert signing.verify(uri).fields == FIELDS
     # Tools show a folder by an empty object whose name ends with a slash.
@@ -191,7 +191,7 @@ def test_a_manifest_that_was_not_signed_is_refused(tmp_path, how):
         # Its checksums still hold: an attacker has the inputs in another order.
         path.write_text(json.dumps({**tree, "inputs": ["b", "a"]}))
     else:
-        # As by an earlier version, which signed only the files.
+        # An earlier version signed only the files.
         folder = tmp_path / "model"
         (folder / signing.FIELDS).unlink()
         config = signing._usable(PRIVATE_KEY, tmp_path / "one.pem")

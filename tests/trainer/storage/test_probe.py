@@ -85,7 +85,7 @@ def test_a_store_that_is_not_there_is_not_waited_for(bucket, caplog):
     probe = Probe(bucket.root)
     error = unfit(probe)
     assert (error.trouble, error.actions) == ("SILENT", ("write", "delete"))
-    # It is unknown whether it was written.
+    # It is unknown whether the probe was written.
     assert probe.is_left
     assert caplog.records == []
 
@@ -144,7 +144,7 @@ def test_another_thread_may_remove_it(bucket):
     probe = Probe(bucket.root)
 
     def examine():
-        # Its file was deleted during the check.
+        # The probe's file was deleted during the check.
         with suppress(Unfit):
             probe.examine()
 

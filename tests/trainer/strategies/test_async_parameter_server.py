@@ -52,7 +52,7 @@ def test_every_worker_gets_one(steps, workers):
     [
         (1, 2, 20, [1]),
         (20, 2, 20, [2, 2, 2, *[1] * 14]),
-        # A step takes long where a hundred workers do five each in a stretch.
+        # A step is slow if a hundred workers do only five each in a stretch.
         (500, 100, 20, [1] * 500),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_portion_ends_soon_after_it_was_handed_out_again(tmp_path, monkeypatch
     def update(iterator):
         next(iterator)
         applied.assign_add(1)
-        # Another worker starts with it.
+        # Another worker starts with this portion.
         tf.cond(applied == taken_at, lambda: turns.begin(closure), lambda: closure[None])
         return tf.constant(2.0)
 
@@ -300,7 +300,7 @@ def test_who_found_no_turn_is_sent_a_closure_once_there_are_more(clock):
     strategy = led(clock, fleet)
     strategy.advance(FAST, 10**6)
     fleet.end = fleet.next
-    # One of them has seen it.
+    # Only one of the workers has seen the end.
     fleet.workers = 1
     fleet.round()
     fleet.workers = 2

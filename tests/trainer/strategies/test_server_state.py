@@ -133,7 +133,7 @@ def test_the_next_attempt_goes_on_with_the_values(uri):
     assert attempt.begin() == [0, 1]
     assert attempt.state.read_reached() == 20
     assert attempt.values() == {STEP: [20], "table": [20.0], "slot": [20.0]}
-    # Its graphs and those of the first one are of the same variables.
+    # The graphs of this attempt and of the first one use the same variables.
     first.held["slot"].assign(tf.fill([ROWS], 7.0))
     assert attempt.values()["slot"] == [7.0]
 
@@ -407,7 +407,7 @@ def test_what_has_names_in_part_is_freed_by_the_next(uri, monkeypatch):
 def test_what_is_freed_in_part_is_freed_by_the_next(uri, monkeypatch):
     attempt = begun(uri, 10)
     attempt.state.found = attempt.state._find()
-    # The variables of the first server.
+    # These are the variables of the first server.
     killed_in(monkeypatch, "_freeing", lambda: attempt.state._free(attempt.state.found))
     last = Attempt(uri)
     assert last.begin() == []

@@ -122,7 +122,7 @@ def test_a_batch_of_a_turn_is_not_taken_before_the_loss_of_the_one_before(reques
         [each for each in body.get_operations() if each.type == "IteratorGetNext"]
         for body in bodies
     ]
-    # Turns, and single steps.
+    # This takes turns and single steps.
     assert sorted(map(len, taken)) == [1, TURN]
     for operations in taken:
         losses = [

@@ -140,7 +140,7 @@ def test_no_two_towers_drop_the_same_units():
         gradient = build_pulled_gradient(model, total, jit=False, towers=devices)
         _, (found,) = tf.function(gradient)(taken)
         kept.append(set(np.unique(found.numpy()).tolist()))
-    # Kept by one tower of two: half of the sum of both.
+    # Only one of two towers kept the unit, so the mean is half of its value.
     assert kept == [{0.0, 2.0}, {0.0, 1.0, 2.0}]
 
 
@@ -155,7 +155,7 @@ def test_towers_accumulate_and_scale_on_their_own(whole):
     scale = LossScale()
 
     def loss(*args):
-        # Its gradient is infinite at the first scale.
+        # The gradient of this loss is infinite at the first scale.
         return cross_entropy(*args) * factor
 
     gradient = build_pulled_gradient(
@@ -171,7 +171,7 @@ def test_towers_accumulate_and_scale_on_their_own(whole):
     value, count, changed = (each.value.numpy() for each in scale.variables)
     assert value < FIRST
     assert np.log2(value) == int(np.log2(value))
-    # As many as one worker has computed one after the other.
+    # The count is that of one worker that computes the batches one after the other.
     assert 1 <= changed <= count == parts
 
 

@@ -246,7 +246,7 @@ def test_numbers_below_zero_are_no_classes():
 def test_a_split_that_says_nothing_of_a_model_is_refused(counts, words):
     found = dataset(label=feature(classes=3))
     found.target_counts["label"] = counts
-    # Its examples are unknown before it is prepared.
+    # The examples of the dataset are unknown before it is prepared.
     registry.create(TaskConfig(), found)
     found.target_moments["label"] = {"min": 0.0}
     with pytest.raises(ConfigError) as caught:

@@ -71,7 +71,7 @@ def test_a_task_that_is_back_before_it_is_asked_again_is_counted_by_its_launcher
     assert sum(reports.last[2].values()) == 0
     started(tmp_path, worker_1=3, chief_0=2)
     watch.note(Peers())
-    # Its absence was missed, twice.
+    # The watch missed the absence of the task, twice.
     assert {role: n for role, n in reports.last[2].items() if n} == {"worker": 2, "chief": 1}
 
 
@@ -82,7 +82,7 @@ def test_the_count_of_the_launcher_becomes_no_less(tmp_path, monkeypatch):
     watch = reports.watch()
     begun(watch, monkeypatch)
     assert reports.last[2] == {"worker": 2, "chief": 1, "ps": 0}
-    # It is being written.
+    # The file is being written.
     (tmp_path / str(SECOND) / STARTS).write_text("")
     watch.note(Peers())
     assert reports.last[2] == {"worker": 2, "chief": 1, "ps": 0}
@@ -115,7 +115,7 @@ def test_the_next_attempt_of_the_same_launcher_counts_on(reports, monkeypatch):
     second = reports.watch()
     begun(second, monkeypatch)
     assert reports.last[2] == {"worker": 1, "chief": 1}
-    # It was absent when the attempt ended.
+    # The task was absent when the attempt ended.
     second.note(Peers())
     assert reports.last[2] == {"worker": 1, "chief": 1, "ps": 1}
 

@@ -193,7 +193,7 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
 )
 def test_a_train_step_of_the_models_own_is_refused_where_it_cannot_run(training, own, message):
     with pytest.raises(ConfigError) as error:
-        # The error that it is not registered comes after it.
+        # The error about the missing registration comes later.
         require(configured({"training": training}), stepped(own and own()))
     assert str(error.value).startswith(message)
 
@@ -582,7 +582,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
     ],
 )
-# Keras warns about it.
+# Keras warns about such a model.
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")
 def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree, said):
     assert refused(churn("no", "yes"), tree).startswith(said)

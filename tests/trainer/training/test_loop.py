@@ -160,7 +160,7 @@ AUC = {"main_metric": "auc", "directions": {"auc": "higher"}}
         ([0.5, 0.9, 0.6, 0.7, 0.95], AUC, 40, 20),
         # Equal values count as a gain while the loss falls.
         ([0.5, 0.9, 0.9, 0.9, 0.8], AUC, 50, 40),
-        # It is undefined on the validation examples.
+        # The metric is undefined on the validation examples.
         ([None] * 5, AUC, 50, 50),
         ([None, None, 0.2, 0.1, 0.1], AUC, 50, 30),
         ([0.9, 0.8, 0.7, 0.6, 0.5], {**AUC, "directions": {"auc": "lower"}}, 50, 50),
@@ -326,7 +326,7 @@ class GoingOn(Counting):
         return Report(loss=2.0)
 
     def variables(self):
-        """Only of workers at rest."""
+        """Return the variables, which may be read only while workers are idle."""
         assert not self.goes_on
         return super().variables()
 

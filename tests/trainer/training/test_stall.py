@@ -14,7 +14,7 @@ PS, ONE, TWO = (
 
 
 class EndedError(Exception):
-    """What ends the process otherwise."""
+    """Raised instead of ending the process."""
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_a_stranger_has_few_connections_and_takes_none_from_a_server(leader, con
     _, server = leader
     servers = [connect(f"127.0.0.{10 + index}") for index in range(SERVERS)]
     strangers = [connect("127.0.0.99") for _ in range(5 * LIMIT)]
-    # Each new connection replaces the oldest one.
+    # Each new connection of a stranger replaces its oldest one.
     assert all(map(is_closed, strangers[: -(LIMIT - SERVERS)]))
     late = connect("127.0.0.12")
     assert is_closed(strangers[-(LIMIT - SERVERS)])

@@ -74,7 +74,7 @@ def test_a_copy_and_its_starter_that_end_at_once_do_not_end_the_server(server, t
             fork_request.send(starter, asked.wanted, output)
         _, descriptor = fork_request.receive_number(starter)
         asked.says()
-        # It is busy, as while it loads a module.
+        # The server is busy, as while it loads a module.
         server.process.send_signal(signal.SIGSTOP)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         assert has_ended(descriptor)
@@ -131,14 +131,15 @@ def test_a_request_that_is_none_is_dropped(server, tmp_path):
 
 
 def test_one_that_sends_nothing_holds_nobody(server, tmp_path):
-    # Its start-up time does not count.
+    # The start-up time of the server does not count.
     assert Asked(folder=tmp_path).fork(server.first)
     with ExitStack() as silent:
         for sent in (b"", b"\0" * 3):
             stranger = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             stranger.connect(f"\0{server.first}")
             stranger.sendall(sent)
-        # It is answered before their time-outs, which a serial server would wait for in turn.
+        # The request is answered before the time-outs of the others, for which a serial server
+        # would wait.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
             starter.connect(f"\0{server.first}")
             asked = Asked(folder=tmp_path)
