@@ -31,7 +31,7 @@ def finish(
     report: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
-    """End what is left of the training cluster; write the report of what the run has published."""
+    """End the rest of the training cluster; write the report of the run."""
     from flotilla.components.finish import work
     from flotilla.components.records.record import run
 

@@ -54,8 +54,8 @@ def prepare_data(
 ):
     """Publish the dataset of the form; return "ready", "unchanged" or "refused", and where it is.
 
-    `published` is the URI of a dataset to train on, in place of one that is prepared. It says
-    "unchanged" in a whole run alone, which has promoted a model then.
+    `published` is the URI of a dataset to train on, in place of one that is prepared. Only a whole
+    run returns "unchanged": an earlier run has promoted a model of the same files.
     """
     from flotilla.components.prepare_data import work
     from flotilla.components.records.record import run

@@ -31,7 +31,7 @@ def train_model(
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
-    """Train on the dataset at URI `dataset`; return the URI of the checkpoint to hand on."""
+    """Train on the dataset at URI `dataset`; return the URI of the selected checkpoint."""
     from flotilla.components.records.record import run
     from flotilla.components.train_model import work
 

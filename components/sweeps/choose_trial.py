@@ -27,7 +27,7 @@ def choose_trial(
     ended: list,  # type: ignore[type-arg]
     rung: int,
 ) -> NamedTuple("Chosen", [("config", str), ("checkpoint", str)]):
-    """Publish which trials go on; return configuration and checkpoint of the best one."""
+    """Publish the trials that continue; return configuration and checkpoint of the best one."""
     from flotilla.components.records.record import run
     from flotilla.components.sweeps.choose_trial import work
 

@@ -43,7 +43,7 @@ def run_trial(
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
-    """Train the trial at this place to the steps of a rung; return what became of it, as JSON."""
+    """Train the trial at this place to the steps of a rung; return its result as JSON."""
     from flotilla.components.sweeps.run_trial import run_step
 
     return run_step(locals())

@@ -133,7 +133,7 @@ def test_permissions_of_a_jobset(jobset, of_jobset):
     deny = jobset.server.control.deny
     deny(RUNNER, "delete jobs", "watch leases")
     report = of_jobset()
-    # A run works without this permission.
+    # A run works without these permissions.
     assert (report.code, report.failed()) == (0, [])
     assert report["permissions of that account"]["message"].endswith(": delete jobs.batch")
     found = report["permissions of the tasks"]

@@ -62,7 +62,7 @@ class Attempt(Served):
         return self.held
 
     def begin(self, *, takes=True):
-        """Begin with what is there; return the servers of which values are taken."""
+        """Begin with the existing state; return the servers whose values are taken."""
         state = self.find_state(self.uri)
         if takes:
             state.select(state.living)
@@ -89,14 +89,14 @@ class Attempt(Served):
         return {path: np.unique(self.held[path]).tolist() for path in (STEP, "table", "slot")}
 
     def places(self):
-        """Return where the ids 10 and 20 have their rows; the last place is that of no row."""
+        """Return the slots of the ids 10 and 20; the last slot means that there is no row."""
         (shard,) = self.grown.parts()
         return shard._find(tf.constant([10, 20], tf.int64)).numpy().tolist()
 
 
 @pytest.fixture
 def uri():
-    """Return that of a run, of which nothing stays in this process."""
+    """Yield the URI of a run, and free the variables of the run in this process afterwards."""
     made = f"file:///{secrets.token_hex(8)}/checkpoints"
     yield made
     left = ServerState(made, len(SERVERS))
@@ -104,7 +104,7 @@ def uri():
 
 
 def begun(uri, *steps, **given):
-    """Return an attempt that trained to steps, and is gone."""
+    """Return an earlier attempt that trained to these steps and has ended."""
     attempt = Attempt(uri, **given)
     attempt.begin()
     for step in steps:
@@ -123,7 +123,7 @@ def is_there(name):
 
 
 def lose(attempt, server):
-    """Let a server be started again: what says what it has is gone."""
+    """Simulate the restart of a server: the record of its variables is gone."""
     server_state._destroy(attempt.state._states[server])
 
 
@@ -382,7 +382,7 @@ class Killed(BaseException):
 
 
 def killed_in(monkeypatch, method, work):
-    """Do work of which a method of `ServerState` does its own, and then the chief is killed."""
+    """Do some work, and kill the chief after its call of a method of `ServerState`."""
     done = getattr(ServerState, method)
 
     def dies(*given):
