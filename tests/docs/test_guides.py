@@ -146,7 +146,7 @@ def test_data_in_another_unit_are_refused_before_training(tmp_path):
 
 
 def test_the_model_of_the_guide_takes_raw_values():
-    _, block = read(ROOT / "docs" / "how-to" / "own-model.md", ROOT).of("python")
+    _, block, *_ = read(ROOT / "docs" / "how-to" / "own-model.md", ROOT).of("python")
     made = {}
     exec(block.text, made)
     columns = {
