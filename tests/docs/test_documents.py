@@ -84,7 +84,7 @@ def test_every_key_of_the_configuration_is_one(document):
 def is_module(word):
     """Say whether a word such as `storage.newest` or `training.py` names a module, or a file."""
     package, _, name = word.partition(".")
-    return name in {"py", "yaml"} or (ROOT / "trainer" / package / f"{name}.py").exists()
+    return name in {"html", "py", "yaml"} or (ROOT / "trainer" / package / f"{name}.py").exists()
 
 
 @pytest.fixture(scope="module")
