@@ -1,6 +1,7 @@
 """The content of a prepared dataset, from its manifest. Free of TensorFlow.
 
-A split is a list of TFRecord shards of `tf.train.Example`, whose features `feature_spec` declares.
+A split is a list of TFRecord shards. A record is a block of rows (`data/blocks.py`), whose features
+`feature_spec` declares.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from flotilla.trainer.storage import Corrupt, Manifest
 
 KIND = "dataset"
 # Part of a dataset's key: increase it when the written format changes.
-SCHEMA = 4
+SCHEMA = 5
+# Most rows of a block.
+BLOCK_ROWS = 512
 # Classes of a label that a message names.
 _SOME = 10
 SPLITS = ("train", "validation", "test")
@@ -33,13 +36,16 @@ class DatasetSpec:
     mean, std, min and max over the training split; empty for targets without them. `learnt` are
     statistics of the training data for a model.
 
-    The two classes of a target in `swapped` are in reverse order in its records.
+    Each block of a shard has `block_rows` rows, and the last one of a shard the rest.
+
+    The two classes of a target in `swapped` are in reverse order in the blocks.
     """
 
     features: Mapping[str, FeatureSpec]
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     shards: Mapping[str, tuple[int, ...]]
+    block_rows: int = BLOCK_ROWS
     weight: str = ""
     group: str = ""
     target_counts: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
@@ -99,7 +105,7 @@ class DatasetSpec:
                 f"the dataset has schema {found} and this version reads {SCHEMA}: prepare it again"
             )
         said = parse_record(_Fields, dict(manifest.fields))
-        if said is None:
+        if said is None or said.block_rows < 1:
             raise Corrupt(
                 "the manifest of the dataset lacks a field, or has one of another type: prepare it "
                 "again"
@@ -121,6 +127,7 @@ class _Fields:
     targets: tuple[str, ...]
     weight: str
     group: str
+    block_rows: int
     target_counts: Mapping[str, Mapping[str, list[int]]]
     target_moments: Mapping[str, Mapping[str, float]]
     splits: Mapping[str, _Split]

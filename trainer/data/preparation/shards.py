@@ -1,69 +1,71 @@
-"""The shards of a split: TFRecord files whose sizes differ by at most one record."""
+"""The shards of a split: TFRecord files of blocks, whose sizes differ by at most one example."""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
-import numpy as np
+import pyarrow as pa
 
-from flotilla.trainer.data.tfrecords import frame_record, places
-from flotilla.trainer.features.dataset_spec import shard_name
-
-BUFFER_BYTES = 64 << 20
+from flotilla.trainer.data.blocks import encode_blocks
+from flotilla.trainer.data.columns import make_columns, make_table
+from flotilla.trainer.data.tfrecords import frame_record
+from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, shard_name
+from flotilla.trainer.features.feature_spec import FeatureSpec
 
 
 class ShardWriter:
-    """Distributes records over the shards in turn, so that their sizes differ by at most one.
+    """Writes rows in their order into one shard after another.
 
-    TensorFlow's writer keeps its file open, and a thousand shards would need a thousand open files.
-    So records are buffered in memory, and appended in batches.
+    Attributes:
+        examples: the number of examples of each shard.
     """
 
-    def __init__(self, folder: Path, split: str, count: int) -> None:
-        """Write `count` shards of `split` into `folder`."""
+    def __init__(  # noqa: PLR0913
+        self,
+        folder: Path,
+        split: str,
+        features: Mapping[str, FeatureSpec],
+        *,
+        examples: int,
+        count: int,
+        rows: int,
+    ) -> None:
+        """Write `examples` of a split into `count` shards, whose blocks have `rows` rows."""
+        share, more = divmod(examples, count)
+        self.examples = [share + (index < more) for index in range(count)]
         self._paths = [folder / shard_name(split, index, count) for index in range(count)]
-        self._pending: list[list[bytes]] = [[] for _ in range(count)]
-        self._pending_bytes = 0
-        self._added = 0
         self._crcs = [0] * count
+        self._features, self._rows = features, rows
+        self._shard, self._left = 0, self.examples[0]
+        self._pending: list[pa.RecordBatch] = []
 
-    def add(self, record: bytes) -> None:
-        """Add a record to the next shard."""
-        frame = frame_record(record)
-        self._pending[self._added % len(self._paths)].append(frame)
-        self._added += 1
-        self._pending_bytes += len(frame)
-        if self._pending_bytes >= BUFFER_BYTES:
-            self.flush()
+    def add(self, table: pa.RecordBatch) -> None:
+        """Add the next rows; those of an incomplete block wait for more."""
+        rows = pa.concat_batches([*self._pending, table])
+        while rows.num_rows:
+            size = min(rows.num_rows, self._left)
+            size -= size % self._rows if size < self._left else 0
+            if not size:
+                break
+            self._write(rows.slice(0, size))
+            rows = rows.slice(size)
+        self._pending = [rows]
 
-    def flush(self) -> None:
-        """Write what has been added."""
-        for index, path in enumerate(self._paths):
-            data = b"".join(self._pending[index])
-            with path.open("ab") as file:
-                file.write(data)
-            self._crcs[index] = google_crc32c.extend(self._crcs[index], data)
-            self._pending[index].clear()
-        self._pending_bytes = 0
-
-    def shuffle(self, seed: int, count: Callable[[int], None]) -> None:
-        """Shuffle the records of each shard; call it after the last `flush`.
-
-        Records are read from the memory-mapped file, so that memory does not grow with it. `count`
-        is called with the number of records of each shard.
-        """
-        for index, (path, examples) in enumerate(zip(self._paths, self.examples, strict=True)):
-            self._crcs[index] = _shuffle(path, np.random.RandomState((seed, index)))
-            count(examples)
-
-    @property
-    def examples(self) -> list[int]:
-        """Number of records of each shard."""
-        share, more = divmod(self._added, len(self._paths))
-        return [share + (index < more) for index in range(len(self._paths))]
+    def _write(self, rows: pa.RecordBatch) -> None:
+        crc = self._crcs[self._shard]
+        with self._paths[self._shard].open("ab") as file:
+            for block in encode_blocks(self._features, rows, self._rows):
+                frame = frame_record(block)
+                file.write(frame)
+                crc = google_crc32c.extend(crc, frame)
+        self._crcs[self._shard] = crc
+        self._left -= rows.num_rows
+        if not self._left and self._shard + 1 < len(self._paths):
+            self._shard += 1
+            self._left = self.examples[self._shard]
 
     @property
     def crcs(self) -> list[str]:
@@ -71,20 +73,17 @@ class ShardWriter:
         return [f"{crc:08x}" for crc in self._crcs]
 
 
-def _shuffle(path: Path, random: np.random.RandomState) -> int:
-    """Rewrite a shard in a random order; return its crc32c."""
-    if not path.stat().st_size:
-        return 0
-    part, crc = path.with_suffix(".part"), 0
-    with (
-        path.open("rb") as file,
-        part.open("wb") as out,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-    ):
-        frames = places(data)
-        for index in random.permutation(len(frames) - 1):
-            frame = data[frames[index] : frames[index + 1]]
-            out.write(frame)
-            crc = google_crc32c.extend(crc, frame)
-    part.replace(path)
-    return crc
+def write_shards(  # noqa: PLR0913
+    folder: Path,
+    split: str,
+    features: Mapping[str, FeatureSpec],
+    columns: Mapping[str, Any],
+    *,
+    count: int = 1,
+    rows: int = BLOCK_ROWS,
+) -> tuple[int, ...]:
+    """Write the shards of examples in their order; return the number of examples of each."""
+    table = make_table(features, make_columns(features, columns))
+    writer = ShardWriter(folder, split, features, examples=table.num_rows, count=count, rows=rows)
+    writer.add(table)
+    return tuple(writer.examples)

@@ -1,0 +1,226 @@
+"""Rows are read as they were written in blocks, for every type, in blocks of every size."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flotilla.trainer.data.blocks import (
+    BYTES,
+    choose_rows,
+    complete,
+    encode_blocks,
+    parse_blocks,
+    parse_rows,
+)
+from flotilla.trainer.data.columns import make_columns, make_table
+from flotilla.trainer.data.features import choose_stored_form
+from flotilla.trainer.features.dataset_spec import BLOCK_ROWS
+from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.features.names import length_name
+
+NUMBERS = [
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+    "float16", "float32", "float64", "bool", "bfloat16",
+]  # fmt: skip
+SHAPES = [(), (3,), (2, 3), (2, 0), (2, 1, 2)]
+
+
+def feature(shape, dtype):
+    return FeatureSpec(shape=shape, dtype=dtype, stored=choose_stored_form(shape, dtype))
+
+
+def sequence(inner, dtype, padding=0):
+    return FeatureSpec(shape=(None, *inner), dtype=dtype, stored="sequence", padding=padding)
+
+
+LENGTH = FeatureSpec(shape=(), dtype="int64", stored="int")
+
+
+def encode(features, batch, size=2):
+    features = features | {length_name(name): LENGTH for name in features if features[name].varies}
+    table = make_table(features, make_columns(features, batch))
+    return list(encode_blocks(features, table, size))
+
+
+def there_and_back(features, batch, size=2):
+    blocks = tf.constant(encode(features, batch, size))
+    return complete(features, parse_blocks(features, blocks))
+
+
+def kind(dtype):
+    return ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+
+
+def draw_numbers(draw, dtype, shape):
+    """Bytes of a seed are values of every pattern; a bool has two."""
+    size = int(np.prod(shape))
+    data = np.random.RandomState(draw(st.integers(0, 1 << 30))).bytes(
+        size * np.dtype(kind(dtype)).itemsize
+    )
+    if dtype == "bool":
+        return (np.frombuffer(data, np.uint8) % 2).astype(bool).reshape(shape)
+    return np.frombuffer(data, kind(dtype)).reshape(shape).copy()
+
+
+@st.composite
+def numbers(draw):
+    dtype, shape = draw(st.sampled_from(NUMBERS)), draw(st.sampled_from(SHAPES))
+    return feature(shape, dtype), draw_numbers(draw, dtype, (draw(st.integers(1, 9)), *shape))
+
+
+def as_bytes(values):
+    """The bits of values, but for the many that stand for no number."""
+    if values.dtype.kind in "fV":
+        with np.errstate(invalid="ignore"):
+            wide = values.astype(np.float64)
+        return np.where(np.isnan(wide), np.nan, wide).tobytes()
+    return values.tobytes()
+
+
+@given(numbers(), st.integers(1, 4))
+@settings(max_examples=150, deadline=None)
+def test_numbers_of_a_fixed_shape(case, size):
+    spec, written = case
+    read = there_and_back({"x": spec}, {"x": written}, size)["x"]
+    assert read.dtype == tf.as_dtype(spec.dtype)
+    assert read.shape == written.shape
+    assert as_bytes(read.numpy()) == as_bytes(written)
+
+
+TEXTS = st.binary(max_size=9) | st.binary(min_size=300, max_size=310)
+
+
+@given(st.sampled_from([(), (1,), (2,), (2, 2)]), st.data(), st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_texts(shape, data, size):
+    rows, values = data.draw(st.integers(1, 7)), int(np.prod(shape))
+    every = data.draw(st.lists(TEXTS, min_size=rows * values, max_size=rows * values))
+    written = np.array([*every, None], object)[:-1].reshape(rows, *shape)
+    read = there_and_back({"x": feature(shape, "string")}, {"x": written}, size)["x"]
+    assert read.numpy().tolist() == written.tolist()
+
+
+@given(
+    st.sampled_from([*NUMBERS, "string"]),
+    st.sampled_from([(), (2,), (2, 3)]),
+    st.lists(st.integers(0, 4), min_size=1, max_size=9),
+    st.integers(1, 4),
+    st.data(),
+)
+@settings(max_examples=150, deadline=None)
+def test_sequences(dtype, inner, lengths, size, data):
+    padding = -1 if dtype.startswith("int") else 0
+    written = [
+        draw_numbers(data.draw, dtype, (each, *inner))
+        if dtype != "string"
+        else np.array([b"a" * n for n in range(each * int(np.prod(inner)))], object).reshape(
+            each, *inner
+        )
+        for each in lengths
+    ]
+    spec = sequence(inner, dtype, padding)
+    read = there_and_back({"x": spec}, {"x": written}, size)["x"].numpy()
+    assert read.shape == (len(lengths), max(1, *lengths), *inner)
+    for row, values in zip(read, written, strict=True):
+        if dtype == "string":
+            assert row[: len(values)].tolist() == values.tolist()
+        else:
+            assert as_bytes(row[: len(values)]) == as_bytes(values)
+        rest = row[len(values) :]
+        assert (rest == (b"" if dtype == "string" else np.array(padding).astype(rest.dtype))).all()
+
+
+def test_rows_of_the_whole_range():
+    written = np.array([0, 1, -1, 127, 128, 1 << 40, -(1 << 63), (1 << 63) - 1])
+    for size in (1, 3, 8):
+        read = there_and_back({"x": feature((), "int64")}, {"x": written}, size)["x"]
+        np.testing.assert_array_equal(read.numpy(), written)
+
+
+EVERY = {
+    "class": feature((), "int64"),
+    "number": feature((), "float32"),
+    "exact": feature((), "float64"),
+    "text": feature((), "string"),
+    "vector": feature((2,), "int32"),
+    "words": sequence((), "string"),
+    "points": sequence((2,), "float32"),
+    "": feature((), "bool"),
+    "\0rows": feature((), "int16"),
+    "ünï/code": feature((2,), "string"),
+}
+
+
+def every(rows):
+    lengths = [n % 4 for n in range(rows)]
+    return {
+        "class": np.arange(rows),
+        "number": np.arange(rows, dtype=np.float32),
+        "exact": np.arange(rows) / 3,
+        "text": [str(n).encode() for n in range(rows)],
+        "vector": np.arange(2 * rows).reshape(rows, 2),
+        "words": [np.array([b"w"] * n, object) for n in lengths],
+        "points": [np.full((n, 2), n, np.float32) for n in lengths],
+        "": np.arange(rows) % 2 == 0,
+        "\0rows": np.arange(rows) + 1000,
+        "ünï/code": np.array([[b"a", str(n).encode()] for n in range(rows)], object),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_features_of_all_kinds_stay_rows(size):
+    read = there_and_back(EVERY, every(11), size)
+    np.testing.assert_array_equal(read["class"], np.arange(11))
+    np.testing.assert_array_equal(read["exact"], np.arange(11) / 3)
+    assert [int(each) for each in read["text"].numpy()] == list(range(11))
+    np.testing.assert_array_equal(read["\0rows"], np.arange(11) + 1000)
+    np.testing.assert_array_equal(read["points"][7], np.full((3, 2), 3.0))
+    assert read["ünï/code"][10].numpy().tolist() == [b"a", b"10"]
+
+
+def test_some_features_of_a_block():
+    blocks = tf.constant(encode(EVERY, every(9)))
+    read = parse_blocks({"points": EVERY["points"]}, blocks)
+    assert list(read) == ["points"]
+    assert read["points"].row_lengths().numpy().tolist() == [n % 4 for n in range(9)]
+
+
+def test_equal_rows_give_equal_bytes():
+    assert encode(EVERY, every(9)) == encode(dict(reversed(EVERY.items())), every(9))
+
+
+def test_a_part_of_a_table():
+    table = make_table(
+        {"x": EVERY["text"]},
+        {"x": make_columns({"x": EVERY["text"]}, {"x": [b"a", b"bc", b"d"]})["x"]},
+    )
+    (block,) = encode_blocks({"x": EVERY["text"]}, table.slice(1, 2), 9)
+    assert parse_blocks({"x": EVERY["text"]}, tf.constant([block]))["x"].numpy().tolist() == [
+        b"bc",
+        b"d",
+    ]
+
+
+def test_a_block_of_one_row_is_what_clients_send():
+    records = tf.constant(encode(EVERY, every(5), size=1))
+    as_rows, as_blocks = (
+        parse_rows(EVERY_NAMED, records),
+        complete(EVERY_NAMED, parse_blocks(EVERY_NAMED, records)),
+    )
+    for name in EVERY_NAMED:
+        np.testing.assert_array_equal(as_rows[name].numpy(), as_blocks[name].numpy(), name)
+
+
+EVERY_NAMED = {name: each for name, each in EVERY.items() if not name.startswith("\0")}
+
+
+def test_the_rows_of_a_block():
+    assert choose_rows(10**6, 60 * 10**6, 100) == BLOCK_ROWS
+    assert choose_rows(1000, 1000 * BYTES // 10, BYTES) == 10
+    assert choose_rows(10, 10 * 2 * BYTES, 2 * BYTES) == 1
+    # One row of 60 MB among a million small ones.
+    assert choose_rows(10**6, 10**8, 60 << 20) == 1
+    assert choose_rows(1, 0, 0) == BLOCK_ROWS

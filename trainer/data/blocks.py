@@ -1,0 +1,267 @@
+"""Blocks: the records of a shard. A `tf.train.Example` holds many rows, packed by column.
+
+Each feature is one list of all rows: numbers as int64 or float32, texts and encoded images as
+bytes. Tensors, and sequences of numbers, are one value: the bytes of all rows after one another.
+The number of rows is an entry of its own. The lengths of a sequence are the feature of that name.
+
+A block is written from Arrow columns and parsed by a few ops, without work for each row. A large
+example is a block of one row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from flotilla.trainer.data.examples import images
+from flotilla.trainer.features.dataset_spec import BLOCK_ROWS
+from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.features.names import length_name
+
+#: About the bytes of a block: larger ones are no faster to read.
+BYTES = 128 << 10
+# The bound for blocks whose rows differ much in size.
+_LARGEST_BYTES = 64 << 20
+_COUNT = "\0rows"
+# `decode_raw` does not know these types; it reads the signed type of the same size.
+_SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
+
+
+def choose_rows(rows: int, size: int, largest: int) -> int:
+    """Return the rows of a block, from the number of all rows, their bytes, and the largest row's.
+
+    All blocks of a dataset have this number of rows, except the last one of each shard.
+    """
+    mean, bound = BYTES * rows // max(1, size), _LARGEST_BYTES // max(1, largest)
+    return max(1, min(BLOCK_ROWS, mean, bound))
+
+
+def encode_blocks(
+    features: Mapping[str, FeatureSpec], table: pa.RecordBatch, size: int
+) -> Iterator[bytes]:
+    """Yield blocks of `size` rows of a table from `columns.make_table`; the last may be shorter.
+
+    Equal rows give equal bytes.
+    """
+    # Sorted, because the order of a map is free.
+    packed = [(_key(name), _pack(features[name], table[name])) for name in sorted(features)]
+    for first in range(0, table.num_rows, size):
+        last = min(first + size, table.num_rows)
+        entries = [_entry(_COUNT, _INTS, _varint(last - first))]
+        for key, column in packed:
+            content = column.data[column.starts[first] : column.starts[last]]
+            entries.append(_entry(key, column.kind, content))
+        yield _frame(_FIRST, b"".join(entries))
+
+
+def parse_blocks(features: Mapping[str, FeatureSpec], blocks: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Return the rows of blocks, strings of shape (n,), by feature: tensors of shape (rows, ...).
+
+    Encoded images stay strings, and sequences are ragged: `complete` makes a batch of them.
+    """
+    of_lengths = {length_name(name) for name, each in features.items() if _is_sequence(each)}
+    wire = {_key(name): _wire(feature) for name, feature in features.items()}
+    wire |= {_key(name): tf.io.RaggedFeature(tf.int64) for name in of_lengths}
+    wire[_COUNT] = tf.io.FixedLenFeature((), tf.int64)
+    parsed = tf.io.parse_example(blocks, wire)
+    rows = tf.reduce_sum(parsed[_COUNT])
+    return {
+        name: _unpack(
+            feature,
+            parsed[_key(name)],
+            parsed[_key(length_name(name))].values if _is_sequence(feature) else rows,
+        )
+        for name, feature in features.items()
+    }
+
+
+def complete(
+    features: Mapping[str, FeatureSpec], rows: Mapping[str, tf.Tensor]
+) -> dict[str, tf.Tensor]:
+    """Return a batch of rows from `parse_blocks`: images are decoded, and sequences padded."""
+    return {name: _complete(features[name], values) for name, values in rows.items()}
+
+
+def parse_rows(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, tf.Tensor]:
+    """Return a batch of records of one row each, strings of shape (n,), as clients send them.
+
+    A block of one row is such a record. The lengths of sequences are those of their content.
+    """
+    if not features:
+        return {}
+    wire = {name: _row_wire(feature) for name, feature in features.items()}
+    parsed = tf.io.parse_example(records, wire)
+    count = tf.size(records, tf.int64)
+    return {
+        name: _complete(feature, _unpack_rows(feature, parsed[name], count))
+        for name, feature in features.items()
+    }
+
+
+class _Packed(NamedTuple):
+    """The content of a column: that of row `i` begins at `starts[i]`; `kind` is its tag."""
+
+    kind: bytes
+    data: memoryview
+    starts: NDArray[np.int64]
+
+
+# Protobuf: a field of a message with a length (https://protobuf.dev/programming-guides/encoding).
+_FIRST, _SECOND = b"\x0a", b"\x12"
+# A `Feature` is a list of one of three types. A packed list, and a single value, are one field.
+_TEXTS, _BYTES, _FLOATS, _INTS = b"\x0a", b"\x0a\x0a", b"\x12\x0a", b"\x1a\x0a"
+_BITS, _MORE = 7, 0x80
+
+
+def _pack(feature: FeatureSpec, column: pa.Array) -> _Packed:
+    if feature.stored == "int":
+        return _Packed(_INTS, *_varints(column.to_numpy()))
+    if feature.stored == "float":
+        return _Packed(_FLOATS, *_fixed(column, np.dtype(np.float32).itemsize))
+    if pa.types.is_fixed_size_binary(column.type):
+        return _Packed(_BYTES, *_fixed(column, column.type.byte_width))
+    if feature.dtype == "string" or feature.stored == "image":
+        if not pa.types.is_large_list(column.type):
+            return _Packed(_TEXTS, *_frame_all(column))
+        data, starts = _frame_all(column.flatten())
+        ends = column.offsets.to_numpy()
+        return _Packed(_TEXTS, data, starts[ends - ends[0]])
+    return _Packed(_BYTES, *_content(column))
+
+
+def _fixed(column: pa.Array, size: int) -> tuple[memoryview, NDArray[np.int64]]:
+    starts = (np.arange(len(column) + 1) + column.offset) * size
+    return memoryview(column.buffers()[1]), starts
+
+
+def _content(column: pa.Array) -> tuple[memoryview, NDArray[np.int64]]:
+    _, ends, data = column.buffers()
+    starts = np.frombuffer(ends, np.int64)[column.offset : column.offset + len(column) + 1]
+    return memoryview(data if data is not None else b""), starts
+
+
+def _frame_all(texts: pa.Array) -> tuple[memoryview, NDArray[np.int64]]:
+    """Return texts as the values of a list: each after its tag and its length."""
+    sizes = pc.dictionary_encode(pc.binary_length(texts))
+    heads = pa.array(
+        [_FIRST + _varint(size) for size in sizes.dictionary.to_pylist()], pa.large_binary()
+    )
+    nothing = pa.scalar(b"", pa.large_binary())
+    return _content(pc.binary_join_element_wise(heads.take(sizes.indices), texts, nothing))
+
+
+def _varints(values: NDArray[np.int64]) -> tuple[memoryview, NDArray[np.int64]]:
+    left = values.astype(np.int64).view(np.uint64)
+    sizes = np.ones(len(left), np.int64)
+    for bits in range(_BITS, 64, _BITS):
+        more = left >> np.uint64(bits) != 0
+        if not more.any():
+            break
+        sizes += more
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    found = np.empty(starts[-1], np.uint8)
+    for place in range(int(sizes.max(initial=0))):
+        here = sizes > place
+        low = (left[here] >> np.uint64(_BITS * place)).astype(np.uint8) & np.uint8(_MORE - 1)
+        found[starts[:-1][here] + place] = low | np.where(sizes[here] > place + 1, _MORE, 0)
+    return memoryview(found), starts
+
+
+def _entry(key: str, kind: bytes, content: Any) -> bytes:
+    value = _frame(kind[:1], content if len(kind) == 1 else _frame(kind[1:], content))
+    return _frame(_FIRST, _frame(_FIRST, key.encode()) + _frame(_SECOND, value))
+
+
+def _frame(tag: bytes, content: Any) -> bytes:
+    return b"".join((tag, _varint(len(content)), content))
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value >= _MORE:
+        found.append(value & (_MORE - 1) | _MORE)
+        value >>= _BITS
+    found.append(value)
+    return bytes(found)
+
+
+def _key(name: str) -> str:
+    """Return the entry of a feature, which may have any name."""
+    return f"{_COUNT[0]}{name}" if name.startswith(_COUNT[0]) else name
+
+
+def _is_sequence(feature: FeatureSpec) -> bool:
+    return feature.stored == "sequence"
+
+
+def _is_one_value(feature: FeatureSpec) -> bool:
+    return feature.stored == "raw" or (_is_sequence(feature) and feature.dtype != "string")
+
+
+def _wire(feature: FeatureSpec) -> Any:
+    if _is_one_value(feature):
+        return tf.io.FixedLenFeature((), tf.string)
+    kinds = {"int": tf.int64, "float": tf.float32}
+    return tf.io.RaggedFeature(kinds.get(feature.stored, tf.string), row_splits_dtype=tf.int64)
+
+
+def _unpack(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
+    """Return the rows of a parsed column; `count` is their number, or the length of each."""
+    if not _is_one_value(feature):
+        values = column.values
+        if feature.stored in ("int", "float"):
+            return tf.cast(values, feature.dtype)
+        if feature.stored == "image":
+            return values
+    else:
+        values = _decode(feature, tf.strings.reduce_join(column))
+    if not _is_sequence(feature):
+        return tf.reshape(values, (count, *feature.shape))
+    inner = tf.reshape(values, (-1, *feature.sizes[1:]))
+    return tf.RaggedTensor.from_row_lengths(inner, count, validate=False)
+
+
+def _row_wire(feature: FeatureSpec) -> Any:
+    if _is_sequence(feature) and feature.dtype == "string":
+        return tf.io.RaggedFeature(tf.string, row_splits_dtype=tf.int64)
+    shape = feature.shape if feature.stored == "bytes" else ()
+    kinds = {"int": tf.int64, "float": tf.float32}
+    return tf.io.FixedLenFeature(shape, kinds.get(feature.stored, tf.string))
+
+
+def _unpack_rows(feature: FeatureSpec, column: Any, count: tf.Tensor) -> Any:
+    if feature.stored in ("int", "float"):
+        return tf.cast(column, feature.dtype)
+    if not _is_sequence(feature):
+        return _unpack(feature, column, count) if feature.stored == "raw" else column
+    values = math.prod(feature.sizes[1:])
+    if feature.dtype == "string":
+        return _unpack(feature, column, column.row_lengths() // values)
+    size = values * tf.as_dtype(feature.dtype).size
+    return _unpack(feature, column, tf.strings.length(column) // size)
+
+
+def _decode(feature: FeatureSpec, data: tf.Tensor) -> tf.Tensor:
+    dtype = tf.as_dtype(feature.dtype)
+    values = tf.io.decode_raw(data, _SIGNED.get(feature.dtype, dtype))
+    return tf.bitcast(values, dtype) if feature.dtype in _SIGNED else values
+
+
+def _complete(feature: FeatureSpec, values: Any) -> tf.Tensor:
+    if feature.stored == "image":
+        return images.decode(feature, values)
+    if not _is_sequence(feature):
+        return values
+    first, *inner = feature.shape
+    # A layer cannot reduce an empty axis.
+    longest = first or tf.maximum(values.bounding_shape(axis=1, out_type=tf.int64), 1)
+    padding = "" if feature.dtype == "string" else tf.cast(feature.padding, feature.dtype)
+    padded = values.to_tensor(padding, shape=(None, longest, *inner))
+    return tf.ensure_shape(padded, (None, *feature.shape))

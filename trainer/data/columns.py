@@ -1,0 +1,129 @@
+"""Columns of examples in memory, and the table of a part, without a Python object for each row.
+
+Sources give columns by feature name, in one of three forms:
+
+- numbers of a fixed shape: an array whose first axis is the example;
+- texts and encoded images: an Arrow array of bytes, without nulls;
+- sequences, and texts of a shape: an Arrow array of lists of numbers or of bytes, flat in an
+  example (`bfloat16` as `float32`).
+
+A table has the same columns in their stored form: int64, float32, or the bytes of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.features.names import length_name
+
+Column = NDArray[Any] | pa.Array
+#: The features of some examples by name.
+Columns = Mapping[str, Column]
+# NumPy lacks this type, and Arrow too; its values are those of a short float32.
+_SHORT_FLOAT = "bfloat16"
+
+
+def make_columns(features: Mapping[str, FeatureSpec], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return columns in the forms of this module, from arrays and lists; adds the lengths.
+
+    A variable length, or a text of a shape, may be given as an array or a list of arrays.
+    """
+    found = {
+        name: make_column(feature, given[name])
+        for name, feature in features.items()
+        if name in given
+    }
+    return {**found, **count_lengths(features, found)}
+
+
+def make_column(feature: FeatureSpec, values: Any) -> Column:
+    """Return one column in the forms of this module."""
+    if isinstance(values, pa.Array):
+        return values
+    if feature.stored == "sequence" or (feature.dtype == "string" and feature.shape):
+        return _make_lists(feature, values)
+    if feature.dtype == "string" or feature.stored == "image":
+        return make_texts(values)
+    return np.asarray(values, numpy_type(feature))
+
+
+def make_texts(values: Iterable[Any]) -> pa.Array:
+    """Return bytes as an Arrow array."""
+    flat = np.ravel(values).tolist() if isinstance(values, np.ndarray) else list(values)
+    return pa.array(flat, pa.large_binary())
+
+
+def count_lengths(
+    features: Mapping[str, FeatureSpec], columns: Mapping[str, Column]
+) -> dict[str, NDArray[np.int64]]:
+    """Return the lengths of the columns that vary, by the name of their feature."""
+    return {
+        length_name(name): _lengths(columns[name]) // math.prod(feature.sizes[1:])
+        for name, feature in features.items()
+        if feature.varies and name in columns
+    }
+
+
+def make_table(features: Mapping[str, FeatureSpec], columns: Columns) -> pa.RecordBatch:
+    """Return the stored form of some examples."""
+    names = list(features)
+    return pa.record_batch([_store(features[name], columns[name]) for name in names], names)
+
+
+def numpy_type(feature: FeatureSpec) -> np.dtype[Any]:
+    """Return the NumPy type of numbers."""
+    if feature.dtype == _SHORT_FLOAT:
+        # This package comes with TensorFlow, and registers the type.
+        import ml_dtypes  # noqa: PLC0415
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(feature.dtype)
+
+
+def _make_lists(feature: FeatureSpec, values: Any) -> pa.Array:
+    is_text = feature.dtype == "string"
+    kind = object if is_text else numpy_type(feature)
+    rows = [np.ravel(np.asarray(each, kind)) for each in values]
+    ends = np.cumsum([0, *map(len, rows)])
+    flat = np.concatenate(rows) if rows else np.zeros(0, kind)
+    if is_text:
+        inner = pa.array(flat.tolist(), pa.large_binary())
+    else:
+        inner = pa.array(flat.astype(np.float32) if feature.dtype == _SHORT_FLOAT else flat)
+    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), inner)
+
+
+def _lengths(column: Column) -> NDArray[np.int64]:
+    found = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    return found.astype(np.int64)  # type: ignore[no-any-return]
+
+
+def _store(feature: FeatureSpec, column: Column) -> pa.Array:
+    if feature.dtype == "string" or feature.stored == "image":
+        is_list = feature.stored == "sequence" or (feature.shape and feature.stored != "image")
+        binary = pa.large_binary()
+        return column.cast(pa.large_list(binary) if is_list else binary)
+    kind = numpy_type(feature)
+    if feature.stored == "sequence":
+        with np.errstate(invalid="ignore"):
+            flat = column.flatten().to_numpy(zero_copy_only=False).astype(kind)
+        ends = np.cumsum([0, *_lengths(column)]) * kind.itemsize
+        buffers = [None, pa.py_buffer(ends.astype(np.int64)), pa.py_buffer(flat.tobytes())]
+        return pa.Array.from_buffers(pa.large_binary(), len(column), buffers)
+    values = np.asarray(column, kind)
+    if feature.stored == "int":
+        return pa.array(values.astype(np.int64))
+    if feature.stored == "float":
+        return pa.array(values.astype(np.float32))
+    size = math.prod(feature.sizes) * kind.itemsize
+    return pa.Array.from_buffers(
+        pa.binary(size), len(values), [None, pa.py_buffer(values.tobytes())]
+    )
