@@ -78,6 +78,35 @@ def make_table(features: Mapping[str, FeatureSpec], columns: Columns) -> pa.Reco
     return pa.record_batch([_store(features[name], columns[name]) for name in names], names)
 
 
+def select_rows(columns: Columns, chosen: NDArray[np.bool_]) -> Columns:
+    """Return the chosen rows of columns."""
+    if chosen.all():
+        return columns
+    mask = pa.array(chosen)
+    return {
+        name: values[chosen] if isinstance(values, np.ndarray) else values.filter(mask)
+        for name, values in columns.items()
+    }
+
+
+def make_rows(feature: FeatureSpec, column: Any) -> Any:
+    """Return a column as Python code takes it: texts as bytes, sequences as arrays."""
+    if not isinstance(column, pa.Array):
+        return column
+    if not pa.types.is_large_list(column.type):
+        return column.to_numpy(zero_copy_only=False)
+    flat = column.flatten().to_numpy(zero_copy_only=False)
+    if feature.dtype != "string":
+        flat = flat.astype(numpy_type(feature))
+    ends = np.cumsum(_lengths(column))
+    if not feature.varies:
+        return flat.reshape(len(column), *feature.sizes)
+    found = np.empty(len(column), object)
+    for place, row in enumerate(np.split(flat, ends[:-1]) if len(column) else ()):
+        found[place] = row.reshape(-1, *feature.sizes[1:])
+    return found
+
+
 def numpy_type(feature: FeatureSpec) -> np.dtype[Any]:
     """Return the NumPy type of numbers."""
     if feature.dtype == _SHORT_FLOAT:

@@ -304,6 +304,7 @@ def _fields(
             name: {"examples": sum(shards), "shards": shards}
             for name, shards in written.examples.items()
         },
+        "block_rows": written.block_rows,
         "features": {name: spec.to_json() for name, spec in selection.specs.items()},
         "inputs": selection.inputs,
         "targets": selection.targets,

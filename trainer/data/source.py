@@ -17,10 +17,6 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.data.features import Selection
 
-#: The features of some examples by name: arrays whose first axis is the example. A variable length
-#: is an array of arrays, or a list of them; an encoded image is bytes.
-Columns = Mapping[str, NDArray[Any]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
@@ -44,9 +40,12 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Some examples of a part: their features, and the split of each as an index into `SPLITS`."""
+    """Some examples of a part: their features, and the split of each as an index into `SPLITS`.
 
-    columns: Columns
+    `columns` have the forms of `columns.Columns`, or those that `columns.make_columns` takes.
+    """
+
+    columns: Mapping[str, Any]
     splits: NDArray[np.int8]
 
 
@@ -57,12 +56,10 @@ class Source(ABC):
         name: the configured name, for messages.
         identity: identifies its content, such as the version or the digest of a listing. It is part
             of the dataset's key and of its manifest.
-        is_shuffled: whether its examples come in a random order; if not, each shard is shuffled.
     """
 
     name: str
     identity: Mapping[str, Any]
-    is_shuffled: bool = False
 
     @abstractmethod
     def select(self) -> Selection:

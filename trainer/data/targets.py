@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flotilla.trainer.data.columns import Column
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.one_pass import Moments
 from flotilla.trainer.runtime.errors import UserError
@@ -34,9 +35,9 @@ class Target:
         self._multi_hot = spec.dtype == "bool" and spec.shape == (spec.num_classes,)
         self._moments = Moments()
 
-    def refuse(self, dataset: str, split: str, values: NDArray[Any]) -> None:
+    def refuse(self, dataset: str, split: str, given: Column) -> None:
         """Raise `UserError` if an example has no class, or a number is not finite."""
-        values = _concatenate(values)
+        values = _flatten(given)
         if values.dtype.kind == "f":
             _refuse_infinite("label", self.name, dataset, split, values)
         elif self._spec.num_classes and self._spec.shape == () and values.min(initial=0) < 0:
@@ -46,9 +47,9 @@ class Target:
                 "(data.dataset: package.module:Builder) that leaves them out"
             )
 
-    def add(self, split: str, values: NDArray[Any]) -> None:
+    def add(self, split: str, given: Column) -> None:
         """Add the values of some examples of a split."""
-        values = _concatenate(values)
+        values = _flatten(given)
         if split == "train" and values.size:
             self._moments.add(values)
         if not self._of_classes:
@@ -161,8 +162,8 @@ def _pad(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return np.pad(counts, (0, length - len(counts)))
 
 
-def _concatenate(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the values of sequences, an array of arrays, in one axis."""
-    if values.dtype != object or not len(values):
+def _flatten(values: Column) -> NDArray[Any]:
+    """Return the values of sequences in one axis."""
+    if isinstance(values, np.ndarray):
         return values
-    return np.concatenate([np.ravel(each) for each in values])
+    return values.flatten().to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]

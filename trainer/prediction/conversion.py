@@ -13,6 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.columns import make_rows
 from flotilla.trainer.data.examples import images
 from flotilla.trainer.data.files.column_scan import EXACT, is_list
 from flotilla.trainer.data.files.conversion import Values, convert_rows, pad_values
@@ -77,7 +78,7 @@ def _pad(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any
 
 
 def _check_range(spec: FeatureSpec, array: pa.Array, found: Values) -> Converted:
-    values, bad = found.values, found.bad
+    values, bad = make_rows(spec, found.values), found.bad
     dtype = tf.as_dtype(spec.dtype)
     if dtype.is_integer and values.dtype.kind in "iu":
         bad = bad | (values < dtype.min) | (values > dtype.max)

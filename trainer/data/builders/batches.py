@@ -12,7 +12,6 @@ import tensorflow_datasets as tfds
 
 from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.examples.images import UndecodableError, resize, stored_image
-from flotilla.trainer.data.examples.lengths import add_lengths
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.shapes import Fit
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -42,10 +41,8 @@ def batches(  # noqa: PLR0913, PLR0917
     left = end - first
     whole = end == source.info.splits[split].num_examples
     try:
-        for given in _arrays(source, selection, split, (first, -1 if whole else left)):
-            # Features for `data.map` have no role yet, and no length feature.
-            batch = add_lengths(selection.specs, given) if selection.targets else given
-            left -= len(next(iter(given.values())))
+        for batch in _arrays(source, selection, split, (first, -1 if whole else left)):
+            left -= len(next(iter(batch.values())))
             if left < 0:
                 break
             for image in _list_encoded(selection):

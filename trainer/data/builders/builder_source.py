@@ -27,9 +27,6 @@ PART_BYTES = 64 << 20
 class BuilderSource(Source):
     """The dataset named by `data.dataset`; TFDS stores its files in `data_dir`."""
 
-    # TFDS shuffles the examples that it writes.
-    is_shuffled = True
-
     def __init__(self, config: DataConfig, data_dir: Path) -> None:
         """Find the builder; raises `ConfigError`."""
         self._config = config

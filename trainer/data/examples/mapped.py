@@ -20,8 +20,8 @@ import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
+from flotilla.trainer.data.columns import make_column, make_rows
 from flotilla.trainer.data.examples import images
-from flotilla.trainer.data.examples.lengths import add_lengths
 from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
 from flotilla.trainer.data.shapes import Fit, Leaf
 from flotilla.trainer.data.source import Batch, Part, Source
@@ -71,7 +71,6 @@ class MappedSource(Source):
         self.name = f"data.map: {config.map}"
         # The digest of the function's code is part of the dataset's key through `data.map`.
         self.identity: Mapping[str, Any] = source.identity
-        self.is_shuffled = source.is_shuffled
         self._source = source
         self._config = config
         self._selection: Selection | None = None
@@ -128,14 +127,11 @@ class MappedSource(Source):
             if not rows:
                 continue
             columns = {
-                name: _column(spec, [self._store(row, name, selection) for row in rows])
+                name: make_column(spec, [self._store(row, name, selection) for row in rows])
                 for name, spec in selection.specs.items()
                 if name not in of_lengths
             }
-            yield Batch(
-                columns=add_lengths(selection.specs, columns),
-                splits=batch.splits[[row.index for row in rows]],
-            )
+            yield Batch(columns=columns, splits=batch.splits[[row.index for row in rows]])
 
     def place(self, part: Part, number: int) -> str:
         """Return the position of an example in the source, for messages."""
@@ -301,11 +297,8 @@ def _several(
 
 
 def _make_arguments(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]) -> dict[str, Any]:
-    return {
-        name: _decode(columns[name]) if _is_text(spec) else columns[name]
-        for name, spec in specs.items()
-        if name in columns
-    }
+    rows = {name: make_rows(spec, columns[name]) for name, spec in specs.items() if name in columns}
+    return {name: _decode(rows[name]) if _is_text(specs[name]) else rows[name] for name in rows}
 
 
 def _is_text(spec: FeatureSpec) -> bool:
@@ -321,10 +314,6 @@ def _decode(values: Any) -> Any:
         else:
             found[index] = _decode(value) if isinstance(value, np.ndarray | list) else value
     return found
-
-
-def _column(spec: FeatureSpec, values: list[Any]) -> list[Any] | NDArray[Any]:
-    return values if spec.stored == "image" or spec.varies else np.stack(values)
 
 
 def make_example(result: Any) -> Example:

@@ -10,9 +10,10 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
+from flotilla.trainer.data.columns import Column, make_column
 from flotilla.trainer.data.files import text_values, written_numbers
 from flotilla.trainer.data.files.column_scan import EXACT, is_list
-from flotilla.trainer.data.files.columns import Column
+from flotilla.trainer.data.files.columns import Column as FileColumn
 from flotilla.trainer.data.files.labels import class_ids
 from flotilla.trainer.data.files.written_lists import parse_numbers
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -30,18 +31,18 @@ _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6}
 
 
 class Values(NamedTuple):
-    """The values of a column by row, which of them are broken, and why.
+    """The values of a column by row, as a source gives them, which are broken, and why.
 
     A `missing` number or class is broken where a value is required.
     """
 
-    values: NDArray[Any]
+    values: Column
     bad: NDArray[np.bool_]
     why: str
     missing: NDArray[np.bool_] | np.bool_ = np.False_
 
 
-def make_spec(column: Column) -> FeatureSpec:
+def make_spec(column: FileColumn) -> FeatureSpec:
     """Return the stored form of a column."""
     if column.type in ("tensor", "image"):
         whole = "bytes" if column.dtype == "string" else "raw"
@@ -62,7 +63,7 @@ def make_spec(column: Column) -> FeatureSpec:
     )
 
 
-def convert_rows(column: Column, array: pa.Array, *, required: bool) -> Values:
+def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
     """Return the converted values of some rows.
 
     Args:
@@ -185,7 +186,7 @@ def _seconds(array: pa.Array) -> NDArray[np.float64]:
     return np.where(units.is_null().to_numpy(zero_copy_only=False), np.nan, found)
 
 
-def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
+def _texts(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
     texts, broken = _decode_texts(array)
     texts = text_values.trim_texts(texts)
     if column.type == "class":
@@ -195,9 +196,8 @@ def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
     bad = broken
     if required:
         bad = bad | pc.equal(texts, "").to_numpy(zero_copy_only=False)
-    values = texts.cast(pa.binary()).to_numpy(zero_copy_only=False)
     why = "is neither a text nor an image" if broken.any() else "is missing"
-    return Values(values.astype(object), bad, why)
+    return Values(texts.cast(pa.large_binary()), bad, why)
 
 
 def _decode_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
@@ -223,38 +223,57 @@ def _text(value: bytes | None) -> str | None:
         return None
 
 
-def _tensor(column: Column, array: pa.Array) -> Values:
-    """Return lists as one array, or as an array of arrays where lengths vary."""
+def _tensor(column: FileColumn, array: pa.Array) -> Values:
+    """Return lists as one array, or as an array of lists."""
     level = array
     if pa.types.is_fixed_size_list(array.type):
         level = pc.cast(array, pa.list_(array.type.value_type))
-    fixed = None not in column.shape
-    if (
-        fixed
-        and column.dtype != "string"
-        and is_list(level.type)
-        and not is_list(level.type.value_type)
-        and not level.null_count
-    ):
-        lengths = pc.list_value_length(level).to_numpy(zero_copy_only=False)
-        flat = pc.list_flatten(level)
-        if (lengths == np.prod(np.array(column.shape, int))).all() and not flat.null_count:
-            values = flat.to_numpy(zero_copy_only=False).reshape(len(level), *column.shape)
-            return Values(values.astype(column.dtype), np.zeros(len(level), np.bool_), "")
-    found = [_fit(column, row) for row in level.to_pylist()]
-    bad = np.array([each is None for each in found], np.bool_)
+    found = _plain_lists(column, level) if is_list(level.type) else None
+    if found is not None:
+        return Values(found, np.zeros(len(level), np.bool_), "")
+    rows = [_fit(column, row) for row in level.to_pylist()]
+    bad = np.array([each is None for each in rows], np.bool_)
     empty = _nothing(column)
-    kept = [empty if each is None else each for each in found]
-    if fixed:
-        values = np.stack(kept) if kept else empty[np.newaxis][:0]
+    kept = [empty if each is None else each for each in rows]
+    if None not in column.shape and column.dtype != "string":
+        values: Column = np.stack(kept) if kept else empty[np.newaxis][:0]
     else:
-        values = np.empty(len(kept), object)
-        for place, each in enumerate(kept):
-            values[place] = each
+        values = make_column(make_spec(column), kept)
     return Values(values, bad, f"has not the shape {_format_shape(column.shape)}")
 
 
-def _fit(column: Column, row: Any) -> NDArray[Any] | None:
+def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
+    """Return lists that all fit as they are, at once; None if one may not fit."""
+    flat = pc.list_flatten(array)
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    fixed, is_text = None not in column.shape, column.dtype == "string"
+    if fixed and (lengths != np.prod(np.array(column.shape, int))).any():
+        return None
+    # Only these can have inner lists, whose shapes may differ.
+    if len(column.shape) > 1 and (is_text or not fixed):
+        return None
+    values = _plain_values(column.dtype, flat)
+    if values is None:
+        return None
+    if fixed and not is_text:
+        return values.reshape(len(array), *column.shape)  # type: ignore[no-any-return]
+    return pa.LargeListArray.from_arrays(np.cumsum([0, *lengths]), pa.array(values))
+
+
+def _plain_values(dtype: str, flat: pa.Array) -> Any:
+    """Return values of lists as they are stored; None if one needs care."""
+    if dtype == "string":
+        is_text = _is_text(flat.type)
+        return text_values.trim_texts(flat).cast(pa.large_binary()) if is_text else None
+    if flat.null_count or not _is_number(flat.type):
+        return None
+    numbers = flat.to_numpy(zero_copy_only=False)
+    if numbers.dtype.kind == "f" and "float" not in dtype and np.isnan(numbers).any():
+        return None
+    return numbers.astype(dtype)
+
+
+def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
     """Return one list in the shape of its column, padded if configured; None if it does not fit."""
     varies = None in column.shape
     # A missing list is empty where lists may have any length.
@@ -279,7 +298,7 @@ def _fit(column: Column, row: Any) -> NDArray[Any] | None:
     return found if is_text else found.astype(column.dtype)
 
 
-def _nothing(column: Column, length: int | None = None) -> NDArray[Any]:
+def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
     """Return a value of a column for a row that has none; `length` is its first size if given."""
     sizes = [size or 0 for size in column.shape]
     shape = sizes if length is None else [length, *sizes[1:]]
@@ -316,6 +335,12 @@ def _only_values(array: pa.Array) -> pa.Array:
     places = np.cumsum(lengths) - lengths
     flat = pc.list_flatten(array)
     return flat.take(pa.array(places, mask=lengths != 1))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(
+        pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+    )
 
 
 def _is_text(kind: pa.DataType) -> bool:

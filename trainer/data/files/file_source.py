@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from flotilla.trainer.data import splits
-from flotilla.trainer.data.examples.lengths import add_lengths
+from flotilla.trainer.data.columns import Column, Columns, count_lengths, make_texts, select_rows
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.files.column_roles import LABELS, ColumnRoles
-from flotilla.trainer.data.files.columns import Column, decide, describe_columns
+from flotilla.trainer.data.files.columns import Column as FileColumn
+from flotilla.trainer.data.files.columns import decide, describe_columns
 from flotilla.trainer.data.files.conversion import Values, convert_rows, make_spec
 from flotilla.trainer.data.files.file_pieces import select_pieces
 from flotilla.trainer.data.files.formats.class_folders import IMAGE, LABEL
@@ -55,7 +57,7 @@ class FileSource(Source):
         if self._files.is_listing:
             self._said |= {IMAGE: "image", LABEL: "class"}
         self._roles: ColumnRoles | None = None
-        self._columns: dict[str, Column] = {}
+        self._columns: dict[str, FileColumn] = {}
         self._scan: Scan | None = None
         self._bounds = (np.inf, np.inf)
         self._selection: Selection | None = None
@@ -143,14 +145,12 @@ class FileSource(Source):
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a part without broken rows, which the scan has counted."""
         for (piece, numbers), columns, bad in self._read_pieces(part):
-            kept = add_lengths(
-                {name: selection.specs[name] for name in columns},
-                {name: array[~bad] for name, array in columns.items()},
-            )
             if not bad.all():
+                kept = select_rows(columns, ~bad)
                 drawn = self._splits(part.origin, kept, int((~bad).sum()))
                 self._check_named(drawn, kept, piece, numbers[~bad])
-                yield Batch(columns={name: kept[name] for name in selection.specs}, splits=drawn)
+                more = count_lengths(selection.specs, kept)
+                yield Batch(columns={**kept, **more}, splits=drawn)
 
     def place(self, part: Part, number: int) -> str:
         """Return the file and row of an example."""
@@ -216,9 +216,7 @@ class FileSource(Source):
 
     def _read_pieces(
         self, part: Part
-    ) -> Iterator[
-        tuple[tuple[Piece, NDArray[np.int64]], dict[str, NDArray[Any]], NDArray[np.bool_]]
-    ]:
+    ) -> Iterator[tuple[tuple[Piece, NDArray[np.int64]], dict[str, Column], NDArray[np.bool_]]]:
         for values in part.where["pieces"]:
             piece = Piece(*values)
             broken = BrokenRows()
@@ -349,11 +347,12 @@ class FileSource(Source):
 
     def _convert(
         self, rows: Rows, piece: Piece, broken: BrokenRows
-    ) -> tuple[dict[str, NDArray[Any]], NDArray[np.bool_]]:
+    ) -> tuple[dict[str, Column], NDArray[np.bool_]]:
         roles = self._roles
         assert roles
         bad = np.zeros(len(rows.numbers), np.bool_)
-        needed, found = self._list_required(roles), {}
+        needed = self._list_required(roles)
+        found: dict[str, Column] = {}
         # A row without a label is left out even if it has other errors.
         names = sorted(self._columns, key=lambda name: name not in roles.targets)
         for name in names:
@@ -362,7 +361,8 @@ class FileSource(Source):
             if column.type == "image":
                 spec, pictures = make_spec(column), self._pictures(piece)
                 values, wrong, reasons = pictures.decode_all(spec, array.to_pylist())
-                result = Values(values, wrong, "")
+                encoded = make_texts(values) if spec.stored == "image" else values
+                result = Values(encoded, wrong, "")
             else:
                 result = convert_rows(column, array, required=name in needed)
                 if name == roles.weight:
@@ -383,38 +383,37 @@ class FileSource(Source):
             bad |= result.bad
         return found, bad
 
-    def _splits(
-        self, origin: str, columns: Mapping[str, NDArray[Any]], count: int
-    ) -> NDArray[np.int8]:
+    def _splits(self, origin: str, columns: Columns, count: int) -> NDArray[np.int8]:
         roles = self._roles
         assert roles
         if origin in SPLITS[1:]:
             return np.full(count, SPLITS.index(origin), np.int8)
         if roles.split:
-            return np.array(
-                [splits.split_named(_text(each)) for each in columns[roles.split]], np.int8
-            )
+            words = pc.dictionary_encode(pa.array(columns[roles.split]))
+            named = [splits.split_named(_text(each)) for each in words.dictionary.to_pylist()]
+            return np.array(named, np.int8)[words.indices.to_numpy()]
         if roles.time:
             return splits.split_by_time(columns[roles.time], self._bounds)
         validation, test = self._shares()
         drawn = [roles.split_group] if roles.split_group else roles.inputs or tuple(columns)
-        # Length features have no column.
-        labels = {name: column.classes for name, column in self._columns.items()}
-        content = {name: comparable_content(columns[name], labels.get(name, ())) for name in drawn}
+        content = {
+            name: comparable_content(columns[name], self._columns[name].classes) for name in drawn
+        }
         found = hashes(content, self._config.seed)
         return splits.split_by_hash(found, validation=validation, test=test)
 
     def _check_named(
         self,
         drawn: NDArray[np.int8],
-        columns: Mapping[str, NDArray[Any]],
+        columns: Columns,
         piece: Piece,
         numbers: NDArray[np.int64],
     ) -> None:
         assert self._roles
         for place in np.flatnonzero(drawn < 0)[:1]:
+            word = _text(pa.array(columns[self._roles.split])[int(place)].as_py())
             raise UserError(
-                f"data.splits.column: {_text(columns[self._roles.split][place])!r} names no split "
+                f"data.splits.column: {word!r} names no split "
                 f"({self._files.place(piece, int(numbers[place]))}); write train, validation or "
                 "test"
             )

@@ -1,33 +1,45 @@
-"""Make the shards of a dataset from mapped parts."""
+"""Make the shards of a dataset from mapped parts.
+
+The rows of a split are shuffled as a whole, in bounded memory (Rao 1961, Sandelius 1962): each row
+goes to one of several buckets by chance, and each bucket is permuted in memory. The chunks of parts
+are in a random order already, so that a range of each is the bucket's share.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.preparation.parts import Sums, read_part, read_sums
+from flotilla.trainer.data.blocks import choose_rows
+from flotilla.trainer.data.preparation.parts import Chunk, Sums, list_chunks, read_sums
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.source import Source
 from flotilla.trainer.data.splits import shard_counts
 from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import Statistics
 from flotilla.trainer.runtime.errors import UserError
 
-# Records per progress update.
-_COUNTED = 4096
+BUCKET_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The content of the shards: number of examples per shard and split, and the statistics."""
+    """The content of the shards: number of examples per shard and split, and the statistics.
+
+    `block_rows` is the number of rows of a block.
+    """
 
     examples: Mapping[str, list[int]]
+    block_rows: int
     sums: Sums
     fingerprint: str
 
@@ -35,8 +47,7 @@ class Written:
 def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataConfig) -> Written:
     """Write the shards of all splits into `folder`, from the folders of the parts in their order.
 
-    Records are distributed to the shards of their split in turn. If the source is not shuffled,
-    each shard is shuffled by the configured seed.
+    The examples of each split are shuffled by the configured seed.
 
     Raises:
         UserError: there are fewer training examples than shards, or no test examples.
@@ -54,28 +65,49 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
             "examples, or a larger share for data.splits.test"
         )
     counts = shard_counts(source.name, sums.examples, config.shards)
-    writers = {split: ShardWriter(folder, split, count) for split, count in counts.items()}
     total = sum(sums.examples.values())
+    rows = choose_rows(total, sum(sums.bytes.values()), sums.largest)
+    writers = {
+        split: ShardWriter(
+            folder,
+            split,
+            selection.specs,
+            examples=sums.examples[split],
+            count=count,
+            rows=rows,
+        )
+        for split, count in counts.items()
+    }
     with Work("writing the shards", "rows", total) as work:
         for split, writer in writers.items():
-            for part in parts:
-                records = read_part(part, split)
-                while some := list(islice(records, _COUNTED)):
-                    for record in some:
-                        writer.add(record)
-                    work.add(len(some))
-            writer.flush()
-    if not source.is_shuffled:
-        with Work("shuffling the shards", "rows", total) as work:
-            for writer in writers.values():
-                writer.shuffle(config.seed, work.add)
+            chunks = [chunk for part in parts for chunk in list_chunks(part, split)]
+            seed = (config.seed, SPLITS.index(split))
+            for bucket in _shuffle(chunks, sums.bytes[split], seed):
+                writer.add(bucket)
+                work.add(bucket.num_rows)
     with Work("writing the statistics"):
         _write_statistics(sums, counts, folder)
     return Written(
         examples={split: writer.examples for split, writer in writers.items()},
+        block_rows=rows,
         sums=sums,
         fingerprint=_fingerprint(writers),
     )
+
+
+def _shuffle(chunks: Sequence[Chunk], size: int, seed: tuple[int, ...]) -> Iterator[pa.RecordBatch]:
+    """Yield all rows of some chunks of `size` bytes; every order is equally likely."""
+    random = np.random.RandomState(seed)
+    count = -(-size // BUCKET_BYTES) or 1
+    shares = [random.multinomial(chunk.rows, [1 / count] * count) for chunk in chunks]
+    starts = [0] * len(chunks)
+    for bucket in range(count):
+        taken = [int(share[bucket]) for share in shares]
+        rows = pa.concat_batches(
+            [chunk.read(*each) for chunk, *each in zip(chunks, starts, taken, strict=True)]
+        )
+        yield rows.take(pa.array(random.permutation(rows.num_rows)))
+        starts = [start + rows for start, rows in zip(starts, taken, strict=True)]
 
 
 def _fingerprint(writers: Mapping[str, ShardWriter]) -> str:

@@ -55,7 +55,7 @@ def map_parts_by_beam(  # noqa: PLR0913
         if name.endswith(_SUFFIX):
             storage.delete(storage.join(uri, name))
     if parts:
-        mapper = PartMapper(pickle.dumps(source), uri, config.vocabulary)
+        mapper = PartMapper(pickle.dumps(source), uri, config)
         try:
             options = pipeline_options(config.runner)
             with _quiet(), _watch(parts, uri, work), beam.Pipeline(options=options) as pipeline:
@@ -93,9 +93,9 @@ def _watch(parts: Sequence[Part], uri: str, work: Work) -> Iterator[None]:
 class PartMapper:
     """Maps one part and publishes it; runs in a worker."""
 
-    def __init__(self, source: bytes, uri: str, vocabulary: int) -> None:
+    def __init__(self, source: bytes, uri: str, config: DataConfig) -> None:
         """Store a pickled source."""
-        self._source, self._uri, self._vocabulary = source, uri, vocabulary
+        self._source, self._uri, self._config = source, uri, config
         # A worker on another machine lacks the user's modules.
         self._code = user_code.bundle()
         self._opened: tuple[Source, Any] | None = None
@@ -120,7 +120,7 @@ class PartMapper:
                     bundle.enter(self._code)
                     source = pickle.loads(self._source)
                     self._opened = source, source.select()
-                map_part(*self._opened, part, place, vocabulary=self._vocabulary)
+                map_part(*self._opened, part, place, config=self._config)
                 storage.publish(place, uri, kind="part")
             except TransientError:
                 raise

@@ -1,7 +1,8 @@
-"""A mapped part of a source: its encoded records by split, and their statistics.
+"""A mapped part of a source: its rows by split, in a random order, and their statistics.
 
-A folder has one file of records per split, in the order of the source, the lengths of the records,
-and `sums.json`, which is written last. It may be published and read on another machine.
+A folder has an Arrow file for each split, and `sums.json`, which is written last. It may be
+published and read on another machine. A file has chunks of about `CHUNK_BYTES`, each shuffled, so
+that a range of a chunk is a random choice of its rows.
 """
 
 from __future__ import annotations
@@ -9,20 +10,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.columns import Columns, make_columns, make_table, select_rows
 from flotilla.trainer.data.features import Selection
-from flotilla.trainer.data.records import encode
 from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.data.targets import Target, refuse_weight
 from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.features.statistics.accumulator import Accumulator
 
+CHUNK_BYTES = 32 << 20
 _SUMS = "sums.json"
-_READ_BYTES = 1 << 20
 
 
 class Sums:
@@ -31,6 +37,8 @@ class Sums:
     def __init__(self, selection: Selection, *, vocabulary: int, part: int = 0) -> None:
         """Begin with no examples; the number of the part seeds the samples."""
         self.examples = dict.fromkeys(SPLITS, 0)
+        self.bytes = dict.fromkeys(SPLITS, 0)
+        self.largest = 0
         self.targets = {each: Target(each, selection.specs[each]) for each in selection.targets}
         self.accumulators = {
             split: Accumulator(
@@ -43,22 +51,21 @@ class Sums:
             for index, split in enumerate(SPLITS)
         }
 
-    def add(self, columns: Mapping[str, Any], splits: Any) -> None:
-        """Add examples; `splits` holds the index of each into `SPLITS`."""
-        for index, split in enumerate(SPLITS):
-            chosen = splits == index
-            if not chosen.any():
-                continue
-            self.examples[split] += int(chosen.sum())
-            kept = {name: _chosen(values, chosen) for name, values in columns.items()}
-            self.accumulators[split].add(kept)
-            for target in self.targets.values():
-                target.add(split, kept[target.name])
+    def add(self, split: str, columns: Columns, table: pa.RecordBatch) -> None:
+        """Add examples of a split, and their stored form."""
+        self.examples[split] += table.num_rows
+        self.bytes[split] += table.nbytes
+        self.largest = max(self.largest, sum(map(_largest, table.columns)))
+        self.accumulators[split].add(columns)
+        for target in self.targets.values():
+            target.add(split, columns[target.name])
 
     def merge(self, other: Sums) -> None:
         """Add the statistics of further examples."""
-        for split, count in other.examples.items():
-            self.examples[split] += count
+        for split in SPLITS:
+            self.examples[split] += other.examples[split]
+            self.bytes[split] += other.bytes[split]
+        self.largest = max(self.largest, other.largest)
         for name, target in other.targets.items():
             self.targets[name].merge(target)
         for split, accumulator in other.accumulators.items():
@@ -69,13 +76,19 @@ class Sums:
         for split, accumulator in self.accumulators.items():
             np.savez(_statistics(folder, split), **accumulator.arrays())  # type: ignore[arg-type]
         targets = {name: each.state() for name, each in self.targets.items()}
-        tree = {"examples": self.examples, "targets": targets}
+        tree = {
+            "examples": self.examples,
+            "bytes": self.bytes,
+            "largest": self.largest,
+            "targets": targets,
+        }
         (folder / _SUMS).write_text(json.dumps(tree), encoding="utf-8")
 
     def restore(self, folder: Path) -> None:
         """Continue with the statistics saved in a folder."""
         tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
-        self.examples |= tree["examples"]
+        self.examples, self.bytes = tree["examples"], tree["bytes"]
+        self.largest = tree["largest"]
         for name, state in tree["targets"].items():
             self.targets[name].restore(state)
         for split, accumulator in self.accumulators.items():
@@ -83,10 +96,54 @@ class Sums:
                 accumulator.restore(arrays)
 
 
-def _chosen(values: Any, chosen: Any) -> Any:
-    if isinstance(values, np.ndarray):
-        return values[chosen]
-    return [value for value, take in zip(values, chosen, strict=True) if take]
+def _largest(column: pa.Array) -> int:
+    """Return the bytes of the largest value of a stored column."""
+    if pa.types.is_large_list(column.type):
+        return int(pc.max(pc.list_value_length(column)).as_py() or 0) * _largest(column.flatten())
+    if pa.types.is_large_binary(column.type):
+        return int(pc.max(pc.binary_length(column)).as_py() or 0)
+    return int(column.type.byte_width)
+
+
+class _ChunkWriter:
+    """Writes the rows of a split into a file of chunks, each in a random order."""
+
+    def __init__(self, path: Path, seed: tuple[int, ...]) -> None:
+        """Write into `path`, which is created with the first row."""
+        self._path = path
+        self._random = np.random.RandomState(seed)
+        self._pending: list[pa.RecordBatch] = []
+        self._pending_bytes = 0
+        self._writer: Any = None
+
+    def add(self, table: pa.RecordBatch) -> None:
+        """Add rows, and write a chunk if there are enough."""
+        self._pending.append(table)
+        self._pending_bytes += table.nbytes
+        if self._pending_bytes >= CHUNK_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the rows that are left as a chunk."""
+        if not self._pending:
+            return
+        rows = pa.concat_batches(self._pending)
+        self._pending.clear()
+        self._pending_bytes = 0
+        if self._writer is None:
+            self._writer = pa.ipc.new_file(self._path, rows.schema)
+        self._writer.write_batch(rows.take(pa.array(self._random.permutation(rows.num_rows))))
+
+    def __enter__(self) -> _ChunkWriter:
+        """Return the writer."""
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        """Write the last chunk, and close the file."""
+        if failed is None:
+            self.flush()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def map_part(  # noqa: PLR0913
@@ -95,10 +152,10 @@ def map_part(  # noqa: PLR0913
     part: Part,
     folder: Path,
     *,
-    vocabulary: int,
+    config: DataConfig,
     count: Callable[[int], None] = lambda _examples: None,
 ) -> None:
-    """Read a part of a source, encode its examples, and write them into `folder`.
+    """Read a part of a source, and write the stored form of its examples into `folder`.
 
     `count` is called with the examples of each batch.
 
@@ -106,21 +163,31 @@ def map_part(  # noqa: PLR0913
         UserError: the part cannot be read, or has an invalid label or weight.
     """
     folder.mkdir(parents=True)
-    sums = Sums(selection, vocabulary=vocabulary, part=part.number)
-    lengths: dict[str, list[int]] = {split: [] for split in SPLITS}
+    sums = Sums(selection, vocabulary=config.vocabulary, part=part.number)
     with ExitStack() as stack:
-        files = [stack.enter_context(_records(folder, split).open("wb")) for split in SPLITS]
+        writers = {
+            split: stack.enter_context(
+                _ChunkWriter(_rows(folder, split), (config.seed, part.number, index))
+            )
+            for index, split in enumerate(SPLITS)
+        }
         for batch in source.read(part, selection):
-            _refuse(source, selection, sums, part, batch.columns)
-            records = encode(selection.specs, batch.columns)
-            for split, record in zip(batch.splits.tolist(), records, strict=True):
-                files[split].write(record)
-                lengths[SPLITS[split]].append(len(record))
-            sums.add(batch.columns, batch.splits)
+            columns = make_columns(selection.specs, batch.columns)
+            _refuse(source, selection, sums, part, columns)
+            for split, chosen in _divide(columns, batch.splits):
+                table = make_table(selection.specs, chosen)
+                writers[split].add(table)
+                sums.add(split, chosen, table)
             count(len(batch.splits))
-    for split, each in lengths.items():
-        np.save(_lengths(folder, split), np.array(each, np.uint32))
     sums.save(folder)
+
+
+def _divide(columns: Columns, splits: NDArray[np.int8]) -> Iterator[tuple[str, Columns]]:
+    """Yield the examples of each split that has some."""
+    for index, split in enumerate(SPLITS):
+        chosen = splits == index
+        if chosen.any():
+            yield split, select_rows(columns, chosen)
 
 
 def read_sums(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
@@ -130,11 +197,31 @@ def read_sums(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
     return found
 
 
-def read_part(folder: Path, split: str) -> Iterator[bytes]:
-    """Yield the records of a split, in the order of the source."""
-    with _records(folder, split).open("rb", buffering=_READ_BYTES) as file:
-        for length in np.load(_lengths(folder, split)).tolist():
-            yield file.read(length)
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a mapped part: its file, its number in it, and its rows."""
+
+    path: Path
+    number: int
+    rows: int
+
+    def read(self, start: int, rows: int) -> pa.RecordBatch:
+        """Return some rows; they are in the memory of the file system until they are used."""
+        with pa.memory_map(str(self.path)) as file:
+            return pa.ipc.open_file(file).get_batch(self.number).slice(start, rows)
+
+
+def list_chunks(folder: Path, split: str) -> list[Chunk]:
+    """Return the chunks of a split of a part that was mapped into `folder`."""
+    path = _rows(folder, split)
+    if not path.exists():
+        return []
+    with pa.memory_map(str(path)) as file:
+        reader = pa.ipc.open_file(file)
+        return [
+            Chunk(path, number, reader.get_batch(number).num_rows)
+            for number in range(reader.num_record_batches)
+        ]
 
 
 def _refuse(
@@ -146,12 +233,8 @@ def _refuse(
         target.refuse(source.name, part.origin, columns[target.name])
 
 
-def _records(folder: Path, split: str) -> Path:
-    return folder / f"{split}.records"
-
-
-def _lengths(folder: Path, split: str) -> Path:
-    return folder / f"{split}.lengths.npy"
+def _rows(folder: Path, split: str) -> Path:
+    return folder / f"{split}.arrow"
 
 
 def _statistics(folder: Path, split: str) -> Path:

@@ -52,13 +52,13 @@ def map_parts(  # noqa: PLR0913
     Raises:
         UserError: a part cannot be read, or a process was killed.
     """
-    processes, vocabulary = config.runner.processes, config.vocabulary
+    processes = config.runner.processes
     count = min(processes or cores.usable(), len(parts) if processes else len(parts) // _FEWEST)
     if count < _FEWEST:
         selection = source.select()
         for part in parts:
             place = folder / part.folder
-            map_part(source, selection, part, place, vocabulary=vocabulary, count=work.add)
+            map_part(source, selection, part, place, config=config, count=work.add)
             done(place)
         return
     stripes = [parts[index::count] for index in range(count)]
@@ -72,14 +72,14 @@ def map_parts(  # noqa: PLR0913
             work.add(answer)
             work.say("")
 
-    _run_processes(source, stripes, folder, vocabulary, took)
+    _run_processes(source, stripes, folder, config, took)
 
 
 def _run_processes(
     source: Source,
     stripes: Sequence[Sequence[Part]],
     folder: Path,
-    vocabulary: int,
+    config: DataConfig,
     took: Callable[[Part | int], None],
 ) -> None:
     context = multiprocessing.get_context("spawn")
@@ -89,7 +89,7 @@ def _run_processes(
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(
                 target=_work,
-                args=(source, stripe, folder, vocabulary, os.getpid(), writer),
+                args=(source, stripe, folder, config, os.getpid(), writer),
                 daemon=True,
             )
             process.start()
@@ -136,7 +136,7 @@ def _work(  # noqa: PLR0913, PLR0917
     source: Source,
     parts: Sequence[Part],
     folder: Path,
-    vocabulary: int,
+    config: DataConfig,
     parent: int,
     answers: Any,
 ) -> None:
@@ -148,7 +148,7 @@ def _work(  # noqa: PLR0913, PLR0917
         selection = source.select()
         for part in parts:
             place = folder / part.folder
-            map_part(source, selection, part, place, vocabulary=vocabulary, count=answers.send)
+            map_part(source, selection, part, place, config=config, count=answers.send)
             answers.send(None)
     # Any exception is raised again in the parent.
     except Exception as error:
