@@ -2,41 +2,42 @@
 
 `make_random_access` returns two graphs, which run in a worker process without our Python code:
 `held` is the state that a worker keeps between batches, `read` makes a batch from example numbers.
-A small split is held parsed in memory. For a larger one the state holds record positions, which
-`write_index` finds, and runs of records are read from the files.
+A small split is held parsed in memory. For a larger one the state holds the positions of blocks,
+which `write_index` finds, and the blocks of a batch are read from the files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from flotilla.trainer.data import blocks
 from flotilla.trainer.data.read import fits_in_memory, read_whole_split, to_keras_batch
 from flotilla.trainer.data.tfrecords import places
+from flotilla.trainer.data.windows import Rows, gather_rows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 
-# Consecutive records per read, from a split that is not held in memory.
+# Fewest consecutive examples per read, from a split that is not held in memory.
 RUN = 8
-INDEX_FILE = "examples.index"
-# Fields of a row of the index.
-_FILE, _OFFSET = range(2)
-_READ_AHEAD = 64 << 10
+# Runs of a full block: shorter ones would parse it for too few rows, longer ones mix less.
+_RUNS = 8
+INDEX_FILE = "blocks.index"
 _AT_ONCE = 4
 
 
 def write_index(paths: Sequence[Path]) -> None:
-    """Write the position of each record next to the shards, which have been verified."""
-    rows = []
-    for number, path in enumerate(paths):
+    """Write the position of each block next to the shards, which have been verified."""
+    found = []
+    for path in paths:
         with path.open("rb") as file:
-            rows.append(np.array([[number, at] for at in places(file)[:-1]]).reshape(-1, 2))
-    index = np.concatenate(rows).astype("<i8")
-    (paths[0].parent / INDEX_FILE).write_bytes(index.tobytes())
+            found.append(np.array(places(file)[:-1], "<i8"))
+    (paths[0].parent / INDEX_FILE).write_bytes(np.concatenate(found).tobytes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +64,10 @@ def make_random_access(
         return ByNumber(held=lambda: read_whole_split(spec, files), read=_gather, run=1)
 
     def read(index: tf.Tensor, numbers: tf.Tensor) -> Any:
-        return to_keras_batch(spec, _records(files, index, numbers))
+        return to_keras_batch(spec, _read_rows(spec, files, index, numbers))
 
-    return ByNumber(held=lambda: _index(f"{folder}/{INDEX_FILE}"), read=read, run=RUN)
+    run = max(RUN, spec.block_rows // _RUNS)
+    return ByNumber(held=lambda: _index(f"{folder}/{INDEX_FILE}"), read=read, run=run)
 
 
 def _gather(examples: Any, numbers: tf.Tensor) -> Any:
@@ -73,31 +75,44 @@ def _gather(examples: Any, numbers: tf.Tensor) -> Any:
 
 
 def _index(path: str) -> tf.data.Dataset:
-    def rows(file: tf.Tensor) -> tf.Tensor:
-        return tf.reshape(tf.io.decode_raw(tf.io.read_file(file), tf.int64), (-1, 2))
+    def offsets(file: tf.Tensor) -> tf.Tensor:
+        return tf.io.decode_raw(tf.io.read_file(file), tf.int64)
 
-    return tf.data.Dataset.from_tensors(path).map(rows)
+    return tf.data.Dataset.from_tensors(path).map(offsets)
 
 
-def _records(files: Sequence[str], index: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
-    """Return records by their numbers; consecutive ones of a file are read together."""
-    places = tf.gather(index, numbers)
-    count = tf.size(numbers, tf.int64)
-    in_turn = (numbers[1:] == numbers[:-1] + 1) & (places[1:, _FILE] == places[:-1, _FILE])
-    begins = tf.concat([[0], tf.where(~in_turn)[:, 0] + 1], 0)
-    lengths = tf.concat([begins[1:], [count]], 0) - begins
-    firsts = tf.gather(places, begins)
-    names = tf.gather(tf.constant(list(files)), firsts[:, _FILE])
+def _read_rows(
+    spec: DatasetSpec, files: Sequence[str], index: tf.Tensor, numbers: tf.Tensor
+) -> Rows:
+    """Return rows by their numbers; each block is read once."""
+    shards, size = spec.shards["train"], spec.block_rows
+    ends = tf.constant([*accumulate(shards, initial=0)], tf.int64)
+    block_ends = tf.constant(
+        [*accumulate((-(-rows // size) for rows in shards), initial=0)], tf.int64
+    )
+    shard = tf.searchsorted(ends, numbers, side="right") - 1
+    within = numbers - tf.gather(ends, shard)
+    block, place = tf.unique(tf.gather(block_ends, shard) + within // size, tf.int64)
+    of = tf.searchsorted(block_ends, block, side="right") - 1
+    before = (block - tf.gather(block_ends, of)) * size
+    rows = tf.minimum(size, tf.gather(tf.constant(shards, tf.int64), of) - before)
+    read = _read_blocks(tf.gather(tf.constant(list(files)), of), tf.gather(index, block))
+    found = blocks.parse_blocks({name: spec.features[name] for name in spec.roles}, read)
+    first = tf.cumsum(rows, exclusive=True)
+    return gather_rows(found, tf.gather(first, place) + within % size)
 
-    def run(name: tf.Tensor, offset: tf.Tensor, length: tf.Tensor) -> tf.data.Dataset:
+
+def _read_blocks(names: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
+    def read(name: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
         variant = tf.raw_ops.TFRecordDatasetV2(
-            filenames=[name], compression_type="", buffer_size=_READ_AHEAD, byte_offsets=[offset]
+            filenames=[name],
+            compression_type="",
+            buffer_size=blocks.BYTES,
+            byte_offsets=[offset],
         )
         records = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
-        return records.take(length)
+        return records.take(1).get_single_element()
 
-    runs = tf.data.Dataset.from_tensor_slices((names, firsts[:, _OFFSET], lengths))
-    records = runs.interleave(
-        run, cycle_length=_AT_ONCE, block_length=RUN, num_parallel_calls=_AT_ONCE
-    )
-    return records.batch(count).get_single_element()
+    found = tf.data.Dataset.from_tensor_slices((names, offsets))
+    found = found.map(read, num_parallel_calls=_AT_ONCE)
+    return found.batch(tf.size(offsets, tf.int64)).get_single_element()

@@ -7,7 +7,7 @@ graph, which a `ClusterCoordinator` can run in a worker process without our Pyth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,22 @@ from typing import Any
 import tensorflow as tf
 
 from flotilla.trainer import storage
+from flotilla.trainer.data import blocks
 from flotilla.trainer.data.examples import lengths
-from flotilla.trainer.data.records import parse
-from flotilla.trainer.data.shards.fed_records import (
+from flotilla.trainer.data.shards.fed_blocks import (
     allow_tensor_seed,
-    epoch_of_records,
-    evaluation_records,
-    training_records,
+    epoch_of_blocks,
+    evaluation_rows,
     use_private_threads,
 )
 from flotilla.trainer.data.shards.shard_store import AT_ONCE, Streaming
+from flotilla.trainer.data.windows import (
+    IN_ORDER,
+    MIXED,
+    Rows,
+    parse_windows,
+    permute_windows,
+)
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import UserError
 
@@ -33,6 +39,8 @@ SHUFFLE_BYTES = 256 << 20
 _TEXT_BYTES = 1024
 # Assumed length of a sequence before any is read.
 _LONG = 256
+# Forms of features that are completed in a batch: images are decoded, and sequences padded.
+_COMPLETED = ("image", "sequence")
 # Images that one thread decodes at a time.
 _DECODED = 64
 
@@ -81,25 +89,24 @@ def training_batches(  # noqa: PLR0913
     Otherwise training continues in another order.
 
     A pattern of `files`, such as "shards/*.tfrecord", is resolved where the dataset runs.
-    `shuffle_buffer` examples are held in memory; the default takes 256 MiB. If the whole split
-    fits, it is read and parsed once and every order is equally likely.
+
+    If the whole split fits in memory, it is read and parsed once and every order is equally likely.
+    Otherwise blocks are drawn from those of `shuffle_buffer` examples, by default 256 MiB, and the
+    rows of `windows.MIXED` of them are permuted.
 
     Features that vary in length are padded to the longest of the batch. With `buckets`, a batch
     holds examples whose lengths fall into the same bucket.
     """
-    held = _fitting(spec) if shuffle_buffer is None else shuffle_buffer
-    if fits_in_memory(spec, held):
-        batches = _batch_from_memory(spec, _whole(files, seed), seed, taken)
+    if fits_in_memory(spec, shuffle_buffer):
+        batches = _batch_from_memory(spec, files, seed, taken)
         batches = batches.rebatch(batch_size, drop_remainder=True)
     else:
-        batches = _shuffle(files, seed + taken, held)
+        names = dict.fromkeys([*spec.roles, *(lengths.length_names(spec) if buckets else ())])
+        windows = _shuffle(spec, [*names], files, seed + taken, shuffle_buffer)
         if buckets and lengths.varying(spec):
-            batches = lengths.bucket_batches(spec, batches, buckets, batch_size)
-        else:
-            batches = batches.batch(batch_size, drop_remainder=True)
-        batches = batches.map(
-            lambda records: to_keras_batch(spec, records), num_parallel_calls=_parallel(spec)
-        )
+            windows = lengths.fill_batches(spec, windows, buckets, batch_size)
+        make = partial(to_keras_batch, spec)
+        batches = _batch(spec, windows, make, batch_size, drop_remainder=True)
     batches = batches.prefetch(2)
     return use_private_threads(batches) if isinstance(files, Streaming) else batches
 
@@ -118,25 +125,23 @@ def evaluation_batches(
     With `of` above 1, return every `of`-th batch, from number `part` on. With streaming shards the
     part is a contiguous range instead, so that few shards are needed.
     """
+    make = partial(to_keras_batch, spec)
     if isinstance(files, Streaming):
+        parse = partial(_parse, spec, spec.roles)
         shards = spec.shards["validation"]
-        mine = evaluation_records(files, shards, batch_size=batch_size, part=part, of=of)
-    else:
-        records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
-        mine = records.shard(of, tf.cast(part, tf.int64))
-    batches = mine.map(
-        lambda batch: to_keras_batch(spec, batch), num_parallel_calls=_parallel(spec)
-    )
-    batches = batches.prefetch(2)
-    return use_private_threads(batches) if isinstance(files, Streaming) else batches
+        rows = evaluation_rows(files, shards, parse, batch_size=batch_size, part=part, of=of)
+        return use_private_threads(_batch(spec, rows, make, batch_size).prefetch(2))
+    rows = read_rows(spec, files, spec.roles)
+    return _batch(spec, rows, make, batch_size, part=part, of=of).prefetch(2)
 
 
 def read_columns(
     spec: DatasetSpec, files: Files, columns: Sequence[str], batch_size: int = 4096
 ) -> Iterator[dict[str, Any]]:
     """Yield only some columns of all examples, in the order of the files."""
-    records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
-    yield from records.map(partial(parse_features, spec, columns)).as_numpy_iterator()
+    rows = read_rows(spec, files, columns)
+    make = partial(complete_features, spec, columns)
+    yield from _batch(spec, rows, make, batch_size).as_numpy_iterator()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -148,15 +153,20 @@ def labelled_columns(
     The columns may be features that no model takes. Variable lengths are padded to the longest of
     all examples, so that the outputs of all batches have one shape.
     """
-    found = lengths.longest(spec, _paths(files).flat_map(tf.data.TFRecordDataset))
-    spec = lengths.fix_lengths(spec, found)
+    if lengths.varying(spec):
+        windows = read_rows(spec, files, lengths.length_names(spec))
+        spec = lengths.fix_lengths(spec, lengths.longest(spec, windows))
 
-    def add_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
-        return to_keras_batch(spec, records), parse_features(spec, columns, records)
+    def make(rows: Rows) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
+        return to_keras_batch(spec, rows), complete_features(spec, columns, rows)
 
-    records = _paths(files).flat_map(tf.data.TFRecordDataset)
-    batches = records.batch(batch_size).map(add_columns, num_parallel_calls=_parallel(spec))
-    return batches.prefetch(2)
+    rows = read_rows(spec, files, [*dict.fromkeys([*spec.roles, *columns])])
+    return _batch(spec, rows, make, batch_size).prefetch(2)
+
+
+def read_rows(spec: DatasetSpec, files: Files, names: Sequence[str]) -> tf.data.Dataset:
+    """Return windows of some features of all examples, in the order of the files."""
+    return _parse(spec, names, _paths(files).flat_map(tf.data.TFRecordDataset))
 
 
 def _paths(files: Files) -> tf.data.Dataset:
@@ -165,9 +175,10 @@ def _paths(files: Files) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices([str(path) for path in files])
 
 
-def fits_in_memory(spec: DatasetSpec, held: int = 0) -> bool:
+def fits_in_memory(spec: DatasetSpec, held: int | None = None) -> bool:
     """Say whether the whole training split fits in `held` examples or in 256 MiB."""
-    return spec.examples("train") <= (held or _fitting(spec)) and not lengths.varying(spec)
+    most = _fitting(spec) if held is None else held
+    return spec.examples("train") <= most and not lengths.varying(spec)
 
 
 def _fitting(spec: DatasetSpec) -> int:
@@ -190,7 +201,7 @@ def _parallel(spec: DatasetSpec) -> int | None:
 
 
 def _batch_from_memory(
-    spec: DatasetSpec, records: tf.data.Dataset, seed: int | tf.Tensor, taken: int
+    spec: DatasetSpec, files: Files | Streaming, seed: int | tf.Tensor, taken: int
 ) -> tf.data.Dataset:
     def reorder(example: Any, number: Any) -> Any:
         # The number of examples in this task's shards.
@@ -200,57 +211,112 @@ def _batch_from_memory(
         order = order[tf.where(number == 0, taken % count, 0) :]
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
-    parsed = _parse(spec, records, spec.examples("train")).cache().repeat()
-    return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reorder)
+    if isinstance(files, Streaming):
+        rows = _parse(spec, spec.roles, epoch_of_blocks(files, seed))
+    else:
+        rows = read_rows(spec, files, spec.roles)
+    whole = _make_whole(spec, rows).cache().repeat()
+    return tf.data.Dataset.zip((whole, tf.data.Dataset.counter())).map(reorder)
 
 
 def read_whole_split(spec: DatasetSpec, files: Files) -> tf.data.Dataset:
     """Return the training split as one element, in the order of the files."""
-    records = _paths(files).flat_map(tf.data.TFRecordDataset)
-    return _parse(spec, records, spec.examples("train"))
+    return _make_whole(spec, read_rows(spec, files, spec.roles))
 
 
-def _parse(spec: DatasetSpec, records: tf.data.Dataset, examples: int) -> tf.data.Dataset:
-    batches = records.batch(_DECODED if _has_images(spec) else examples)
-    parsed = batches.map(
-        lambda each: to_keras_batch(spec, each), num_parallel_calls=_parallel(spec)
-    )
-    return parsed.rebatch(examples)
+def _make_whole(spec: DatasetSpec, rows: tf.data.Dataset) -> tf.data.Dataset:
+    examples = spec.examples("train")
+    size = _DECODED if _has_images(spec) else examples
+    return _batch(spec, rows, partial(to_keras_batch, spec), size).rebatch(examples)
 
 
-def _whole(files: Files | Streaming, seed: int | tf.Tensor) -> tf.data.Dataset:
-    if isinstance(files, Streaming):
-        return epoch_of_records(files, seed)
-    return _paths(files).flat_map(tf.data.TFRecordDataset)
+def _shuffle(
+    spec: DatasetSpec,
+    names: Sequence[str],
+    files: Files | Streaming,
+    seed: int | tf.Tensor,
+    held: int | None,
+) -> tf.data.Dataset:
+    """Return endless windows in random order; no window reaches into the next epoch."""
+    paths = None if isinstance(files, Streaming) else _paths(files)
+
+    def shuffle_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
+        own = tf.cast(seed, tf.int64) + 104_729 * epoch
+        with allow_tensor_seed():
+            if isinstance(files, Streaming):
+                epoch_blocks = epoch_of_blocks(files, seed, epoch)
+            else:
+                # Even the largest number of paths is small compared with the examples.
+                mixed = paths.shuffle(1 << 16, seed=own)
+                epoch_blocks = mixed.interleave(
+                    tf.data.TFRecordDataset, cycle_length=AT_ONCE, block_length=1
+                )
+            shuffled = epoch_blocks.shuffle(_count_held(spec, held), seed=own)
+        return shuffled.batch(_count_blocks(spec, MIXED))
+
+    windows = tf.data.Dataset.counter().flat_map(shuffle_epoch)
+    # The next window is ready when this one ends.
+    return permute_windows(_select(spec, names), windows, seed).prefetch(1)
 
 
-def _shuffle(files: Files | Streaming, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
-    if isinstance(files, Streaming):
-        return training_records(files, seed, held)
-    with allow_tensor_seed():
-        # Even the largest number of paths is small compared with the examples.
-        mixed = _paths(files).shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
-        records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=AT_ONCE, block_length=16)
-        return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()
+def _count_held(spec: DatasetSpec, examples: int | None) -> int:
+    """Return the number of blocks to draw from."""
+    found = max(1, (_fitting(spec) if examples is None else examples) // spec.block_rows)
+    if examples is None and spec.block_rows > 1:
+        return max(found, SHUFFLE_BYTES // blocks.BYTES)
+    return found
 
 
-def to_keras_batch(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
+def _count_blocks(spec: DatasetSpec, most: int) -> int:
+    """Return the number of blocks of a window: a block of one row may be large."""
+    return most if spec.block_rows > 1 else 1
+
+
+def _select(spec: DatasetSpec, names: Sequence[str]) -> dict[str, Any]:
+    return {name: spec.features[name] for name in names}
+
+
+def _parse(spec: DatasetSpec, names: Sequence[str], records: tf.data.Dataset) -> tf.data.Dataset:
+    return parse_windows(_select(spec, names), records, _count_blocks(spec, IN_ORDER))
+
+
+def _batch(  # noqa: PLR0913
+    spec: DatasetSpec,
+    windows: tf.data.Dataset,
+    make: Callable[[Rows], Any],
+    size: int,
+    *,
+    part: int | tf.Tensor = 0,
+    of: int = 1,
+    drop_remainder: bool = False,
+) -> tf.data.Dataset:
+    """Return batches of rows that `make` completes, or every `of`-th one."""
+    # Completing other features does nothing, and a map of each window is cheaper.
+    late = any(spec.features[name].stored in _COMPLETED for name in windows.element_spec)
+    batches = windows if late else windows.map(make)
+    batches = batches.rebatch(size, drop_remainder=drop_remainder)
+    if of > 1:
+        batches = batches.shard(of, tf.cast(part, tf.int64))
+    return batches.map(make, num_parallel_calls=_parallel(spec)) if late else batches
+
+
+def to_keras_batch(spec: DatasetSpec, rows: Rows) -> tuple[Any, ...]:
     """Return a Keras batch: inputs, labels, and weights if there are any.
 
     Several inputs or labels are mappings by feature name. Weights are float32.
     """
-    values = parse_features(spec, spec.roles, records)
+    values = complete_features(spec, spec.roles, rows)
     inputs, labels = (_one_or_all(names, values) for names in (spec.inputs, spec.targets))
     if not spec.weight:
         return inputs, labels
     return inputs, labels, tf.cast(values[spec.weight], tf.float32)
 
 
-def parse_features(
-    spec: DatasetSpec, names: Sequence[str], records: tf.Tensor
+def complete_features(
+    spec: DatasetSpec, names: Sequence[str], rows: Rows
 ) -> dict[str, tf.Tensor]:
-    """Return some features of records; with swapped classes, 1 is the positive class."""
-    values = parse({name: spec.features[name] for name in names}, records)
+    """Return some features of a batch of rows; with swapped classes, 1 is the positive class."""
+    values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}
 
 

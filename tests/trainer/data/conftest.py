@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.preparation.shards import ShardWriter
+from flotilla.trainer.data.blocks import complete, parse_blocks
+from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.data.prepare import PreparedDataset, prepare
-from flotilla.trainer.data.records import encode, parse
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
@@ -57,9 +57,9 @@ def contents() -> Callable[..., dict[str, np.ndarray]]:
         spec = DatasetSpec.from_manifest(dataset.manifest)
         folder = storage.local_path(dataset.uri)
         paths = [str(folder / name) for name in spec.files(split)]
-        records = list(tf.data.TFRecordDataset(paths).as_numpy_iterator())
-        values = parse(spec.features, tf.constant(records))
-        return {name: value.numpy() for name, value in values.items()}
+        blocks = list(tf.data.TFRecordDataset(paths).as_numpy_iterator())
+        rows = parse_blocks(spec.features, tf.constant(blocks))
+        return {name: each.numpy() for name, each in complete(spec.features, rows).items()}
 
     return read
 
@@ -68,7 +68,7 @@ def contents() -> Callable[..., dict[str, np.ndarray]]:
 def numbered(tmp_path) -> Callable[..., tuple[DatasetSpec, list[Path]]]:
     """Write shards whose examples are numbered from 0, without TFDS."""
 
-    def write(examples, shards=3):
+    def write(examples, shards=3, rows=2):
         features = {
             "number": FeatureSpec(shape=(), dtype="int64", stored="int"),
             "image": FeatureSpec(shape=(2, 2), dtype="uint8", stored="raw"),
@@ -79,15 +79,13 @@ def numbered(tmp_path) -> Callable[..., tuple[DatasetSpec, list[Path]]]:
         batch = {"number": numbers, "image": images, "label": numbers % 10}
         folder = tmp_path / "shards"
         folder.mkdir()
-        writer = ShardWriter(folder, "train", shards)
-        for record in encode(features, batch):
-            writer.add(record)
-        writer.flush()
+        written = write_shards(folder, "train", features, batch, count=shards, rows=rows)
         spec = DatasetSpec(
             features=features,
             inputs=("number",),
             targets=("label",),
-            shards={"train": tuple(writer.examples)},
+            shards={"train": written},
+            block_rows=rows,
         )
         return spec, sorted(folder.iterdir())
 

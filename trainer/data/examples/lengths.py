@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from flotilla.trainer.data.windows import Rows, gather_rows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
-_AT_ONCE = 1024
 # `tf.io` pads few types when it decodes: chosen by the size of one value in bytes.
 _SAME_SIZE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}
 
@@ -85,41 +85,59 @@ def fix_lengths(spec: DatasetSpec, lengths: Mapping[str, int]) -> DatasetSpec:
     return replace(spec, features={**spec.features, **fixed})
 
 
-def longest(spec: DatasetSpec, records: tf.data.Dataset) -> dict[str, int]:
+def length_names(spec: DatasetSpec) -> tuple[str, ...]:
+    """Return the names of the lengths of these features."""
+    return tuple(map(length_name, varying(spec)))
+
+
+def longest(spec: DatasetSpec, windows: tf.data.Dataset) -> dict[str, int]:
     """Return the length of the longest example of each variable feature, at least 1."""
-    names = varying(spec)
-    found = dict.fromkeys(names, 1)
-    if not names:
-        return found
-    for lengths in records.batch(_AT_ONCE).map(lambda each: _lengths(names, each)):
-        top = lengths.numpy().max(axis=0)
-        found = {name: max(found[name], int(top[i])) for i, name in enumerate(names)}
+    found = dict.fromkeys(varying(spec), 1)
+    for rows in windows:
+        for name in found:
+            found[name] = max(found[name], int(tf.reduce_max(rows[length_name(name)])))
     return found
 
 
-def bucket_batches(
-    spec: DatasetSpec, records: tf.data.Dataset, buckets: Sequence[int], batch_size: int
+def fill_batches(
+    spec: DatasetSpec, windows: tf.data.Dataset, buckets: Sequence[int], batch_size: int
 ) -> tf.data.Dataset:
-    """Return full batches of records whose longest inputs fall into the same bucket of lengths.
+    """Return windows of full batches of rows whose longest inputs fall into the same bucket.
 
-    No record of an endless dataset is dropped: an incomplete batch waits for more records.
+    Batches come in the order in which they are full. No row of an endless dataset is dropped: those
+    of an incomplete batch wait for more.
     """
     inputs = [name for name in spec.inputs if spec.features[name].varies]
-    names = inputs or list(varying(spec))
-    with_length = records.batch(_AT_ONCE).map(
-        lambda each: (each, tf.reduce_max(_lengths(names, each), axis=1))
-    )
-    batches = with_length.unbatch().bucket_by_sequence_length(
-        lambda _, length: tf.cast(length, tf.int32),
-        # TensorFlow's boundary is exclusive, the configured one inclusive.
-        [bound + 1 for bound in buckets],
-        [batch_size] * (len(buckets) + 1),
-        drop_remainder=True,
-    )
-    return batches.map(lambda each, _: each)
+    names = [length_name(name) for name in inputs or varying(spec)]
+    bounds = tf.constant(list(buckets), tf.int64)
+
+    def fill(left: tuple[tf.Tensor, ...], new: Rows) -> tuple[tuple[tf.Tensor, ...], Rows]:
+        waiting = tf.nest.pack_sequence_as(new, left, expand_composites=True)
+        rows = {name: tf.concat([waiting[name], new[name]], 0) for name in new}
+        length = tf.reduce_max(tf.stack([rows[name] for name in names]), 0)
+        bucket = tf.searchsorted(bounds, length, out_type=tf.int64)
+        order = tf.argsort(bucket, stable=True)
+        bucket = tf.gather(bucket, order)
+        counts = tf.math.bincount(tf.cast(bucket, tf.int32), minlength=len(buckets) + 1)
+        first = tf.gather(tf.cumsum(counts, exclusive=True), bucket)
+        whole = counts // batch_size * batch_size
+        full = tf.range(tf.size(order)) - first < tf.gather(whole, bucket)
+        batches = tf.reshape(order[full], (-1, batch_size))
+        batches = tf.gather(batches, tf.argsort(batches[:, -1]))
+        waiting = gather_rows(rows, order[~full])
+        filled = gather_rows(rows, tf.reshape(batches, [-1]))
+        return tuple(tf.nest.flatten(waiting, expand_composites=True)), filled
+
+    return windows.scan(_no_rows(windows), fill)
 
 
-def _lengths(names: Sequence[str], records: tf.Tensor) -> tf.Tensor:
-    form = {length_name(name): tf.io.FixedLenFeature((), tf.int64) for name in names}
-    parsed = tf.io.parse_example(records, form)
-    return tf.stack([parsed[length_name(name)] for name in names], axis=1)
+def _no_rows(windows: tf.data.Dataset) -> tuple[tf.Tensor, ...]:
+    """Return the tensors of a window without rows."""
+    found = {}
+    for name, spec in windows.element_spec.items():
+        if isinstance(spec, tf.RaggedTensorSpec):
+            values = tf.zeros((0, *spec.shape[2:]), spec.dtype)
+            found[name] = tf.RaggedTensor.from_row_lengths(values, tf.zeros(0, tf.int64))
+        else:
+            found[name] = tf.zeros((0, *spec.shape[1:]), spec.dtype)
+    return tuple(tf.nest.flatten(found, expand_composites=True))

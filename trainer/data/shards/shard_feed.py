@@ -1,7 +1,7 @@
 """Serves shards to graphs in a worker process, which cannot run our Python code.
 
 A graph can read and write files, and blocks when it opens a named pipe without a writer. So a
-reader, `flotilla.trainer.data.shards.fed_records`, does this for each shard:
+reader, `flotilla.trainer.data.shards.fed_blocks`, does this for each shard:
 
 1. It writes `next READER ATTEMPT EPOCH NUMBER SEED` into the pipe `ask`, which never waits.
 2. It reads the pipe `READER.gate0`, or `gate1` if NUMBER is odd. That waits until this feed opens
@@ -9,7 +9,7 @@ reader, `flotilla.trainer.data.shards.fed_records`, does this for each shard:
 3. It reads the path of the shard from the file `READER ATTEMPT EPOCH NUMBER`: empty at the end of
    an epoch, and `FAILED` if the feed has failed. If the file does not exist, the gate was opened
    for another request, and the reader starts again.
-4. After the last record of a shard it writes `done READER ATTEMPT NAME` into `ask`.
+4. After the last block of a shard it writes `done READER ATTEMPT NAME` into `ask`.
 
 A graph of an earlier attempt may still wait at a gate: all its requests fail. Free of TensorFlow.
 """

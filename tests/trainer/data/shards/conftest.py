@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-import tensorflow as tf
 
 from flotilla.trainer import storage
+from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.data.shards.shard_feed import ShardFeed
 from flotilla.trainer.data.shards.shard_store import (
     SHARDS,
@@ -19,6 +19,7 @@ from flotilla.trainer.data.shards.shard_store import (
     part_range,
     shuffle_shards,
 )
+from flotilla.trainer.features.dataset_spec import shard_name
 from flotilla.trainer.storage.local import FileStore
 from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC
 
@@ -32,12 +33,9 @@ def numbered(tmp_path_factory):
     for split, counts in SPEC.shards.items():
         numbers = iter(range(sum(counts)))
         for name, count in zip(SPEC.files(split), counts, strict=True):
-            with tf.io.TFRecordWriter(str(source / name)) as writer:
-                for _ in range(count):
-                    value = tf.train.Int64List(value=[next(numbers)])
-                    features = {"x": tf.train.Feature(int64_list=value)}
-                    example = tf.train.Example(features=tf.train.Features(feature=features))
-                    writer.write(example.SerializeToString())
+            rows = {"x": [next(numbers) for _ in range(count)]}
+            write_shards(source, "one", SPEC.features, rows, rows=SPEC.block_rows)
+            (source / shard_name("one", 0, 1)).rename(source / name)
     storage.publish(source, storage.uri_of(folder / "dataset"), kind="dataset")
     return storage.uri_of(folder / "dataset")
 

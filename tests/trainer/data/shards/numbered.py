@@ -17,6 +17,7 @@ SPEC = DatasetSpec(
     inputs=("x",),
     targets=("x",),
     shards={"train": EXAMPLES, "validation": MEASURED},
+    block_rows=3,
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.data.read import evaluation_batches, training_batches
-from flotilla.trainer.data.shards.fed_records import allow_tensor_seed
+from flotilla.trainer.data.shards.fed_blocks import allow_tensor_seed
 from flotilla.trainer.data.shards.shard_feed import ShardFeed
 from flotilla.trainer.data.shards.shard_store import FOLDER, TRAIN, Streaming
 from flotilla.trainer.runtime.errors import UserError

@@ -1,8 +1,8 @@
-"""Records of streaming shards as a graph: the client of `ShardFeed`."""
+"""Blocks of streaming shards as a graph: the client of `ShardFeed`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import tensorflow as tf
@@ -16,47 +16,42 @@ from flotilla.trainer.data.shards.shard_store import (
     Streaming,
     part_range,
 )
+from flotilla.trainer.data.windows import slice_windows
 
 # Threads that wait for a shard must not be those that the process needs for other work.
 _THREADS = 8
 _NOTHING = "nothing"
-# Records taken from one shard before the next one.
-_BLOCK = 16
 
 
-def epoch_of_records(
+def epoch_of_blocks(
     streaming: Streaming, seed: int | tf.Tensor, epoch: int | tf.Tensor = 0
 ) -> tf.data.Dataset:
-    """Return the training records of one epoch, interleaved from several shards."""
+    """Return the training blocks of one epoch, interleaved from several shards."""
     names = _names(streaming, TRAIN, epoch, seed)
     return names.interleave(
-        lambda name: _records(streaming, TRAIN, name),
-        cycle_length=streaming.at_once,
-        block_length=_BLOCK,
+        lambda name: _blocks(streaming, TRAIN, name), cycle_length=streaming.at_once, block_length=1
     )
 
 
-def training_records(streaming: Streaming, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
-    """Return endless training records, each epoch shuffled within `held` records."""
-
-    def shuffle_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
-        with allow_tensor_seed():
-            own = tf.cast(seed, tf.int64) + 104_729 * epoch
-            records = epoch_of_records(streaming, seed, epoch)
-            return records.shuffle(held, seed=own, reshuffle_each_iteration=False)
-
-    return tf.data.Dataset.counter().flat_map(shuffle_epoch)
-
-
-def evaluation_records(
+def evaluation_rows(  # noqa: PLR0913
     streaming: Streaming,
     shards: Sequence[int],
+    parse: Callable[[tf.data.Dataset], tf.data.Dataset],
     *,
     batch_size: int,
     part: int | tf.Tensor,
     of: int,
 ) -> tf.data.Dataset:
-    """Return batches of the records of one of `of` parts; `shards` are the examples of each."""
+    """Return windows of the rows of one of `of` parts.
+
+    Args:
+        streaming: the validation split.
+        shards: the examples of each of its shards.
+        parse: returns windows of blocks.
+        batch_size: the examples of a batch; a part is a whole number of batches.
+        part: the number of the part.
+        of: the number of parts.
+    """
     ranges = [part_range(shards, batch_size, number, of) for number in range(of)]
     part = tf.cast(part, tf.int64)
     skip, take = (
@@ -64,9 +59,9 @@ def evaluation_records(
         for name in ("skip", "take")
     )
     names = _names(streaming, VALIDATION, part, 0)
-    records = names.flat_map(lambda name: _records(streaming, VALIDATION, name))
-    mine = records.skip(skip).take(take)
-    return mine.concatenate(_done(streaming, VALIDATION, tf.constant(""))).batch(batch_size)
+    rows = parse(names.flat_map(lambda name: _blocks(streaming, VALIDATION, name)))
+    done = parse(_done(streaming, VALIDATION, tf.constant("")))
+    return slice_windows(rows, skip, take).concatenate(done)
 
 
 def use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
@@ -119,7 +114,7 @@ def _read(place: tf.Tensor) -> tf.Tensor:
         return tf.identity(answer)
 
 
-def _records(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
+def _blocks(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
     return tf.data.TFRecordDataset(name).concatenate(_done(streaming, reader, name))
 
 

@@ -1,0 +1,79 @@
+"""Windows: the rows of some consecutive blocks, as one element of a dataset.
+
+An element maps each feature to its rows. Every operation handles all rows of a window at once: an
+operation for each row would cost more than all parsing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from flotilla.trainer.data.blocks import parse_blocks
+from flotilla.trainer.features.feature_spec import FeatureSpec
+
+# Blocks whose rows are permuted together. Of the next rows of an epoch, one in so many comes from
+# the same block, and the cost is that of much smaller windows.
+MIXED = 128
+# Blocks that are parsed together in the order of the files.
+IN_ORDER = 32
+Rows = Mapping[str, Any]
+
+
+def parse_windows(
+    features: Mapping[str, FeatureSpec], blocks: tf.data.Dataset, count: int
+) -> tf.data.Dataset:
+    """Return windows of `count` blocks, in the order of the blocks."""
+    return blocks.batch(count).map(partial(parse_blocks, features))
+
+
+def permute_windows(
+    features: Mapping[str, FeatureSpec], windows: tf.data.Dataset, seed: int | tf.Tensor
+) -> tf.data.Dataset:
+    """Return windows of unparsed blocks as rows in random order, another one for each window."""
+
+    def permute(blocks: tf.Tensor, number: tf.Tensor) -> Rows:
+        rows = parse_blocks(features, blocks)
+        order = tf.range(count_rows(rows))
+        order = tf.random.experimental.stateless_shuffle(order, (seed, number))
+        return gather_rows(rows, order)
+
+    return tf.data.Dataset.zip((windows, tf.data.Dataset.counter())).map(permute)
+
+
+def number_windows(windows: tf.data.Dataset) -> tf.data.Dataset:
+    """Return pairs of a window and the number of its first row."""
+
+    def number(before: tf.Tensor, rows: Rows) -> tuple[tf.Tensor, tuple[Rows, tf.Tensor]]:
+        return before + count_rows(rows), (rows, before)
+
+    return windows.scan(tf.constant(0, tf.int64), number)
+
+
+def slice_windows(
+    windows: tf.data.Dataset, skip: int | tf.Tensor, take: int | tf.Tensor
+) -> tf.data.Dataset:
+    """Return `take` rows after the first `skip` ones, without reading further."""
+    end = skip + take
+
+    def cut(rows: Rows, before: tf.Tensor) -> Rows:
+        first, last = (tf.clip_by_value(at - before, 0, count_rows(rows)) for at in (skip, end))
+        return tf.nest.map_structure(lambda values: values[first:last], rows)
+
+    return number_windows(windows).take_while(lambda _, before: before < end).map(cut)
+
+
+def count_rows(rows: Rows) -> tf.Tensor:
+    """Return the number of rows, int64."""
+    values = next(iter(rows.values()))
+    if isinstance(values, tf.RaggedTensor):
+        return values.nrows(tf.int64)
+    return tf.shape(values, tf.int64)[0]
+
+
+def gather_rows(rows: Rows, order: tf.Tensor) -> Rows:
+    """Return some rows, by their numbers."""
+    return {name: tf.gather(values, order) for name, values in rows.items()}
