@@ -18,10 +18,9 @@ from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.data.preparation.shards import ShardWriter
-from flotilla.trainer.data.records import encode
+from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.evaluation.evaluate import evaluate
-from flotilla.trainer.features.dataset_spec import SCHEMA
+from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, SCHEMA
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
@@ -137,16 +136,14 @@ def subject_of(folder: Path) -> Subject:
 def _published(folder: Path, images: Any, labels: Any) -> str:
     source = folder / "source"
     source.mkdir()
-    writer = ShardWriter(source, "test", 8)
-    for record in encode(FEATURES, {"image": images, "label": labels}):
-        writer.add(record)
-    writer.flush()
+    shards = write_shards(source, "test", FEATURES, {"image": images, "label": labels}, count=8)
     uri = storage.uri_of(folder / "dataset")
     fields = {
-        "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "targets": ["label"],
+        "dataset_schema": SCHEMA, "block_rows": BLOCK_ROWS, "fingerprint": "0",
+        "inputs": ["image"], "targets": ["label"],
         "weight": "", "group": "", "target_counts": {}, "target_moments": {},
         "features": {name: feature.to_json() for name, feature in FEATURES.items()},
-        "splits": {"test": {"examples": EXAMPLES, "shards": writer.examples}},
+        "splits": {"test": {"examples": EXAMPLES, "shards": shards}},
     }  # fmt: skip
     storage.publish(source, uri, kind="dataset", fields=fields)
     return uri

@@ -25,7 +25,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from benchmarks.tasks import PAGE, ROOT, launched, put
 from flotilla.trainer import storage
@@ -33,7 +32,7 @@ from flotilla.trainer.baselines.columns import Columns
 from flotilla.trainer.baselines.rows import Clock, Rows, batches
 from flotilla.trainer.checkpoints.decisions import select_checkpoint
 from flotilla.trainer.data.prepare import prepare
-from flotilla.trainer.data.read import parse_features, stage_shards
+from flotilla.trainer.data.read import read_columns, stage_shards
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.features import length
 from flotilla.trainer.features.dataset_spec import DatasetSpec
@@ -233,10 +232,9 @@ def fitted_words(task: Task, spec: DatasetSpec, dataset: str, home: Path) -> dic
     (name,), (label,) = spec.inputs, spec.targets
     parts = {}
     for split in ("train", "test"):
-        files = [str(path) for path in stage_shards(dataset, home / "words" / split, split)]
-        every = tf.data.TFRecordDataset(files).batch(spec.examples(split)).get_single_element()
-        found = parse_features(spec, [name, label], every)
-        parts[split] = found[name].numpy(), found[label].numpy()
+        files = stage_shards(dataset, home / "words" / split, split)
+        (found,) = read_columns(spec, files, [name, label], spec.examples(split))
+        parts[split] = found[name], found[label]
     words, model = text.TfidfVectorizer(decode_error="replace"), linear.LogisticRegression()
     model.fit(words.fit_transform(parts["train"][0]), parts["train"][1])
     scores = model.decision_function(words.transform(parts["test"][0]))

@@ -14,8 +14,10 @@ from tensorflow.python.distribute import parameter_server_strategy_v2 as upstrea
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.examples.lengths import add_lengths, bucket_batches
-from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.data.blocks import complete, encode_blocks
+from flotilla.trainer.data.columns import make_columns, make_table
+from flotilla.trainer.data.examples.lengths import fill_batches
+from flotilla.trainer.data.windows import parse_windows
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.dataset_spec import DatasetSpec
@@ -398,10 +400,9 @@ def sequences(batch_size: int = 8) -> Problem:
     """Every worker gets the same batches in the same order."""
     draw = np.random.RandomState(3)
     tokens = [draw.randint(1, VOCABULARY, draw.randint(0, LONGEST)) for _ in range(SEQUENCES)]
-    columns = add_lengths(
-        SEQUENCE_FEATURES, {"tokens": tokens, "label": draw.randint(0, CLASSES, SEQUENCES)}
-    )
-    records = list(encode(SEQUENCE_FEATURES, columns))
+    given = {"tokens": tokens, "label": draw.randint(0, CLASSES, SEQUENCES)}
+    table = make_table(SEQUENCE_FEATURES, make_columns(SEQUENCE_FEATURES, given))
+    blocks = list(encode_blocks(SEQUENCE_FEATURES, table, 7))
     spec = DatasetSpec(
         features=SEQUENCE_FEATURES,
         inputs=("tokens",),
@@ -410,10 +411,10 @@ def sequences(batch_size: int = 8) -> Problem:
     )
 
     def batches() -> tf.data.Dataset:
-        data = tf.data.Dataset.from_tensor_slices(records).repeat()
-        found = bucket_batches(spec, data, (3, 6), batch_size).map(
-            lambda each: parse(SEQUENCE_FEATURES, each)
-        )
+        data = tf.data.Dataset.from_tensor_slices(blocks).repeat()
+        filled = fill_batches(spec, parse_windows(SEQUENCE_FEATURES, data, 2), (3, 6), batch_size)
+        found = filled.rebatch(batch_size, drop_remainder=True)
+        found = found.map(lambda each: complete(SEQUENCE_FEATURES, each))
         return found.map(lambda each: (each["tokens"], each["label"]))
 
     return problem(batches, model=recurrent)

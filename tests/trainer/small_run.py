@@ -14,11 +14,10 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config, GateConfig
-from flotilla.trainer.data.preparation.shards import ShardWriter
-from flotilla.trainer.data.records import encode
+from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.export.export import Exported, export
-from flotilla.trainer.features.dataset_spec import SCHEMA
+from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, SCHEMA
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.accumulator import Accumulator
@@ -102,13 +101,9 @@ def publish_dataset(  # noqa: PLR0913
     parts = {"train": (slice(test, test + 40), 2), "test": (slice(0, test), 3)}
     splits, batches = {}, {}
     for split, (rows, count) in parts.items():
-        writer = ShardWriter(source, split, count)
-        batch = {"image": images[rows], "label": labels[rows]}
-        for record in encode(FEATURES, batch):
-            writer.add(record)
-        writer.flush()
-        batches[split] = batch
-        splits[split] = {"examples": sum(writer.examples), "shards": writer.examples}
+        batches[split] = {"image": images[rows], "label": labels[rows]}
+        shards = write_shards(source, split, FEATURES, batches[split], count=count)
+        splits[split] = {"examples": sum(shards), "shards": [*shards]}
     if claimed is not None:
         splits["test"]["shards"][0] += claimed - test
     write_statistics(source, batches)
@@ -117,6 +112,7 @@ def publish_dataset(  # noqa: PLR0913
         "dataset": "digits",
         "version": "1.0.0",
         "dataset_schema": SCHEMA,
+        "block_rows": BLOCK_ROWS,
         "splits": splits,
         "features": {
             "image": FEATURES["image"].to_json(),

@@ -9,9 +9,8 @@ from flotilla.trainer import storage
 from flotilla.trainer.baselines import baselines
 from flotilla.trainer.baselines.baselines import fit_baselines
 from flotilla.trainer.baselines.rows import Splits
-from flotilla.trainer.data.preparation.shards import ShardWriter
-from flotilla.trainer.data.records import encode
-from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec
+from flotilla.trainer.data.preparation.shards import write_shards
+from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, SCHEMA, DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.tasks.base import Target
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
@@ -46,13 +45,12 @@ def published(folder, columns, targets=("label",), *, test=TEST, classes=None, *
     found = {name: feature(each, (classes or {}).get(name, 0)) for name, each in columns.items()}
     splits = {}
     for split, rows in (("train", slice(test, None)), ("test", slice(test))):
-        writer = ShardWriter(source, split, 2)
-        for record in encode(found, {name: each[rows] for name, each in columns.items()}):
-            writer.add(record)
-        writer.flush()
-        splits[split] = {"examples": sum(writer.examples), "shards": writer.examples}
+        some = {name: each[rows] for name, each in columns.items()}
+        shards = write_shards(source, split, found, some, count=2)
+        splits[split] = {"examples": sum(shards), "shards": shards}
     fields = {
         "dataset_schema": SCHEMA,
+        "block_rows": BLOCK_ROWS,
         "splits": splits,
         "features": {name: each.to_json() for name, each in found.items()},
         "inputs": [name for name in columns if name not in {*targets, *roles.values()}],

@@ -12,7 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.data.read import parse_features
+from flotilla.trainer.data import windows
+from flotilla.trainer.data.read import complete_features, read_rows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
@@ -121,22 +122,26 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
 def batches(
     spec: DatasetSpec, files: Sequence[Path], names: Sequence[str], drawn: Array
 ) -> Iterator[Rows]:
-    """Read features `names`, labels and weights of the drawn records of files."""
+    """Read features `names`, labels and weights of the drawn rows of files."""
     roles = [*dict.fromkeys(filter(None, [*names, *spec.targets, spec.weight]))]
-    records = tf.data.TFRecordDataset([str(path) for path in files])
-    marked = tf.data.Dataset.zip(records, tf.data.Dataset.from_tensor_slices(drawn))
-    records = marked.filter(lambda _, mark: mark).map(lambda record, _: record)
+    marks = tf.constant(drawn)
+
+    def draw(rows: windows.Rows, before: tf.Tensor) -> windows.Rows:
+        mine = marks[before : before + windows.count_rows(rows)]
+        return windows.gather_rows(rows, tf.where(mine)[:, 0])
+
+    read = windows.number_windows(read_rows(spec, files, roles)).map(draw)
     size = sum(path.stat().st_size for path in files) // len(drawn)
     at_once = max(1, min(_AT_ONCE, _BYTES_AT_ONCE // max(size, 1)))
 
-    def parse(batch: tf.Tensor) -> dict[str, tf.Tensor]:
-        found = parse_features(spec, roles, batch)
+    def complete(rows: windows.Rows) -> dict[str, tf.Tensor]:
+        found = complete_features(spec, roles, rows)
         return {
             name: tf.strings.substr(each, 0, TEXT_BYTES) if each.dtype == tf.string else each
             for name, each in found.items()
         }
 
-    for values in records.batch(at_once).map(parse).as_numpy_iterator():
+    for values in read.rebatch(at_once).map(complete).as_numpy_iterator():
         labels = {name: values[name] for name in spec.targets}
         count = len(next(iter(labels.values())))
         weights = values[spec.weight] if spec.weight else np.ones(count)

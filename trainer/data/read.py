@@ -141,7 +141,7 @@ def read_columns(
     """Yield only some columns of all examples, in the order of the files."""
     rows = read_rows(spec, files, columns)
     make = partial(complete_features, spec, columns)
-    yield from _batch(spec, rows, make, batch_size).as_numpy_iterator()
+    yield from _batch(spec, rows, make, batch_size).prefetch(2).as_numpy_iterator()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -312,9 +312,7 @@ def to_keras_batch(spec: DatasetSpec, rows: Rows) -> tuple[Any, ...]:
     return inputs, labels, tf.cast(values[spec.weight], tf.float32)
 
 
-def complete_features(
-    spec: DatasetSpec, names: Sequence[str], rows: Rows
-) -> dict[str, tf.Tensor]:
+def complete_features(spec: DatasetSpec, names: Sequence[str], rows: Rows) -> dict[str, tf.Tensor]:
     """Return some features of a batch of rows; with swapped classes, 1 is the positive class."""
     values = blocks.complete(spec.features, {name: rows[name] for name in names})
     return {name: _swap(v) if name in spec.swapped else v for name, v in values.items()}

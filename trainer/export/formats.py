@@ -19,7 +19,8 @@ from ai_edge_litert.interpreter import Interpreter
 from tensorflow.lite.python.convert_phase import ConverterError
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
-from flotilla.trainer.data.records import encode, parse
+from flotilla.trainer.data.blocks import encode_blocks, parse_rows
+from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.names import argument_names
@@ -187,7 +188,7 @@ def _write_saved_model(subject: Subject, path: Path, _calibration: Inputs | None
     wanted = {name: spec.features[name] for name in spec.inputs}
 
     def serve_examples(examples: tf.Tensor) -> dict[str, tf.Tensor]:
-        values = parse(wanted, examples)
+        values = parse_rows(wanted, examples)
         answers: dict[str, tf.Tensor] = serve(*(values[name] for name in spec.inputs))
         return answers
 
@@ -210,8 +211,8 @@ def _read_saved_model(subject: Subject, path: Path) -> tuple[Predictor, ...]:
         return {name: values.numpy() for name, values in answers.items()}
 
     def ask_serialized(inputs: Inputs) -> Answers:
-        batch = {name: np.asarray(values) for name, values in inputs.items()}
-        records = tf.constant(list(encode(wanted, batch)))
+        table = make_table(wanted, make_columns(wanted, inputs))
+        records = tf.constant(list(encode_blocks(wanted, table, 1)))
         answers = loaded.signatures[SERIALIZED](examples=records)
         return {name: values.numpy() for name, values in answers.items()}
 

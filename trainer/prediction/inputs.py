@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import tensorflow as tf
 from numpy.typing import NDArray
 
 from flotilla.trainer import events, storage
@@ -26,8 +25,7 @@ from flotilla.trainer.data.files.formats.class_folders import PATH, ImageFilesRe
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows
 from flotilla.trainer.data.files.recorded_columns import RecordedInput
 from flotilla.trainer.data.files.scan import BrokenRows
-from flotilla.trainer.data.read import stage_shards
-from flotilla.trainer.data.records import parse
+from flotilla.trainer.data.read import read_columns, stage_shards
 from flotilla.trainer.events import DataNote
 from flotilla.trainer.features.dataset_spec import KIND, DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -312,14 +310,11 @@ class SplitExamples(Examples):
         inputs = [each.feature for each in self._model.inputs]
         varying = [name for name in inputs if features[name].varies]
         more = [length_name(name) for name in varying[:1]]
-        wanted = {name: features[name] for name in dict.fromkeys([*inputs, *copied, *more])}
+        wanted = [*dict.fromkeys([*inputs, *copied, *more])]
         split = self._request.split
         files = stage_shards(self._uri, self._scratch / split, split)
-        records = tf.data.Dataset.from_tensor_slices([str(path) for path in files])
-        records = records.flat_map(tf.data.TFRecordDataset).batch(size)
-        parsed = records.map(lambda batch: parse(wanted, batch)).prefetch(2)
         before = 0
-        for values in parsed.as_numpy_iterator():
+        for values in read_columns(self._spec, files, wanted, size):
             count = len(next(iter(values.values())))
             columns = {ROW: pa.array(np.arange(before + 1, before + count + 1))}
             columns |= {name: _column(features[name], values[name]) for name in copied}

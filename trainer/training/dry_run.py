@@ -31,13 +31,18 @@ from flotilla.trainer.config.schema import Config, OutputConfig, TrainingConfig
 from flotilla.trainer.config.thresholds import present_name, split_rule
 from flotilla.trainer.config.topology import TOPOLOGIES, find_topology
 from flotilla.trainer.data import prepare
+from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
-from flotilla.trainer.data.records import encode
 from flotilla.trainer.evaluation import evaluate
 from flotilla.trainer.export import parity
 from flotilla.trainer.export.formats import Subject, format_path
 from flotilla.trainer.features.class_names import ClassIndex
-from flotilla.trainer.features.dataset_spec import DatasetSpec, require_buckets, require_slices
+from flotilla.trainer.features.dataset_spec import (
+    DatasetSpec,
+    require_buckets,
+    require_slices,
+    shard_name,
+)
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.length import Splits, resolve
 from flotilla.trainer.features.names import length_name
@@ -77,6 +82,7 @@ MOST_LAYERS = 50
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
 # The number of examples of a step, and of a second step if the first one is inconclusive.
 EXAMPLES, MORE_EXAMPLES = 2, 64
+_MADE_UP = "made-up"
 # The largest shard that is fetched for its first examples, as the step requests little disk.
 MOST_BYTES = 1 << 30
 log = logging.getLogger(__name__)
@@ -478,11 +484,9 @@ def make_batch(
     if uri and _first_bytes(spec, uri) <= MOST_BYTES:
         shards = stage_shards(uri, folder, "train", of=len(spec.shards["train"]))
         return evaluation_batches(spec, shards, batch_size=count).take(1)
-    path = folder / "made-up.tfrecord"
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        made = examples(spec, count)
-        for record in encode({name: spec.features[name] for name in made}, made):
-            writer.write(record)
+    made, path = examples(spec, count), folder / shard_name(_MADE_UP, 0, 1)
+    path.unlink(missing_ok=True)
+    write_shards(folder, _MADE_UP, {name: spec.features[name] for name in made}, made)
     return evaluation_batches(spec, [path], batch_size=count)
 
 

@@ -37,6 +37,8 @@ def test_an_example_is_found_by_its_number(in_place, in_memory):
         assert read.numpy().tolist() == [values[number] for number in numbers]
 
 
-@pytest.mark.parametrize(("in_memory", "rows", "run"), [(None, 4, 1), (False, 4, RUN), (False, 512, 64)])
+@pytest.mark.parametrize(
+    ("in_memory", "rows", "run"), [(None, 4, 1), (False, 4, RUN), (False, 512, 64)]
+)
 def test_a_small_split_is_held_and_a_large_one_is_read_in_runs(in_place, in_memory, rows, run):
     assert in_place(20, in_memory=in_memory, rows=rows)[1].run == run

@@ -12,10 +12,9 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.data.preparation.shards import ShardWriter
-from flotilla.trainer.data.records import encode
+from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.evaluation import evaluate as evaluation
-from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec
+from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, SCHEMA, DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
@@ -318,22 +317,19 @@ print(int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024)
 def published(folder, examples):
     source = folder / f"source-{examples}"
     source.mkdir()
-    writer = ShardWriter(source, "test", 4)
     generator = np.random.default_rng(0)
-    for _ in range(examples // 500):
-        batch = {
-            "image": generator.integers(0, 256, (500, *SHAPE), np.uint8),
-            "label": generator.integers(0, CLASSES, 500),
-        }
-        for record in encode(FEATURES, batch):
-            writer.add(record)
-    writer.flush()
+    batch = {
+        "image": generator.integers(0, 256, (examples, *SHAPE), np.uint8),
+        "label": generator.integers(0, CLASSES, examples),
+    }
+    shards = write_shards(source, "test", FEATURES, batch, count=4)
     uri = storage.uri_of(folder / f"dataset-{examples}")
     fields = {
-        "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "targets": ["label"],
+        "dataset_schema": SCHEMA, "block_rows": BLOCK_ROWS, "fingerprint": "0",
+        "inputs": ["image"], "targets": ["label"],
         **NO_ROLES,
         "features": {name: feature.to_json() for name, feature in FEATURES.items()},
-        "splits": {"test": {"examples": examples, "shards": writer.examples}},
+        "splits": {"test": {"examples": examples, "shards": shards}},
     }  # fmt: skip
     storage.publish(source, uri, kind="dataset", fields=fields)
     return uri

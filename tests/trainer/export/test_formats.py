@@ -16,7 +16,8 @@ import yaml
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import ModelConfig
-from flotilla.trainer.data.records import encode
+from flotilla.trainer.data.blocks import encode_blocks
+from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
 from flotilla.trainer.export.formats import (
@@ -319,7 +320,8 @@ def test_eight_bits_are_smaller(exported):
 def test_the_saved_model_takes_serialized_examples(run, exported):
     loaded = tf.saved_model.load(exported[1] / f"serving/digits/{small_run.GLOBAL_STEP}")
     batch = {"image": run.images[:4], "label": run.labels[:4]}
-    records = tf.constant(list(encode(small_run.FEATURES, batch)))
+    table = make_table(small_run.FEATURES, make_columns(small_run.FEATURES, batch))
+    records = tf.constant(list(encode_blocks(small_run.FEATURES, table, 1)))
     answers = loaded.signatures[SERIALIZED](examples=records)
     np.testing.assert_allclose(answers["logits"], run.logits[:4], rtol=1e-4, atol=1e-5)
 

@@ -16,8 +16,7 @@ from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.cluster.lease import LeaseLostError, NoLease
 from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.data.preparation.shards import ShardWriter
-from flotilla.trainer.data.records import encode
+from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.features.dataset_spec import KIND, SCHEMA
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
@@ -185,10 +184,7 @@ def worker(tmp_path, monkeypatch):
     numbers = np.arange(20)
     features = {each: FeatureSpec(shape=(), dtype="int64", stored="int") for each in ("x", "y")}
     (tmp_path / SHARDS).mkdir()
-    writer = ShardWriter(tmp_path / SHARDS, "train", 1)
-    for record in encode(features, {"x": numbers, "y": numbers}):
-        writer.add(record)
-    writer.flush()
+    write_shards(tmp_path / SHARDS, "train", features, {"x": numbers, "y": numbers})
     (tmp_path / NUMBER_FILE).write_text("1", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     manifest = dataset(0)

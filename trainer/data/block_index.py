@@ -1,0 +1,65 @@
+"""The positions of blocks in the shards of a task, for reading in any order.
+
+The index is a file next to the shards: rows of a shard's number and an offset, little-endian.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+
+import numpy as np
+import tensorflow as tf
+
+from flotilla.trainer.data import blocks
+from flotilla.trainer.data.tfrecords import places
+
+INDEX_FILE = "blocks.index"
+#: Fields of a row.
+SHARD, OFFSET = range(2)
+# Consecutive blocks that are read together, about 1 MiB: also slow disks read them well.
+TOGETHER = 8
+
+
+def write_index(paths: Sequence[Path]) -> None:
+    """Write the index of shards, which have been verified, next to them."""
+    (paths[0].parent / INDEX_FILE).write_bytes(_find_blocks(paths))
+
+
+def _find_blocks(paths: Sequence[Path]) -> bytes:
+    found = []
+    for number, path in enumerate(paths):
+        with path.open("rb") as file:
+            found.append(np.array([[number, at] for at in places(file)[:-1]], "<i8"))
+    return b"".join(each.tobytes() for each in found)
+
+
+def read_index(files: str | Sequence[str | Path]) -> tf.Tensor:
+    """Return the index of shards, (blocks, 2): from its file if `files` is a pattern."""
+    if isinstance(files, str):
+        content = tf.io.read_file(str(PurePath(files).with_name(INDEX_FILE)))
+    else:
+        content = tf.constant(_find_blocks([Path(path) for path in files]))
+    return tf.reshape(tf.io.decode_raw(content, tf.int64), (-1, 2))
+
+
+def shuffle_blocks(paths: tf.Tensor, index: tf.Tensor, seed: tuple[tf.Tensor, tf.Tensor]) -> tf.data.Dataset:
+    """Return all blocks once: `TOGETHER` consecutive ones from each of `AT_ONCE` random places."""
+    shard = index[:, SHARD]
+    within = tf.range(tf.size(shard)) - tf.searchsorted(shard, shard)
+    begins = tf.boolean_mask(index, within % TOGETHER == 0)
+    order = tf.random.experimental.stateless_shuffle(begins, seed)
+    names = tf.gather(paths, order[:, SHARD])
+    return tf.data.Dataset.from_tensor_slices((names, order[:, OFFSET])).interleave(
+        lambda name, offset: read_blocks(name, offset).take(TOGETHER),
+        cycle_length=AT_ONCE,
+        block_length=1,
+    )
+
+
+def read_blocks(name: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
+    """Return the blocks of a file from an offset on."""
+    variant = tf.raw_ops.TFRecordDatasetV2(
+        filenames=[name], compression_type="", buffer_size=_AHEAD, byte_offsets=[offset]
+    )
+    return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
