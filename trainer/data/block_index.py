@@ -6,12 +6,13 @@ The index is a file next to the shards: rows of a shard's number and an offset, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.data import blocks
+from flotilla.trainer.data.shards.shard_store import AT_ONCE
 from flotilla.trainer.data.tfrecords import places
 
 INDEX_FILE = "blocks.index"
@@ -19,14 +20,16 @@ INDEX_FILE = "blocks.index"
 SHARD, OFFSET = range(2)
 # Consecutive blocks that are read together, about 1 MiB: also slow disks read them well.
 TOGETHER = 8
+_READ_AHEAD = 256 << 10
 
 
 def write_index(paths: Sequence[Path]) -> None:
     """Write the index of shards, which have been verified, next to them."""
-    (paths[0].parent / INDEX_FILE).write_bytes(_find_blocks(paths))
+    (paths[0].parent / INDEX_FILE).write_bytes(find_blocks(paths))
 
 
-def _find_blocks(paths: Sequence[Path]) -> bytes:
+def find_blocks(paths: Sequence[Path]) -> bytes:
+    """Return the content of the index of shards."""
     found = []
     for number, path in enumerate(paths):
         with path.open("rb") as file:
@@ -34,17 +37,23 @@ def _find_blocks(paths: Sequence[Path]) -> bytes:
     return b"".join(each.tobytes() for each in found)
 
 
-def read_index(files: str | Sequence[str | Path]) -> tf.Tensor:
-    """Return the index of shards, (blocks, 2): from its file if `files` is a pattern."""
-    if isinstance(files, str):
-        content = tf.io.read_file(str(PurePath(files).with_name(INDEX_FILE)))
-    else:
-        content = tf.constant(_find_blocks([Path(path) for path in files]))
+def read_index(path: str | tf.Tensor) -> tf.Tensor:
+    """Return the index in a file, (blocks, 2)."""
+    return decode_index(tf.io.read_file(path))
+
+
+def decode_index(content: bytes | tf.Tensor) -> tf.Tensor:
+    """Return an index, (blocks, 2), from its content."""
     return tf.reshape(tf.io.decode_raw(content, tf.int64), (-1, 2))
 
 
-def shuffle_blocks(paths: tf.Tensor, index: tf.Tensor, seed: tuple[tf.Tensor, tf.Tensor]) -> tf.data.Dataset:
-    """Return all blocks once: `TOGETHER` consecutive ones from each of `AT_ONCE` random places."""
+def shuffle_blocks(
+    paths: tf.Tensor, index: tf.Tensor, seed: tuple[Any, tf.Tensor]
+) -> tf.data.Dataset:
+    """Return all blocks once, from random places: `TOGETHER` consecutive ones from each.
+
+    The blocks of `AT_ONCE` places take turns.
+    """
     shard = index[:, SHARD]
     within = tf.range(tf.size(shard)) - tf.searchsorted(shard, shard)
     begins = tf.boolean_mask(index, within % TOGETHER == 0)
@@ -60,6 +69,6 @@ def shuffle_blocks(paths: tf.Tensor, index: tf.Tensor, seed: tuple[tf.Tensor, tf
 def read_blocks(name: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
     """Return the blocks of a file from an offset on."""
     variant = tf.raw_ops.TFRecordDatasetV2(
-        filenames=[name], compression_type="", buffer_size=_AHEAD, byte_offsets=[offset]
+        filenames=[name], compression_type="", buffer_size=_READ_AHEAD, byte_offsets=[offset]
     )
     return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))

@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.data import blocks
+from flotilla.trainer.data.block_index import INDEX_FILE, OFFSET, read_blocks, read_index
+from flotilla.trainer.data.blocks import parse_blocks
 from flotilla.trainer.data.read import fits_in_memory, read_whole_split, to_keras_batch
-from flotilla.trainer.data.tfrecords import places
 from flotilla.trainer.data.windows import Rows, gather_rows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 
@@ -27,17 +25,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 RUN = 8
 # Runs of a full block: shorter ones would parse it for too few rows, longer ones mix less.
 _RUNS = 8
-INDEX_FILE = "blocks.index"
 _AT_ONCE = 4
-
-
-def write_index(paths: Sequence[Path]) -> None:
-    """Write the position of each block next to the shards, which have been verified."""
-    found = []
-    for path in paths:
-        with path.open("rb") as file:
-            found.append(np.array(places(file)[:-1], "<i8"))
-    (paths[0].parent / INDEX_FILE).write_bytes(np.concatenate(found).tobytes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,22 +51,18 @@ def make_random_access(
     if fits_in_memory(spec) if in_memory is None else in_memory:
         return ByNumber(held=lambda: read_whole_split(spec, files), read=_gather, run=1)
 
+    def held() -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensors(f"{folder}/{INDEX_FILE}").map(read_index)
+
     def read(index: tf.Tensor, numbers: tf.Tensor) -> Any:
         return to_keras_batch(spec, _read_rows(spec, files, index, numbers))
 
     run = max(RUN, spec.block_rows // _RUNS)
-    return ByNumber(held=lambda: _index(f"{folder}/{INDEX_FILE}"), read=read, run=run)
+    return ByNumber(held=held, read=read, run=run)
 
 
 def _gather(examples: Any, numbers: tf.Tensor) -> Any:
     return tf.nest.map_structure(lambda values: tf.gather(values, numbers), examples)
-
-
-def _index(path: str) -> tf.data.Dataset:
-    def offsets(file: tf.Tensor) -> tf.Tensor:
-        return tf.io.decode_raw(tf.io.read_file(file), tf.int64)
-
-    return tf.data.Dataset.from_tensors(path).map(offsets)
 
 
 def _read_rows(
@@ -96,22 +80,15 @@ def _read_rows(
     of = tf.searchsorted(block_ends, block, side="right") - 1
     before = (block - tf.gather(block_ends, of)) * size
     rows = tf.minimum(size, tf.gather(tf.constant(shards, tf.int64), of) - before)
-    read = _read_blocks(tf.gather(tf.constant(list(files)), of), tf.gather(index, block))
-    found = blocks.parse_blocks({name: spec.features[name] for name in spec.roles}, read)
+    read = _read_blocks(tf.gather(tf.constant(list(files)), of), tf.gather(index[:, OFFSET], block))
+    found = parse_blocks({name: spec.features[name] for name in spec.roles}, read)
     first = tf.cumsum(rows, exclusive=True)
     return gather_rows(found, tf.gather(first, place) + within % size)
 
 
 def _read_blocks(names: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
     def read(name: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
-        variant = tf.raw_ops.TFRecordDatasetV2(
-            filenames=[name],
-            compression_type="",
-            buffer_size=blocks.BYTES,
-            byte_offsets=[offset],
-        )
-        records = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
-        return records.take(1).get_single_element()
+        return read_blocks(name, offset).take(1).get_single_element()
 
     found = tf.data.Dataset.from_tensor_slices((names, offsets))
     found = found.map(read, num_parallel_calls=_AT_ONCE)

@@ -9,13 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.data import blocks
+from flotilla.trainer.data.block_index import (
+    INDEX_FILE,
+    decode_index,
+    find_blocks,
+    read_index,
+    shuffle_blocks,
+)
 from flotilla.trainer.data.examples import lengths
 from flotilla.trainer.data.shards.fed_blocks import (
     allow_tensor_seed,
@@ -23,7 +30,7 @@ from flotilla.trainer.data.shards.fed_blocks import (
     evaluation_rows,
     use_private_threads,
 )
-from flotilla.trainer.data.shards.shard_store import AT_ONCE, Streaming
+from flotilla.trainer.data.shards.shard_store import Streaming
 from flotilla.trainer.data.windows import (
     IN_ORDER,
     MIXED,
@@ -41,6 +48,7 @@ _TEXT_BYTES = 1024
 _LONG = 256
 # Forms of features that are completed in a batch: images are decoded, and sequences padded.
 _COMPLETED = ("image", "sequence")
+_MOST_SHARDS = 1 << 20
 # Images that one thread decodes at a time.
 _DECODED = 64
 
@@ -91,8 +99,9 @@ def training_batches(  # noqa: PLR0913
     A pattern of `files`, such as "shards/*.tfrecord", is resolved where the dataset runs.
 
     If the whole split fits in memory, it is read and parsed once and every order is equally likely.
-    Otherwise blocks are drawn from those of `shuffle_buffer` examples, by default 256 MiB, and the
-    rows of `windows.MIXED` of them are permuted.
+    Otherwise runs of blocks are read in random order, blocks are drawn from those of
+    `shuffle_buffer` examples, by default 256 MiB, and the rows of `windows.MIXED` of them are
+    permuted. A pattern then needs an index of the blocks (`block_index.write_index`).
 
     Features that vary in length are padded to the longest of the batch. With `buckets`, a batch
     holds examples whose lengths fall into the same bucket.
@@ -238,25 +247,28 @@ def _shuffle(
     held: int | None,
 ) -> tf.data.Dataset:
     """Return endless windows in random order; no window reaches into the next epoch."""
-    paths = None if isinstance(files, Streaming) else _paths(files)
+    if not isinstance(files, Streaming):
+        paths = _paths(files).batch(_MOST_SHARDS).get_single_element()
+        index = _index(files)
 
     def shuffle_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
         own = tf.cast(seed, tf.int64) + 104_729 * epoch
+        if isinstance(files, Streaming):
+            read = epoch_of_blocks(files, seed, epoch)
+        else:
+            read = shuffle_blocks(paths, index, (seed, epoch))
         with allow_tensor_seed():
-            if isinstance(files, Streaming):
-                epoch_blocks = epoch_of_blocks(files, seed, epoch)
-            else:
-                # Even the largest number of paths is small compared with the examples.
-                mixed = paths.shuffle(1 << 16, seed=own)
-                epoch_blocks = mixed.interleave(
-                    tf.data.TFRecordDataset, cycle_length=AT_ONCE, block_length=1
-                )
-            shuffled = epoch_blocks.shuffle(_count_held(spec, held), seed=own)
-        return shuffled.batch(_count_blocks(spec, MIXED))
+            return read.shuffle(_count_held(spec, held), seed=own).batch(_count_blocks(spec, MIXED))
 
     windows = tf.data.Dataset.counter().flat_map(shuffle_epoch)
     # The next window is ready when this one ends.
     return permute_windows(_select(spec, names), windows, seed).prefetch(1)
+
+
+def _index(files: Files) -> tf.Tensor:
+    if isinstance(files, str):
+        return read_index(str(PurePath(files).with_name(INDEX_FILE)))
+    return decode_index(find_blocks([Path(path) for path in files]))
 
 
 def _count_held(spec: DatasetSpec, examples: int | None) -> int:

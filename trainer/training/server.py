@@ -15,10 +15,9 @@ from flotilla.trainer.checkpoints.part_server import PartServer
 from flotilla.trainer.cluster import loopback
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.process import gpu_count
-from flotilla.trainer.config.data import DYNAMIC
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.data.random_access import write_index
+from flotilla.trainer.data.block_index import write_index
 from flotilla.trainer.data.read import fits_in_memory, stage_shards
 from flotilla.trainer.data.shards.shard_feed import ShardFeed
 from flotilla.trainer.data.shards.shard_store import (
@@ -137,7 +136,7 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
         return _feed(job, streaming, index, of, workers)
     paths = stage_shards(job.dataset, job.workdir / SHARDS, "train", index=index, of=of)
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
-    if job.config.data.partition == DYNAMIC and not fits_in_memory(spec):
+    if not fits_in_memory(spec):
         write_index(paths)
     if spec.examples("validation"):
         stage_shards(job.dataset, job.workdir / "validation", "validation", index=0, of=1)

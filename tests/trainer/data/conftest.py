@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.block_index import write_index
 from flotilla.trainer.data.blocks import complete, parse_blocks
 from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.data.prepare import PreparedDataset, prepare
@@ -87,6 +88,8 @@ def numbered(tmp_path) -> Callable[..., tuple[DatasetSpec, list[Path]]]:
             shards={"train": written},
             block_rows=rows,
         )
-        return spec, sorted(folder.iterdir())
+        files = sorted(folder.iterdir())
+        write_index(files)
+        return spec, files
 
     return write

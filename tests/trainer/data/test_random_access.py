@@ -7,7 +7,7 @@ import random
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.data.random_access import RUN, make_random_access, write_index
+from flotilla.trainer.data.random_access import RUN, make_random_access
 from flotilla.trainer.data.read import evaluation_batches
 
 
@@ -18,7 +18,6 @@ def in_place(numbered, monkeypatch):
     def read(examples, *, in_memory, rows=4):
         spec, files = numbered(examples, rows=rows)
         monkeypatch.chdir(files[0].parent)
-        write_index(files)
         batches = evaluation_batches(spec, files, batch_size=examples)
         ((values, _),) = batches.as_numpy_iterator()
         return values.tolist(), make_random_access(spec, ".", in_memory=in_memory)
