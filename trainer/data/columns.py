@@ -3,7 +3,7 @@
 Sources give columns by feature name, in one of three forms:
 
 - numbers of a fixed shape: an array whose first axis is the example;
-- texts and encoded images: an Arrow array of bytes, without nulls;
+- texts and encoded images: an Arrow array of bytes, without nulls (pixels are encoded as PNG);
 - sequences, and texts of a shape: an Arrow array of lists of numbers or of bytes, flat in an
   example (`bfloat16` as `float32`).
 
@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from flotilla.trainer.data.examples import images
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
@@ -50,7 +51,12 @@ def make_column(feature: FeatureSpec, values: Any) -> Column:
         return values
     if feature.stored == "sequence" or (feature.dtype == "string" and feature.shape):
         return _make_lists(feature, values)
-    if feature.dtype == "string" or feature.stored == "image":
+    if feature.stored == "image":
+        # PNG is lossless.
+        return make_texts(
+            each if isinstance(each, bytes) else images.encode(each) for each in values
+        )
+    if feature.dtype == "string":
         return make_texts(values)
     return np.asarray(values, numpy_type(feature))
 

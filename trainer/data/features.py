@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,18 +141,6 @@ def choose_stored_form(shape: tuple[int | None, ...], dtype: str) -> str:
     if shape or dtype in {"uint64", "float64"}:
         return "raw"
     return {"i": "int", "u": "int", "b": "int", "f": "float"}.get(np.dtype(dtype).kind, "raw")
-
-
-def save_record_features(selection: Selection, folder: Path) -> None:
-    """Write `features.json`, by which TFDS itself can read the records (`deserialize_example`).
-
-    Tensors of uint32 are left out: TFDS 4.9 writes them and cannot decode them.
-    """
-    features = {
-        name: _make_record_feature(spec, selection.connectors.get(name))
-        for name, spec in selection.specs.items()
-    }
-    tfds.features.FeaturesDict(features).save_config(folder)
 
 
 def _leaves(
@@ -309,15 +296,3 @@ def _sequence(leaf: Leaf, *, is_target: bool) -> FeatureSpec:
     labels = is_target and kind in "iub"
     dtype = "int64" if labels and kind != "i" else leaf.dtype
     return _spec(leaf, (None, *leaf.shape[1:]), dtype, "sequence", NO_LABEL if labels else 0)
-
-
-def _make_record_feature(spec: FeatureSpec, connector: Any) -> Any:
-    if spec.stored == "image":
-        return tfds.features.Image(shape=(None, None, spec.shape[-1]))
-    if isinstance(connector, tfds.features.ClassLabel) and spec.stored == "int":
-        return connector
-    encoding = "bytes" if spec.stored == "raw" else "none"
-    if spec.stored == "sequence":
-        encoding = "none" if spec.dtype == "string" else "bytes"
-    dtype = np.str_ if spec.dtype == "string" else spec.dtype
-    return tfds.features.Tensor(shape=spec.shape, dtype=np.dtype(dtype), encoding=encoding)

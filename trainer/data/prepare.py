@@ -24,7 +24,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import listing
 from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.builders.builder_source import BuilderSource
-from flotilla.trainer.data.features import Selection, save_record_features
+from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.preparation.beam import map_parts_by_beam, require_reachable
 from flotilla.trainer.data.source import Source
 from flotilla.trainer.events.progress.work import Work
@@ -137,7 +137,6 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
     shards.mkdir()
     finished = storage.join(root, "preparing", storage.name_of(uri))
     with report_errors(f"prepare {source.name}"):
-        save_record_features(selection, shards)
         written = _write(config, source, finished, shards)
     # Only now, and only if no other process has repaired it in the meantime.
     if storage.is_published(uri) and not _whole(uri):

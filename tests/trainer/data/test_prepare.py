@@ -77,7 +77,7 @@ def test_the_files_are_the_shards_and_the_features(digits):
     spec = DatasetSpec.from_manifest(digits.manifest)
     expected = [name for split in spec.shards for name in spec.files(split)]
     assert [entry.path for entry in digits.manifest.files] == sorted(
-        [*expected, "examples.npz", "features.json", "statistics.json"]
+        [*expected, "examples.npz", "statistics.json"]
     )
 
 
@@ -184,7 +184,7 @@ def damage(published):
     "harm",
     [
         damage,
-        lambda published: (published / "features.json").unlink(),
+        lambda published: (published / "statistics.json").unlink(),
         lambda published: os.truncate(published / "test-00000-of-00003.tfrecord", 100),
         lambda published: (published / "MANIFEST.json").write_text("{"),
         lambda published: (published / "MANIFEST.json").unlink(),

@@ -172,15 +172,6 @@ def test_every_way_of_reading_gives_pixels(prepared):
     np.testing.assert_array_equal(inputs["photo/picture"], values["photo/picture"])
 
 
-def test_tfds_reads_the_records_as_well(prepared):
-    dataset = own(prepared, "Photographs", image={"size": [6, 8]})
-    folder = storage.local_path(dataset.uri)
-    features = tfds.features.FeaturesDict.from_config(folder)
-    path = str(next(folder.glob("test-*")))
-    record = next(iter(tf.data.TFRecordDataset([path])))
-    assert features.deserialize_example(record)["photo/picture"].shape[0] == 20
-
-
 def test_an_image_that_is_torn_names_its_split(prepared):
     with pytest.raises(UserError, match=r"'train' of .*Torn has an image that does not decode"):
         own(prepared, "Torn", image={"size": [6, 8]})

@@ -8,7 +8,6 @@ import shutil
 import numpy as np
 import pytest
 import tensorflow as tf
-import tensorflow_datasets as tfds
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
@@ -95,28 +94,6 @@ def test_pictures_are_read_the_short_way(prepared, monkeypatch):
     assert used == ["train", "test"]
     prepared("Everything")
     assert used == ["train", "test"]
-
-
-def test_tfds_reads_the_records_by_the_features_file(everything, contents):
-    folder = storage.local_path(everything.uri)
-    features = tfds.features.FeaturesDict.from_config(folder)
-    # TFDS cannot decode uint32 tensors.
-    features = tfds.features.FeaturesDict({n: features[n] for n in features if n != "counts"})
-    names = DatasetSpec.from_manifest(everything.manifest).files("test")
-    records = tf.data.TFRecordDataset([str(folder / name) for name in names])
-    theirs = [features.deserialize_example(record) for record in records]
-    found = contents(everything, "test")
-    for name in features:
-        assert [np.asarray(example[name]).tolist() for example in theirs] == found[name].tolist(), (
-            name
-        )
-
-
-def test_the_features_file_names_the_classes(prepared):
-    dataset = prepared("Pictures")
-    features = tfds.features.FeaturesDict.from_config(storage.local_path(dataset.uri))
-    assert features["label"].names == builders.CLASSES
-    assert features["image"].shape == (4, 5, 3)
 
 
 def test_the_manifest_names_the_features(everything):

@@ -6,69 +6,14 @@ where `data.inputs` names it, and batches are bucketed by it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.data.windows import Rows, gather_rows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
-from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
-
-# `tf.io` pads few types when it decodes: chosen by the size of one value in bytes.
-_SAME_SIZE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}
-
-
-def add_lengths(features: Mapping[str, FeatureSpec], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return columns with the lengths of variable features, which become arrays of arrays."""
-    found = dict(columns)
-    for name, feature in features.items():
-        if feature.varies:
-            values = columns[name]
-            found[name] = np.empty(len(values), object)
-            for index, value in enumerate(values):
-                found[name][index] = value
-            found[length_name(name)] = np.array([len(value) for value in values], np.int64)
-    return found
-
-
-def wire(feature: FeatureSpec) -> Any:
-    """Return the `tf.io.parse_example` feature of a sequence."""
-    if feature.dtype != "string":
-        return tf.io.FixedLenFeature((), tf.string)
-    inner = [tf.io.RaggedFeature.UniformRowLength(size) for size in feature.sizes[1:]]
-    return tf.io.RaggedFeature(tf.string, partitions=inner, row_splits_dtype=tf.int64)
-
-
-def pad_column(feature: FeatureSpec, column: Any) -> tf.Tensor:
-    """Return a parsed column, (batch, length, ...), padded or cut to one length.
-
-    For a variable feature this is the longest of the batch, and at least 1: a layer cannot reduce
-    an empty axis.
-    """
-    first, *inner = feature.shape
-    if feature.dtype == "string":
-        values = column.to_tensor("", shape=(None, first, *inner))
-        lacking = tf.maximum(1 - tf.shape(values)[1], 0)
-        values = tf.pad(values, [[0, 0], [0, lacking], *[[0, 0]] * len(inner)], constant_values="")
-        return tf.ensure_shape(values, (None, *feature.shape))
-    dtype = tf.as_dtype(feature.dtype)
-    raw = _SAME_SIZE[dtype.size]
-    row = math.prod(feature.sizes[1:]) * raw.size
-    lengths = tf.strings.length(column) // row
-    size = first or tf.maximum(tf.reduce_max(lengths), 1)
-    values = tf.io.decode_raw(column, raw, fixed_length=size * row)
-    values = tf.cast(values, dtype) if dtype == tf.bool else values
-    values = tf.bitcast(values, dtype) if values.dtype != dtype else values
-    values = tf.reshape(values, (tf.shape(column)[0], size, *feature.sizes[1:]))
-    if feature.padding:
-        known = tf.reshape(tf.sequence_mask(lengths, size), (-1, size, *[1] * len(inner)))
-        values = tf.where(known, values, tf.constant(feature.padding, dtype))
-    return tf.ensure_shape(values, (column.shape[0], *feature.shape))
 
 
 def varying(spec: DatasetSpec) -> tuple[str, ...]:

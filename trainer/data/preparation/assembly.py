@@ -82,7 +82,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
         for split, writer in writers.items():
             chunks = [chunk for part in parts for chunk in list_chunks(part, split)]
             seed = (config.seed, SPLITS.index(split))
-            for bucket in _shuffle(chunks, sums.bytes[split], seed):
+            for bucket in shuffle_rows(chunks, sums.bytes[split], seed):
                 writer.add(bucket)
                 work.add(bucket.num_rows)
     with Work("writing the statistics"):
@@ -95,7 +95,9 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
     )
 
 
-def _shuffle(chunks: Sequence[Chunk], size: int, seed: tuple[int, ...]) -> Iterator[pa.RecordBatch]:
+def shuffle_rows(
+    chunks: Sequence[Chunk], size: int, seed: tuple[int, ...]
+) -> Iterator[pa.RecordBatch]:
     """Yield all rows of some chunks of `size` bytes; every order is equally likely."""
     random = np.random.RandomState(seed)
     count = -(-size // BUCKET_BYTES) or 1

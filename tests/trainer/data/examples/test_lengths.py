@@ -1,5 +1,7 @@
 """Sequences of any length: stored unpadded, padded to the longest of a batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,10 +9,11 @@ import tensorflow_datasets as tfds
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
+from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.data.examples import lengths
 from flotilla.trainer.data.prepare import dataset_key
 from flotilla.trainer.data.read import evaluation_batches, labelled_columns, training_batches
-from flotilla.trainer.data.records import encode, parse
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError
@@ -33,8 +36,11 @@ def rows(dtype, *inner):
 
 
 def read_back(feature, values):
-    records = list(encode({"x": feature}, {"x": values}))
-    return parse({"x": feature}, tf.constant(records))["x"]
+    length = FeatureSpec(shape=(), dtype="int64", stored="int")
+    features = {"x": replace(feature, shape=(None, *feature.shape[1:])), "x_length": length}
+    table = make_table(features, make_columns(features, {"x": values}))
+    blocks = list(encode_blocks(features, table, 2))
+    return complete({"x": feature}, parse_blocks({"x": feature}, tf.constant(blocks)))["x"]
 
 
 @pytest.mark.parametrize("inner", [(), (2,), (2, 3)], ids=str)
@@ -67,7 +73,10 @@ def test_a_batch_of_nothing_but_empty_sequences_has_one_place(dtype):
 @pytest.mark.parametrize("dtype", ["int64", "string"])
 def test_the_shape_in_a_graph(dtype):
     records = tf.data.Dataset.from_tensors(b"").batch(1)
-    element = records.map(lambda each: parse({"x": sequence(dtype, 2)}, each)).element_spec
+    features = {"x": sequence(dtype, 2)}
+    element = records.map(
+        lambda each: complete(features, parse_blocks(features, each))
+    ).element_spec
     assert element["x"].shape.as_list() == [None, None, 2]
 
 

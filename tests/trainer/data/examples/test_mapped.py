@@ -8,8 +8,10 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
 from flotilla.trainer.data.builders import batches, datasets
 from flotilla.trainer.data.builders.download import download
+from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.data.examples.images import encode as png
 from flotilla.trainer.data.examples.mapped import (
     MappedSource,
@@ -25,7 +27,6 @@ from flotilla.trainer.data.examples.mapped import (
 from flotilla.trainer.data.features import Selection, select
 from flotilla.trainer.data.files.file_source import FileSource
 from flotilla.trainer.data.prepare import dataset_key
-from flotilla.trainer.data.records import encode, parse
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -84,12 +85,14 @@ def everything(source):
     found, splits = [], []
     for part in source.parts():
         for batch in source.read(part, selection):
-            records = list(encode(selection.specs, batch.columns))
-            values = parse(selection.specs, tf.constant(records))
+            table = make_table(selection.specs, make_columns(selection.specs, batch.columns))
+            blocks = list(encode_blocks(selection.specs, table, 3))
+            rows = parse_blocks(selection.specs, tf.constant(blocks))
+            values = complete(selection.specs, rows)
             splits += batch.splits.tolist()
             found += [
                 {name: each[row].numpy() for name, each in values.items()}
-                for row in range(len(records))
+                for row in range(table.num_rows)
             ]
     return selection, found, splits
 

@@ -6,8 +6,8 @@ import tensorflow as tf
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import prepare as module
+from flotilla.trainer.data.blocks import parse_blocks
 from flotilla.trainer.data.prepare import prepare
-from flotilla.trainer.data.records import parse
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from tests.trainer.data.preparation.numbers import Numbers
 
@@ -38,8 +38,8 @@ def numbers_of():
         folder = storage.local_path(dataset.uri)
         found = []
         for name in spec.files(split):
-            records = list(tf.data.TFRecordDataset(str(folder / name)).as_numpy_iterator())
-            found.append(parse(spec.features, tf.constant(records))["number"].numpy())
+            blocks = list(tf.data.TFRecordDataset(str(folder / name)).as_numpy_iterator())
+            found.append(parse_blocks(spec.features, tf.constant(blocks))["number"].numpy())
         return found
 
     return read

@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.blocks import parse_blocks
+from flotilla.trainer.data.columns import make_table
 from flotilla.trainer.data.features import Selection
-from flotilla.trainer.data.preparation import shards as write
+from flotilla.trainer.data.preparation import assembly
+from flotilla.trainer.data.preparation import parts as module
 from flotilla.trainer.data.preparation.assembly import assemble
-from flotilla.trainer.data.preparation.parts import Sums, map_part, read_part, read_sums
+from flotilla.trainer.data.preparation.parts import Sums, list_chunks, map_part, read_sums
 from flotilla.trainer.data.preparation.processes import map_parts
 from flotilla.trainer.data.preparation.shards import ShardWriter
 from flotilla.trainer.data.source import Batch
@@ -28,10 +31,22 @@ def source(tmp_path):
     return found
 
 
-def test_records_come_back_in_their_order(source, tmp_path):
+CONFIG = DataConfig(vocabulary=10)
+
+
+def rows_of(folder, split):
+    return [
+        row for chunk in list_chunks(folder, split) for row in chunk.read(0, chunk.rows).to_pylist()
+    ]
+
+
+def test_rows_of_a_part_are_in_their_split_once(source, tmp_path):
     selection = source.select()
-    map_part(source, selection, source.parts()[1], tmp_path / "part", vocabulary=10)
-    counts = {name: len(list(read_part(tmp_path / "part", name))) for name in ("train", "test")}
+    map_part(source, selection, source.parts()[1], tmp_path / "part", config=CONFIG)
+    rows = {name: rows_of(tmp_path / "part", name) for name in ("train", "test")}
+    assert sorted(row["number"] for row in rows["test"]) == [21, 31]
+    assert all(row["label"] == row["number"] % 4 for row in rows["train"])
+    counts = {name: len(each) for name, each in rows.items()}
     assert counts == {"train": 16, "test": 2}
     assert read_sums(tmp_path / "part", selection, vocabulary=10).examples == {
         **counts,
@@ -39,21 +54,33 @@ def test_records_come_back_in_their_order(source, tmp_path):
     }
 
 
-def price(values):
-    return {"price": np.array(values, np.float32)}
+def test_a_part_in_several_chunks_is_the_same_again(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    for name in ("one", "other"):
+        map_part(source, source.select(), source.parts()[1], tmp_path / name, config=CONFIG)
+    assert len(list_chunks(tmp_path / "one", "train")) == 2
+    assert rows_of(tmp_path / "one", "train") == rows_of(tmp_path / "other", "train")
+
+
+def add_prices(sums, values):
+    columns = {"price": np.array(values, np.float32)}
+    sums.add("train", columns, make_table(sums_selection.specs, columns))
+
+
+PRICE = FeatureSpec(shape=(), dtype="float32", stored="float")
+sums_selection = Selection(
+    inputs=("price",), targets=("price",), specs={"price": PRICE}, connectors={}, fits={}
+)
 
 
 def test_sums_of_parts_are_those_of_all(tmp_path):
-    spec = FeatureSpec(shape=(), dtype="float32", stored="float")
-    selection = Selection(
-        inputs=("price",), targets=("price",), specs={"price": spec}, connectors={}, fits={}
-    )
+    selection = sums_selection
     whole, merged = (Sums(selection, vocabulary=10) for _ in range(2))
     values = np.random.RandomState(0).normal(1e6, 1.0, 300)
-    whole.add(price(values), np.zeros(300, np.int8))
+    add_prices(whole, values)
     for number, part in enumerate(np.split(values, 3)):
         each = Sums(selection, vocabulary=10, part=number)
-        each.add(price(part), np.zeros(100, np.int8))
+        add_prices(each, part)
         each.save(tmp_path)
         merged.merge(read_sums(tmp_path, selection, vocabulary=10))
     assert merged.examples == whole.examples == {"train": 300, "validation": 0, "test": 0}
@@ -66,18 +93,15 @@ def test_a_label_that_is_none_names_its_split(source, tmp_path, monkeypatch):
     batch = Batch(columns=columns, splits=np.zeros(2, np.int8))
     monkeypatch.setattr(source, "read", lambda *_: iter([batch]), raising=False)
     with pytest.raises(UserError, match="without a label"):
-        map_part(source, source.select(), source.parts()[0], tmp_path / "part", vocabulary=10)
+        map_part(source, source.select(), source.parts()[0], tmp_path / "part", config=CONFIG)
 
 
 def test_statistics_of_parts_are_those_of_all(tmp_path):
-    spec = FeatureSpec(shape=(), dtype="float32", stored="float")
-    selection = Selection(
-        inputs=("price",), targets=("price",), specs={"price": spec}, connectors={}, fits={}
-    )
+    selection = sums_selection
     merged = Sums(selection, vocabulary=10)
     for number in range(2):
         each = Sums(selection, vocabulary=10, part=number)
-        each.add(price(range(number * 50, number * 50 + 50)), np.zeros(50, np.int8))
+        add_prices(each, range(number * 50, number * 50 + 50))
         each.save(tmp_path)
         merged.merge(read_sums(tmp_path, selection, vocabulary=10))
     found = merged.accumulators["train"].result().features["price"]
@@ -115,21 +139,38 @@ def parts(source, tmp_path):
     return sorted(folder.iterdir())
 
 
-def test_a_source_in_random_order_keeps_it(source, parts, tmp_path):
-    source.is_shuffled = True
-    kept, again, mixed = (tmp_path / name for name in ("kept", "again", "mixed"))
-    for folder in (kept, again, mixed):
-        folder.mkdir()
-    first = assemble(source, parts, kept, DataConfig(shards=2, seed=0))
-    assert (
-        assemble(source, parts, again, DataConfig(shards=2, seed=1)).fingerprint
-        == first.fingerprint
-    )
-    source.is_shuffled = False
-    other = assemble(source, parts, mixed, DataConfig(shards=2, seed=0))
-    assert other.fingerprint != first.fingerprint
-    assert other.examples == first.examples
-    assert first.examples == {"train": [40, 40], "validation": [10], "test": [10]}
+def test_a_seed_gives_an_order(source, parts, tmp_path):
+    found = []
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        (tmp_path / name).mkdir()
+        config = DataConfig(shards=2, seed=seed)
+        found.append(assemble(source, parts, tmp_path / name, config))
+    one, again, other = found
+    assert one.fingerprint == again.fingerprint != other.fingerprint
+    assert one.examples == other.examples == {"train": [40, 40], "validation": [10], "test": [10]}
+
+
+@pytest.mark.parametrize("buckets", [1, 7])
+def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
+    size = read_sums(parts[0], source.select(), vocabulary=10).bytes["train"] * len(parts)
+    monkeypatch.setattr(assembly, "BUCKET_BYTES", -(-size // buckets))
+    places = []
+    for seed in range(200):
+        chunks = [chunk for part in parts for chunk in list_chunks(part, "train")]
+        rows = assembly.shuffle_rows(chunks, size, (seed, 0))
+        order = np.concatenate([each["number"].to_numpy() for each in rows])
+        assert sorted(order.tolist()) == [n for n in range(100) if n % 10 > 1]
+        # The place of each row in the source, in the order of the shards.
+        places.append(np.argsort(np.argsort(order)))
+    # The rank correlation of a row's place with its place in the source, and of neighbours.
+    drawn = np.array(places)
+    straight = np.arange(drawn.shape[1])
+    correlations = [np.corrcoef(each, straight)[0, 1] for each in drawn]
+    neighbours = [np.corrcoef(each[:-1], each[1:])[0, 1] for each in drawn]
+    for found in (correlations, neighbours):
+        # The mean of 200 draws of a standard deviation of 1 / sqrt(79), within 4 of its own.
+        assert abs(np.mean(found)) < 4 / np.sqrt(79 * 200) + 1 / 79
+        assert np.std(found) == pytest.approx(1 / np.sqrt(79), rel=0.25)
 
 
 def test_more_shards_than_examples(source, parts, tmp_path):
@@ -137,88 +178,62 @@ def test_more_shards_than_examples(source, parts, tmp_path):
         assemble(source, parts, tmp_path, DataConfig(shards=81))
 
 
+FEATURES = {"number": FeatureSpec(shape=(), dtype="int64", stored="int")}
+
+
 def read(path):
-    return list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+    blocks = list(tf.data.TFRecordDataset(str(path)).as_numpy_iterator())
+    return parse_blocks(FEATURES, tf.constant(blocks))["number"].numpy().tolist()
 
 
 @pytest.fixture
-def write_shards(tmp_path):
-    def make(records, count, split="train"):
-        writer = ShardWriter(tmp_path, split, count)
-        for record in records:
-            writer.add(record)
-        writer.flush()
-        return writer, sorted(tmp_path.glob(f"{split}-*"))
+def write(tmp_path):
+    def make(examples, count, rows=3, at_once=1000):
+        table = make_table(FEATURES, {"number": np.arange(examples)})
+        writer = ShardWriter(tmp_path, "train", FEATURES, examples=examples, count=count, rows=rows)
+        for start in range(0, examples, at_once):
+            writer.add(table.slice(start, at_once))
+        return writer, sorted(tmp_path.glob("train-*"))
 
     return make
 
 
-def test_tensorflow_reads_what_was_written(write_shards):
-    records = [b"", b"a", bytes(range(256)) * 50, "ä".encode()]
-    _, (path,) = write_shards(records, 1)
-    assert read(path) == records
-
-
-def test_tensorflow_writes_the_same_bytes(write_shards, tmp_path):
-    records = [b"one", b"", b"\xff" * 1000]
-    _, (path,) = write_shards(records, 1)
-    with tf.io.TFRecordWriter(str(tmp_path / "theirs")) as theirs:
-        for record in records:
-            theirs.write(record)
-    assert path.read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
-def test_records_are_dealt_out_in_turn(write_shards):
-    _, paths = write_shards([bytes([value]) for value in range(8)], 3)
-    assert [path.name for path in paths] == [
-        f"train-{index:05d}-of-00003.tfrecord" for index in range(3)
-    ]
-    assert [[record[0] for record in read(path)] for path in paths] == [
-        [0, 3, 6],
-        [1, 4, 7],
-        [2, 5],
-    ]
-
-
-@settings(deadline=None, max_examples=30)
-@given(records=st.integers(1, 200), count=st.integers(1, 20))
-def test_shards_differ_by_at_most_one(tmp_path_factory, records, count):
-    writer = ShardWriter(tmp_path_factory.mktemp("shards"), "test", count)
-    for value in range(records):
-        writer.add(b"%d" % value)
-    assert sum(writer.examples) == records
+@settings(deadline=None, max_examples=10)
+@given(
+    examples=st.integers(1, 200),
+    count=st.integers(1, 5),
+    rows=st.integers(1, 40),
+    at_once=st.integers(1, 60),
+)
+def test_shards_are_ranges_of_about_one_size(tmp_path_factory, examples, count, rows, at_once):
+    count = min(count, examples)
+    folder = tmp_path_factory.mktemp("shards")
+    table = make_table(FEATURES, {"number": np.arange(examples)})
+    writer = ShardWriter(folder, "train", FEATURES, examples=examples, count=count, rows=rows)
+    for start in range(0, examples, at_once):
+        writer.add(table.slice(start, at_once))
+    paths = sorted(folder.glob("train-*"))
+    numbers = [read(path) for path in paths]
+    assert [len(each) for each in numbers] == writer.examples
+    assert [number for each in numbers for number in each] == list(range(examples))
     assert max(writer.examples) - min(writer.examples) <= 1
+    for path, each in zip(paths, writer.examples, strict=True):
+        assert len(list(tf.data.TFRecordDataset(str(path)))) == -(-each // rows)
 
 
-def test_the_counts_are_those_of_the_files(write_shards):
-    writer, paths = write_shards([b"x"] * 11, 4)
-    assert writer.examples == [len(read(path)) for path in paths] == [3, 3, 3, 2]
-
-
-def test_the_crcs_are_those_of_the_files(write_shards):
-    writer, paths = write_shards([b"some", b"more", b"records"], 2)
-    assert writer.crcs == [f"{google_crc32c.value(path.read_bytes()):08x}" for path in paths]
-
-
-def test_memory_is_emptied_when_there_is_much_in_it(write_shards, monkeypatch):
-    records = [b"%d" % value * 20 for value in range(100)]
-    at_once, whole = write_shards(records, 3, "train")
-    monkeypatch.setattr(write, "BUFFER_BYTES", 150)
-    in_parts, parts = write_shards(records, 3, "test")
-    assert [path.read_bytes() for path in whole] == [path.read_bytes() for path in parts]
+def test_the_bytes_do_not_depend_on_how_rows_come(write):
+    at_once, paths = write(100, 3)
+    content = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+    in_parts, paths = write(100, 3, at_once=7)
+    assert [path.read_bytes() for path in paths] == content
     assert at_once.crcs == in_parts.crcs
+    assert at_once.crcs == [f"{google_crc32c.value(each):08x}" for each in content]
 
 
-def test_nothing_is_kept_after_a_flush(tmp_path):
-    writer = ShardWriter(tmp_path, "train", 1)
-    writer.add(b"once")
-    writer.flush()
-    writer.flush()
-    assert read(tmp_path / "train-00000-of-00001.tfrecord") == [b"once"]
-
-
-def test_a_thousand_shards_are_no_matter(write_shards):
+def test_a_thousand_shards_are_no_matter(write):
     # More than files that a process may have open, by default.
-    _, paths = write_shards([b"%d" % value for value in range(1500)], 1500)
+    _, paths = write(1500, 1500)
     assert len(paths) == 1500
-    assert read(paths[1499]) == [b"1499"]
+    assert read(paths[1499]) == [1499]
