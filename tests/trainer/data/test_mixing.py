@@ -1,0 +1,53 @@
+"""The order of an epoch against the order of the files, which may be sorted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flotilla.trainer.data.block_index import TOGETHER
+from flotilla.trainer.data.read import training_batches
+from flotilla.trainer.data.windows import MIXED
+
+ROWS, BATCH = 4, 32
+# As many windows as a split of a few million rows has, of shorter blocks.
+EXAMPLES = 16 * MIXED * ROWS
+PLACES = EXAMPLES // ROWS // TOGETHER
+
+
+@pytest.fixture(params=["all", "little"])
+def epochs(numbered, request):
+    """The numbers of the examples in two epochs, drawn from all blocks or a sixteenth of them."""
+    spec, files = numbered(EXAMPLES, shards=4, rows=ROWS)
+    held = {"all": EXAMPLES - 1, "little": EXAMPLES // 16}[request.param]
+    batches = training_batches(spec, files, batch_size=BATCH, seed=5, shuffle_buffer=held)
+    batches = batches.take(2 * EXAMPLES // BATCH)
+    return np.concatenate([x for x, _ in batches.as_numpy_iterator()]).reshape(2, -1)
+
+
+def test_no_epoch_correlates_with_the_files_or_with_another_epoch(epochs):
+    # Ranks of independent orders of n places correlate by 1 / sqrt(n) at random.
+    bound = 4 / np.sqrt(PLACES)
+    ranks = np.argsort(epochs, axis=1)
+    in_order = np.arange(EXAMPLES)
+    for one, other in ((ranks[0], in_order), (ranks[1], in_order), (ranks[0], ranks[1])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < bound
+
+
+def test_neighbours_in_a_file_are_no_neighbours_in_an_epoch(epochs):
+    for epoch in epochs:
+        next_to = np.abs(np.diff(epoch)) == 1
+        # In a window of n rows a row has two neighbours among n - 1.
+        assert next_to.mean() < 3 / (MIXED * ROWS) * 2
+        # And as many of its block as chance gives.
+        assert (epoch[1:] // ROWS == epoch[:-1] // ROWS).mean() < 2 / MIXED
+
+
+def test_a_batch_of_sorted_examples_is_a_sample_of_all(epochs):
+    means = epochs.reshape(-1, BATCH).mean(axis=1)
+    # The standard deviation of the mean of 32 numbers that are drawn from all.
+    chance = EXAMPLES / np.sqrt(12 * BATCH)
+    assert means.std() < 1.5 * chance
+    # No eighth of an epoch is of one part of the files.
+    parts = epochs.reshape(16, -1).mean(axis=1) / EXAMPLES
+    assert np.abs(parts - 0.5).max() < 0.12
