@@ -29,6 +29,7 @@ from benchmarks import (
     same_accuracy,
     startup,
     storage,
+    table_files,
     training,
     whole_run,
 )
@@ -47,6 +48,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Co
     "input-later": examples.later_epochs,
     "table-input": reading.table_input,
     "prepare": preparing.preparing,
+    "prepare-tables": table_files.preparing_tables,
     "run": whole_run.whole_run,
     "startup": startup.startup,
     "handout": handout.handed_out,

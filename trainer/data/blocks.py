@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flotilla.trainer.data.examples import images
+from flotilla.trainer.data import images
 from flotilla.trainer.features.dataset_spec import BLOCK_ROWS
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
@@ -171,7 +171,7 @@ def _varints(values: NDArray[np.int64]) -> tuple[memoryview, NDArray[np.int64]]:
         here = sizes > place
         low = (left[here] >> np.uint64(_BITS * place)).astype(np.uint8) & np.uint8(_MORE - 1)
         found[starts[:-1][here] + place] = low | np.where(sizes[here] > place + 1, _MORE, 0)
-    return memoryview(found), starts
+    return found.data, starts
 
 
 def _entry(key: str, kind: bytes, content: Any) -> bytes:

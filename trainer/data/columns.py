@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import tensorflow as tf
 from numpy.typing import NDArray
 
-from flotilla.trainer.data.examples import images
+from flotilla.trainer.data import images
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
-Column = NDArray[Any] | pa.Array
+#: An `NDArray` or a `pa.Array`, which has no types.
+Column: TypeAlias = Any
 #: The features of some examples by name.
 Columns = Mapping[str, Column]
 # NumPy lacks this type, and Arrow too; its values are those of a short float32.
@@ -115,12 +117,8 @@ def make_rows(feature: FeatureSpec, column: Any) -> Any:
 
 def numpy_type(feature: FeatureSpec) -> np.dtype[Any]:
     """Return the NumPy type of numbers."""
-    if feature.dtype == _SHORT_FLOAT:
-        # This package comes with TensorFlow, and registers the type.
-        import ml_dtypes  # noqa: PLC0415
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(feature.dtype)
+    found: np.dtype[Any] = np.dtype(tf.as_dtype(feature.dtype).as_numpy_dtype)
+    return found
 
 
 def _make_lists(feature: FeatureSpec, values: Any) -> pa.Array:

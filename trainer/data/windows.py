@@ -61,7 +61,7 @@ def slice_windows(
 
     def cut(rows: Rows, before: tf.Tensor) -> Rows:
         first, last = (tf.clip_by_value(at - before, 0, count_rows(rows)) for at in (skip, end))
-        return tf.nest.map_structure(lambda values: values[first:last], rows)
+        return {name: values[first:last] for name, values in rows.items()}
 
     return number_windows(windows).take_while(lambda _, before: before < end).map(cut)
 

@@ -13,8 +13,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import images
 from flotilla.trainer.data.columns import make_rows
-from flotilla.trainer.data.examples import images
 from flotilla.trainer.data.files.column_scan import EXACT, is_list
 from flotilla.trainer.data.files.conversion import Values, convert_rows, pad_values
 from flotilla.trainer.data.files.pictures import Pictures

@@ -20,8 +20,8 @@ import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
+from flotilla.trainer.data import images
 from flotilla.trainer.data.columns import make_column, make_rows
-from flotilla.trainer.data.examples import images
 from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
 from flotilla.trainer.data.shapes import Fit, Leaf
 from flotilla.trainer.data.source import Batch, Part, Source

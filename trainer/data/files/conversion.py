@@ -256,7 +256,7 @@ def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
     if values is None:
         return None
     if fixed and not is_text:
-        return values.reshape(len(array), *column.shape)  # type: ignore[no-any-return]
+        return values.reshape(len(array), *column.shape)
     return pa.LargeListArray.from_arrays(np.cumsum([0, *lengths]), pa.array(values))
 
 

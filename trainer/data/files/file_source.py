@@ -36,7 +36,7 @@ from flotilla.trainer.features.statistics.hashing import comparable_content, has
 from flotilla.trainer.runtime import cores
 from flotilla.trainer.runtime.errors import UserError
 
-_ROWS = 1 << 14
+_ROWS = 1 << 16
 # Notes on the layout of files.
 _NAMED = 5
 _SEVERAL = 2
@@ -391,7 +391,8 @@ class FileSource(Source):
         if roles.split:
             words = pc.dictionary_encode(pa.array(columns[roles.split]))
             named = [splits.split_named(_text(each)) for each in words.dictionary.to_pylist()]
-            return np.array(named, np.int8)[words.indices.to_numpy()]
+            found: NDArray[np.int8] = np.array(named, np.int8)[words.indices.to_numpy()]
+            return found
         if roles.time:
             return splits.split_by_time(columns[roles.time], self._bounds)
         validation, test = self._shares()
@@ -399,8 +400,8 @@ class FileSource(Source):
         content = {
             name: comparable_content(columns[name], self._columns[name].classes) for name in drawn
         }
-        found = hashes(content, self._config.seed)
-        return splits.split_by_hash(found, validation=validation, test=test)
+        drawn_by = hashes(content, self._config.seed)
+        return splits.split_by_hash(drawn_by, validation=validation, test=test)
 
     def _check_named(
         self,

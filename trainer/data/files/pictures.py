@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import ImageConfig
-from flotilla.trainer.data.examples.images import (
+from flotilla.trainer.data.features import image_spec
+from flotilla.trainer.data.images import (
     ORIENTATION,
     UndecodableError,
     normalize_image,
     open_image,
     stored_image,
 )
-from flotilla.trainer.data.features import image_spec
 from flotilla.trainer.data.listing import SourceFile, require_listed
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError

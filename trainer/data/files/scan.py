@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from flotilla.trainer.data.examples.images import UndecodableError
 from flotilla.trainer.data.files.column_scan import (
     MOST_CLASSES,
     ColumnScan,
@@ -26,6 +25,7 @@ from flotilla.trainer.data.files.conversion import read_times
 from flotilla.trainer.data.files.file_pieces import FilePieces
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from flotilla.trainer.data.files.pictures import Pictures
+from flotilla.trainer.data.images import UndecodableError
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime.errors import UserError
 

@@ -9,9 +9,9 @@ from PIL import Image
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import ImageConfig
-from flotilla.trainer.data.examples.images import UndecodableError
 from flotilla.trainer.data.files import pictures
 from flotilla.trainer.data.files.pictures import Pictures
+from flotilla.trainer.data.images import UndecodableError
 from flotilla.trainer.runtime.errors import TransientError
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name

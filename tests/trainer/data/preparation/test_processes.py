@@ -50,7 +50,7 @@ def test_a_finished_part_that_was_damaged_is_made_again(prepared, source, tmp_pa
     source.breaks = 3
     with pytest.raises(UserError):
         prepared(source)
-    (records, *_) = (tmp_path / "root" / "preparing").rglob("*1/train.records")
+    (records, *_) = (tmp_path / "root" / "preparing").rglob("*1/train.arrow")
     records.write_bytes(records.read_bytes()[::-1])
     source.breaks = -1
     prepared(source)

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 from PIL import Image
 
+from flotilla.trainer.data import images
 from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
 from flotilla.trainer.data.columns import make_columns, make_table
-from flotilla.trainer.data.examples import images
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
 HEIGHT, WIDTH = 16, 24
