@@ -261,7 +261,7 @@ def _complete(feature: FeatureSpec, values: Any) -> tf.Tensor:
         return values
     first, *inner = feature.shape
     # A layer cannot reduce an empty axis.
-    longest = first or tf.maximum(values.bounding_shape(axis=1, out_type=tf.int64), 1)
+    longest = tf.cast(first or tf.maximum(values.bounding_shape(axis=1), 1), tf.int64)
     padding = "" if feature.dtype == "string" else tf.cast(feature.padding, feature.dtype)
-    padded = values.to_tensor(padding, shape=(None, longest, *inner))
+    padded = values.to_tensor(padding, shape=tf.stack([-1, longest, *inner]))
     return tf.ensure_shape(padded, (None, *feature.shape))

@@ -479,7 +479,7 @@ def test_each_pass_over_a_table_counts_its_rows(tmp_path, name, write):
     reading = next(each for each in made if each._what == "reading the files")
     assert reading._sized == pytest.approx(reading._size, rel=0.01)
     assert (last["reading the files"].done, last["reading the files"].total) == (ROWS, 0)
-    for what in ("encoding the examples", "writing the shards", "shuffling the shards"):
+    for what in ("encoding the examples", "writing the shards"):
         assert (last[what].done, last[what].total, last[what].share) == (ROWS, ROWS, 1.0)
     published = last["publishing the dataset"]
     assert published.done == published.total > ROWS

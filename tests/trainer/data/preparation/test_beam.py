@@ -43,7 +43,7 @@ def test_a_worker_publishes_its_part_or_why_it_has_none(source, tmp_path):
     source.breaks = 3
     source.fetch()
     uri = storage.uri_of(tmp_path / "parts")
-    mapper = pickle.loads(pickle.dumps(PartMapper(pickle.dumps(source), uri, 10)))
+    mapper = pickle.loads(pickle.dumps(PartMapper(pickle.dumps(source), uri, DataConfig())))
     assert [mapper(part) for part in source.parts()[:2]] == [0, 1]
     with pytest.raises(UserError, match="part 3 is broken"):
         mapper(source.parts()[3])
