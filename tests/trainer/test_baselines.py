@@ -67,8 +67,8 @@ def published(folder, columns, targets=("label",), *, test=TEST, classes=None, *
 
 
 def in_order(values, test=TEST):
-    """Return values of the test rows as shards have them: they are dealt out in turn."""
-    return np.concatenate([values[:test][shard::2] for shard in range(2)])
+    """Return values of the test rows, in the order of the shards."""
+    return values[:test]
 
 
 def numbers(rows=ROWS):
