@@ -13,7 +13,12 @@ from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
 from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.data.examples import lengths
 from flotilla.trainer.data.prepare import dataset_key
-from flotilla.trainer.data.read import evaluation_batches, labelled_columns, training_batches
+from flotilla.trainer.data.read import (
+    evaluation_batches,
+    labelled_columns,
+    read_rows,
+    training_batches,
+)
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError
@@ -186,8 +191,8 @@ def test_evaluation_has_one_length(sentences):
 
 def test_the_longest(sentences):
     spec, files = sentences
-    records = tf.data.TFRecordDataset([str(path) for path in files])
-    assert lengths.longest(spec, records) == {"tokens": 6, "tags": 6}
+    windows = read_rows(spec, files, lengths.length_names(spec))
+    assert lengths.longest(spec, windows) == {"tokens": 6, "tags": 6}
 
 
 @pytest.mark.parametrize(
