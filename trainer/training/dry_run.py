@@ -485,7 +485,6 @@ def make_batch(
         shards = stage_shards(uri, folder, "train", of=len(spec.shards["train"]))
         return evaluation_batches(spec, shards, batch_size=count).take(1)
     made, path = examples(spec, count), folder / shard_name(_MADE_UP, 0, 1)
-    path.unlink(missing_ok=True)
     write_shards(folder, _MADE_UP, {name: spec.features[name] for name in made}, made)
     return evaluation_batches(spec, [path], batch_size=count)
 

@@ -37,6 +37,8 @@ class ShardWriter:
         share, more = divmod(examples, count)
         self.examples = [share + (index < more) for index in range(count)]
         self._paths = [folder / shard_name(split, index, count) for index in range(count)]
+        for path in self._paths:
+            path.write_bytes(b"")
         self._crcs = [0] * count
         self._features, self._rows = features, rows
         self._shard, self._left = 0, self.examples[0]
