@@ -106,7 +106,8 @@ def _record(row: dict[str, Any]) -> bytes:
         "bytes": lambda value: tf.train.Feature(bytes_list=tf.train.BytesList(value=[value])),
     }
     features = {name: lists[FEATURES[name].stored](value) for name, value in row.items()}
-    return tf.train.Example(features=tf.train.Features(feature=features)).SerializeToString()
+    example = tf.train.Example(features=tf.train.Features(feature=features))
+    return bytes(example.SerializeToString())
 
 
 def _records_of_rows(files: list[str], size: int) -> tf.data.Dataset:

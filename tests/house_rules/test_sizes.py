@@ -38,12 +38,12 @@ BUDGETS = {
     "trainer/cluster": 2500,
     "trainer/code": 450,
     "trainer/config": 3175,
-    "trainer/data": 10975,
+    "trainer/data": 11550,
     "trainer/data_gate": 2000,
     "trainer/embeddings": 2075,
     "trainer/evaluation": 2400,
     "trainer/events": 1150,
-    "trainer/export": 975,
+    "trainer/export": 980,
     "trainer/features": 1925,
     "trainer/models": 2250,
     "trainer/optimizers": 575,
@@ -59,7 +59,7 @@ BUDGETS = {
     "trainer/tasks": 5400,
     "trainer/telemetry": 650,
     "trainer/tracking": 1900,
-    "trainer/training": 2650,
+    "trainer/training": 2655,
 }
 
 # Small files with one importer, and the reason for each.

@@ -12,8 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.data import windows
 from flotilla.trainer.data.read import complete_features, read_rows
+from flotilla.trainer.data.shards import windows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from flotilla.trainer.data.block_index import INDEX_FILE, OFFSET, read_blocks, read_index
 from flotilla.trainer.data.blocks import parse_blocks
 from flotilla.trainer.data.read import fits_in_memory, read_whole_split, to_keras_batch
-from flotilla.trainer.data.windows import Rows, gather_rows
+from flotilla.trainer.data.shards.block_index import INDEX_FILE, OFFSET, read_blocks, read_index
+from flotilla.trainer.data.shards.windows import Rows, gather_rows
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 
 # Fewest consecutive examples per read, from a split that is not held in memory.

@@ -16,14 +16,14 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.data import blocks
-from flotilla.trainer.data.block_index import (
+from flotilla.trainer.data.examples import lengths
+from flotilla.trainer.data.shards.block_index import (
     INDEX_FILE,
     decode_index,
     find_blocks,
     read_index,
     shuffle_blocks,
 )
-from flotilla.trainer.data.examples import lengths
 from flotilla.trainer.data.shards.fed_blocks import (
     allow_tensor_seed,
     epoch_of_blocks,
@@ -31,7 +31,7 @@ from flotilla.trainer.data.shards.fed_blocks import (
     use_private_threads,
 )
 from flotilla.trainer.data.shards.shard_store import Streaming
-from flotilla.trainer.data.windows import (
+from flotilla.trainer.data.shards.windows import (
     IN_ORDER,
     MIXED,
     Rows,

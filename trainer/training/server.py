@@ -17,8 +17,8 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.process import gpu_count
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.data.block_index import write_index
 from flotilla.trainer.data.read import fits_in_memory, stage_shards
+from flotilla.trainer.data.shards.block_index import write_index
 from flotilla.trainer.data.shards.shard_feed import ShardFeed
 from flotilla.trainer.data.shards.shard_store import (
     TRAIN,

@@ -16,7 +16,7 @@ from flotilla.trainer.data.shards.shard_store import (
     Streaming,
     part_range,
 )
-from flotilla.trainer.data.windows import slice_windows
+from flotilla.trainer.data.shards.windows import slice_windows
 
 # Threads that wait for a shard must not be those that the process needs for other work.
 _THREADS = 8
