@@ -79,7 +79,7 @@ def _read_rows(
     block, place = tf.unique(tf.gather(block_ends, shard) + within // size, tf.int64)
     of = tf.searchsorted(block_ends, block, side="right") - 1
     before = (block - tf.gather(block_ends, of)) * size
-    rows = tf.minimum(size, tf.gather(tf.constant(shards, tf.int64), of) - before)
+    rows = tf.minimum(tf.gather(tf.constant(shards, tf.int64), of) - before, size)
     read = _read_blocks(tf.gather(tf.constant(list(files)), of), tf.gather(index[:, OFFSET], block))
     found = parse_blocks({name: spec.features[name] for name in spec.roles}, read)
     first = tf.cumsum(rows, exclusive=True)

@@ -32,7 +32,7 @@ def test_an_example_is_found_by_its_number(in_place, in_memory):
     draw = random.Random(0)
     in_turn = [*range(40, 48), *range(3), 3, 3, 49, 48, *range(20, 31)]
     for numbers in (in_turn, draw.sample(range(50), 50), [7], list(range(50))):
-        read, _ = found.read(held, tf.constant(numbers, tf.int64))
+        read, _ = tf.function(found.read)(held, tf.constant(numbers, tf.int64))
         assert read.numpy().tolist() == [values[number] for number in numbers]
 
 
