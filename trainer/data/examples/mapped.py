@@ -127,7 +127,7 @@ class MappedSource(Source):
             if not rows:
                 continue
             columns = {
-                name: make_column(spec, [self._store(row, name, selection) for row in rows])
+                name: _column(spec, [self._store(row, name, selection) for row in rows])
                 for name, spec in selection.specs.items()
                 if name not in of_lengths
             }
@@ -299,6 +299,10 @@ def _several(
 def _make_arguments(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]) -> dict[str, Any]:
     rows = {name: make_rows(spec, columns[name]) for name, spec in specs.items() if name in columns}
     return {name: _decode(rows[name]) if _is_text(specs[name]) else rows[name] for name in rows}
+
+
+def _column(spec: FeatureSpec, values: list[Any]) -> Any:
+    return make_column(spec, values if spec.stored == "image" or spec.varies else np.stack(values))
 
 
 def _is_text(spec: FeatureSpec) -> bool:
