@@ -1,6 +1,5 @@
 """Prepares tables with two processes, for a test that kills it: `killed.py SOURCE ROOT`."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -15,8 +14,16 @@ FEW_BYTES = 10_000
 def main(source: str, root: str) -> None:
     """Say on standard output when a part is done."""
     file_pieces.PART_BYTES = FEW_BYTES
-    module._log.addHandler(logging.StreamHandler(sys.stdout))
-    module._log.setLevel(logging.INFO)
+    publish = storage.publish
+
+    def publish_and_say(*args, kind, **fields):
+        found = publish(*args, kind=kind, **fields)
+        if kind == "part":
+            sys.stdout.write("a part is done\n")
+            sys.stdout.flush()
+        return found
+
+    storage.publish = publish_and_say
     config = DataConfig(
         source=source, format="parquet", label=("label",), runner={"processes": 2}, shards=2
     )
