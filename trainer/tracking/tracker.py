@@ -113,7 +113,7 @@ class Reader:
             if event.output == "dataset":
                 pending.datasets.append(event.uri)
             elif event.output == "validation":
-                pending.files["data.html"] = storage.join(event.uri, "page.html")
+                pending.files["data_page.html"] = storage.join(event.uri, "page.html")
             elif event.output == "report":
                 pending.files["report.html"] = event.uri
         if event.main_metric:

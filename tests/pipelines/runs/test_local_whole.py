@@ -478,7 +478,7 @@ def test_a_real_run_has_its_parameters_curves_metrics_and_model_in_mlflow(server
     listed = [each.path for each in client.list_artifacts(run.info.run_id, "models/1")]
     assert "models/1/MANIFEST.json" in listed
     assert {each.path for each in client.list_artifacts(run.info.run_id)} >= {
-        "data.html", "report.html",
+        "data_page.html", "report.html",
     }  # fmt: skip
     (given,) = run.inputs.dataset_inputs
     assert given.dataset.name == "digits"

@@ -319,7 +319,7 @@ def test_the_data_and_the_pages_of_a_run_are_sent(target, job, tmp_path):
     assert run.end("blessed", "")
     assert target.written.datasets == ["s3://d"]
     assert target.written.files == {
-        "data.html": "s3://v/page.html", "report.html": "s3://r/report.html",
+        "data_page.html": "s3://v/page.html", "report.html": "s3://r/report.html",
     }  # fmt: skip
     assert not (tmp_path / tracker.UNSENT).exists()
 
