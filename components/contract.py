@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flotilla.components.kfp_internals import add_arguments
 from flotilla.components.table import STEPS
 from flotilla.trainer.runtime.errors import ConfigError
 
@@ -34,8 +35,7 @@ def mark() -> str:
 
 def mark_component(component: Any) -> Any:
     """Add the compiling code's mark to a KFP component; do nothing inside a running step."""
-    if hasattr(component, "component_spec"):
-        component.component_spec.implementation.container.args += [OPTION, mark()]
+    add_arguments(component, [OPTION, mark()])
     return component
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from flotilla.components.kfp_internals import make_component
 from flotilla.trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET
 
 IMAGE = "flotilla-python:0.1.0"
@@ -13,11 +14,7 @@ IMAGE = "flotilla-python:0.1.0"
 
 def component(function: Callable[..., Any]) -> Any:
     """Make a KFP component from a function; inside a running step return the function."""
-    from kfp import dsl
-
-    if not hasattr(dsl, "component"):
-        return function
-    return dsl.component(function, base_image=IMAGE, install_kfp_package=False)
+    return make_component(function, IMAGE)
 
 
 #: Keys of the secret; each existing one becomes an environment variable of the same name.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from flotilla.components import kfp_internals
 from flotilla.components.table import STEPS
 from flotilla.trainer.cluster.forks import fork_server, forked
 from flotilla.trainer.cluster.forks.fork_request import Request
@@ -27,13 +28,7 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.tensorflow_import import has_gpus
 
-# Arguments that KFP's runner puts between the command and the source of a step.
-_SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
-_EXECUTOR = "kfp.dsl.executor_main"
-_AT_ONCE = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
 _OF_STEPS = {step.name: step.loads for step in STEPS}
-#: KFP reads this variable on import, and loads only what a running step needs.
-KFP_RUNTIME = "_KFP_RUNTIME"
 # In the order in which a run needs them.
 _LATER = (
     "tensorflow",
@@ -65,26 +60,16 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
     later = pipeline in TRAINING and not has_gpus()
     name = f"flotilla-{secrets.token_hex(8)}"
     addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
-    with _server(folder, addresses, [*_AT_ONCE, *steps], _LATER if later else ()):
+    with _server(
+        folder, addresses, [*kfp_internals.EXECUTOR_MODULES, *steps], _LATER if later else ()
+    ):
         if later:
             os.environ[forked.VARIABLE] = addresses.tensorflow
         try:
-            yield partial(_fork_steps, addresses)
+            fork = partial(_run_forked, addresses)
+            yield partial(kfp_internals.replace_local_runner, fork)
         finally:
             os.environ.pop(forked.VARIABLE, None)
-
-
-def _fork_steps(addresses: _Addresses) -> None:
-    # It takes a second to load, while the server starts.
-    from kfp.local import subprocess_task_handler  # noqa: PLC0415
-
-    as_ever = subprocess_task_handler.run_local_subprocess
-
-    def run(full_command: list[str], env_vars: Mapping[str, str] | None = None) -> int:
-        code = _run_forked(addresses, full_command, env_vars or {})
-        return as_ever(full_command, env_vars) if code is None else code
-
-    subprocess_task_handler.run_local_subprocess = run
 
 
 def _is_possible() -> bool:
@@ -152,7 +137,7 @@ def _environment() -> dict[str, str]:
         **os.environ,
         **signals.parent_environment(),
         "GRPC_FAIL_FAST": "use_caller",
-        KFP_RUNTIME: "true",
+        kfp_internals.RUNTIME: "true",
     }
 
 
@@ -160,24 +145,20 @@ def _run_forked(
     addresses: _Addresses, full_command: Sequence[str], env_vars: Mapping[str, str]
 ) -> int | None:
     """Run a step in a forked process; return its exit code, None if it could not be forked."""
-    if len(full_command) <= _ARGUMENTS or _EXECUTOR not in full_command[_SHELL]:
+    step = kfp_internals.parse_command(full_command)
+    if step is None or step.name not in _OF_STEPS:
         return None
-    arguments = list(full_command[_ARGUMENTS:])
-    name = arguments[arguments.index("--function_to_execute") + 1]
-    if name not in _OF_STEPS:
-        return None
-    module = _OF_STEPS[name]
+    module = _OF_STEPS[step.name]
     address = addresses.tensorflow if module else addresses.steps
     if not address:
         return None
     source = Path(tempfile.mkdtemp(), "ephemeral_component.py")
-    source.write_text(full_command[_SOURCE], encoding="utf-8")
-    command = ["python3", "-m", _EXECUTOR, "--component_module_path", str(source), *arguments]
+    source.write_text(step.source, encoding="utf-8")
     wanted = Request(
-        command=command,
-        loaded=module or f"flotilla.components.{name}",
+        command=step.with_source(source),
+        loaded=module or f"flotilla.components.{step.name}",
         folder=os.getcwd(),
-        environment={**os.environ, **env_vars, KFP_RUNTIME: "true"},
+        environment={**os.environ, **env_vars, kfp_internals.RUNTIME: "true"},
     )
     reader, writer = os.pipe()
     try:

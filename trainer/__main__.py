@@ -56,16 +56,16 @@ def main(arguments: list[str] | None = None) -> int:
         # Flotilla itself never raises this, and a restart would not help.
         place = user_code.find_place(end)
         where = f" ({place})" if place else ""
-        message = f"the code that it was given called sys.exit({end.code!r}){where}"
+        message = f"your code called sys.exit({end.code!r}){where}"
         _report(options.workdir, message, user_code.find_traceback(end))
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
         if trace := user_code.find_traceback(error):
             line = user_code.format_error(error)
-            _report(options.workdir, f"the code that it was given raised {line}", trace)
+            _report(options.workdir, f"your code raised {line}", trace)
             return FAILED
         termination.write(options.workdir, user_code.format_error(error))
-        logging.exception("a bug of Flotilla, or of the code that it was given")
+        logging.exception("a bug of Flotilla, or of your code")
         return FAILED
     return DONE
 
@@ -136,7 +136,7 @@ def _fit(options: argparse.Namespace) -> None:
         if not user_code.find_place(error):
             raise
         line = user_code.format_error(error)
-        raise ConfigError(f"the code that it was given raised {line}") from error
+        raise ConfigError(f"your code raised {line}") from error
     sys.stdout.write(f"{json.dumps(found)}\n")
 
 

@@ -207,7 +207,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
             course.fail(full, FAILED, trace)
             raise SystemExit(FAILED) from None
         if trace:
-            course.fail(f"the code that it was given raised {format_error(error)}", FAILED, trace)
+            course.fail(f"your code raised {format_error(error)}", FAILED, trace)
             raise SystemExit(FAILED) from None
         words = " ".join(f"{type(error).__name__}: {error}".split())
         course.end("failed", FAILED, f"bug in {course.name}: {words}")

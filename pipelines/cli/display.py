@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
 
 from flotilla.components.table import EXIT_STEP, name_step_of
+from flotilla.pipelines.cli.links import link_address, takes_links
 from flotilla.pipelines.cli.tables import Row, Table, escape_controls, wrap_text
 from flotilla.pipelines.runs.outcome import RunResult, find_model, measure_duration
 from flotilla.trainer import storage
@@ -131,7 +133,7 @@ def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) 
         for part in wrap_text(escape_controls(line), room):
             console.print(part)
     if report := result.artifacts.get("report"):
-        console.print(display_path(report))
+        console.print(_link(console, report))
 
 
 def verdict_lines(result: RunResult) -> list[Text]:
@@ -155,6 +157,14 @@ def display_path(uri: str) -> str:
         return uri
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _link(console: Console, uri: str) -> Text:
+    """Return the path of a page, as a hyperlink where the terminal shows them."""
+    path = storage.local_path(uri)
+    is_linked = path is not None and takes_links(console.file)
+    style = Style(link=link_address(path)) if path is not None and is_linked else ""
+    return Text(display_path(uri), style)
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Text:

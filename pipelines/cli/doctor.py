@@ -40,15 +40,15 @@ _Namespace = Annotated[
     typer.Option(
         "-n",
         "--namespace",
-        help="Of the steps and, where cluster.kubernetes names none, of the job; KFP_NAMESPACE, "
-        "or that of the kubeconfig, when left out.",
+        help="The namespace of the steps and, where cluster.kubernetes names none, of the job. "
+        "KFP_NAMESPACE, or that of the kubeconfig, when left out.",
     ),
 ]
 _ServiceAccount = Annotated[
     str,
     typer.Option(
         metavar="[NAMESPACE:]NAME",
-        help="Account of runs started from the KFP UI; pipeline-runner when left out.",
+        help="The account of runs that are started from the KFP UI. pipeline-runner when left out.",
     ),
 ]
 

@@ -132,6 +132,11 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
     return code
 
 
+def warn(text: str) -> None:
+    """Print a warning in one line, which differs from that of an error."""
+    say(f"flotilla: warning: {text}")
+
+
 def finish(answer: Answer, *, as_json: bool) -> None:
     """Write the last output of a command to standard output: its JSON object or its document."""
     if as_json:

@@ -1,4 +1,4 @@
-"""`flotilla upload`, `submit`, `schedule`, `reschedule`, `unschedule`: pipelines on an instance."""
+"""`flotilla compile`, `upload`, `submit`, `schedule` and the like: pipelines on a KFP instance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flotilla.pipelines.cli.exit import Answer, answers, detaching, output
+from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, warn
 from flotilla.pipelines.cli.options import (
     Assignments,
     AtOnce,
@@ -17,6 +17,7 @@ from flotilla.pipelines.cli.options import (
     Config,
     Cron,
     Every,
+    FormConfig,
     Image,
     Label,
     Latest,
@@ -24,11 +25,13 @@ from flotilla.pipelines.cli.options import (
     add_instance_options,
     add_pod_options,
     add_submission_options,
+    local_path,
 )
 from flotilla.pipelines.cli.run import bundle_lines, make_answer
 from flotilla.pipelines.cli.runs import continues
-from flotilla.pipelines.runs.kfp_access import UI, Access, Instance
+from flotilla.pipelines.runs.kfp_access import Access, Instance, describe_no_page
 from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
@@ -47,15 +50,17 @@ def upload(
     file: Annotated[
         str | None,
         typer.Argument(
-            metavar="[CONFIG|SOURCE|FILE]",
-            help="YAML file of a run, or files to learn from, as the defaults of the form; or a "
-            "compiled pipeline.",
+            metavar="CONFIG|SOURCE|FILE",
+            help="The YAML file of a run, or files to learn from: they make the defaults of the "
+            "form. Or a compiled pipeline.",
         ),
     ] = None,
     label: Label = None,
     assignments: Assignments = None,
     image: Image = "",
-    name: Annotated[str, typer.Option(help="Of the pipeline; its own when left out.")] = "",
+    name: Annotated[
+        str, typer.Option(help="The name of the pipeline. Its own when left out.")
+    ] = "",
 ) -> Answer:
     """Upload the pipeline; the same content is uploaded once."""
     from flotilla.pipelines.compile import image_remark
@@ -68,7 +73,7 @@ def upload(
     version = made.version
     action = "uploaded" if made.created else "the same content exists already"
     say(f"{action}: {version.pipeline} version {version.name}")
-    say(made.page or _no_page(access))
+    say(made.page or describe_no_page(access.endpoint))
     newest = find_default(access, version)
     is_newest = newest.version_id == version.version_id
     if not is_newest:
@@ -77,9 +82,9 @@ def upload(
             f"or this one by --version {version.name}"
         )
     if newest.remark:
-        say(f"flotilla: {newest.remark}")
+        warn(newest.remark)
     if remark := image_remark(package.image):
-        say(f"flotilla: {remark}")
+        warn(remark)
     found = {**_version_fields(version), "created": made.created, "newest": is_newest}
     return Answer(artifacts=_pages(pipeline=made.page), more={"version": found})
 
@@ -112,19 +117,12 @@ def _say(version: Version) -> None:
     """Print the pipeline version that a run or a schedule uses."""
     say(f"version {version.name} ({version.version_id}) of {version.pipeline}")
     if version.remark:
-        say(f"flotilla: {version.remark}")
+        warn(version.remark)
 
 
 def _pages(**pages: str) -> dict[str, str]:
     """Return the pages with a known address."""
     return {name: page for name, page in pages.items() if page}
-
-
-def _no_page(access: Access) -> str:
-    """Return the line in place of a link, which would lead nowhere."""
-    return (
-        f"no link: {access.endpoint} is the API alone; name the user interface by --ui or {UI[0]}"
-    )
 
 
 @answers
@@ -140,7 +138,7 @@ def submit(
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Run this compiled pipeline.")
     ] = None,
-    name: Annotated[str, typer.Option(help="Of the run; generated when left out.")] = "",
+    name: Annotated[str, typer.Option(help="The name of the run. Generated when left out.")] = "",
     code: Code = None,
 ) -> Answer:
     """Start a run on a KFP instance."""
@@ -156,7 +154,7 @@ def submit(
         **target,
     )
     if remark := plain_http_remark(submission.config.storage.root):
-        say(f"flotilla: {remark}")
+        warn(remark)
     return _submit(access, _publish_code(submission, code), wait=wait)
 
 
@@ -192,7 +190,7 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
         started = start(client, submission)
         run_id = started.run_id
         say(f"run {run_id}")
-        say(started.page or _no_page(access))
+        say(started.page or describe_no_page(access.endpoint))
         if started.version:
             _say(started.version)
         used = {"version": _version_fields(started.version)} if started.version else {}
@@ -224,7 +222,9 @@ def schedule(
     cron: Cron = "",
     every: Every = "",
     timezone: Timezone = "UTC",
-    name: Annotated[str, typer.Option(help="Of the schedule; the model's when left out.")] = "",
+    name: Annotated[
+        str, typer.Option(help="The name of the schedule. That of the model when left out.")
+    ] = "",
     latest: Latest = False,
     catch_up: CatchUp = False,
     at_once: AtOnce = 1,
@@ -255,7 +255,7 @@ def _answer_schedule(made: Scheduled) -> Answer:
     say(f"schedule {made.name} {made.action}: {made.timing}")
     _say(made.version)
     for remark in made.remarks:
-        say(f"flotilla: {remark}")
+        warn(remark)
     if made.existed and made.removed:
         say(f"removed {made.removed} more of this name")
     found = {
@@ -273,12 +273,15 @@ def _answer_schedule(made: Scheduled) -> Answer:
 @add_instance_options
 def reschedule(
     instance: Instance,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the schedule.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.")],
     pipeline: Annotated[
-        str, typer.Option(metavar="NAME", help="The uploaded pipeline.")
+        str, typer.Option(metavar="NAME", help="The name of the uploaded pipeline.")
     ] = "flotilla-training",
     image: Annotated[
-        str, typer.Option(metavar="IMAGE", help="That of the pipeline when empty.")
+        str,
+        typer.Option(
+            metavar="IMAGE", help="The image of all steps. That of the pipeline when left out."
+        ),
     ] = "",
 ) -> Answer:
     """Make a schedule again, with its time and configuration, for the newest version of ours."""
@@ -291,9 +294,9 @@ def reschedule(
 @add_instance_options
 def unschedule(
     instance: Instance,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the schedule.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.")],
     cancel: Annotated[
-        bool, typer.Option("--cancel", help="Cancel its active runs, in place of waiting for them.")
+        bool, typer.Option("--cancel", help="Cancel its active runs, and do not wait for them.")
     ] = False,
     now: Annotated[
         bool, typer.Option("--now", help="Do not wait for its active runs, which may be lost.")
@@ -313,3 +316,57 @@ def unschedule(
         removed = scheduling.unschedule(instance.access(), name, say, cancel=cancel, now=now)
     say(f"schedule {name} was removed")
     return Answer(more={"schedule": {"name": name, "removed": removed}})
+
+
+@answers
+@add_pod_options
+def compile_(
+    pods: Any,
+    config: FormConfig = None,
+    label: Label = None,
+    assignments: Assignments = None,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="FILE", parser=local_path, help="The file to write."
+        ),
+    ] = Path("build/pipeline.yaml"),
+    image: Image = "",
+    components: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            parser=local_path,
+            help="Also write one YAML file for each component into this folder.",
+        ),
+    ] = None,
+) -> Answer:
+    """Compile the pipeline to the YAML that a KFP instance takes."""
+    from flotilla.components.image import IMAGE
+    from flotilla.pipelines.compile import compile_all, image_remark
+    from flotilla.pipelines.runs.local import form_configuration
+    from flotilla.trainer.preflight.check import remark_on_path
+
+    defaults = form_configuration(config, assignments or (), label or ())
+    written = compile_all(output, image, components, pods, defaults)
+    for path in written.values():
+        say(f"wrote {path}")
+    for remark in filter(None, [image_remark(image or IMAGE), remark_on_path(defaults.data)]):
+        warn(remark)
+    return Answer(artifacts=written)
+
+
+@answers
+def manifest(config: Config = None, label: Label = None, assignments: Assignments = None) -> Answer:
+    """Print the job of a configuration as YAML: a TFJob, or a JobSet."""
+    import yaml
+
+    from flotilla.components.launchers import render_job
+    from flotilla.pipelines.runs.local import configuration
+
+    tree = render_job(configuration(config, assignments or (), label or ()))
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    if printable(text) != text:
+        # With YAML escapes it is the same document.
+        text = yaml.safe_dump(tree, sort_keys=False)
+    return Answer(more={"manifest": tree}, text=text)

@@ -1,17 +1,23 @@
-"""`flotilla models` and `flotilla checkpoint`: trained and registered models."""
+"""`flotilla models`, `checkpoint` and `predict`: trained and registered models, and their use."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from flotilla.pipelines.cli.completion.candidates import (
+    complete_model_versions,
+    complete_models,
+    complete_runs,
+    complete_versions,
+)
 from flotilla.pipelines.cli.exit import Answer, answers, output
 from flotilla.pipelines.cli.options import Root, Workdir
 from flotilla.pipelines.cli.retention import format_bytes
 from flotilla.pipelines.cli.run import RUNS
-from flotilla.trainer.runtime.errors import DONE, FAILED
+from flotilla.trainer.runtime.errors import DONE, FAILED, ConfigError
 from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
@@ -20,20 +26,34 @@ if TYPE_CHECKING:
     from flotilla.trainer.checkpoints.contents import Contents
     from flotilla.trainer.promotion.registry import Promotion
 
-models = typer.Typer(help="The registry: the models, their versions and champions.")
-checkpoint = typer.Typer(help="What is in a checkpoint.")
-
-PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
 # Columns dropped first in a narrow terminal; the metric matters most.
 _SPARE = ("constant", "global step", "run", "verdict", "registered")
 _TO_THE_MINUTE = len("2026-11-24T02:05")
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
+Name = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="The name of the model.", autocompletion=complete_models),
+]
+ShownVersion = Annotated[
+    int,
+    typer.Argument(
+        metavar="VERSION",
+        min=0,
+        help="The number of the version. The champion when left out.",
+        autocompletion=complete_versions,
+    ),
+]
 
 
-@models.command("list", epilog="--json adds `models`, an object each.")
 @answers
 def list_models(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; all without.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="The name of one model. All when left out.",
+            autocompletion=complete_models,
+        ),
+    ] = "",
     workdir: Workdir = RUNS,
     root: Root = "",
 ) -> Answer:
@@ -75,11 +95,10 @@ def list_models(
     )
 
 
-@models.command("show", epilog="--json adds `model`, with its lineage and promotions.")
 @answers
 def show_model(
     name: Name,
-    version: Annotated[int, typer.Argument(metavar="[VERSION]", min=0, help="Its number.")] = 0,
+    version: ShownVersion = 0,
     workdir: Workdir = RUNS,
     root: Root = "",
 ) -> Answer:
@@ -127,11 +146,18 @@ def show_model(
     return Answer(artifacts={"model": found.uri}, more={"model": model})
 
 
-@models.command("promote", epilog=PROMOTED)
 @answers
 def promote_model(
     name: Name,
-    version: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Its number.")],
+    version: Annotated[
+        int,
+        typer.Argument(
+            metavar="VERSION",
+            min=1,
+            help="The number of the version.",
+            autocompletion=complete_versions,
+        ),
+    ],
     workdir: Workdir = RUNS,
     root: Root = "",
 ) -> Answer:
@@ -141,7 +167,6 @@ def promote_model(
     return _answer_promotion(name, registered.promote(name, version, workdir=workdir, root=root))
 
 
-@models.command("rollback", epilog=PROMOTED)
 @answers
 def roll_back(name: Name, workdir: Workdir = RUNS, root: Root = "") -> Answer:
     """Make the previous champion the champion again."""
@@ -158,12 +183,15 @@ def _answer_promotion(name: str, made: Promotion) -> Answer:
     return Answer(more={"version": made.version, "promotion": made.number})
 
 
-@checkpoint.command("show", epilog="--json adds `checkpoint`, with its `variables` and `parts`.")
 @answers
 def show_checkpoint(
     which: Annotated[
         str,
-        typer.Argument(metavar="URI|RUN", help="A checkpoint, a folder of them, or a run's id."),
+        typer.Argument(
+            metavar="URI|RUN",
+            help="The URI of a checkpoint or of a folder of them, or the id of a run.",
+            autocompletion=complete_runs,
+        ),
     ],
     workdir: Workdir = RUNS,
 ) -> Answer:
@@ -217,3 +245,98 @@ def _draw(found: Contents) -> None:
         terminal.print(f"{len(found.parts)} parts: {parts}")
         older = "its manifest names no variables: an older version wrote it"
         terminal.print(table if rows else older)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The model: NAME (its champion), NAME@VERSION or a URI.",
+        autocompletion=complete_model_versions,
+    ),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="INPUT...",
+        help="The rows: files, folders, patterns or URIs of CSV, JSONL, Parquet or images, or the "
+        "URI of a dataset.",
+    ),
+]
+Output = Annotated[
+    str,
+    typer.Option(
+        "-o", "--output", metavar="FILE", help="The file to write: .csv, .jsonl or .parquet."
+    ),
+]
+To = Annotated[
+    Literal["csv", "jsonl", "parquet"] | None,
+    typer.Option(help="The format of the output, where its name does not show it."),
+]
+From = Annotated[
+    Literal["csv", "jsonl", "parquet", "tfrecord", "images"] | None,
+    typer.Option("--format", help="The format of the input, where its name does not show it."),
+]
+Split = Annotated[
+    str,
+    typer.Option(
+        metavar="SPLIT",
+        help="The split of a dataset, which is that of the model where INPUT is left out.",
+    ),
+]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME,...", help="The columns of the input to copy to the rows. '*' for all."
+    ),
+]
+BatchSize = Annotated[
+    int, typer.Option(min=0, help="The examples in a batch. As many as in the evaluation when 0.")
+]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out rows that cannot be read.")]
+
+
+@answers
+def predict(
+    context: typer.Context,
+    model: Model,
+    inputs: Inputs = None,
+    output: Output = "-",
+    to: To = None,
+    format_: From = None,
+    split: Split = "",
+    columns: Columns = None,
+    batch_size: BatchSize = 0,
+    skip_bad: SkipBad = False,
+    workdir: Workdir = RUNS,
+    root: Root = "",
+) -> Answer:
+    """Ask a model about data of any size: classes, probabilities, numbers."""
+    from flotilla.pipelines import predict as predicting
+    from flotilla.pipelines.cli.live import Display
+
+    if output == predicting.STANDARD_OUTPUT and context.obj:
+        raise ConfigError("-o: with --json rows need a file: name it by -o")
+    with Display(f"predict {model}") as show:
+        found = predicting.predict(
+            model,
+            inputs or (),
+            output=output or predicting.STANDARD_OUTPUT,
+            to=to or "",
+            format=format_ or "",
+            split=split,
+            columns=",".join(columns or ()),
+            batch_size=batch_size,
+            skip_bad=skip_bad,
+            workdir=workdir,
+            root=root,
+            on_event=show,
+        )
+    if not found.closed:
+        left_out = f", {found.skipped} left out" if found.skipped else ""
+        where = "standard output" if found.output == predicting.STANDARD_OUTPUT else found.output
+        say(f"{found.rows} rows{left_out} ({found.rows_per_second:,.0f} rows/s) in {where}")
+    summary = ("rows", "skipped", "unsound", "output")
+    more: dict[str, Any] = {name: getattr(found, name) for name in summary}
+    more["rows_per_second"] = round(found.rows_per_second, 1)
+    return Answer(artifacts={"model": found.model}, more=more)

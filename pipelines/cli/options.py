@@ -10,40 +10,41 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from flotilla.pipelines.cli.exit import copy_signature
+from flotilla.pipelines.cli.completion.assignments import complete_assignments
+from flotilla.pipelines.cli.completion.candidates import complete_runs
+from flotilla.pipelines.cli.exit import copy_signature, warn
 from flotilla.pipelines.runs.kfp_access import Instance
-from flotilla.trainer.runtime.output.streams import say
-
-# In the help of a command that trains.
-TRAINED = (
-    "--json adds `headline` and `notes`; `global_step`, the updates that were applied, and "
-    "`handed_on_step`, that of the model (training.hand_on); where it was evaluated `main_metric`, "
-    "and which value is `better`."
-)
 
 Config = Annotated[
     str | None,
     typer.Argument(
-        metavar="[CONFIG|SOURCE]",
-        help="YAML file of the run, or files to learn from (a file, a folder, a URI, a pattern); "
-        "configs/digits.yaml when left out.",
+        metavar="CONFIG|SOURCE",
+        help="The YAML file of the run, or files to learn from: a file, a folder, a URI or a "
+        "pattern. configs/digits.yaml when left out.",
     ),
 ]
 FormConfig = Annotated[
     str | None,
     typer.Argument(
-        metavar="[CONFIG|SOURCE]",
-        help="YAML file of a run, or files to learn from: the defaults of the form; digits when "
-        "left out.",
+        metavar="CONFIG|SOURCE",
+        help="The YAML file of a run, or files to learn from: they make the defaults of the form. "
+        "The form has those of configs/digits.yaml when left out.",
     ),
 ]
 Label = Annotated[
     list[str] | None,
-    typer.Option("--label", metavar="COLUMN", help="Of SOURCE, to be predicted; may be repeated."),
+    typer.Option(
+        "--label", metavar="COLUMN", help="The column of SOURCE to predict. May be repeated."
+    ),
 ]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override one key of the configuration. May be repeated.",
+        autocompletion=complete_assignments,
+    ),
 ]
 
 
@@ -70,36 +71,60 @@ def local_path(given: str | Path) -> Path:
 Workdir = Annotated[
     Path,
     typer.Option(
-        metavar="DIR", parser=local_path, help="Folder below which everything is written."
+        metavar="DIR", parser=local_path, help="The folder below which everything is written."
     ),
 ]
 Code = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", parser=local_path, help="Folder of your own modules, bundled for the run."
+        metavar="DIR",
+        parser=local_path,
+        help="The folder of your own modules, which are bundled for the run.",
     ),
 ]
-Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Resume this run.")]
+Resume = Annotated[
+    str | None,
+    typer.Option(metavar="RUN", help="Resume this run.", autocompletion=complete_runs),
+]
 Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
-Root = Annotated[str, typer.Option(metavar="URI", help="Storage root; the workdir when left out.")]
+Root = Annotated[
+    str, typer.Option(metavar="URI", help="The storage root. The workdir when left out.")
+]
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN", help="The id of the run, or its name.", autocompletion=complete_runs
+    ),
+]
 RunsDir = Annotated[
     Path,
-    typer.Option(metavar="DIR", parser=local_path, help="Folder with the runs of this machine."),
+    typer.Option(
+        metavar="DIR", parser=local_path, help="The folder with the runs of this machine."
+    ),
 ]
-Cron = Annotated[str, typer.Option(metavar="CRON", help="Five fields, or six with seconds first.")]
-Every = Annotated[str, typer.Option(metavar="TIME", help="In place of --cron: 90s, 30m, 6h or 1d.")]
+Cron = Annotated[
+    str,
+    typer.Option(
+        metavar="CRON", help="When to start runs: five fields, or six with seconds first."
+    ),
+]
+Every = Annotated[
+    str,
+    typer.Option(metavar="TIME", help="Start a run each time this has passed: 90s, 30m, 6h or 1d."),
+]
 Timezone = Annotated[
-    str, typer.Option(metavar="ZONE", help="The one in which the instance reads --cron.")
+    str, typer.Option(metavar="ZONE", help="The time zone in which the instance reads --cron.")
 ]
 Latest = Annotated[
-    bool, typer.Option("--latest", help="Each run takes the newest version at its time.")
+    bool,
+    typer.Option("--latest", help="Let each run take the newest version of the pipeline then."),
 ]
 CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs later.")]
-AtOnce = Annotated[int, typer.Option(help="Runs at a time.", min=1, max=10)]
+AtOnce = Annotated[int, typer.Option(help="The most runs at a time.", min=1, max=10)]
 Image = Annotated[
-    str, typer.Option(metavar="IMAGE", help="Image of all steps; the default when empty.")
+    str,
+    typer.Option(metavar="IMAGE", help="The image of all steps. The default one when left out."),
 ]
 
 
@@ -109,57 +134,73 @@ def _text(metavar: str | None, text: str, *names: str) -> Any:
 
 def _texts(name: str, metavar: str, text: str) -> Any:
     return Annotated[
-        list[str] | None, typer.Option(name, metavar=metavar, help=f"{text}; may be repeated.")
+        list[str] | None, typer.Option(name, metavar=metavar, help=f"{text} May be repeated.")
     ]
 
 
 _INSTANCE = {
-    "endpoint": _text("URL", "The KFP instance; KF_PIPELINES_ENDPOINT when left out."),
+    "endpoint": _text("URL", "The KFP instance. KF_PIPELINES_ENDPOINT when left out."),
     "namespace": _text(
-        None, "Where several users share it; or KFP_NAMESPACE.", "-n", "--namespace"
+        None,
+        "The namespace on an instance that several users share. KFP_NAMESPACE when left out.",
+        "-n",
+        "--namespace",
     ),
     "token_file": _text(
-        "FILE", "File with a bearer token; or KFP_EXISTING_TOKEN, KF_PIPELINES_SA_TOKEN_PATH."
+        "FILE",
+        "A file with a bearer token. KFP_EXISTING_TOKEN or KF_PIPELINES_SA_TOKEN_PATH when left "
+        "out.",
     ),
-    "cookies_file": _text("FILE", "File with the session's Cookie header; or KFP_COOKIES."),
-    "ca_file": _text("FILE", "PEM of the authority behind its TLS; or KFP_CA_FILE."),
+    "cookies_file": _text(
+        "FILE", "A file with the Cookie header of the session. KFP_COOKIES when left out."
+    ),
+    "ca_file": _text(
+        "FILE", "The PEM file of the authority behind its TLS. KFP_CA_FILE when left out."
+    ),
     "ui": _text(
         "URL",
-        "Its user interface, for links; or FLOTILLA_KFP_UI. The endpoint if it serves one.",
+        "The address of its user interface, for links. FLOTILLA_KFP_UI when left out, else the "
+        "endpoint if it serves one.",
         "--ui",
     ),
 }
 _TARGET = {
-    "pipeline": _text("NAME", "The uploaded pipeline."),
-    "version": _text(None, "Name or id of the uploaded version; the newest when left out."),
-    "experiment": _text("NAME", "Group of runs; created where it does not exist."),
-    "pipeline_root": _text("URI", "Where KFP keeps artifacts; its default when empty."),
-    "service_account": _text("NAME", "Of the pods; the instance's default when empty."),
-    "image": _text("IMAGE", "Of all steps and tasks; that of the pipeline when empty."),
+    "pipeline": _text("NAME", "The name of the uploaded pipeline."),
+    "version": _text(None, "The name or id of the uploaded version. The newest when left out."),
+    "experiment": _text("NAME", "The group of runs, which is created where it does not exist."),
+    "pipeline_root": _text(
+        "URI", "The place where KFP keeps artifacts. Its default when left out."
+    ),
+    "service_account": _text(
+        "NAME", "The service account of the pods. The default of the instance when left out."
+    ),
+    "image": _text(
+        "IMAGE", "The image of all steps and tasks. That of the pipeline when left out."
+    ),
 }
 _PODS = {
-    "cpu": _text("CPUS", "Of each working step, such as 500m or 4; 1 when left out."),
-    "memory": _text("SIZE", "Of each working step, such as 16Gi; 4Gi when left out."),
-    "gpus": _text("N", "Of evaluate-model and export-model; none when left out."),
+    "cpu": _text("CPUS", "The CPUs of each working step, such as 500m or 4. 1 when left out."),
+    "memory": _text("SIZE", "The memory of each working step, such as 16Gi. 4Gi when left out."),
+    "gpus": _text("N", "The GPUs of evaluate-model and export-model. None when left out."),
     "node_selector": _texts(
-        "--node-selector", "KEY=VALUE", "Label that the nodes of the working steps have"
+        "--node-selector", "KEY=VALUE", "A label that the nodes of the working steps have."
     ),
     "tolerations": _texts(
-        "--toleration", "YAML", "Taint that the working steps tolerate, as Kubernetes writes it"
+        "--toleration", "YAML", "A taint that the working steps tolerate, as Kubernetes writes it."
     ),
     "store_secret": _text(
         "NAME",
-        "Secret with the keys of the object store; mlpipeline-minio-artifact when left out.",
+        "The secret with the keys of the object store. mlpipeline-minio-artifact when left out.",
     ),
-    "pull_secrets": _texts("--pull-secret", "NAME", "Secret of the image's registry"),
+    "pull_secrets": _texts("--pull-secret", "NAME", "A secret of the image's registry."),
     "mounts": _texts(
-        "--mount", "CLAIM:FOLDER", "Volume claim of prepare-data, for data.manual_dir"
+        "--mount", "CLAIM:FOLDER", "A volume claim of prepare-data, for data.manual_dir."
     ),
-    "scratch": _text("SIZE", "Limit of /tmp of each working step, such as 50Gi."),
+    "scratch": _text("SIZE", "The limit of /tmp of each working step, such as 50Gi."),
     "labels": _texts(
-        "--pod-label", "KEY=VALUE", "Label of the steps' pods, such as that of a Kueue queue"
+        "--pod-label", "KEY=VALUE", "A label of the steps' pods, such as that of a Kueue queue."
     ),
-    "variables": _texts("--env", "NAME=VALUE", "Variable of the steps, no secret"),
+    "variables": _texts("--env", "NAME=VALUE", "A variable of the steps that is no secret."),
 }
 _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 
@@ -171,7 +212,7 @@ def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..
     def made(**named: str) -> Instance:
         instance = Instance(**named)
         if remark := instance.plain_http_remark():
-            say(f"flotilla: {remark}")
+            warn(remark)
         return instance
 
     return _group_options(command, "instance", options, made)

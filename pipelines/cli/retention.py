@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 
     from flotilla.pipelines.retention.plan import Item, Plan, Policy
 
-COLLECTED = (
-    "--json adds `removed`, the URIs of what was removed; with --keep-runs or --keep-versions also "
-    "`planned`, an object each, their `bytes`, and `kept`, remarks on what stays."
-)
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
 

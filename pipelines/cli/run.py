@@ -1,4 +1,4 @@
-"""`flotilla run`, `prepare`, `train`, `replay` and `init`: pipelines on this machine."""
+"""`flotilla run`, `prepare`, `train`, `replay`, `init`, `configs`: pipelines on this machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flotilla.pipelines.cli.exit import Answer, answers, output
+from flotilla.pipelines.cli.completion.candidates import complete_examples, complete_steps
+from flotilla.pipelines.cli.exit import Answer, answers, output, warn
 from flotilla.pipelines.cli.options import (
     Assignments,
     Code,
@@ -129,7 +131,7 @@ def _run(
     for line in bundle_lines(started.bundle) if started.bundle else ():
         errors.print(line)
     if remark := plain_http_remark(started.config.storage.root):
-        errors.print(f"flotilla: {remark}")
+        warn(remark)
     with live.Display() as show:
         result = local.execute(started, *options.target(), show)
     with output():
@@ -146,7 +148,7 @@ def bundle_lines(bundle: Bundle) -> list[str]:
     files = f"{bundle.files} file{'s' if bundle.files > 1 else ''}"
     return [
         f"code: {files}, {bundle.bytes / 1000:.1f} kB, kept at {bundle.uri}",
-        *(f"flotilla: {each}" for each in bundle.remarks),
+        *(f"flotilla: warning: {each}" for each in bundle.remarks),
     ]
 
 
@@ -221,6 +223,14 @@ def _has_checkpoint(run: LocalRun) -> bool:
 
 
 _KILLED = "the process of the step was killed"
+Step = Annotated[
+    str,
+    typer.Argument(
+        metavar="STEP",
+        help="The step, or a stage of a step, such as train_model.",
+        autocompletion=complete_steps,
+    ),
+]
 
 
 @answers
@@ -228,7 +238,7 @@ _KILLED = "the process of the step was killed"
 def replay(
     instance: Instance,
     run: Run,
-    step: Annotated[str, typer.Argument(metavar="STEP", help="Such as train_model.")],
+    step: Step,
     assignments: Assignments = None,
     pdb: Annotated[
         bool, typer.Option("--pdb", help="Open a debugger at the line that fails.")
@@ -292,7 +302,8 @@ def init(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE", help="Files to learn from: a file, a folder, a URI or a pattern."
+            metavar="SOURCE",
+            help="The files to learn from: a file, a folder, a URI or a pattern.",
         ),
     ],
     label: Label = None,
@@ -304,7 +315,7 @@ def init(
             "--output",
             metavar="FILE",
             parser=local_path,
-            help="File to write; by the name of the source when left out.",
+            help="The file to write. Named after the source when left out.",
         ),
     ] = None,
 ) -> Answer:
@@ -341,3 +352,30 @@ def _ask_label(source: str, settings: list[str]) -> list[str]:
         return []
     say(f"columns of {source}: {printable(', '.join(names))}")
     return [typer.prompt("column to be predicted", default=perhaps, err=True)]
+
+
+@answers
+def configs(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Copy this one into the current folder.",
+            autocompletion=complete_examples,
+        ),
+    ] = "",
+) -> Answer:
+    """List the example configurations, or copy one into the current folder."""
+    from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.configs import copy_example, list_examples
+
+    if name:
+        path = copy_example(name)
+        say(f"wrote {path}")
+        return Answer(artifacts={"config": str(path)}, more={"path": str(path)})
+    found = list_examples()
+    rows = [{"name": each.name, "what it is": each.description} for each in found]
+    with output():
+        Terminal().print(Table(rows=rows, words=("what it is",)))
+    return Answer(more={"configs": [asdict(each) for each in found]})

@@ -1,15 +1,17 @@
-"""`flotilla runs`, `status`, `logs` and `cancel`: runs on a KFP instance and on this machine."""
+"""`flotilla runs`, `status`, `logs`, `open`, `compare`, `cancel`: runs here and elsewhere."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flotilla.components.table import STAGES
+from flotilla.pipelines.cli.completion.candidates import complete_runs, complete_steps
 from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, write
-from flotilla.pipelines.cli.options import Run, RunsDir, add_instance_options
+from flotilla.pipelines.cli.options import Run, RunsDir, Workdir, add_instance_options
 from flotilla.pipelines.cli.run import RUNS, make_answer
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
 from flotilla.trainer.runtime.masking import unbroken
@@ -18,6 +20,8 @@ from flotilla.trainer.runtime.output.streams import say
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.compare import Comparison
     from flotilla.pipelines.runs.outcome import RunResult
     from flotilla.pipelines.runs.run_log.view import LogLine
 
@@ -30,8 +34,10 @@ _LABEL = max(len(stage.name) for stage in STAGES)
 @add_instance_options
 def list_runs(
     instance: Instance,
-    experiment: Annotated[str, typer.Option(metavar="NAME", help="Of this group alone.")] = "",
-    limit: Annotated[int, typer.Option(help="How many.", min=1)] = 20,
+    experiment: Annotated[
+        str, typer.Option(metavar="NAME", help="List the runs of this group alone.")
+    ] = "",
+    limit: Annotated[int, typer.Option(help="The most runs to list.", min=1)] = 20,
     workdir: RunsDir = RUNS,
 ) -> Answer:
     """List runs, newest first: those of the KFP instance that is named, else of this machine."""
@@ -118,16 +124,22 @@ def logs(
     instance: Instance,
     run: Run,
     step: Annotated[
-        str, typer.Option(metavar="STEP", help="Of this step, or stage of a step, alone.")
+        str,
+        typer.Option(
+            metavar="STEP",
+            help="Show this step, or stage of a step, alone.",
+            autocompletion=complete_steps,
+        ),
     ] = "",
     task: Annotated[
-        str, typer.Option(metavar="TASK", help="Of this training task alone, such as chief-0.")
+        str,
+        typer.Option(metavar="TASK", help="Show this training task alone, such as chief-0."),
     ] = "",
     follow: Annotated[
         bool, typer.Option("--follow/--no-follow", "-f", help="Continue until the run has ended.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="All lines, those of KFP and TensorFlow too.")
+        bool, typer.Option("--verbose", help="Show all lines, those of KFP and TensorFlow too.")
     ] = False,
     workdir: RunsDir = RUNS,
 ) -> Answer:
@@ -185,3 +197,97 @@ def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     say(found.message)
     state = "canceling" if found.was_running else "ended"
     return Answer(status=state, run_id=found.run_id, message=found.message)
+
+
+@answers
+@add_instance_options
+def open_(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
+    """Open the report of a run in the browser; of a run on a KFP instance its page.
+
+    The address is printed, and nothing is opened where there is no browser.
+    """
+    from flotilla.pipelines.cli.links import open_page
+    from flotilla.pipelines.runs import control
+    from flotilla.trainer import storage
+
+    page = control.find_page(run, workdir=workdir, instance=instance)
+    is_opened = open_page(page.report.as_uri() if page.report else page.url)
+    if not is_opened:
+        say("no browser was found on this machine; the page is at:")
+    found = {"report": storage.uri_of(page.report)} if page.report else {"run": page.url}
+    return Answer(
+        run_id=page.run_id,
+        artifacts=found,
+        more={"opened": is_opened},
+        text=f"{page.report or page.url}\n",
+    )
+
+
+@answers
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN RUN...", help="The ids of the runs.", autocompletion=complete_runs
+        ),
+    ],
+    workdir: Workdir = RUNS,
+) -> Answer:
+    """Compare runs side by side."""
+    from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.compare import compare as compare_runs
+
+    found = compare_runs(runs, workdir)
+    with output():
+        Terminal().print(_comparison_table(found))
+    more = {"runs": found.runs, "comparison": found.groups}
+    return Answer(more={**more, "main_metric": found.main_metric, "best": found.best})
+
+
+def _comparison_table(found: Comparison) -> Table:
+    from rich.text import Text
+
+    from flotilla.pipelines.cli.tables import Table
+    from flotilla.trainer.events.progress.durations import duration
+    from flotilla.trainer.report.wording import format_value, round_value, spell_metric
+
+    lines = []
+    for group, rows in found.groups.items():
+        # Loss is measured in training and on the test split.
+        before = f"{group}: " if group in ("test", "training") else ""
+        after = f": {spell_metric(found.main_metric)}" if group == "next to it" else ""
+        for name, row in rows.items():
+            texts = [(format_value if group == "settings" else round_value)(each) for each in row]
+            if name.startswith("seconds"):
+                texts = [duration(each) for each in row]
+            if group == "test":
+                texts = _format_row(row, found.intervals.get(name))
+            cells = [Text(text) for text in texts]
+            if group == "test" and name == found.main_metric:
+                cells = [
+                    Text(f"{cell} best", "bold green") if run in found.best else cell
+                    for run, cell in zip(found.runs, cells, strict=True)
+                ]
+            spelled = re.sub("^seconds", "duration", name)
+            head = Text(f"{before}{spelled}{after}")
+            lines.append({"": head, **dict(zip(found.runs, cells, strict=True))})
+    numbers = {run: f"run {number}" for number, run in enumerate(found.runs, start=1)}
+    return Table(rows=lines, right=found.runs, short=numbers)
+
+
+def _format_row(row: list[Any], intervals: list[Any] | None) -> list[str]:
+    """Return the values of a metric, each with its difference from the first."""
+    from flotilla.trainer.report.headline import difference
+    from flotilla.trainer.report.wording import like, round_value
+
+    cells = []
+    for value, interval in zip(row, intervals or [None] * len(row), strict=True):
+        places = interval or like(value if isinstance(value, float) else 0.0)
+        size = ""
+        if isinstance(value, float) and isinstance(row[0], float):
+            size = difference(value - row[0], places)
+        sign = "+" if size and value > row[0] else "-"
+        cells.append(
+            f"{round_value(value, places)} ({sign}{size})" if size else round_value(value, places)
+        )
+    return cells

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flotilla.pipelines.cli.exit import Answer, answers, output
+from flotilla.pipelines.cli.completion.assignments import complete_assignments
+from flotilla.pipelines.cli.completion.candidates import complete_sweeps
+from flotilla.pipelines.cli.exit import Answer, answers, output, warn
 from flotilla.pipelines.cli.options import (
     Config,
     Image,
@@ -33,18 +35,20 @@ Searched = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUES",
-        help="Values to try, a,b,c; a range for --random or --tpe, low..high or low..high:log; or "
-        "one value for all trials. May be repeated.",
+        help="The values to try: a,b,c, or for --random and --tpe a range, low..high or "
+        "low..high:log. One value is that of all trials. May be repeated.",
+        autocompletion=complete_assignments,
     ),
 ]
 Random = Annotated[
-    int | None, typer.Option(metavar="N", help="Draw N trials; the whole grid when left out.")
+    int | None,
+    typer.Option(metavar="N", help="Draw N trials. The whole grid is tried when left out."),
 ]
 Tpe = Annotated[
     int | None,
     typer.Option(metavar="N", help="Let TPE choose N trials, each by those before it."),
 ]
-Seed = Annotated[int | None, typer.Option(help="Of --random and --tpe; 0 when left out.")]
+Seed = Annotated[int | None, typer.Option(help="The seed of --random and --tpe. 0 when left out.")]
 Halving = Annotated[
     bool,
     typer.Option(
@@ -63,13 +67,23 @@ Minutes = Annotated[
 ]
 Metric = Annotated[
     str,
-    typer.Option(metavar="NAME", help="Of validation, to choose by; else the main one."),
+    typer.Option(
+        metavar="NAME",
+        help="The metric on the validation split by which trials are compared. The main metric of "
+        "the learning task when left out.",
+    ),
 ]
 Better = Annotated[
-    str, typer.Option(metavar="WORD", help="Which value of --metric is: higher or lower.")
+    str,
+    typer.Option(metavar="WORD", help="The better value of --metric: higher or lower."),
 ]
-Parallel = Annotated[int, typer.Option(metavar="N", help="Trials at a time.")]
-ResumeSweep = Annotated[str | None, typer.Option("--resume", metavar="SWEEP", help="Go on.")]
+Parallel = Annotated[int, typer.Option(metavar="N", help="The trials that run at a time.")]
+ResumeSweep = Annotated[
+    str | None,
+    typer.Option(
+        "--resume", metavar="SWEEP", help="Resume this sweep.", autocompletion=complete_sweeps
+    ),
+]
 Compile = Annotated[
     bool, typer.Option("--compile", help="Write one pipeline for a KFP instance; run nothing.")
 ]
@@ -80,7 +94,7 @@ Output = Annotated[
         "--output",
         metavar="FILE",
         parser=local_path,
-        help="For --compile: the file; build/sweep.yaml when left out.",
+        help="The file of --compile. build/sweep.yaml when left out.",
     ),
 ]
 
@@ -143,7 +157,7 @@ def _compile(options: SweepOptions, file: Path, image: str, pods: Any) -> Answer
     planned = compile_sweep(options, file, image, pods)
     say(f"wrote {file}: {len(planned.trials)} trials, {options.parallel} at a time")
     if remark := image_remark(image or IMAGE):
-        say(f"flotilla: {remark}")
+        warn(remark)
     words = ["flotilla", "submit", *filter(None, [planned.source])]
     for text in planned.fixed:
         words += ["--set", text]

@@ -1,4 +1,4 @@
-"""A run by its id, on this machine or on a KFP instance: list, status, logs and cancel.
+"""A run by its id, on this machine or on a KFP instance: list, status, logs, its page and cancel.
 
 A run with a folder below the workdir is local; any other run is on the instance. Only then the KFP
 client is imported, which takes a second. A cancelled run stops its own cluster: in
@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flotilla.components.records.gather_report import PAGE
 from flotilla.components.table import STEPS, SWEEP_STEPS, StepSpec
 from flotilla.pipelines.runs import local_status
-from flotilla.pipelines.runs.kfp_access import Instance
+from flotilla.pipelines.runs.kfp_access import Instance, describe_no_page
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.runs.run_log import local as local_logs
 from flotilla.pipelines.runs.run_log.view import LogLine, LogView
 from flotilla.trainer.runtime.errors import DONE, ConfigError, UserError, nearest
+from flotilla.trainer.sweeps.page import PAGE as SWEEP_PAGE
 
 if TYPE_CHECKING:
     from flotilla.pipelines.runs.kfp_client import Client
@@ -40,6 +42,15 @@ class Cancellation:
     run_id: str
     was_running: bool
     message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """The page of a run: its report, or for a run on a KFP instance its URL there."""
+
+    run_id: str
+    report: Path | None = None
+    url: str = ""
 
 
 def list_local(workdir: str | Path = RUNS, limit: int = 20) -> tuple[RunResult, ...]:
@@ -83,6 +94,27 @@ def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = 
 
     client = _client(run, workdir, instance)
     return judge_run(client, find_run(client, run))
+
+
+def find_page(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None) -> Page:
+    """Return the page of a run or a sweep; raises `UserError`."""
+    folder = Path(workdir)
+    for name in (PAGE, SWEEP_PAGE) if local_status.is_name(run) else ():
+        if os.path.isfile(report := folder / run / name):
+            return Page(run_id=run, report=report.absolute())
+    if local_status.is_local(folder, run):
+        state = local_status.read_status(folder, run).status
+        raise UserError(
+            f"run {run} has no report: it is {state}; see what it says by: flotilla logs {run}"
+        )
+    from flotilla.pipelines.runs.kfp_run import find_run
+
+    client = _client(run, workdir, instance)
+    found = find_run(client, run)
+    page = client.page(f"runs/details/{found.run_id}")
+    if not page:
+        raise UserError(describe_no_page(client.access.endpoint))
+    return Page(run_id=found.run_id, url=page)
 
 
 def logs(

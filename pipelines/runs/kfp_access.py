@@ -211,3 +211,8 @@ def _read_secret(path: str, what: str) -> str:
     if not text:
         raise ConfigError(f"the {what} {path} is empty")
     return text
+
+
+def describe_no_page(endpoint: str) -> str:
+    """Return the line in place of a link, which would lead nowhere."""
+    return f"no link: {endpoint} is the API alone; name the user interface by --ui or {UI[0]}"

@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 
 import kfp_server_api
 import urllib3
-from kfp import client as sdk
 from kfp_server_api.exceptions import ApiException
 from kfp_server_api.rest import RESTClientObject
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
+from flotilla.components.kfp_internals import make_client_type
 from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.trainer.runtime import masking
 from flotilla.trainer.runtime.errors import UserError
@@ -182,7 +182,10 @@ _VERSION_KEYS = ("tag_name", "apiServerTagName")
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
-class Client(sdk.Client):  # type: ignore[misc]
+_OwnClient: Any = make_client_type()
+
+
+class Client(_OwnClient):  # type: ignore[misc]
     """The SDK's client of one instance: with timeouts, quiet, without files in the home folder."""
 
     def __init__(self, access: Access) -> None:
@@ -193,11 +196,12 @@ class Client(sdk.Client):  # type: ignore[misc]
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(host=access.endpoint)
         self.set_user_namespace(access.namespace)
-        api = self._healthz_api.api_client
+        api = self.requests
         api.cookie = access.cookies or None
         api.rest_client = _Requests(access, api.configuration)
 
-    def _load_config(self, *_ignored: object) -> kfp_server_api.Configuration:
+    def make_configuration(self) -> kfp_server_api.Configuration:
+        """Return the configuration of the requests."""
         config = kfp_server_api.Configuration()
         config.host = self.access.endpoint
         config.ssl_ca_cert = self.access.ca_file or None
@@ -224,14 +228,6 @@ class Client(sdk.Client):  # type: ignore[misc]
         # Read for each request, since the kubelet renews the file.
         config.api_key["authorization"] = self.access.read_token()
 
-    def _load_context_setting_or_default(self) -> None:
-        # Not empty, or the constructor would send a request without a timeout.
-        self._context_setting = {"namespace": "-"}
-
-    def set_user_namespace(self, namespace: str) -> None:
-        """Set the namespace of this client only."""
-        self._context_setting["namespace"] = namespace
-
     def page(self, path: str) -> str:
         """Return the URL of a page of the user interface; empty if its address is unknown."""
         return f"{self._ui}/#/{path}" if self._ui else ""
@@ -257,7 +253,7 @@ class Client(sdk.Client):  # type: ignore[misc]
         return str(self._send("text", path).data.decode("utf-8", "replace"))
 
     def _send(self, method: str, path: str) -> Any:
-        api = self._healthz_api.api_client
+        api = self.requests
         headers: dict[str, str] = {**api.default_headers, "Accept": "text/plain, application/json"}
         if api.cookie:
             headers["Cookie"] = api.cookie

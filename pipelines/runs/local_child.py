@@ -9,14 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from flotilla.components.kfp_internals import load_without_client
 from flotilla.components.records.record import STOPPING
 from flotilla.components.table import FIRST_STAGE
-from flotilla.pipelines.forked_steps import KFP_RUNTIME, TRAINING, forking
+from flotilla.pipelines.forked_steps import TRAINING, forking
 from flotilla.trainer import events
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.form import from_form
@@ -46,7 +46,7 @@ def main() -> None:
     arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
     with forking(folder, name) as fork_steps:
         # Meanwhile the fork server loads its modules.
-        _load_kfp_without_client()
+        load_without_client()
         fork_steps()
         if name in TRAINING:
             _begin_trial(folder, arguments, is_resumed=bool(is_resumed))
@@ -112,13 +112,6 @@ def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:
         raise_on_error=True,
     )
     PIPELINES[name](**arguments)
-
-
-def _load_kfp_without_client() -> None:
-    """Import the package alone, since its client and that of Kubernetes take most of the import."""
-    os.environ[KFP_RUNTIME] = "true"
-    import_module("kfp")
-    del os.environ[KFP_RUNTIME]
 
 
 def _no_further_step(_number: int, _frame: FrameType | None) -> None:

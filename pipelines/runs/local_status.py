@@ -32,9 +32,13 @@ _COLUMNS = 2
 
 def is_local(workdir: Path, run_id: str) -> bool:
     """Return whether there is a run of this id below `workdir`."""
-    single = bool(run_id) and Path(run_id).name == run_id
     marks = (workdir / run_id / name for name in (local.EVENTS, local.CONFIG))
-    return single and any(map(os.path.lexists, marks))
+    return is_name(run_id) and any(map(os.path.lexists, marks))
+
+
+def is_name(run_id: str) -> bool:
+    """Return whether a text is the name of a folder, and no path to another one."""
+    return run_id not in ("", "..") and Path(run_id).name == run_id
 
 
 def run_ids(workdir: Path) -> list[str]:

@@ -564,9 +564,7 @@ def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy)
 def test_a_layer_that_raises_only_while_it_is_trained(fail, strategy):
     failed = fail(strategy, "late", error="traced")
     line = line_with('ValueError("bad shape")')
-    assert failed.error == (
-        f"the code that it was given raised ValueError: bad shape (blocks.py:{line})"
-    )
+    assert failed.error == (f"your code raised ValueError: bad shape (blocks.py:{line})")
     assert "in reshaped" in failed.traceback
 
 

@@ -16,7 +16,8 @@ from tests.house_rules.source import (
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
-FOLDER_LIMITS = {"components": 20, "pipelines/runs": 16}
+# `pipelines/cli` has a file for each group of commands.
+FOLDER_LIMITS = {"components": 20, "pipelines/cli": 16, "pipelines/runs": 16}
 # The budget of lines per room. A decision page of a larger room says what was removed.
 BUDGETS = {
     "components": 1625,
@@ -26,11 +27,11 @@ BUDGETS = {
     "components/sweeps": 300,
     "components/tfjob": 225,
     "pipelines": 1725,
-    "pipelines/cli": 3475,
+    "pipelines/cli": 4280,
     "pipelines/doctor": 1700,
     "pipelines/replay": 575,
     "pipelines/retention": 1000,
-    "pipelines/runs": 5125,
+    "pipelines/runs": 5200,
     "pipelines/sweeps": 725,
     "trainer": 225,
     "trainer/baselines": 925,

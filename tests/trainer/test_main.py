@@ -177,7 +177,7 @@ def test_an_error_in_the_users_code_is_a_line_with_its_place(
     monkeypatch.setattr(topology, "check_port", fails_with(KeyError("two\nlines")))
     assert main(flat(options)) == errors.FAILED
     line = one_line(capsys.readouterr().err)
-    assert line.startswith("flotilla: the code that it was given raised KeyError: 'two")
+    assert line.startswith("flotilla: your code raised KeyError: 'two")
     assert re.search(r"\(.*test_main\.py:\d+\)$", line)
     assert f"flotilla: {one_line(words(options))}" == line
     assert "Traceback" in caplog.text
@@ -221,7 +221,7 @@ def test_what_is_no_exception_in_the_users_code_is_a_line_with_its_place(
     monkeypatch.setattr(topology, "check_port", own.block)
     assert main(flat(options)) == errors.FAILED
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"flotilla: the code that it was given {said} (ending_blocks.py:2)"
+        f"flotilla: your code {said} (ending_blocks.py:2)"
     )
 
 
@@ -233,7 +233,7 @@ def test_code_of_the_user_that_ends_the_process_has_failed_for_good(
     monkeypatch.setattr(topology, "check_port", fails_with(SystemExit(code)))
     assert main(flat(options)) == errors.FAILED
     line = one_line(capsys.readouterr().err)
-    assert line.startswith(f"flotilla: the code that it was given called sys.exit({code!r}) (")
+    assert line.startswith(f"flotilla: your code called sys.exit({code!r}) (")
     assert one_line(words(options)) == line.removeprefix("flotilla: ")
 
 
@@ -337,7 +337,7 @@ def test_in_a_trial_what_the_users_code_raises_is_a_mistake(options, tmp_path, m
     monkeypatch.setattr(module, "_try_model", own.fails)
     words = ["fit", "--config", options["--config"], "--workdir", options["--workdir"]]
     assert main(words) == 2
-    said = "flotilla: the code that it was given raised SystemExit: 4 (own_trial.py:2)\n"
+    said = "flotilla: your code raised SystemExit: 4 (own_trial.py:2)\n"
     assert capsys.readouterr().err.endswith(said)
     # An error in Flotilla's own code is a bug.
     monkeypatch.setattr(module, "_try_model", Mock(side_effect=ValueError("no")))

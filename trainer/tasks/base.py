@@ -334,11 +334,11 @@ class Task(ABC):
         return None
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
-        """Return the input of areas: which labels are true, and scores [n, columns].
+        """Return the input of the AUC metrics: which labels are true, and scores [n, columns].
 
         The labels are bools [n, columns], or numbers [n] of the true column.
         """
-        raise NotImplementedError(f"{self.name} has no areas")
+        raise NotImplementedError(f"{self.name} has no AUC metrics")
 
     @abstractmethod
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:

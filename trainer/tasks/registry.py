@@ -99,7 +99,8 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
         names = get_class_names(target)
         if said.positive and not task.positive_by:
             raise ConfigError(
-                f"{key}.positive: {kind} of {target} has no positive class; leave it empty{_KEPT}"
+                f"{key}.positive: {kind} of {target.name!r} has no positive class: leave the key "
+                f"empty{_KEPT}"
             )
         # A target without two classes is refused by the task.
         if task.positive_by and len(names) == TWO:
@@ -110,7 +111,10 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
 
 
 # If the model has a champion, the first step of a pipeline sets the key.
-_KEPT = "; if it is empty, the champion's applies: a model of other classes needs another name"
+_KEPT = (
+    "; where it is left empty it is that of the champion, and a model of other classes needs "
+    "another name"
+)
 
 
 def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: str, key: str) -> int:

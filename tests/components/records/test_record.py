@@ -177,7 +177,7 @@ def test_an_error_in_the_users_code_is_a_line_with_its_place_and_a_traceback(
     assert ended.value.code == 1
     end = emitted()[-1]
     assert re.fullmatch(
-        r"the code that it was given raised ZeroDivisionError: by \(.*test_record\.py:\d+\)",
+        r"your code raised ZeroDivisionError: by \(.*test_record\.py:\d+\)",
         end.error,
     )
     assert capsys.readouterr().err == f"flotilla: evaluate_model: {end.error}\n"
@@ -193,9 +193,7 @@ def test_sys_exit_in_the_users_code_is_an_error_of_the_users_code(emitted, capsy
     assert ended.value.code == 1
     end = emitted()[-1]
     assert (end.status, end.exit_code) == ("failed", 1)
-    assert re.fullmatch(
-        r"the code that it was given raised SystemExit.* \(.*test_record\.py:\d+\)", end.error
-    )
+    assert re.fullmatch(r"your code raised SystemExit.* \(.*test_record\.py:\d+\)", end.error)
     assert capsys.readouterr().err == f"flotilla: export_model: {end.error}\n"
 
 

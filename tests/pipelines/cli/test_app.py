@@ -1,7 +1,6 @@
 """The errors of the command line, for people and for scripts."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from flotilla.pipelines.cli import __main__
 ROOT = Path(__file__).parents[3]
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 REMARK = (
-    f"flotilla: no cluster can pull {IMAGE}, which names no registry: "
+    f"flotilla: warning: no cluster can pull {IMAGE}, which names no registry: "
     "compile or upload with --image HOST/NAME:TAG\n"
 )
 KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
@@ -112,8 +111,8 @@ def test_a_compiled_source_of_this_machine_is_remarked_on(flotilla):
     code, _, err = flotilla(*words)
     assert (code, err.splitlines()[-1]) == (
         0,
-        "flotilla: data.source: left.csv is a path of this machine, which no step of the instance "
-        "sees: put the files into gs://, s3:// or minio://BUCKET/FOLDER",
+        "flotilla: warning: data.source: left.csv is a path of this machine, which no step of the "
+        "instance sees: put the files into gs://, s3:// or minio://BUCKET/FOLDER",
     )
 
 
@@ -159,28 +158,6 @@ def test_a_completion_script_names_its_variable(flotilla, shell):
     assert (code, err) == (0, "")
     assert f"_FLOTILLA_COMPLETE=complete_{shell}" in out
     assert json.loads(flotilla("completion", shell, "--json")[1])["script"] == out.rstrip("\n")
-
-
-def test_bash_completes_commands_and_options(tmp_path):
-    script = tmp_path / "completion"
-    with script.open("w") as file:
-        subprocess.run([FLOTILLA, "completion", "bash"], stdout=file, check=True)
-    program = (
-        f"source {script}; COMP_WORDS=(flotilla {{words}}); COMP_CWORD={{last}}; "
-        "_flotilla_completion flotilla; echo ${{COMPREPLY[@]}}"
-    )
-    found = {}
-    for words in ("tra", "run --work", "models ro"):
-        command = program.format(words=words, last=len(words.split()))
-        found[words] = subprocess.run(
-            ["bash", "-c", command],
-            env={"PATH": f"{FLOTILLA.parent}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    expected = {"tra": "train\n", "run --work": "--workdir\n", "models ro": "rollback\n"}
-    assert found == expected
 
 
 def test_an_unknown_shell_is_refused(flotilla):

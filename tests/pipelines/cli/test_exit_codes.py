@@ -13,6 +13,7 @@ from docs.build.reference import flat
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.predict import Prediction
 from flotilla.pipelines.replay.replay import ReplayResult
+from flotilla.pipelines.runs.control import Page
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.runs.upload import Version
 from flotilla.trainer import storage
@@ -168,6 +169,13 @@ ROWS = {
     "status": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.status"),
     "logs": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.logs"),
     "cancel": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.cancel"),
+    "open": Row(
+        words=RUNS[0],
+        mistake="absent",
+        calls="flotilla.pipelines.runs.control.find_page",
+        returns=Page(run_id=RUNS[0], url="https://ui.example.com"),
+        also=(("flotilla.pipelines.cli.links.open_page", True),),
+    ),
     "replay": Row(
         words=f"{RUNS[0]} train_model",
         mistake="absent train_model",
@@ -181,7 +189,9 @@ ROWS = {
         ),
     ),
     "completion": Row(
-        words="bash", mistake="tcsh", calls="flotilla.pipelines.cli.app.get_completion_script"
+        words="zsh",
+        mistake="tcsh",
+        calls="flotilla.pipelines.cli.completion.shell.get_completion_script",
     ),
     "models list": Row(mistake="digitz", calls="flotilla.pipelines.models.list_models"),
     "models show": Row(words="digits", mistake="digitz", calls="flotilla.pipelines.models.show"),

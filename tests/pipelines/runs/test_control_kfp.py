@@ -1,8 +1,10 @@
-"""`flotilla runs`, `status`, `logs`, `cancel` on an instance."""
+"""`flotilla runs`, `status`, `logs`, `open`, `cancel` on an instance."""
 
 import re
 
 import pytest
+
+from flotilla.pipelines.cli import links
 
 pytestmark = pytest.mark.usefixtures("uploaded")
 
@@ -279,7 +281,19 @@ def test_cancel_that_is_refused(instance, remote, started):
 
 def test_a_run_neither_here_nor_there(remote, monkeypatch):
     monkeypatch.delenv("KF_PIPELINES_ENDPOINT")
-    for verb in ("status", "logs", "cancel"):
+    for verb in ("status", "logs", "open", "cancel"):
         answer = remote(verb, "nothing")
         assert (answer.code, answer.err.count("\n")) == (2, 1)
         assert "no run 'nothing' below runs, and no KFP instance is named" in answer.err
+
+
+def test_open_shows_the_page_of_a_run(instance, remote, started, monkeypatch):
+    opened = []
+    monkeypatch.setattr(links, "open_page", lambda uri: not opened.append(uri))
+    answer = remote("open", started)
+    assert (answer.code, answer.out, opened) == (1, "", [])
+    assert f"no link: {instance.url} is the API alone; name the user interface by" in answer.err
+    page = f"https://ui.example.com/#/runs/details/{started}"
+    answer = remote("open", started, "--ui", "https://ui.example.com", "--json")
+    assert (answer.code, answer.json["artifacts"], opened) == (0, {"run": page}, [page])
+    assert (answer.json["run_id"], answer.json["opened"]) == (started, True)

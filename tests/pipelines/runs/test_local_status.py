@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from flotilla.pipelines.cli import links
 from flotilla.pipelines.runs import control, local_status
 from flotilla.trainer.events import (
     Interrupted,
@@ -224,6 +225,33 @@ def test_of_a_step_or_task_that_is_not_there_the_nearest_is_named(
     answer = flotilla("logs", "digits-1", option, name)
     assert (answer.code, answer.out, answer.err.count("\n")) == (2, "", 1)
     assert f"{name!r}; did you mean {remedy!r}?" in answer.err
+
+
+@pytest.mark.parametrize("is_opened", [True, False])
+def test_open_shows_the_report(flotilla, folder, monkeypatch, is_opened):
+    (folder / "report.html").write_text("<p>")
+    opened = []
+    monkeypatch.setattr(links, "open_page", lambda uri: opened.append(uri) or is_opened)
+    answer = flotilla("open", folder.name, "--workdir", folder.parent)
+    assert (answer.code, answer.out) == (0, f"{folder / 'report.html'}\n")
+    assert opened == [(folder / "report.html").as_uri()]
+    assert ("no browser was found on this machine; the page is at:" in answer.err) != is_opened
+
+
+def test_open_shows_the_page_of_a_sweep(flotilla, tmp_path, monkeypatch):
+    page = tmp_path / "sweep-1" / "sweep.html"
+    page.parent.mkdir()
+    page.write_text("<p>")
+    monkeypatch.setattr(links, "open_page", lambda _uri: False)
+    answer = flotilla("open", "sweep-1", "--workdir", tmp_path)
+    assert (answer.code, answer.out) == (0, f"{page}\n")
+
+
+def test_open_of_a_run_without_a_report(flotilla, folder):
+    answer = flotilla("open", folder.name, "--workdir", folder.parent)
+    assert (answer.code, answer.out) == (1, "")
+    assert answer.err.startswith(f"flotilla: run {folder.name} has no report: it is ")
+    assert answer.err.endswith(f"; see what it says by: flotilla logs {folder.name}\n")
 
 
 def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, going):

@@ -22,7 +22,7 @@ from tests.kfp_instance.server import Instance
 
 MINE = "registry.example.com/flotilla:9"
 REMARK = (
-    f"flotilla: no cluster can pull {IMAGE}, which names no registry: "
+    f"flotilla: warning: no cluster can pull {IMAGE}, which names no registry: "
     "compile or upload with --image HOST/NAME:TAG\n"
 )
 OTHER = """\
@@ -329,7 +329,7 @@ def test_a_newer_version_of_others_is_named_and_not_taken(instance, remote, add,
     add("by-hand", mark)
     answer = remote("submit")
     assert (answer.code, the_run_of(instance)) == (0, uploaded)
-    assert "flotilla: the newest version is by-hand, which " in answer.err
+    assert "flotilla: warning: the newest version is by-hand, which " in answer.err
     assert origin in answer.err
     assert (
         remote("schedule", "--every", "6h", "--json").json["schedule"]["version"]["name"]
@@ -349,7 +349,7 @@ def test_without_a_version_of_ours_the_newest_is_taken_and_named(
     add("by-hand", mark)
     answer = remote("submit")
     assert (answer.code, the_run_of(instance)) == (0, "by-hand")
-    assert f"flotilla: it {'has' if not mark else 'was'} " in answer.err
+    assert f"flotilla: warning: it {'has' if not mark else 'was'} " in answer.err
     assert origin in answer.err
     assert f"and this is {contract.describe_mark(contract.mark())}" in answer.err
 
@@ -362,7 +362,7 @@ def test_a_schedule_of_the_newest_says_that_it_is_of_others(instance, remote, ad
     add("by-hand", mark)
     answer = remote("schedule", "--every", "6h", "--latest", "--json")
     assert answer.json["schedule"]["version"]["name"] == "by-hand"
-    assert "flotilla: now that is by-hand, which " in answer.err
+    assert "flotilla: warning: now that is by-hand, which " in answer.err
     assert origin in answer.err
     *_, made = instance.store.recurring.values()
     assert "pipeline_version_id" not in made["pipeline_version_reference"]
@@ -379,7 +379,7 @@ def test_uploading_ours_again_behind_one_of_others_says_so(remote, uploaded, add
     add("by-hand", "")
     answer = remote("upload", "--json")
     assert (answer.json["version"]["name"], answer.json["version"]["newest"]) == (uploaded, True)
-    assert "flotilla: the newest version is by-hand" in answer.err
+    assert "flotilla: warning: the newest version is by-hand" in answer.err
 
 
 def the_run(instance):

@@ -96,7 +96,7 @@ class Arriving:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
         if length > _MOST_BYTES:
-            raise OSError("a request of another program")
+            raise OSError("the request is damaged, or another program sent it")
         text = self._data[_LENGTH.size :]
         if len(text) < length:
             return None
@@ -104,7 +104,7 @@ class Arriving:
             request = Request(**json.loads(text[:length]))
             are_there = len(self._descriptors) == 1 + len(request.descriptors)
         except (ValueError, TypeError) as error:
-            raise OSError("a request of another program") from error
+            raise OSError("the request is damaged, or another program sent it") from error
         if not are_there:
             raise OSError("descriptors are missing")
         return request, self._descriptors

@@ -1,0 +1,113 @@
+"""All names of the KFP SDK that this project uses and KFP may rename without a word.
+
+Nothing of KFP is imported before it is used: a running step loads this module too.
+`tests/components/test_kfp_internals.py` names each of them, and tries it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+#: KFP reads this variable on import, and loads only what a running step needs.
+RUNTIME = "_KFP_RUNTIME"
+_EXECUTOR = "kfp.dsl.executor_main"
+#: The modules of a running step.
+EXECUTOR_MODULES = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
+# Arguments that KFP's local runner puts between the command and the source of a step.
+_SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
+RunCommand = Callable[[list[str], Mapping[str, str]], int | None]
+
+
+def make_component(function: Callable[..., Any], image: str) -> Any:
+    """Make a KFP component from a function; inside a running step return the function."""
+    from kfp import dsl
+
+    # A running step has no compiler.
+    if not hasattr(dsl, "component"):
+        return function
+    return dsl.component(function, base_image=image, install_kfp_package=False)
+
+
+def add_arguments(component: Any, arguments: Sequence[str]) -> None:
+    """Add arguments to the command of a component; do nothing inside a running step."""
+    if hasattr(component, "component_spec"):
+        component.component_spec.implementation.container.args += arguments
+
+
+def load_without_client() -> None:
+    """Import KFP without its client and that of Kubernetes, which take most of the import."""
+    os.environ[RUNTIME] = "true"
+    import_module("kfp")
+    del os.environ[RUNTIME]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCommand:
+    """The command by which KFP's local runner starts a step: its component and its arguments."""
+
+    name: str
+    source: str
+    arguments: tuple[str, ...]
+
+    def with_source(self, file: Path) -> list[str]:
+        """Return the command that runs the step from a file with its source."""
+        return ["python3", "-m", _EXECUTOR, "--component_module_path", str(file), *self.arguments]
+
+
+def parse_command(command: Sequence[str]) -> StepCommand | None:
+    """Return the parts of a command of KFP's local runner; None for another command."""
+    if len(command) <= _ARGUMENTS or _EXECUTOR not in command[_SHELL]:
+        return None
+    arguments = tuple(command[_ARGUMENTS:])
+    name = arguments[arguments.index("--function_to_execute") + 1]
+    return StepCommand(name=name, source=command[_SOURCE], arguments=arguments)
+
+
+def replace_local_runner(run: RunCommand) -> None:
+    """Let `run` start the steps of KFP's local runner, or that runner where `run` returns None."""
+    # It takes a second to load.
+    from kfp.local import subprocess_task_handler
+
+    before = subprocess_task_handler.run_local_subprocess
+
+    def run_local_subprocess(
+        full_command: list[str], env_vars: Mapping[str, str] | None = None
+    ) -> Any:
+        code = run(full_command, env_vars or {})
+        return before(full_command, env_vars) if code is None else code
+
+    subprocess_task_handler.run_local_subprocess = run_local_subprocess
+
+
+def make_client_type() -> Any:
+    """Return the class of KFP's client without its files, and without a request of its own.
+
+    A subclass has `make_configuration`, which returns the configuration of the requests.
+    """
+    from kfp.client import Client
+
+    class OwnClient(Client):  # type: ignore[misc]
+        """The client with the configuration of its subclass."""
+
+        def _load_config(self, *_ignored: object) -> Any:
+            return self.make_configuration()
+
+        def _load_context_setting_or_default(self) -> None:
+            # Not empty, or the constructor would send a request without a timeout.
+            self._context_setting = {"namespace": "-"}
+
+        def set_user_namespace(self, namespace: str) -> None:
+            """Set the namespace of this client only."""
+            self._context_setting["namespace"] = namespace
+
+        @property
+        def requests(self) -> Any:
+            """The sender of all requests, with `cookie`, `rest_client` and `configuration`."""
+            return self._healthz_api.api_client
+
+    return OwnClient

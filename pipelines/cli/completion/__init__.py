@@ -1,0 +1,1 @@
+"""The completion of command lines by a shell."""

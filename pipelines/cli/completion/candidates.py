@@ -1,0 +1,123 @@
+"""What may come next on a command line: runs, models, versions and steps of this machine.
+
+Nothing is asked over the network, and what cannot be read is left out: a completion never fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import typer
+
+Found = list[tuple[str, str]]
+Given = ParamSpec("Given")
+_RUNS = "runs"
+
+
+def never_fail(complete: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Return a completion that offers nothing where it would raise an error."""
+
+    @wraps(complete)
+    def called(*given: Given.args, **named: Given.kwargs) -> Found:
+        try:
+            return complete(*given, **named)
+        # A traceback would be written into the line that the user is typing.
+        except Exception:
+            return []
+
+    return called
+
+
+@never_fail
+def complete_runs(context: typer.Context) -> Found:
+    """Offer the runs below --workdir, newest first, without those that are named already."""
+    from flotilla.pipelines.runs.local_status import run_ids
+
+    named = context.params.get("runs") or ()
+    return [(run, "") for run in run_ids(_workdir(context)) if run not in named]
+
+
+@never_fail
+def complete_sweeps(context: typer.Context) -> Found:
+    """Offer the sweeps below --workdir, newest first."""
+    from flotilla.trainer.sweeps.study import FILE
+
+    found = _workdir(context).glob(f"*/{FILE}")
+    newest = sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    return [(path.parent.name, "") for path in newest]
+
+
+@never_fail
+def complete_models(context: typer.Context) -> Found:
+    """Offer the registered models."""
+    from flotilla.trainer.promotion import registry
+
+    return [(name, "") for name in registry.names(_root(context))]
+
+
+@never_fail
+def complete_versions(context: typer.Context) -> Found:
+    """Offer the versions of the model that is named before, newest first."""
+    return _versions(context, str(context.params["name"]))
+
+
+@never_fail
+def complete_model_versions(context: typer.Context, incomplete: str) -> Found:
+    """Offer the registered models, or after NAME@ the versions of that one."""
+    name, at, _ = incomplete.partition("@")
+    if not at:
+        return complete_models(context)
+    return [(f"{name}@{number}", text) for number, text in _versions(context, name)]
+
+
+@never_fail
+def complete_steps() -> Found:
+    """Offer the steps of a pipeline, and the stages of each."""
+    from flotilla.components.table import STEPS
+
+    rows = [row for row in STEPS if not row.is_exit_step]
+    found = {row.name: "a step" for row in rows}
+    for row in rows:
+        for stage in row.stages:
+            found.setdefault(stage.name, f"a stage of {row.name}")
+    return [*found.items()]
+
+
+@never_fail
+def complete_examples() -> Found:
+    """Offer the example configurations."""
+    from flotilla.pipelines.configs import list_examples
+
+    return [(each.name, each.description) for each in list_examples()]
+
+
+def _versions(context: typer.Context, name: str) -> Found:
+    from flotilla.trainer.promotion import registry
+
+    root = _root(context)
+    champion = max(registry.promotions(root, name), key=lambda each: each.number, default=None)
+    numbers = [each.number for each in registry.versions(root, name)]
+    is_champion = champion.version if champion else 0
+    return [
+        (str(number), "the champion" if number == is_champion else "")
+        for number in sorted(numbers, reverse=True)
+    ]
+
+
+def _workdir(context: typer.Context) -> Path:
+    return Path(context.params.get("workdir") or _RUNS)
+
+
+def _root(context: typer.Context) -> str:
+    """Return the storage root on this machine; raises an error where it is elsewhere."""
+    from flotilla.pipelines.models import choose_root
+    from flotilla.trainer import storage
+
+    given: Any = context.params.get("root")
+    root = choose_root(given or "", _workdir(context))
+    if storage.local_path(root) is None:
+        raise ValueError(root)
+    return root

@@ -1,0 +1,75 @@
+"""`flotilla completion`: the script by which a shell asks this program what may come next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import MutableMapping
+from typing import Annotated, Literal
+
+import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
+
+from flotilla.pipelines.cli.exit import Answer, answers
+
+VARIABLE = "_FLOTILLA_COMPLETE"
+# Typer's script passes the words as bash divides them: at spaces, but also at `=`, `:` and `@`,
+# which `--set section.key=value` and `MODEL@VERSION` contain. Bash also replaces only what follows
+# the last of them.
+_BASH = f"""
+_flotilla_completion() {{
+    local line="${{COMP_LINE:0:COMP_POINT}}" breaks="${{COMP_WORDBREAKS//[^=:@]/}}" word before=""
+    mapfile -t COMPREPLY < <(env COMP_LINE="$line" {VARIABLE}=complete_bash "$1")
+    word="${{line##*[[:space:]]}}"
+    if [[ -n $breaks && $word != [\\"\\']* && $word == *[$breaks]* ]]; then
+        before="${{word%"${{word##*[$breaks]}}"}}"
+        COMPREPLY=("${{COMPREPLY[@]#"$before"}}")
+    fi
+    if [[ ${{#COMPREPLY[@]}} -eq 1 && ${{COMPREPLY[0]}} == *[.=@] ]]; then
+        compopt -o nospace
+    fi
+}}
+
+complete -o default -F _flotilla_completion flotilla
+"""
+
+
+@answers
+def completion(
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"],
+        typer.Argument(metavar="SHELL", help="The shell: bash, zsh or fish."),
+    ],
+) -> Answer:
+    """Print the script that lets a shell complete commands, options and what they take.
+
+    It completes ids of runs, models and their versions, steps, keys of the configuration and their
+    values.
+    """
+    script = _BASH.strip()
+    if shell != "bash":
+        script = get_completion_script(prog_name="flotilla", complete_var=VARIABLE, shell=shell)
+    return Answer(text=f"{script}\n", more={"script": script})
+
+
+def rejoin_words(environment: MutableMapping[str, str]) -> None:
+    """Replace the words of bash by those of the line up to the cursor, if that is known."""
+    line = environment.get("COMP_LINE", "")
+    if not line:
+        return
+    words = _split(line)
+    if line[-1].isspace():
+        words.append("")
+    environment["COMP_WORDS"] = shlex.join(words)
+    environment["COMP_CWORD"] = str(len(words) - 1)
+
+
+def _split(line: str) -> list[str]:
+    """Return the words of a line whose last quotation may be open."""
+    reader = shlex.shlex(line, posix=True)
+    reader.whitespace_split, reader.commenters = True, ""
+    words: list[str] = []
+    try:
+        words += iter(reader.get_token, None)
+    except ValueError:
+        words.append(reader.token)
+    return words

@@ -1,0 +1,76 @@
+"""The page of a run: a hyperlink in a terminal, and opened in the browser."""
+
+from __future__ import annotations
+
+import os
+import socket
+import webbrowser
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+from urllib.parse import quote
+
+# Terminals that show hyperlinks (OSC 8), by the variables that they set.
+_PROGRAMS = ("ghostty", "Hyper", "iTerm.app", "rio", "terminology", "vscode", "WezTerm", "zed")
+_TERMS = ("alacritty", "contour", "foot", "wezterm", "xterm-ghostty", "xterm-kitty")
+_VARIABLES = ("DOMTERM", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "WT_SESSION")
+_LEAST_VTE = 5000
+_STDOUT, _STDERR = 1, 2
+
+
+def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a stream is a terminal that shows hyperlinks, as far as it tells."""
+    term = environment.get("TERM", "")
+    if not stream.isatty() or environment.get("NO_COLOR") or term in ("", "dumb"):
+        return False
+    if forced := environment.get("FORCE_HYPERLINK"):
+        return forced != "0"
+    # They pass on links if they are set up for them, and drop or show them otherwise.
+    if term.startswith(("screen", "tmux")):
+        return False
+    vte = environment.get("VTE_VERSION", "")
+    return (
+        term.startswith(_TERMS)
+        or environment.get("TERM_PROGRAM") in _PROGRAMS
+        or (vte.isdecimal() and int(vte) >= _LEAST_VTE)
+        or any(map(environment.get, _VARIABLES))
+    )
+
+
+def link_address(path: Path) -> str:
+    """Return the address of a file for a hyperlink, with the name of this machine.
+
+    A terminal that shows another machine by SSH would look for the file on its own.
+    """
+    return f"file://{quote(socket.gethostname())}{quote(os.fsencode(path.absolute()))}"
+
+
+def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Open a page in the browser of the user; return whether there is one."""
+    has_choice = bool(environment.get("BROWSER"))
+    is_elsewhere = "SSH_CONNECTION" in environment and "DISPLAY" not in environment
+    if is_elsewhere and not has_choice:
+        return False
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return False
+    # A browser in the terminal, of which Python is the parent.
+    is_of_terminal = type(browser) is webbrowser.GenericBrowser
+    if is_of_terminal and not has_choice:
+        return False
+    with _output_to_stderr():
+        return browser.open(address)
+
+
+@contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Let programs that are started write to standard error: the answer is a document."""
+    before = os.dup(_STDOUT)
+    try:
+        os.dup2(_STDERR, _STDOUT)
+        yield
+    finally:
+        os.dup2(before, _STDOUT)
+        os.close(before)

@@ -1,0 +1,156 @@
+"""The names of the KFP SDK that may change without a word: each is there, and is in one file."""
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from flotilla.components import kfp_internals
+from flotilla.components.train_model import train_model
+from tests.house_rules.source import python_files, text, tree
+
+# What is documented: https://kubeflow-pipelines.readthedocs.io lists these modules.
+PUBLIC = {"kfp", "kfp.client", "kfp.compiler", "kfp.dsl", "kfp.kubernetes", "kfp.local"}
+#: Every name that is not, and what would break without it.
+PRIVATE = {
+    "_KFP_RUNTIME": "the quick start of a local run, and the import of components by a step",
+    "kfp.dsl.executor_main": "forked steps: how a step is told from another command",
+    "kfp.dsl.executor": "forked steps: loaded before the fork",
+    "kfp.dsl.kfp_config": "forked steps: loaded before the fork",
+    "kfp.dsl.utils": "forked steps: loaded before the fork",
+    "subprocess_task_handler": "forked steps: its `run_local_subprocess` starts a step",
+    "run_local_subprocess": "forked steps",
+    "--function_to_execute": "forked steps: which component a command runs",
+    "--component_module_path": "forked steps: the file of the component",
+    "component_spec": "the mark of the version that compiled a pipeline",
+    "_load_config": "requests of the client with limits, retries and fresh tokens",
+    "_load_context_setting_or_default": "a client that writes nothing into the home folder",
+    "_context_setting": "the same",
+    "_healthz_api": "the sender of the client's requests",
+}
+FILE = Path("components/kfp_internals.py")
+# The lines of KFP's executor in a log, which are left out of `flotilla logs`.
+OF_LOGS = Path("pipelines/runs/run_log/text.py")
+
+
+def code_of(path):
+    """Return the source of a file without comments and docstrings."""
+    return ast.unparse(tree(path))
+
+
+def test_the_names_are_in_one_file():
+    found = set()
+    for path in set(python_files("trainer", "components", "pipelines")) - {OF_LOGS}:
+        used = {
+            name for name in PRIVATE if re.search(rf"(?<![\w.]){re.escape(name)}\b", text(path))
+        }
+        used |= {name for name in PRIVATE if f".{name}" in code_of(path)}
+        assert not used or path == FILE, (path, used)
+        found |= used
+    assert found == set(PRIVATE)
+
+
+def test_elsewhere_kfp_is_imported_by_documented_names():
+    for path in set(python_files("trainer", "components", "pipelines")) - {FILE}:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kfp":
+                names = {f"{node.module}.{each.name}" for each in node.names}
+                assert names <= PUBLIC or node.module in PUBLIC - {"kfp"}, path
+            elif isinstance(node, ast.Import):
+                names = {each.name for each in node.names if each.name.split(".")[0] == "kfp"}
+                assert names <= PUBLIC, path
+
+
+def test_a_step_is_started_by_the_function_that_is_replaced():
+    handler = import_module("kfp.local.subprocess_task_handler")
+    assert list(inspect.signature(handler.run_local_subprocess).parameters) == [
+        "full_command",
+        "env_vars",
+    ]
+    assert "run_local_subprocess(" in inspect.getsource(handler.SubprocessTaskHandler.run)
+
+
+def test_the_command_of_a_component_has_its_parts_where_they_are_looked_for():
+    container = train_model.component_spec.implementation.container
+    found = kfp_internals.parse_command([*container.command, *container.args])
+    assert (found.name, "def train_model(" in found.source) == ("train_model", True)
+    command = found.with_source(Path("/a/b.py"))
+    assert command[2:5] == ["kfp.dsl.executor_main", "--component_module_path", "/a/b.py"]
+    assert list(found.arguments) == command[5:]
+    shell = next(each for each in container.command if "kfp.dsl.executor_main" in each)
+    assert "--component_module_path" in shell
+    assert kfp_internals.parse_command(["sh", "-c", "echo", "a", "b", "c"]) is None
+    assert kfp_internals.parse_command(["sh"]) is None
+
+
+def test_a_component_takes_more_arguments():
+    taken = kfp_internals.make_component(_step, "python:3")
+    before = list(taken.component_spec.implementation.container.args)
+    kfp_internals.add_arguments(taken, ["--a", "b"])
+    assert taken.component_spec.implementation.container.args == [*before, "--a", "b"]
+    kfp_internals.add_arguments(_step, ["--a"])
+
+
+def _step(number: int) -> None:
+    """Do nothing."""
+
+
+@pytest.mark.parametrize("module", kfp_internals.EXECUTOR_MODULES)
+def test_the_modules_of_a_step_are_there(module):
+    assert import_module(module)
+
+
+def test_kfp_is_imported_without_its_client():
+    program = (
+        "import sys; from flotilla.components.kfp_internals import *; load_without_client();"
+        "from kfp import dsl;"
+        "print('kfp' in sys.modules, 'kfp.client' in sys.modules, 'kubernetes' in sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    environment = {k: v for k, v in os.environ.items() if k != kfp_internals.RUNTIME}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == "True False False\n"
+
+
+def test_a_running_step_gets_the_function():
+    program = (
+        "from flotilla.components.kfp_internals import *\n"
+        "def f(): pass\n"
+        "print(make_component(f, 'a') is f)"
+    )
+    environment = {**os.environ, kfp_internals.RUNTIME: "true"}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == "True\n"
+
+
+def test_the_client_has_the_methods_that_are_replaced(tmp_path, monkeypatch):
+    kfp = import_module("kfp.client")
+    for name in ("_load_config", "_load_context_setting_or_default", "set_user_namespace"):
+        assert callable(getattr(kfp.Client, name)), name
+    source = inspect.getsource(kfp.Client)
+    assert "self._context_setting" in source
+    assert "self._healthz_api" in source
+
+    class Small(kfp_internals.make_client_type()):
+        def make_configuration(self):
+            return import_module("kfp_server_api").Configuration(host="http://127.0.0.1:9")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.warns() if _warns(kfp) else monkeypatch.context():
+        client = Small(host="http://127.0.0.1:9")
+    client.set_user_namespace("team-a")
+    assert client.get_user_namespace() == "team-a"
+    assert client.requests.configuration.host == "http://127.0.0.1:9"
+    assert not list(tmp_path.iterdir())
+
+
+def _warns(kfp):
+    """Return whether the client warns about the servers that it supports."""
+    return "warnings.warn" in inspect.getsource(kfp.Client.__init__)

@@ -1,0 +1,71 @@
+"""The help: its groups, its sentences, and examples that can be typed as they stand."""
+
+import shlex
+
+import pytest
+import typer
+
+from docs.build.reference import flat
+from flotilla.pipelines.cli import app, commands
+from flotilla.trainer.config.load import load_config
+
+GROUP = typer.main.get_command(app.app)
+CALLED = dict(flat(GROUP.commands))
+# A subject that is missing: "Of SOURCE, to be predicted".
+PREPOSITIONS = {"At", "By", "For", "From", "In", "Of", "On", "Such", "To", "Where", "Which", "With"}
+WIDTH = 80
+
+
+def helped(capsys, words):
+    assert app.call(words.split()) == 0
+    return capsys.readouterr().out
+
+
+def test_every_command_is_in_the_table_and_in_a_group():
+    assert set(commands.COMMANDS) == set(CALLED)
+    shown = {each.rich_help_panel for each in GROUP.commands.values()}
+    panels = (commands.RUN, commands.CLUSTER, commands.MODELS, commands.DATA)
+    assert shown == {*panels, commands.HOUSEKEEPING}
+
+
+def test_the_help_has_the_groups_in_this_order(capsys):
+    text = helped(capsys, "--help")
+    panels = (commands.RUN, commands.CLUSTER, commands.MODELS, commands.DATA)
+    places = [text.index(f"─ {panel} ─") for panel in (*panels, commands.HOUSEKEEPING)]
+    assert places == sorted(places)
+    assert "─ Commands ─" not in text
+    assert "<bool>" not in text
+
+
+@pytest.mark.parametrize("words", ["", "models", "run", "models promote"])
+def test_the_short_option_is_the_long_one(capsys, words):
+    assert helped(capsys, f"{words} -h") == helped(capsys, f"{words} --help")
+
+
+def test_the_examples_end_the_help_unbroken(capsys):
+    for name, command in commands.COMMANDS.items():
+        lines = helped(capsys, f"{name} -h").splitlines()
+        assert lines[-3:-1] == [f"   {each}" for each in command.examples], name
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_an_example_is_a_command_line_that_fits_a_terminal(name):
+    assert len(set(commands.COMMANDS[name].examples)) == 2
+    for line in commands.COMMANDS[name].examples:
+        assert len(line) + 3 <= WIDTH + 10
+        words = shlex.split(line.partition(" > ")[0])
+        given = name.split()
+        assert words[: 1 + len(given)] == ["flotilla", *given]
+        context = CALLED[name].make_context(name, words[1 + len(given) :])
+        assigned = context.params.get("assignments") or []
+        if name != "sweep":
+            load_config(None, assigned)
+
+
+@pytest.mark.parametrize("name", ["", *CALLED])
+def test_help_is_in_sentences(name):
+    for each in (CALLED[name] if name else GROUP).params:
+        assert each.help[0].isupper(), each.opts
+        assert each.help.endswith("."), each.opts
+        assert each.help.split()[0].strip(",:") not in PREPOSITIONS, each.opts
+        assert "; may be repeated" not in each.help, each.opts
