@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flotilla.components.records.gather_report import PAGE
 from flotilla.components.table import STEPS, SWEEP_STEPS, StepSpec
 from flotilla.pipelines.runs import local_status
 from flotilla.pipelines.runs.kfp_access import Instance, describe_no_page
@@ -23,7 +22,6 @@ from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.runs.run_log import local as local_logs
 from flotilla.pipelines.runs.run_log.view import LogLine, LogView
 from flotilla.trainer.runtime.errors import DONE, ConfigError, UserError, nearest
-from flotilla.trainer.sweeps.page import PAGE as SWEEP_PAGE
 
 if TYPE_CHECKING:
     from flotilla.pipelines.runs.kfp_client import Client
@@ -98,8 +96,11 @@ def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = 
 
 def find_page(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None) -> Page:
     """Return the page of a run or a sweep; raises `UserError`."""
+    from flotilla.components.records import gather_report
+    from flotilla.trainer.sweeps import page
+
     folder = Path(workdir)
-    for name in (PAGE, SWEEP_PAGE) if local_status.is_name(run) else ():
+    for name in (gather_report.PAGE, page.PAGE) if local_status.is_name(run) else ():
         if os.path.isfile(report := folder / run / name):
             return Page(run_id=run, report=report.absolute())
     if local_status.is_local(folder, run):
@@ -111,10 +112,10 @@ def find_page(run: str, *, workdir: str | Path = RUNS, instance: Instance | None
 
     client = _client(run, workdir, instance)
     found = find_run(client, run)
-    page = client.page(f"runs/details/{found.run_id}")
-    if not page:
+    url = client.page(f"runs/details/{found.run_id}")
+    if not url:
         raise UserError(describe_no_page(client.access.endpoint))
-    return Page(run_id=found.run_id, url=page)
+    return Page(run_id=found.run_id, url=url)
 
 
 def logs(

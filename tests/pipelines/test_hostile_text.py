@@ -131,7 +131,8 @@ def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
 
 NAMED = (
     ("status", "NAME"), ("logs", "NAME"), ("compare", "NAME", "NAME"), ("compare", WHOLE, "NAME"),
-    ("cancel", "NAME"), ("open", "NAME"), ("runs", "--workdir", "NAME"), ("logs", DAMAGED, "--task", "NAME"),
+    ("cancel", "NAME"), ("open", "NAME"), ("runs", "--workdir", "NAME"),
+    ("logs", DAMAGED, "--task", "NAME"),
     ("logs", DAMAGED, "--step", "NAME"), ("models", "list", "NAME"), ("models", "show", "NAME"),
     ("models", "show", MODEL, "NAME"), ("models", "list", "--root", "NAME"),
     ("models", "promote", "NAME", "1"), ("models", "rollback", "NAME"),
