@@ -33,7 +33,7 @@ Name = Annotated[
     str,
     typer.Argument(metavar="NAME", help="The name of the model.", autocompletion=complete_models),
 ]
-ShownVersion = Annotated[
+VersionOrChampion = Annotated[
     int,
     typer.Argument(
         metavar="VERSION",
@@ -98,7 +98,7 @@ def list_models(
 @answers
 def show_model(
     name: Name,
-    version: ShownVersion = 0,
+    version: VersionOrChampion = 0,
     workdir: Workdir = RUNS,
     root: Root = "",
 ) -> Answer:

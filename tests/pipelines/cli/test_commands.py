@@ -23,9 +23,9 @@ def helped(capsys, words):
 
 def test_every_command_is_in_the_table_and_in_a_group():
     assert set(commands.COMMANDS) == set(CALLED)
-    shown = {each.rich_help_panel for each in GROUP.commands.values()}
+    displayed = {each.rich_help_panel for each in GROUP.commands.values()}
     panels = (commands.RUN, commands.CLUSTER, commands.MODELS, commands.DATA)
-    assert shown == {*panels, commands.HOUSEKEEPING}
+    assert displayed == {*panels, commands.HOUSEKEEPING}
 
 
 def test_the_help_has_the_groups_in_this_order(capsys):

@@ -49,7 +49,7 @@ def test_which_terminals_show_links(environment, expected):
 
 
 @pytest.fixture
-def shown(tmp_path, monkeypatch):
+def displayed(tmp_path, monkeypatch):
     """Return what a terminal of these variables gets for a run with a report."""
     report = tmp_path / "a b" / "report.html"
 
@@ -69,8 +69,8 @@ def shown(tmp_path, monkeypatch):
     return show, report
 
 
-def test_the_report_is_a_link_with_the_name_of_the_machine(shown, monkeypatch):
-    show, report = shown
+def test_the_report_is_a_link_with_the_name_of_the_machine(displayed, monkeypatch):
+    show, report = displayed
     monkeypatch.setattr(links.socket, "gethostname", lambda: "host one")
     text = show(Screen(), **KNOWN)
     assert f";file://host%20one{str(report).replace(' ', '%20')}\x1b\\{report}" in text
@@ -80,8 +80,8 @@ def test_the_report_is_a_link_with_the_name_of_the_machine(shown, monkeypatch):
     ("screen", "more"),
     [(io.StringIO, {}), (Screen, {"NO_COLOR": "1"}), (Screen, {"TERM": "dumb"})],
 )
-def test_elsewhere_it_is_its_path(shown, screen, more):
-    show, report = shown
+def test_elsewhere_it_is_its_path(displayed, screen, more):
+    show, report = displayed
     text = show(screen(), **{**KNOWN, "FORCE_HYPERLINK": "1", "FORCE_COLOR": "1", **more})
     assert OSC not in text
     assert f"{report}\n" in text
