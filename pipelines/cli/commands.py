@@ -5,7 +5,6 @@ A command is a function in the file of its concept, and an option is a parameter
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from flotilla.pipelines.cli.completion.shell import completion
 from flotilla.pipelines.cli.doctor import check, doctor
+from flotilla.pipelines.cli.exit import write
 from flotilla.pipelines.cli.kfp import (
     compile_,
     manifest,
@@ -356,8 +356,7 @@ class _Explained(_PlainFlags, TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help, and the examples without a frame and without line breaks."""
         super().format_help(ctx, formatter)
-        sys.stdout.write(" Examples:\n\n")
-        sys.stdout.write("".join(f"   {each}\n" for each in self.examples))
+        write("".join([" Examples:\n\n", *(f"   {each}\n" for each in self.examples)]))
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import webbrowser
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,8 @@ from urllib.parse import quote
 _PROGRAMS = ("ghostty", "Hyper", "iTerm.app", "rio", "terminology", "vscode", "WezTerm", "zed")
 _TERMS = ("alacritty", "contour", "foot", "wezterm", "xterm-ghostty", "xterm-kitty")
 _VARIABLES = ("DOMTERM", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "WT_SESSION")
-_LEAST_VTE = 5000
+# Versions of VTE from 0.50 on.
+_VTE = re.compile(r"[5-9]\d{3}|\d{5,}")
 _STDOUT, _STDERR = 1, 2
 
 
@@ -33,7 +35,7 @@ def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) ->
     return (
         term.startswith(_TERMS)
         or environment.get("TERM_PROGRAM") in _PROGRAMS
-        or (vte.isdecimal() and int(vte) >= _LEAST_VTE)
+        or _VTE.fullmatch(vte) is not None
         or any(map(environment.get, _VARIABLES))
     )
 
