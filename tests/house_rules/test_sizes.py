@@ -27,7 +27,7 @@ BUDGETS = {
     "components/sweeps": 300,
     "components/tfjob": 225,
     "pipelines": 1725,
-    "pipelines/cli": 4280,
+    "pipelines/cli": 4300,
     "pipelines/doctor": 1700,
     "pipelines/replay": 575,
     "pipelines/retention": 1000,
