@@ -67,7 +67,8 @@ REGISTERED = {
 }  # fmt: skip
 FEATURE = FeatureSpec(shape=(2,), dtype="float32", stored="raw")
 DATASET = {
-    "dataset_schema": SCHEMA, "features": {"x": asdict(FEATURE), "y": asdict(FEATURE)},
+    "dataset_schema": SCHEMA, "block_rows": 512,
+    "features": {"x": asdict(FEATURE), "y": asdict(FEATURE)},
     "inputs": ["x"], "targets": ["y"], "weight": "", "group": "", "target_counts": {},
     "target_moments": {}, "splits": {"train": {"examples": 2, "shards": [2]}},
 }  # fmt: skip

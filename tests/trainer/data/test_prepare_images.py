@@ -144,8 +144,8 @@ def test_files_of_several_sizes_are_stored_as_they_came(prepared, contents):
     path = str(storage.local_path(dataset.uri) / spec.files("test")[0])
     record = next(iter(tf.data.TFRecordDataset([path]).as_numpy_iterator()))
     example = tf.train.Example.FromString(record)
-    (data,) = example.features.feature["photo/picture"].bytes_list.value
-    number = example.features.feature["photo/number"].int64_list.value[0]
+    data, *_ = example.features.feature["photo/picture"].bytes_list.value
+    number, *_ = example.features.feature["photo/number"].int64_list.value
     assert data == builder_bytes(number)
 
 

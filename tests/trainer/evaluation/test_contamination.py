@@ -50,6 +50,7 @@ def dataset(folder, columns, splits, spans=()):
     counts = {split: each.examples for split, each in known.items()}
     fields = {
         "dataset_schema": SCHEMA,
+        "block_rows": 512,
         "splits": {split: {"examples": n, "shards": [n]} for split, n in counts.items()},
         "features": {name: each.to_json() for name, each in FEATURES.items()},
         "inputs": list(FEATURES),

@@ -19,6 +19,7 @@ from flotilla.trainer.storage import Manifest
 
 FIELDS = {
     "dataset_schema": SCHEMA,
+    "block_rows": 512,
     "dataset": "some",
     "splits": {
         "train": {"examples": 5, "shards": [3, 2]},

@@ -83,6 +83,7 @@ def dataset(validation):
         kind=KIND,
         fields={
             "dataset_schema": SCHEMA,
+            "block_rows": 512,
             "splits": {"train": {"shards": [4]}, "validation": {"shards": [validation]}},
             "features": {
                 name: FeatureSpec(shape=shape, dtype=dtype, stored="raw").to_json()

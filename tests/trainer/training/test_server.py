@@ -89,6 +89,7 @@ def published(folder, shards):
     """Publish a dataset of these numbers of shards; their content is not read here."""
     fields = {
         "dataset_schema": SCHEMA,
+        "block_rows": 512,
         "splits": {split: {"shards": [1] * count} for split, count in shards.items()},
         "features": {"x": FeatureSpec(shape=(), dtype="int64", stored="int").to_json()},
         **NO_ROLES,

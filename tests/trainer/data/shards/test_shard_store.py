@@ -206,6 +206,7 @@ def manifest_of(train, validation=()):
         ),
         fields={
             "dataset_schema": SCHEMA,
+            "block_rows": 512,
             "splits": {split: {"shards": [1] * len(sizes)} for split, sizes in splits.items()},
             "features": {"x": FeatureSpec(shape=(), dtype="int64", stored="int").to_json()},
             **NO_ROLES,
