@@ -51,7 +51,7 @@ class Target:
         """Add the values of some examples of a split."""
         values = _flatten(given)
         if split == "train" and values.size:
-            self._moments.add(values)
+            self._moments.add(values.ravel())
         if not self._of_classes:
             return
         if self._multi_hot:
