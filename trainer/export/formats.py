@@ -211,7 +211,8 @@ def _read_saved_model(subject: Subject, path: Path) -> tuple[Predictor, ...]:
         return {name: values.numpy() for name, values in answers.items()}
 
     def ask_serialized(inputs: Inputs) -> Answers:
-        table = make_table(wanted, make_columns(wanted, inputs))
+        given = {name: np.asarray(inputs[name]) for name in wanted}
+        table = make_table(wanted, make_columns(wanted, given))
         records = tf.constant(list(encode_blocks(wanted, table, 1)))
         answers = loaded.signatures[SERIALIZED](examples=records)
         return {name: values.numpy() for name, values in answers.items()}
