@@ -112,8 +112,8 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
 
 # If the model has a champion, the first step of a pipeline sets the key.
 _KEPT = (
-    "; where it is left empty it is that of the champion, and a model of other classes needs "
-    "another name"
+    "; if the key is empty, the positive class is the champion's, and a model of other classes "
+    "needs another name"
 )
 
 
