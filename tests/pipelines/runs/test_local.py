@@ -324,6 +324,7 @@ TREE = {
         "replicas_to_aggregate": 2,
         "checkpoint_every": 11,
         "checkpoint_seconds": 12.5,
+        "keep_every_hours": 1.5,
         "checkpoint_parts_mb": 7,
         "keep": 4,
         "validate_every": 13,
@@ -417,8 +418,8 @@ def test_no_value_of_these_is_the_default(config):
         if reduce(getattr, key, config) == reduce(getattr, key, default)
     }
     # Servers are either joined or started in one process; pull_every says how many batches already;
-    # data are a dataset by name or files; a bundle and a registry would have to be there, and a
-    # port and a profile belong to a cluster that trains.
+    # data are a dataset by name or files; a bundle, a registry and callbacks would have to exist;
+    # a port and a profile belong to a cluster that trains.
     assert same == {
         "cluster_existing_servers",
         "cluster_metrics_port",
@@ -427,6 +428,7 @@ def test_no_value_of_these_is_the_default(config):
         "registry_hub",
         "training_accumulate",
         "training_epochs",
+        "training_callbacks",
         "training_profile",
     }
 
