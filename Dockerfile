@@ -3,7 +3,7 @@
 ARG BASE=python:3.11.7-slim-bookworm
 
 # The lock of the variant. The extras s3 (KFP's default store), mlflow and signing are part of it. For
-# CPUs TensorFlow is built without its kernels for GPUs too, under a name of its own.
+# CPUs TensorFlow is built without its kernels for GPUs too, under another name.
 FROM ${BASE} AS requirements
 ARG VARIANT=cpu
 WORKDIR /build

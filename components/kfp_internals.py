@@ -85,7 +85,7 @@ def replace_local_runner(run: RunCommand) -> None:
 
 
 def make_client_type() -> Any:
-    """Return the class of KFP's client without its files, and without a request of its own.
+    """Return the class of KFP's client that reads no file and sends no request when it is created.
 
     A subclass has `make_configuration`, which returns the configuration of the requests.
     """

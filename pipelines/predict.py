@@ -17,7 +17,7 @@ from typing import Any
 
 from flotilla.pipelines import models, notebook
 from flotilla.pipelines.runs.outcome import RunResult
-from flotilla.pipelines.runs.settings import plain
+from flotilla.pipelines.settings import plain
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import child_process, termination
 from flotilla.trainer.events import Event

@@ -1,4 +1,4 @@
-"""Which tests mirror the files that were changed: what `make check` runs.
+"""Find the tests of the changed files for `make check`.
 
     trainer/storage/uri.py      tests/trainer/storage/test_uri.py and test_uri_*.py
     components/train_model.py   tests/components/test_train_model.py and test_train_model_*.py

@@ -30,7 +30,7 @@ APP = "app.kubernetes.io/"
 # Flotilla's annotations: the digest of a job, and the stop request, on the lease or on the job.
 MANIFEST = "flotilla/manifest"
 STOP = "flotilla/stop"
-# The beginning of a guard's line about names that do not resolve, and its line once they do.
+# The start of the line that a guard writes while names do not resolve, and its line afterwards.
 UNRESOLVED = "these names do not resolve: "
 RESOLVED = "the names of all tasks resolve"
 # The line that the guard of the leading task logs when it has seen `STOP`.

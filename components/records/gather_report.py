@@ -320,7 +320,7 @@ def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
             if wrong := [
                 each for each in _SECTIONS & tree.keys() if not isinstance(tree[each], dict)
             ]:
-                raise ValueError(f"{place}: {wrong[0]} is no section")
+                raise ValueError(f"{place}: {wrong[0]} is not a section")
             return tree
     return {}
 

@@ -60,7 +60,7 @@ def _flotilla(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="Print the version, and the commit where it is known.",
+            help="Print the version, and the commit if it is known.",
         ),
     ] = False,
 ) -> None:

@@ -14,8 +14,8 @@ from rich.style import Style
 from rich.text import Text
 
 from flotilla.components.table import EXIT_STEP, name_step_of
-from flotilla.pipelines.cli.links import link_address, takes_links
 from flotilla.pipelines.cli.tables import Row, Table, escape_controls, wrap_text
+from flotilla.pipelines.links import link_address, takes_links
 from flotilla.pipelines.runs.outcome import RunResult, find_model, measure_duration
 from flotilla.trainer import storage
 from flotilla.trainer.events.progress.durations import duration

@@ -51,8 +51,8 @@ def upload(
         str | None,
         typer.Argument(
             metavar="CONFIG|SOURCE|FILE",
-            help="The YAML file of a run, or files to learn from: they make the defaults of the "
-            "form. Or a compiled pipeline.",
+            help="A compiled pipeline, or the YAML file or the training data from which one is "
+            "compiled.",
         ),
     ] = None,
     label: Label = None,

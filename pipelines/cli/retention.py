@@ -38,7 +38,9 @@ def gc(
         int | None,
         typer.Option(metavar="N", help="Also remove older versions of each model than the newest."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would go.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove without a question.")] = False,
 ) -> Answer:
     """Remove what dead writers left below the storage root, and old runs and versions."""

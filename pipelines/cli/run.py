@@ -360,7 +360,7 @@ def configs(
         str,
         typer.Argument(
             metavar="NAME",
-            help="Copy this one into the current folder.",
+            help="Copy this example into the current folder.",
             autocompletion=complete_examples,
         ),
     ] = "",

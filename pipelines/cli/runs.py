@@ -206,7 +206,7 @@ def open_(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
 
     The address is printed, and nothing is opened where there is no browser.
     """
-    from flotilla.pipelines.cli.links import open_page
+    from flotilla.pipelines.links import open_page
     from flotilla.pipelines.runs import control
     from flotilla.trainer import storage
 

@@ -46,7 +46,7 @@ Random = Annotated[
 ]
 Tpe = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Let TPE choose N trials, each by those before it."),
+    typer.Option(metavar="N", help="Let TPE choose N trials, each from the results so far."),
 ]
 Seed = Annotated[int | None, typer.Option(help="The seed of --random and --tpe. 0 when left out.")]
 Halving = Annotated[
@@ -75,7 +75,7 @@ Metric = Annotated[
 ]
 Better = Annotated[
     str,
-    typer.Option(metavar="WORD", help="The better value of --metric: higher or lower."),
+    typer.Option(metavar="WORD", help="Whether a higher or a lower --metric is better."),
 ]
 Parallel = Annotated[int, typer.Option(metavar="N", help="The trials that run at a time.")]
 ResumeSweep = Annotated[

@@ -44,7 +44,7 @@ from flotilla.pipelines.runs import local, local_status
 from flotilla.pipelines.runs.control import select_step
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
 from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
-from flotilla.pipelines.runs.settings import Sections, Settings, make_assignments
+from flotilla.pipelines.settings import Sections, Settings, make_assignments
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.form import SETTINGS, WHOLE, parse_settings
 from flotilla.trainer.config.load import override

@@ -27,8 +27,8 @@ from flotilla.components.launchers import ENGINES, require_shared
 from flotilla.components.records.record import STOPPING
 from flotilla.components.records.run_store import RUN_FOLDER, RUN_ID
 from flotilla.pipelines.runs.outcome import RunResult, add_full_disk, judge_outcome
-from flotilla.pipelines.runs.settings import Sections, Settings, make_assignments
 from flotilla.pipelines.runs.unsent import sending_unsent
+from flotilla.pipelines.settings import Sections, Settings, make_assignments
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import child_process
 from flotilla.trainer.cluster.process import require_gpus

@@ -26,8 +26,8 @@ from flotilla.pipelines.runs.kfp_client import (
     pages,
 )
 from flotilla.pipelines.runs.local import GivenConfig, configuration, run_name
-from flotilla.pipelines.runs.settings import Sections, Settings, make_assignments
 from flotilla.pipelines.runs.upload import Version, equals, find_version
+from flotilla.pipelines.settings import Sections, Settings, make_assignments
 from flotilla.pipelines.step_settings import check_image, check_target
 from flotilla.trainer import storage
 from flotilla.trainer.code.bundle import Bundle

@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.errors import DONE, UserError
 from flotilla.trainer.tracking import addresses, mlflow_run
 from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun, Unsent
 
-# The newest runs whose rest one command sends.
+# How many of the newest runs one command completes.
 MOST_RUNS = 20
 # The end of a command waits so long for the rest of earlier runs.
 CLOSE_SECONDS = 5.0

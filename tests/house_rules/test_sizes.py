@@ -16,8 +16,7 @@ from tests.house_rules.source import (
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
-# `pipelines/cli` has a file for each group of commands.
-FOLDER_LIMITS = {"components": 20, "pipelines/cli": 16, "pipelines/runs": 16}
+FOLDER_LIMITS = {"components": 20}
 # The budget of lines per room. A decision page of a larger room says what was removed.
 BUDGETS = {
     "components": 1750,
@@ -26,12 +25,12 @@ BUDGETS = {
     "components/records": 1350,
     "components/sweeps": 300,
     "components/tfjob": 225,
-    "pipelines": 1725,
-    "pipelines/cli": 4300,
+    "pipelines": 1900,
+    "pipelines/cli": 4225,
     "pipelines/doctor": 1700,
     "pipelines/replay": 575,
     "pipelines/retention": 1000,
-    "pipelines/runs": 5200,
+    "pipelines/runs": 5050,
     "pipelines/sweeps": 725,
     "trainer": 225,
     "trainer/baselines": 925,

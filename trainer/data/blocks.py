@@ -2,7 +2,7 @@
 
 Each feature is one list of all rows: numbers as int64 or float32, texts and encoded images as
 bytes. Tensors, and sequences of numbers, are one value: the bytes of all rows after one another.
-The number of rows is an entry of its own. The lengths of a sequence are the feature of that name.
+The number of rows is a separate entry. The lengths of a sequence are a feature with their name.
 
 A block is written from Arrow columns and parsed by a few ops, without work for each row. A large
 example is a block of one row.

@@ -52,7 +52,7 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
-        raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it can be no champion")
+        raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it cannot be the champion")
     with storage.check_form(f"the manifest of {uri}"):
         classes = _classes(uri, manifest, task)
         if difference := _difference(manifest, classes, task, spec):

@@ -38,7 +38,7 @@ REFUSED: dict[str, str] = {
 }
 
 
-# Keras accepts any number, also those with which training diverges.
+# Keras accepts any number, including those with which training diverges.
 _SHARES = ("beta_1", "beta_2", "rho")
 _POSITIVE = ("clipnorm", "clipvalue", "global_clipnorm")
 

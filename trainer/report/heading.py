@@ -131,7 +131,7 @@ def _after_refusal(
         ]  # fmt: skip
         return
     if any(each.get("metric") in IDENTITY for each in broken):
-        yield "If it is another model, give it a name of its own", [
+        yield "If it is another model, give it another name", [
             "flotilla", "run", *where, *config, "--set", f"name={name or 'model'}-2",
         ]  # fmt: skip
         return

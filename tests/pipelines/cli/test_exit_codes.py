@@ -174,7 +174,7 @@ ROWS = {
         mistake="absent",
         calls="flotilla.pipelines.runs.control.find_page",
         returns=Page(run_id=RUNS[0], url="https://ui.example.com"),
-        also=(("flotilla.pipelines.cli.links.open_page", True),),
+        also=(("flotilla.pipelines.links.open_page", True),),
     ),
     "replay": Row(
         words=f"{RUNS[0]} train_model",

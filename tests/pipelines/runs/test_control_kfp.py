@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flotilla.pipelines.cli import links
+from flotilla.pipelines import links
 
 pytestmark = pytest.mark.usefixtures("uploaded")
 

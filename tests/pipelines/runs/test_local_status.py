@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from flotilla.pipelines.cli import links
+from flotilla.pipelines import links
 from flotilla.pipelines.runs import control, local_status
 from flotilla.trainer.events import (
     Interrupted,

@@ -96,7 +96,7 @@ def test_a_champion_of_other_classes_refuses_and_is_not_asked(run, champion, tmp
 
 
 def test_what_is_no_model_can_be_no_champion(run, tmp_path):
-    with pytest.raises(UserError, match="is a dataset and not a model: it can be no champion"):
+    with pytest.raises(UserError, match="is a dataset and not a model: it cannot be the champion"):
         measured(run, run.dataset, tmp_path)
 
 

@@ -353,7 +353,7 @@ def test_a_share_of_a_part_is_a_share() -> None:
 
 
 def over_constant(bound: float | None, better: str = "higher") -> dict[str, Any]:
-    """Return the evaluation of a constant with 0.9 of the accuracy."""
+    """Return the evaluation of a constant predictor whose accuracy is 0.9 times the model's."""
     paired = {
         "metric": "accuracy", "better": better, "confidence": 0.995, "examples": 360,
         "difference": 0.05, "bound": bound, "method": "by hand", "constant": 0.9,

@@ -303,7 +303,7 @@ def test_inner_loops_without_a_step_are_a_stall(run):
 
 
 class GoingOn(Counting):
-    """It applies three updates an inner loop, goes on, and has two more when it rests."""
+    """It applies three updates in each inner loop, and two more before it is idle."""
 
     def __init__(self, *, each: int = 3, more: int = 2):
         super().__init__()

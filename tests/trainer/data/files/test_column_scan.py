@@ -1,4 +1,4 @@
-"""Texts that repeat are looked at once, and plain numbers in one pass, with the same result."""
+"""The scan parses each distinct text once, and all plain numbers in one pass."""
 
 import dataclasses
 import random

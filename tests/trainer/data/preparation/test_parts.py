@@ -168,7 +168,7 @@ def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
     correlations = [np.corrcoef(each, straight)[0, 1] for each in drawn]
     neighbours = [np.corrcoef(each[:-1], each[1:])[0, 1] for each in drawn]
     for found in (correlations, neighbours):
-        # The mean of 200 draws of a standard deviation of 1 / sqrt(79), within 4 of its own.
+        # The mean of 200 draws of a standard deviation of 1 / sqrt(79), within 4 standard errors.
         assert abs(np.mean(found)) < 4 / np.sqrt(79 * 200) + 1 / 79
         assert np.std(found) == pytest.approx(1 / np.sqrt(79), rel=0.25)
 

@@ -339,7 +339,7 @@ def _delimiter(path: Path, texts: Sequence[str]) -> str:
     if len(texts) > _FEWEST and len(blanks) == 1 and blanks != {1}:
         raise UserError(
             f"data.source: {path} has columns of a fixed width, or several spaces between them; "
-            "write it with commas"
+            "save it with commas"
         )
     return max(_DELIMITERS, key=texts[0].count)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flotilla.pipelines.runs.settings import (
+from flotilla.pipelines.settings import (
     Sections,
     format_search,
     make_assignments,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from flotilla.pipelines.cli import links
+from flotilla.pipelines import links
 from flotilla.pipelines.cli.display import Terminal, show_verdict
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer import storage
@@ -99,7 +99,7 @@ def test_a_page_is_opened_by_the_browser_of_the_user(tmp_path):
     browser.write_text(f'#!/bin/sh\necho noise\nprintf %s "$1" > {opened}\n')
     browser.chmod(0o755)
     program = (
-        "import sys; from flotilla.pipelines.cli.links import open_page;"
+        "import sys; from flotilla.pipelines.links import open_page;"
         "print(open_page('file:///a%20b'))"
     )
     environment = {**os.environ, "BROWSER": str(browser)}
@@ -115,7 +115,7 @@ def test_a_page_is_opened_by_the_browser_of_the_user(tmp_path):
     [{}, {"SSH_CONNECTION": "a", "BROWSER": ""}, {"BROWSER": "/nowhere/browser"}],
 )
 def test_a_machine_without_a_browser(environment):
-    program = "from flotilla.pipelines.cli.links import open_page; print(open_page('file:///a'))"
+    program = "from flotilla.pipelines.links import open_page; print(open_page('file:///a'))"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={"PATH": "/nowhere", **environment},
@@ -130,7 +130,7 @@ def test_a_browser_in_the_terminal_is_not_chosen_unasked(tmp_path):
     for name in ("w3m", "lynx"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 0\n")
         (tmp_path / name).chmod(0o755)
-    program = "from flotilla.pipelines.cli.links import open_page; print(open_page('file:///a'))"
+    program = "from flotilla.pipelines.links import open_page; print(open_page('file:///a'))"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={"PATH": str(tmp_path)},
