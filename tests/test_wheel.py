@@ -107,11 +107,17 @@ def test_it_holds_every_module_and_template(wheel):
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = [path for top in HIDING for path in (ROOT / top).rglob("*")]
     examples = [*(ROOT / "configs").glob("*.yaml"), ROOT / "configs/tumors.csv"]
+    metadata = [*(ROOT / "components/metadata").glob("*.yaml")]
     expected = {
         f"flotilla/{path.relative_to(ROOT)}"
-        for path in [*(path for path in files if path.suffix in (".py", ".j2")), *examples]
+        for path in [
+            *(path for path in files if path.suffix in (".py", ".j2")),
+            *examples,
+            *metadata,
+        ]
     } | {"flotilla/__init__.py", "flotilla/py.typed"}
     assert any(name.endswith(".j2") for name in expected)
+    assert metadata
     assert held == expected
 
 
