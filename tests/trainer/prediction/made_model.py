@@ -37,7 +37,8 @@ def published(  # noqa: PLR0913
     ]
     module = tf.Module()
     module.serve = tf.function(answer, takes)
-    signatures = {"serving_default": module.serve.get_concrete_function()}
+    served = module.serve.get_concrete_function()
+    signatures = {"serving_default": served}
     tf.saved_model.save(module, str(source / "serving/m/1"), signatures=signatures)
     tree = {"name": "m", "data": data or {}, "evaluation": {"batch_size": batch_size}}
     written = json.dumps(parse_config(tree).model_dump(mode="json"))
@@ -54,6 +55,10 @@ def published(  # noqa: PLR0913
         "reads": [
             {"feature": name, "type": (types or {}).get(name, ""), **spec.to_json()}
             for name, spec in features.items()
+        ],
+        "outputs": [
+            {"name": name, "shape": list(each.shape[1:]), "dtype": each.dtype.name}
+            for name, each in served.structured_outputs.items()
         ],
         "kinds": kinds,
         "labels": labels or {},
