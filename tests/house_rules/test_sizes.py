@@ -49,6 +49,7 @@ BUDGETS = {
     "trainer/optimizers": 575,
     "trainer/prediction": 1275,
     "trainer/preflight": 1025,
+    "trainer/program": 115,
     "trainer/promotion": 1575,
     "trainer/report": 2075,
     "trainer/runtime": 1550,

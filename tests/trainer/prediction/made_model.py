@@ -38,12 +38,10 @@ def published(  # noqa: PLR0913
     module = tf.Module()
     module.serve = tf.function(answer, takes)
     served = module.serve.get_concrete_function()
-    signatures = {"serving_default": served}
-    tf.saved_model.save(module, str(source / "serving/m/1"), signatures=signatures)
+    tf.saved_model.save(module, str(source / "serving/m/1"), signatures={"serving_default": served})
     tree = {"name": "m", "data": data or {}, "evaluation": {"batch_size": batch_size}}
     written = json.dumps(parse_config(tree).model_dump(mode="json"))
     (source / "config.json").write_text(written)
-    kinds = kinds or {"": "regression"}
     if isinstance(labels, list):
         (source / "labels.txt").write_text("\n".join(labels) + "\n")
         labels = {}
@@ -60,7 +58,7 @@ def published(  # noqa: PLR0913
             {"name": name, "shape": list(each.shape[1:]), "dtype": each.dtype.name}
             for name, each in served.structured_outputs.items()
         ],
-        "kinds": kinds,
+        "kinds": kinds or {"": "regression"},
         "labels": labels or {},
         "made_from": {"dataset": dataset},
     }

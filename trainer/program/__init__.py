@@ -1,0 +1,1 @@
+"""A user's own training program as the tasks of the cluster. Free of TensorFlow."""

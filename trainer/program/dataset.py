@@ -1,0 +1,113 @@
+"""The dataset of a user's program: TFRecord files, and a description that TensorFlow alone reads.
+
+    train/*.tfrecord        the task's part of the training split
+    validation/*.tfrecord   the whole validation split
+    features.json           for each feature of a record, how its rows are packed
+
+A record is a `tf.train.Example` of many rows, packed by column (`data/blocks.py`). An entry of
+`features.json` has:
+
+- `wire`: the type in the record, `int64`, `float32` or `string`
+- `raw`: if not empty, the record has one text, the bytes of all rows, of this type (`decode_raw`)
+- `dtype`, `shape`: type and shape of one row; a text that is an encoded image has no sizes
+- `lengths`: if not empty, the feature with the first size of each row; `shape` is of the rest
+- `image`: height, width and channels of an encoded image, else null
+- `label`, `input`: the role of the feature
+- `classes`: the names of the classes, or their number, or null
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flotilla.trainer import storage
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.features.names import length_name
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.storage.errors import report_errors
+
+FEATURES_FILE = "features.json"
+_WIRES = {"int": "int64", "float": "float32"}
+# TensorFlow's `decode_raw` does not know these types; a cast from the signed type keeps the bits.
+_SIGNED = {"uint32": "int32", "uint64": "int64"}
+
+
+def stage_dataset(config: Config, cluster: Cluster, task: Task, uri: str, folder: Path) -> None:
+    """Fetch the part of a published dataset that `task` reads into `folder`, verified.
+
+    Servers get nothing, and an evaluator the validation split alone. Files of an earlier start
+    that do not belong there are removed.
+
+    Raises:
+        UserError: it cannot be fetched, or there are more tasks than shards.
+    """
+    if task.role == "ps":
+        return
+    spec = DatasetSpec.from_manifest(storage.read_manifest(uri))
+    part, of = choose_part(config, cluster, task)
+    names = [] if task.role == "evaluator" else spec.files("train")
+    if names and of > len(names):
+        raise ConfigError(
+            f"data.shards: {of} tasks cannot share the {len(names)} shards of 'train'; set it to "
+            f"{of} or more, or data.partition to reshuffle"
+        )
+    _fetch(uri, names[part::of], folder / "train")
+    _fetch(
+        uri, spec.files("validation") if spec.examples("validation") else [], folder / "validation"
+    )
+    with report_errors(f"write {folder / FEATURES_FILE}"):
+        text = json.dumps(describe_features(spec), indent=1)
+        (folder / FEATURES_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def choose_part(config: Config, cluster: Cluster, task: Task) -> tuple[int, int]:
+    """Return the part of the training shards of a task, and the number of parts.
+
+    Without parameter servers a chief trains as workers do, and has the first part. With them it may
+    coordinate or train: it gets all shards, as every task does where the partition is not disjoint.
+    """
+    trains = 1 if cluster.count("chief") and not cluster.count("ps") else 0
+    of = trains + cluster.count("worker")
+    part = {"chief": 0, "worker": trains + task.index}.get(task.role)
+    shared = config.data.partition == "disjoint" and (task.role == "worker" or trains)
+    return (part, of) if shared and part is not None else (0, 1)
+
+
+def describe_features(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
+    """Return the content of `features.json`, by the name in a record."""
+    # As `data/blocks.py` names them; a feature without any values says nothing.
+    return {
+        f"\0{name}" if name.startswith("\0") else name: _describe(spec, name, feature)
+        for name, feature in spec.features.items()
+        if 0 not in feature.shape
+    }
+
+
+def _describe(spec: DatasetSpec, name: str, feature: FeatureSpec) -> dict[str, Any]:
+    is_text, is_image = feature.dtype == "string", feature.stored == "image"
+    is_raw = feature.stored == "raw" or (feature.varies and not is_text)
+    return {
+        "wire": _WIRES.get(feature.stored, "string"),
+        "raw": _SIGNED.get(feature.dtype, feature.dtype) if is_raw else "",
+        "dtype": "string" if is_image else feature.dtype,
+        "shape": [] if is_image else [*feature.shape[1 if feature.varies else 0 :]],
+        "lengths": length_name(name) if feature.varies else "",
+        "image": [*feature.shape] if is_image else None,
+        "label": name in spec.targets,
+        "input": name in spec.inputs,
+        "classes": [*feature.labels] or feature.num_classes or None,
+    }
+
+
+def _fetch(uri: str, names: Sequence[str], folder: Path) -> None:
+    storage.fetch(uri, folder, only=set(names).__contains__)
+    with report_errors(f"clean {folder}"):
+        for path in folder.glob("*.tfrecord"):
+            if path.name not in names:
+                path.unlink()
