@@ -343,7 +343,7 @@ def real_cluster(
         in_pods = kubeconfig(folder / "pods", server.url, TRAINER_TOKEN)
         environment = {"KUBECONFIG": str(in_pods), **network.environment}
         kubelet = Kubelet(server.store, server.logs, folder / "pods", environment, secrets or {})
-        kubelet.addresses = Addresses(network.ports)
+        kubelet.node.addresses = Addresses(network.ports)
         made.kubelet, made.network = kubelet, network
         with operator, made.job_controller, made.jobset_controller, kubelet:
             yield made

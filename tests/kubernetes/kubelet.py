@@ -1,7 +1,7 @@
-"""Runs the command of every pod as a local process, for tests that train.
+"""Runs the containers of every pod as local processes, for tests that train.
 
-Each pod has a folder with its mounts; the mount paths are replaced in its command, its working
-folder and its variables. Memory, nodes and images are ignored.
+See `tests.kubernetes.containers` for volumes and images, and `tests.kubernetes.sidecars` for init
+containers. Memory and nodes are ignored.
 """
 
 from __future__ import annotations
@@ -9,26 +9,34 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import re
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
-from tests.kubernetes.addresses import Addresses
-from tests.kubernetes.downward import field_of
+from tests.kubernetes.containers import Command, Node
 from tests.kubernetes.job_controller import is_tracked
 from tests.kubernetes.logs import Logs
-from tests.kubernetes.pods import evicted, finished, restarted, running, waiting
-from tests.kubernetes.resolver import ADDRESS, SITE
+from tests.kubernetes.pods import (
+    ended,
+    evicted,
+    finished,
+    initializing,
+    restarted,
+    running,
+    waiting,
+)
+from tests.kubernetes.resolver import ADDRESS
+from tests.kubernetes.sidecars import InitContainer, InitContainers
 from tests.kubernetes.store import RefusedError, Store, Tree
 from tests.ports import held_port
 
-ROOT = Path(__file__).parents[2]
 RESYNC_SECONDS = 0.2
+# The default grace period of a pod.
+GRACE_SECONDS = 30
 MESSAGE_BYTES = 4096
 LONGEST_CRASH = 300.0
 
@@ -44,16 +52,16 @@ class Kubelet:
         environment: Mapping[str, str],
         secrets: Mapping[str, Mapping[str, str]],
     ) -> None:
-        self.addresses = Addresses({})
         self.crash_seconds = 10.0
         self._store = store
         self._logs = logs
-        self._folder = folder
-        self._environment = environment
-        self._secrets = secrets
+        self.node = Node(folder, environment, secrets)
         self._ports: dict[str, str] = {}
         self._holders = ExitStack()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._commands: dict[str, Command] = {}
+        self._inits: dict[str, InitContainers] = {}
+        self._begun: set[str] = set()
         self._killers: dict[str, threading.Timer] = {}
         self._followers: list[threading.Thread] = []
         self._evicted: dict[str, str] = {}
@@ -75,10 +83,12 @@ class Kubelet:
         for process in self._processes.values():
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+        for inits in self._inits.values():
+            inits.stop(0.0)
         for follower in self._followers:
             follower.join()
         self._holders.close()
-        self.addresses.close()
+        self.node.addresses.close()
 
     def kill(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to all processes of a pod, as the kernel does when it is out of memory."""
@@ -91,6 +101,12 @@ class Kubelet:
         first = self._processes[uid].pid
         for pid in Path(f"/proc/{first}/task/{first}/children").read_text("ascii").split():
             os.kill(int(pid), number)
+
+    def kill_sidecar(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the sidecars of a pod."""
+        pod = self._store.get("pods", namespace, name)
+        for each in pod["spec"]["initContainers"]:
+            self._inits[pod["metadata"]["uid"]].kill(each["name"], number)
 
     def alive(self) -> list[str]:
         """Return the commands of the pods whose first process has not ended."""
@@ -118,44 +134,70 @@ class Kubelet:
         is_terminating = bool(pod["metadata"].get("deletionTimestamp"))
         process = self._processes.get(uid)
         if is_terminating and process is None:
+            if uid in self._inits:
+                threading.Thread(target=self._inits[uid].stop, args=(0.0,), daemon=True).start()
             self._store.remove("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])
-        elif is_terminating and uid not in self._killers:
+        elif is_terminating and process and uid not in self._killers:
             self._terminate(pod, process)
-        elif process is None and pod["status"]["phase"] == "Pending":
+        elif uid not in self._begun and pod["status"]["phase"] == "Pending":
+            self._begun.add(uid)
             self._start(pod)
 
     def _start(self, pod: Tree) -> None:
         uid = pod["metadata"]["uid"]
-        container = pod["spec"]["containers"][0]
-        folder = self._folder / f"{pod['metadata']['name']}-{uid[:8]}"
-        folder.mkdir(parents=True)
-        mounts = {}
-        for mount in container.get("volumeMounts", []):
-            (folder / mount["name"]).mkdir()
-            mounts[mount["mountPath"]] = str(folder / mount["name"])
-        variables = self._variables(pod, container)
-        words = [*container["command"], *container.get("args", [])]
-        command = [expanded(word, variables) for word in words]
-        address = self.addresses.of(pod)
-        environment = {
-            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-            "PYTHONPATH": f"{self._site()}:{ROOT}",
-            "FLOTILLA_PARENT": str(os.getpid()),
-            # On a cluster every pod has its own address; here the pods of a TFJob share one.
-            **({ADDRESS: address} if address else {"FLOTILLA_GUARD_PORT": self._guard_port(pod)}),
-            **self._environment,
-            # Only these contain paths of the pod's file system.
-            **{k: _mounted(v, mounts) for k, v in variables.items()},
-        }
-        words = [_mounted(word, mounts) for word in command]
-        place = _mounted(container.get("workingDir", str(folder)), mounts)
-        begin = functools.partial(_begin, words, place, environment)
-        self._processes[uid] = begin()
-        message = Path(_mounted(container.get("terminationMessagePath", "/none"), mounts))
-        running(self._store, pod, address)
-        follower = threading.Thread(target=self._follow, args=(pod, begin, message))
+        address = self.node.addresses.of(pod)
+        # On a cluster every pod has its own address; here the pods of a TFJob share one.
+        more = {ADDRESS: address} if address else {"FLOTILLA_GUARD_PORT": self._guard_port(pod)}
+        found = [
+            self._init_container(pod, each, more) for each in pod["spec"].get("initContainers", [])
+        ]
+        if found:
+            report = functools.partial(self._report, pod)
+            self._inits[uid] = InitContainers(uid, found, self._logs, report)
+            self._inits[uid].crash_seconds = self.crash_seconds
+        begin = functools.partial(self._run_pod, pod, more, address)
+        follower = threading.Thread(target=begin)
         self._followers.append(follower)
+        if not found:
+            # A container without others is started before the store changes again.
+            self._begin(pod, more, address)
         follower.start()
+
+    def _init_container(self, pod: Tree, tree: Tree, more: Mapping[str, str]) -> InitContainer:
+        probe = tree.get("startupProbe", {}).get("exec", {}).get("command")
+        asks = self.node.command(pod, tree, more, probe).succeeds if probe else None
+        return InitContainer(
+            name=tree["name"],
+            begin=self.node.command(pod, tree, more).begin,
+            probe=asks,
+            is_sidecar=tree.get("restartPolicy") == "Always",
+        )
+
+    def _report(self, pod: Tree, name: str, restarts: int, state: Mapping[str, Any]) -> None:
+        with self._store.changed, suppress(RefusedError):
+            found = self._store.get("pods", *_key(pod))
+            if found["metadata"]["uid"] == pod["metadata"]["uid"]:
+                initializing(self._store, found, name, restarts, dict(state))
+
+    def _begin(self, pod: Tree, more: Mapping[str, str], address: str) -> None:
+        """Start the main container of a pod."""
+        command = self.node.command(pod, pod["spec"]["containers"][0], more)
+        self._commands[pod["metadata"]["uid"]] = command
+        self._processes[pod["metadata"]["uid"]] = command.begin()
+        running(self._store, self._store.get("pods", *_key(pod)), address)
+
+    def _run_pod(self, pod: Tree, more: Mapping[str, str], address: str) -> None:
+        """Run a pod to its end, in a thread of its own."""
+        uid = pod["metadata"]["uid"]
+        inits = self._inits.get(uid)
+        if inits:
+            is_started = inits.start()
+            with self._store.changed:
+                if not is_started or not self._stays(pod):
+                    return
+                self._begin(pod, more, address)
+        command = self._commands[uid]
+        self._follow(pod, command.begin, command.message)
 
     def _follow(
         self, pod: Tree, begin: Callable[[], subprocess.Popen[bytes]], message: Path
@@ -171,6 +213,7 @@ class Kubelet:
                 restarted(self._store, self._store.get("pods", *_key(pod)), code)
         lines = [text for _, text in self._logs.of(uid, restarts).lines]
         text = message.read_text(encoding="utf-8") if message.is_file() else "\n".join(lines)
+        self._end_sidecars(pod, code, text)
         with self._store.changed, suppress(RefusedError):
             found = self._store.get("pods", *_key(pod))
             # After a forced deletion another pod may have the name.
@@ -181,6 +224,19 @@ class Kubelet:
                 evicted(self._store, self._store.get("pods", *_key(pod)), self._evicted[uid])
             if self._store.get("pods", *_key(pod))["metadata"].get("deletionTimestamp"):
                 self._store.remove("pods", *_key(pod))
+
+    def _end_sidecars(self, pod: Tree, code: int, text: str) -> None:
+        """End the sidecars of a pod whose container has ended; only then its phase changes."""
+        uid = pod["metadata"]["uid"]
+        if uid not in self._inits:
+            return
+        grace = 0.0
+        with self._store.changed, suppress(RefusedError):
+            found = self._store.get("pods", *_key(pod))
+            if found["metadata"]["uid"] == uid:
+                grace = float(pod["spec"].get("terminationGracePeriodSeconds", GRACE_SECONDS))
+                ended(self._store, found, code, text[-MESSAGE_BYTES:])
+        self._inits[uid].stop(0.0 if self._stopping else grace)
 
     def _wait(self, uid: str, restarts: int) -> int:
         """Write the log of a container until it ends, and return its exit code."""
@@ -235,66 +291,11 @@ class Kubelet:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def _site(self) -> Path:
-        """Return a folder that installs the name resolver in every Python process of a pod."""
-        folder = self._folder / "site"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "sitecustomize.py").write_text(SITE, encoding="utf-8")
-        return folder
-
     def _guard_port(self, pod: Tree) -> str:
         owner = pod["metadata"]["ownerReferences"][0]["uid"]
         if owner not in self._ports:
             self._ports[owner] = str(self._holders.enter_context(held_port()))
         return self._ports[owner]
-
-    def _variables(self, pod: Tree, container: Tree) -> dict[str, str]:
-        values: dict[str, str] = {}
-        for source in container.get("envFrom", []):
-            values |= self._secrets.get(source.get("secretRef", {}).get("name", ""), {})
-        for each in container.get("env", []):
-            if "value" in each:
-                text = expanded(each["value"], values)
-                values[each["name"]] = self.addresses.mapped(pod, each["name"], text)
-                continue
-            if "fieldRef" in each["valueFrom"]:
-                values[each["name"]] = field_of(pod, each["valueFrom"]["fieldRef"]["fieldPath"])
-                continue
-            reference = each["valueFrom"]["secretKeyRef"]
-            found = self._secrets.get(reference["name"], {}).get(reference["key"])
-            if found is not None:
-                values[each["name"]] = found
-        return values
-
-
-def _begin(command: list[str], folder: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-
-
-def expanded(text: str, values: Mapping[str, str]) -> str:
-    """Replace `$(NAME)` where NAME is known, and `$$` by `$`, as Kubernetes does."""
-
-    def by(match: re.Match[str]) -> str:
-        if match[0] == "$$":
-            return "$"
-        return values.get(match[1], match[0])
-
-    return re.sub(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)", by, text)
-
-
-def _mounted(text: str, mounts: Mapping[str, str]) -> str:
-    for path, place in mounts.items():
-        if text == path or text.startswith(f"{path}/"):
-            return place + text[len(path) :]
-    return text
 
 
 def _key(pod: Tree) -> tuple[str, str]:

@@ -52,17 +52,35 @@ def running(store: Store, pod: Tree, address: str = "") -> Tree:
     )
 
 
+def ended(store: Store, pod: Tree, code: int, message: str = "") -> Tree:
+    """The container has ended; the phase of the pod stays while its sidecars run."""
+    return _changed(store, pod, {"containerStatuses": _terminated(pod, code, message)})
+
+
 def finished(store: Store, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
+    status = {
+        "phase": "Failed" if code else "Succeeded",
+        "containerStatuses": _terminated(pod, code, message, reason),
+    }
+    return _changed(store, pod, status)
+
+
+def _terminated(pod: Tree, code: int, message: str = "", reason: str = "") -> list[Tree]:
     reason = reason or ("Completed" if code == 0 else "Error")
     terminated = {"exitCode": code, "reason": reason, "message": message, "finishedAt": now()}
-    return _changed(
-        store,
-        pod,
-        {
-            "phase": "Failed" if code else "Succeeded",
-            "containerStatuses": _container(pod, {"terminated": terminated}),
-        },
-    )
+    return _container(pod, {"terminated": terminated})
+
+
+def initializing(store: Store, pod: Tree, name: str, restarts: int, state: Tree) -> Tree:
+    """An init container has this state; the other containers wait for it, or run."""
+    known = pod["status"].get("initContainerStatuses", [])
+    others = [each for each in known if each["name"] != name]
+    status = {"name": name, "restartCount": restarts, "state": state}
+    fields: Tree = {"initContainerStatuses": [*others, status]}
+    if "containerStatuses" not in pod["status"]:
+        pending = {"waiting": {"reason": "PodInitializing"}}
+        fields |= {"containerStatuses": _container(pod, pending)}
+    return _changed(store, pod, {**fields, "conditions": _scheduled("True")}, "node-1")
 
 
 def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:

@@ -16,6 +16,7 @@ from tests.kubernetes import pods, rbac
 from tests.kubernetes.control import Control
 from tests.kubernetes.faults import SILENCE, Fault, Faults
 from tests.kubernetes.logs import Logs, stamp
+from tests.kubernetes.sidecars import log_of
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree, selected
 
 PATH = re.compile(
@@ -272,11 +273,11 @@ class Handler(BaseHTTPRequestHandler):
     def _log(self, namespace: str, name: str, query: dict[str, str]) -> None:
         store = self.server.store
         pod = store.get("pods", namespace, name)
-        states = pod.get("status", {}).get("containerStatuses", [])
+        name_of_log, states = _container_of(pod, query.get("container", ""))
         if not states or "waiting" in states[0]["state"]:
             raise RefusedError(400, "BadRequest", f'container in pod "{name}" is waiting to start')
         start = states[0]["restartCount"] - (query.get("previous") in ("true", "True"))
-        log = self.server.logs.ask(pod["metadata"]["uid"], start)
+        log = self.server.logs.ask(name_of_log, start)
         if log.lost:
             lost = f"unable to retrieve container logs for containerd://{'9c1b' * 16}"
             return self._send_text(200, lost, "text/plain")
@@ -315,6 +316,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def _stream(self) -> Stream:
         return Stream(self)
+
+
+def _container_of(pod: Tree, name: str) -> tuple[str, list[Tree]]:
+    """Return the name of a container's log, and its status."""
+    status, uid = pod.get("status", {}), pod["metadata"]["uid"]
+    if name in [each["name"] for each in pod["spec"].get("initContainers", [])]:
+        found = [each for each in status.get("initContainerStatuses", []) if each["name"] == name]
+        return log_of(uid, name), found
+    return uid, status.get("containerStatuses", [])
 
 
 class Stream:

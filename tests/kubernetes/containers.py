@@ -1,0 +1,157 @@
+"""The containers of a pod as processes of this machine: mounts, variables, images.
+
+Each pod has a folder with its volumes; mount paths are replaced in the command, the working folder
+and the variables of its containers. An image is a folder with `bin/python3`, from which Flotilla
+cannot be imported; any image that is not listed is that of Flotilla.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.kubernetes import resolver
+from tests.kubernetes.addresses import Addresses
+from tests.kubernetes.downward import field_of
+from tests.kubernetes.store import Tree
+
+ROOT = Path(__file__).parents[2]
+PROBE_SECONDS = 30
+_USUAL_PATH = "/usr/bin:/bin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The process of a container."""
+
+    words: list[str]
+    folder: str
+    environment: dict[str, str]
+    message: Path
+
+    def begin(self) -> subprocess.Popen[bytes]:
+        """Start it."""
+        return subprocess.Popen(
+            self.words,
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def succeeds(self) -> bool:
+        """Run it to its end, as a probe, and return whether its exit code was 0."""
+        with suppress(OSError, subprocess.TimeoutExpired):
+            ended = subprocess.run(
+                self.words,
+                cwd=self.folder,
+                env=self.environment,
+                capture_output=True,
+                timeout=PROBE_SECONDS,
+                check=False,
+            )
+            return ended.returncode == 0
+        return False
+
+
+class Node:
+    """What the containers of all pods of this machine have in common."""
+
+    def __init__(
+        self,
+        folder: Path,
+        environment: Mapping[str, str],
+        secrets: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        self.addresses = Addresses({})
+        self.images: dict[str, Path] = {}
+        self._folder, self._environment, self._secrets = folder, environment, secrets
+
+    def command(
+        self, pod: Tree, container: Tree, more: Mapping[str, str], words: list[str] | None = None
+    ) -> Command:
+        """Return the process of a container, or another one in it, such as a probe."""
+        folder = self._folder / f"{pod['metadata']['name']}-{pod['metadata']['uid'][:8]}"
+        image = self.images.get(container.get("image", ""))
+        mounts = {}
+        for mount in container.get("volumeMounts", []):
+            volume = folder / mount["name"]
+            # The containers of a pod share its volumes.
+            volume.mkdir(parents=True, exist_ok=True)
+            mounts[mount["mountPath"]] = str(volume)
+        folder.mkdir(parents=True, exist_ok=True)
+        variables = self._variables(pod, container)
+        words = words or [*container["command"], *container.get("args", [])]
+        place = mounted(container.get("workingDir", str(image or folder)), mounts)
+        message = container.get("terminationMessagePath", "/none")
+        return Command(
+            words=[mounted(expanded(word, variables), mounts) for word in words],
+            folder=place if Path(place).is_dir() or not image else str(image / place.lstrip("/")),
+            environment={
+                **self._paths(image),
+                "FLOTILLA_PARENT": str(os.getpid()),
+                **more,
+                **self._environment,
+                # Only these contain paths of the pod's file system.
+                **{name: mounted(value, mounts) for name, value in variables.items()},
+            },
+            message=Path(mounted(message, mounts)),
+        )
+
+    def _paths(self, image: Path | None) -> dict[str, str]:
+        site = self._folder / ("site-of-images" if image else "site")
+        if not site.is_dir():
+            # It installs the name resolver in every Python process of a pod.
+            text = f"{inspect.getsource(resolver)}\n\ninstall()\n" if image else resolver.SITE
+            site.mkdir(parents=True)
+            (site / "sitecustomize.py").write_text(text, encoding="utf-8")
+        if image:
+            return {"PATH": f"{image / 'bin'}:{_USUAL_PATH}", "PYTHONPATH": str(site)}
+        path = f"{Path(sys.executable).parent}:{_USUAL_PATH}"
+        return {"PATH": path, "PYTHONPATH": f"{site}:{ROOT}"}
+
+    def _variables(self, pod: Tree, container: Tree) -> dict[str, str]:
+        values: dict[str, str] = {}
+        for source in container.get("envFrom", []):
+            values |= self._secrets.get(source.get("secretRef", {}).get("name", ""), {})
+        for each in container.get("env", []):
+            if "value" in each:
+                text = expanded(each["value"], values)
+                values[each["name"]] = self.addresses.mapped(pod, each["name"], text)
+                continue
+            if "fieldRef" in each["valueFrom"]:
+                values[each["name"]] = field_of(pod, each["valueFrom"]["fieldRef"]["fieldPath"])
+                continue
+            reference = each["valueFrom"]["secretKeyRef"]
+            found = self._secrets.get(reference["name"], {}).get(reference["key"])
+            if found is not None:
+                values[each["name"]] = found
+        return values
+
+
+def expanded(text: str, values: Mapping[str, str]) -> str:
+    """Replace `$(NAME)` where NAME is known, and `$$` by `$`, as Kubernetes does."""
+
+    def by(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        return values.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)", by, text)
+
+
+def mounted(text: str, mounts: Mapping[str, str]) -> str:
+    """Replace the mount path with which a text begins."""
+    for path, place in mounts.items():
+        if text == path or text.startswith(f"{path}/"):
+            return place + text[len(path) :]
+    return text
