@@ -21,7 +21,7 @@ from flotilla.trainer.data.shards.shard_store import (
 )
 from flotilla.trainer.features.dataset_spec import shard_name
 from flotilla.trainer.storage.local import FileStore
-from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC
+from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC, STARTED
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,7 @@ def feed(numbered, tmp_path, elsewhere):
     yield begin
     for each in made:
         each.close()
+    STARTED.clear()
     # This ends graphs that wait or are about to request, as they know only this folder.
     gc.collect()
     os.chdir(elsewhere)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import Any
+
 import numpy as np
 
 from flotilla.trainer.data.read import training_batches
@@ -19,8 +22,18 @@ SPEC = DatasetSpec(
     shards={"train": EXAMPLES, "validation": MEASURED},
     block_rows=3,
 )
+# The iterators of a test. Python deletes one under its lock, and that waits for its reads, which
+# wait for the thread of the feed: they are deleted when the feed is closed.
+STARTED: list[Any] = []
+
+
+def start_reading(streaming, **options):
+    """Return an iterator over batches of the streamed examples."""
+    batches = training_batches(SPEC, streaming, batch_size=BATCH, **options)
+    STARTED.append(batches.as_numpy_iterator())
+    return STARTED[-1]
 
 
 def drawn(streaming, count, *, seed=3, buffer=20):
-    batches = training_batches(SPEC, streaming, batch_size=BATCH, seed=seed, shuffle_buffer=buffer)
-    return np.concatenate([x for x, _ in batches.take(count).as_numpy_iterator()])
+    batches = start_reading(streaming, seed=seed, shuffle_buffer=buffer)
+    return np.concatenate([x for x, _ in islice(batches, count)])

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.data.read import evaluation_batches, training_batches
+from flotilla.trainer.data.read import evaluation_batches
 from flotilla.trainer.data.shards.fed_blocks import allow_tensor_seed
 from flotilla.trainer.data.shards.shard_feed import ShardFeed
 from flotilla.trainer.data.shards.shard_store import FOLDER, TRAIN, Streaming
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.local import FileStore
-from tests.trainer.data.shards.numbered import BATCH, EXAMPLES, MEASURED, SPEC, drawn
+from tests.trainer.data.shards.numbered import BATCH, EXAMPLES, MEASURED, SPEC, drawn, start_reading
 
 
 def test_another_attempt_begins_anew_where_one_was_left(feed):
     begun, first = feed(3)
-    left = iter(training_batches(SPEC, first, batch_size=BATCH, seed=1, shuffle_buffer=10))
-    next(left)
+    next(start_reading(first, seed=1, shuffle_buffer=10))
     second = Streaming(limit=first.limit, at_once=1)
     total = sum(EXAMPLES)
     seen = drawn(second, 5 * total // BATCH)
@@ -133,13 +132,12 @@ def test_parts_of_a_validation_are_all_of_it_once_in_whole_batches(feed, parts):
 def test_training_goes_on_around_validations_within_the_disk(feed, peaks):
     _, streaming = feed(3)
     total = sum(EXAMPLES)
-    batches = training_batches(SPEC, streaming, batch_size=BATCH, seed=1, shuffle_buffer=10)
-    iterator, seen = iter(batches), []
+    iterator, seen = start_reading(streaming, seed=1, shuffle_buffer=10), []
     for index in range(5 * total // BATCH):
         if index % 140 == 0:
             measured = evaluation_batches(SPEC, streaming, batch_size=BATCH)
             assert sum(len(x) for x, _ in measured) == sum(MEASURED)
-        seen.extend(next(iterator)[0].numpy())
+        seen.extend(next(iterator)[0])
     assert set(Counter(seen).values()) == {5}
     assert max(peaks) <= streaming.limit
 
