@@ -20,7 +20,7 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.process import LOG, TaskProcess, require_gpus
 from flotilla.trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Cluster, Task, find_topology, from_tf_config, leader
+from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader
 from flotilla.trainer.events.event_lines import LogLines
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -64,7 +64,7 @@ def launch(job: Job) -> None:
         }
         leading = leader(cluster)
         others = [process for task, process in processes.items() if task != leading]
-        wanted = job.config.cluster.evaluator
+        wanted = job.config.has_evaluator
         evaluator = EvaluatorSupervision(TaskProcess(job, cluster, EVALUATOR) if wanted else None)
         Supervisor(job, processes[leading], others, evaluator).run()
 
@@ -88,7 +88,7 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
             )
         yield cluster, {"chief": 1}
         return
-    topology = find_topology(config.training.strategy)
+    topology = config.topology
     tasks = topology.tasks(servers=config.cluster.parameter_servers, workers=config.cluster.workers)
     with reserve_cluster(tasks) as cluster:
         yield cluster, {"chief": 1} if config.cluster.in_process and topology.servers else tasks

@@ -20,7 +20,7 @@ from flotilla.trainer.cluster.forks import forked
 from flotilla.trainer.cluster.forks.fork_request import Request
 from flotilla.trainer.cluster.launcher import Job, task_command
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Cluster, Task, find_topology
+from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import cores, signals, user_code
 from flotilla.trainer.runtime.errors import RETRYABLE, ConfigError, UserError
 from flotilla.trainer.runtime.output.stamps import split_stamp
@@ -56,7 +56,7 @@ def cores_of_worker(every: list[int], workers: int, task: Task) -> list[int]:
 
 def gpu_count(config: Config, task: Task) -> int:
     """Return how many GPUs a task gets: workers compute, and so does a chief without workers."""
-    topology = find_topology(config.training.strategy)
+    topology = config.topology
     computes = task.role == "worker" or (task.role == "chief" and not topology.workers)
     return config.cluster.gpus_per_worker if computes else 0
 
@@ -155,7 +155,7 @@ class TaskProcess:
         self.log = self.folder / LOG
         self._job = job
         self._cluster = cluster
-        leads = find_topology(job.config.training.strategy).leads(task)
+        leads = job.config.topology.leads(task)
         self._serves = task.role != "evaluator" and not leads
         self._started: forked.Process | None = None
         self._killed: End | None = None

@@ -142,6 +142,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     for name, unset in _UNSET.items():
         if isinstance(keys := tree.get(name), Mapping):
             tree[name] = {key: keys[key] for key in keys if (key, keys[key]) not in unset}
+    _choose_by_roles(tree)
     _choose_by_data(tree)
     _choose_by_source(tree)
     try:
@@ -160,25 +161,42 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         raise ConfigError(_one_line(message)) from None
 
 
+def _has_program(tree: Mapping[str, Any]) -> bool:
+    program = tree.get("program")
+    return isinstance(program, Mapping) and bool(program.get("command"))
+
+
+def _choose_by_roles(tree: dict[str, Any]) -> None:
+    """Set the numbers of workers and servers to those of the roles of a program."""
+    roles = tree["program"].get("roles") if _has_program(tree) else None
+    cluster = tree.get("cluster") or {}
+    if not isinstance(roles, Mapping) or not isinstance(cluster, Mapping):
+        return
+    keys = {"worker": "workers", "ps": "parameter_servers"}
+    tree["cluster"] = {**cluster, **{keys[role]: roles[role] for role in keys if role in roles}}
+
+
 def _choose_by_data(tree: dict[str, Any]) -> None:
     """Set unset training keys to `auto` if no number of steps is given."""
     data, training = (tree.get(name) or {} for name in ("data", "training"))
     if not isinstance(data, Mapping) or not isinstance(training, Mapping):
         return
-    by_data = training.get("steps", AUTO if data.get("source") else "") == AUTO
+    is_by_data = training.get("steps", AUTO if data.get("source") else "") == AUTO
     if training.get("epochs"):
         tree["training"] = training = {"steps": AUTO, **training}
-    if not by_data:
+    if not is_by_data:
         return
     chosen = {"steps": AUTO, **training}
-    for name, value in BY_DATA.items():
+    of_program = ("batch_size", "checkpoint_every", "validate_every")
+    by_data = {name: BY_DATA[name] for name in of_program} if _has_program(tree) else BY_DATA
+    for name, value in by_data.items():
         given = training.get(name, value)
         if isinstance(value, Mapping) and isinstance(given, Mapping):
             # Any other name is the user's code.
             is_own = given.get("name", value["name"]) != value["name"]
             given = given if is_own else {**value, **given}
         chosen[name] = given
-    if training.get("epochs"):
+    if training.get("epochs") and "patience" in by_data:
         # Training with a given length does not stop early.
         chosen["patience"] = training.get("patience", 0)
     tree["training"] = chosen
@@ -191,7 +209,8 @@ def _choose_by_source(tree: dict[str, Any]) -> None:
     if not source or not isinstance(source, str) or not isinstance(model, Mapping):
         return
     tree["name"] = tree.get("name") or registry_name(source)
-    tree["model"] = {"name": AUTO, **model}
+    if not _has_program(tree):
+        tree["model"] = {"name": AUTO, **model}
 
 
 def parse_value(text: str, key: str = "") -> Any:

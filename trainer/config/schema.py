@@ -28,8 +28,13 @@ from flotilla.trainer.config.cluster import ClusterConfig
 from flotilla.trainer.config.data import DYNAMIC, DataConfig
 from flotilla.trainer.config.model import RECOMMENDERS, ModelConfig, WarmStart
 from flotilla.trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
+from flotilla.trainer.config.program import (
+    ProgramConfig,
+    refuse_own_keys,
+    refuse_without_command,
+)
 from flotilla.trainer.config.thresholds import GateConfig
-from flotilla.trainer.config.topology import TOPOLOGIES, find_topology
+from flotilla.trainer.config.topology import TOPOLOGIES, Topology, find_topology
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, name_of
 
@@ -317,6 +322,7 @@ class Config(Section):
     model: ModelConfig = Field(ModelConfig())
     training: TrainingConfig = Field(TrainingConfig())
     cluster: ClusterConfig = Field(ClusterConfig())
+    program: ProgramConfig = key(ProgramConfig(), "training program of the user's own")
     evaluation: EvaluationConfig = Field(EvaluationConfig())
     gate: GateConfig = Field(GateConfig())
     export: ExportConfig = Field(ExportConfig())
@@ -330,6 +336,27 @@ class Config(Section):
         if value:
             _require_bundle(value)
         return value
+
+    @property
+    def topology(self) -> Topology:
+        """The roles of this run: those of the program, else those of the strategy."""
+        own = self.program.topology() if self.program.command else None
+        return own or find_topology(self.training.strategy)
+
+    @property
+    def has_evaluator(self) -> bool:
+        """Whether a task evaluates each checkpoint."""
+        own = self.program.roles if self.program.command else {}
+        return self.cluster.evaluator or "evaluator" in own
+
+    @model_validator(mode="after")
+    def _check_program(self) -> Config:
+        """A program trains its own model, and its keys need `program.command`."""
+        if self.program.command:
+            refuse_own_keys(self)
+        else:
+            refuse_without_command(self.program)
+        return self
 
     @model_validator(mode="after")
     def _check_length(self) -> Config:
@@ -422,7 +449,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_shards(self) -> Config:
         """`cluster.workers` is at most `data.shards`, where `data.partition` is `disjoint`."""
-        shared = find_topology(self.training.strategy).workers and self.data.partition == "disjoint"
+        shared = self.topology.workers and self.data.partition == "disjoint"
         if shared and self.cluster.workers > self.data.shards:
             raise ValueError(
                 f"cluster.workers: {self.cluster.workers} workers cannot share "
@@ -435,6 +462,11 @@ class Config(Section):
         """`data.partition: dynamic` needs a built-in strategy, and no `data.disk`."""
         if self.data.partition != DYNAMIC:
             return self
+        if self.program.command:
+            raise ValueError(
+                "data.partition: dynamic is for Flotilla's own trainer, which reads example by "
+                "example; with a program choose disjoint or reshuffle"
+            )
         strategy = self.training.strategy
         if strategy not in STRATEGIES:
             raise ValueError(

@@ -11,7 +11,7 @@ import json
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
@@ -181,6 +181,7 @@ class Topology:
         servers: whether variables are on parameter servers.
         workers: whether there are workers; otherwise the chief trains alone.
         capabilities: see `Capabilities`.
+        counts: the number of tasks of each role, if the topology itself says it.
     """
 
     implementation: str
@@ -188,6 +189,7 @@ class Topology:
     chief: bool = True
     servers: bool = True
     workers: bool = True
+    counts: Mapping[str, int] = field(default_factory=dict)
 
     def tasks(self, *, servers: int, workers: int) -> dict[str, int]:
         """Return the number of tasks to start for each role, the chief last."""
@@ -196,11 +198,14 @@ class Topology:
             "worker": workers * self.workers,
             "chief": int(self.chief),
         }
+        used |= self.counts
         return {role: count for role, count in used.items() if count}
 
     def leads(self, task: Task) -> bool:
-        """Return whether a task runs the outer loop."""
-        return task.role == "chief" or (not self.chief and task.role == "worker")
+        """Return whether a task runs the outer loop: without a chief, workers without servers."""
+        if self.chief or task.role != "worker":
+            return task.role == "chief"
+        return not self.servers or task.index == 0
 
 
 #: Every named strategy.

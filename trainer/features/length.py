@@ -18,7 +18,6 @@ from flotilla.trainer.config.base import AUTOMATIC
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.optimizer import OF_MODEL
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import find_topology
 
 LEARNING_RATE = 0.002
 WITHOUT_GAIN = 16
@@ -71,7 +70,7 @@ class Splits(NamedTuple):
 
 def examples_of_step(config: Config) -> int:
     """Return the examples of one update: those of one worker if workers are asynchronous."""
-    training, topology = config.training, find_topology(config.training.strategy)
+    training, topology = config.training, config.topology
     return (
         training.step_examples
         * _batches_of_step(config)
@@ -81,7 +80,7 @@ def examples_of_step(config: Config) -> int:
 
 def _batches_of_step(config: Config) -> int:
     training, cluster = config.training, config.cluster
-    topology, devices = find_topology(training.strategy), max(1, cluster.gpus_per_worker)
+    topology, devices = config.topology, max(1, cluster.gpus_per_worker)
     if not topology.workers or topology.capabilities.mixes_steps:
         return devices
     needed = training.replicas_to_aggregate if topology.capabilities.aggregates else 0

@@ -1,0 +1,177 @@
+"""The section `program`: a training program of the user's own, in place of the trainer.
+
+Flotilla starts the program in every task of the cluster, gives it the data and the cluster, and
+publishes the checkpoints and the model that it writes. A word such as `{index}` in the command and
+in the environment is a placeholder; any other brace stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+
+from flotilla.trainer.config.base import MOST, Whole, key
+from flotilla.trainer.config.topology import ROLES, Topology
+from flotilla.trainer.runtime.errors import nearest
+
+if TYPE_CHECKING:
+    from flotilla.trainer.config.schema import Config
+
+STOP, EVALUATE = "stop", "evaluate"
+#: The words that a command and an environment may have in braces.
+PLACEHOLDERS = (
+    "role", "index", "task_index", "ps_hosts", "worker_hosts", "chief_hosts", "num_ps",
+    "num_workers", "gpu", "dataset", "dataset_files", "checkpoints", "model", "logs", "metrics",
+    "steps", "batch_size", "seed",
+)  # fmt: skip
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Names that the program gets from the cluster.
+_GIVEN = re.compile(r"TF_CONFIG|FLOTILLA_\w*")
+#: Keys of the own trainer, by section, that mean nothing to a program; so are those of the model.
+_OWN = {
+    "training": (
+        "accumulate", "optimizer", "schedule", "pull_every", "replicas_to_aggregate",
+        "checkpoint_parts_mb", "patience", "mixed_precision", "jit_compile", "warm_start", "ema",
+        "freeze", "class_weights", "profile", "callbacks",
+    ),
+    "data": ("disk",),
+    "cluster": ("placement", "existing_servers", "in_process", "recovery"),
+}  # fmt: skip
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace the placeholders of a text; raises `ValueError` for an unknown one."""
+    return _PLACEHOLDER.sub(lambda found: _look_up(found[1], values), text)
+
+
+def _look_up(name: str, values: Mapping[str, str]) -> str:
+    if name not in values:
+        hint = nearest(name, values) or f" (one of {', '.join(sorted(values))})"
+        raise ValueError(f"no placeholder {{{name}}}{hint}")
+    return values[name]
+
+
+def _check(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("there is a NUL character in it")
+    fill(text, dict.fromkeys(PLACEHOLDERS, ""))
+    return text
+
+
+Template = Annotated[str, AfterValidator(_check)]
+Tasks = Annotated[int, Field(ge=1, le=10_000)]
+
+
+class ProgramConfig(Whole):
+    """A training program of the user's own, which trains its own model."""
+
+    command: tuple[Template, ...] = key(
+        (), "words of the program's command, such as [python, train.py]; empty: the own trainer"
+    )
+    roles: dict[str, Tasks] = key(
+        {}, "tasks of each role, {worker: 2, ps: 1}; empty: those of training.strategy"
+    )
+    working_dir: str = key(
+        "", "folder that the program starts in; empty: of this run on this machine, of the image"
+    )
+    env: dict[str, Template] = key({}, "environment variables of the program")
+    data: Literal["files", "uri"] = key(
+        "files", "files: each task gets its part of the dataset as files; uri: its URI alone"
+    )
+    checkpoint_marker: str = key(
+        "", "file that the program writes last into a checkpoint's folder; empty: known layouts"
+    )
+    stall_timeout: float = key(
+        0, "seconds without a step, or without output, before it begins again; 0: never", ge=0,
+        le=MOST,
+    )  # fmt: skip
+    python: str = key(
+        "python3", "Python 3.8 or later of the image, which starts the program; empty: none"
+    )
+    after_training: Literal["stop", "evaluate"] = key(
+        STOP, "evaluate: the program's model is evaluated, exported and registered"
+    )
+    outputs: Literal["auto", "probabilities", "logits"] = key(
+        "auto", "what the model of a classifier returns; auto: by its values"
+    )
+
+    def topology(self) -> Topology | None:
+        """Return the topology that `roles` describe; None if they are empty."""
+        if not self.roles:
+            return None
+        return Topology(
+            implementation="",
+            chief="chief" in self.roles,
+            servers="ps" in self.roles,
+            workers="worker" in self.roles,
+            counts={role: n for role, n in self.roles.items() if role != "evaluator"},
+        )
+
+    @field_validator("command")
+    @classmethod
+    def _begins_with_program(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value and not value[0].strip():
+            raise ValueError("its first word, the program, is empty")
+        return value
+
+    @field_validator("roles")
+    @classmethod
+    def _known_roles(cls, value: dict[str, int]) -> dict[str, int]:
+        for role, count in value.items():
+            if role not in ROLES:
+                hint = nearest(role, ROLES) or f" (one of {', '.join(ROLES)})"
+                raise ValueError(f"no role {role!r}{hint}")
+            if role in ("chief", "evaluator") and count > 1:
+                raise ValueError(f"{count} tasks of the role {role}; there can be one")
+        if value and not {"chief", "worker"} & value.keys():
+            raise ValueError("neither a chief nor a worker, one of which leads")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _free_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of a variable")
+            if _GIVEN.fullmatch(name):
+                raise ValueError(f"{name} is set by Flotilla; choose another name")
+        return value
+
+    @field_validator("checkpoint_marker")
+    @classmethod
+    def _file_name(cls, value: str) -> str:
+        if "/" in value or value in (".", ".."):
+            raise ValueError(f"{value!r} is no name of a file; its folder is the checkpoint")
+        return value
+
+
+def refuse_own_keys(config: Config) -> None:
+    """Raise `ValueError` if keys of a model or an optimizer are set next to a program."""
+    sections = {"model": tuple(type(config.model).model_fields), **_OWN}
+    changed = [
+        f"{section}.{name}"
+        for section, names in sections.items()
+        for name in names
+        if _is_changed(getattr(config, section), name)
+    ]
+    if changed:
+        raise ValueError(
+            f"{changed[0]}: the program of program.command trains its own model: leave it out"
+        )
+
+
+def _is_changed(section: Any, name: str) -> bool:
+    return getattr(section, name) != type(section).model_fields[name].get_default(
+        call_default_factory=True
+    )
+
+
+def refuse_without_command(program: ProgramConfig) -> None:
+    """Raise `ValueError` if keys of a program are set, but no command."""
+    if not program.command and program != ProgramConfig():
+        name = next(each for each in program.model_fields_set if _is_changed(program, each))
+        raise ValueError(f"program.{name}: there is no program.command that it is for")

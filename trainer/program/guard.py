@@ -1,0 +1,440 @@
+"""The guard of a program: it starts the program, relays its output, and leaves nothing of it.
+
+This file runs in the image of the user, which needs no package of this project: it imports the
+standard library alone, and keeps to the syntax of Python 3.8. The agent, a process of this project,
+listens at a Unix socket and decides; the two send JSON objects, one a line (see `messages.py`):
+
+    python3 guard.py --socket FOLDER/guard.sock [--reconnect SECONDS] [--termination FILE]
+
+The program is the leader of its own session. When it has ended, every process that it started is
+killed, also one that left its process group: the guard is the reaper of its orphans. Without the
+agent for `--reconnect` seconds (0: at once) the program is stopped and the guard ends with 138,
+which asks for a new start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, Dict  # noqa: UP035
+
+SOCKET, LOCK = "guard.sock", "guard.lock"
+BEGIN_AGAIN, NOT_EXECUTABLE, NOT_FOUND = 138, 126, 127
+# The kernel's limit of a socket's path is 108 bytes.
+LONGEST_PATH = 100
+LONGEST_LINE = 1 << 16
+MOST_UNSENT = 1 << 20
+LAST_LINES, LAST_LETTERS = 20, 500
+POLL_SECONDS, ACTIVE_SECONDS, DRAIN_SECONDS = 0.25, 1.0, 2.0
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+Message = Dict[str, Any]  # noqa: UP006
+
+
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process, where the system has it."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes whose parent, a descendant of this one, has ended."""
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reach(path: str) -> str:
+    """Return a short path to a socket; the folder stays open for as long as this process runs."""
+    if len(os.fsencode(path)) <= LONGEST_PATH:
+        return path
+    folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+    return f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the children of a process, ended ones included; empty without `/proc`."""
+    found = []
+    try:
+        names = [name for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+    for name in names:
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # The name of the process, in brackets, may have spaces.
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(name))
+    return found
+
+
+def kill_all(group: int, keep: Any = ()) -> None:
+    """Kill a process group, and all children of this process but `keep`, until none is left."""
+    with contextlib.suppress(OSError):
+        os.killpg(group, signal.SIGKILL)
+    end = time.monotonic() + DRAIN_SECONDS
+    while time.monotonic() < end:
+        left = [pid for pid in children_of(os.getpid()) if pid not in keep]
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+class Output:
+    """The output of the program: passed on as it is, and read for what it says."""
+
+    def __init__(self) -> None:
+        """Begin with no output."""
+        self.last: list[str] = []
+        self._line = b""
+
+    def take(self, data: bytes) -> list[str]:
+        """Pass bytes on; return the complete lines that are an object with a step."""
+        self._pass_on(data)
+        *lines, rest = data.split(b"\n")
+        found = []
+        for line in lines:
+            text = self._end_line(self._line + line)
+            self._line = b""
+            if text:
+                found.append(text)
+        self._line = (self._line + rest)[:LONGEST_LINE]
+        return found
+
+    def finish(self) -> None:
+        """Note what follows the last end of a line."""
+        self._end_line(self._line)
+        self._line = b""
+
+    def _pass_on(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[os.write(1, data) :]
+            except OSError:
+                # A full disk, or a reader that left, is no reason to end the program.
+                return
+
+    def _end_line(self, line: bytes) -> str:
+        # A progress bar writes many lines over each other.
+        shown = line.rstrip(b"\r").rpartition(b"\r")[2] or line
+        text = shown[:LONGEST_LINE].decode("utf-8", "replace").strip()
+        if text:
+            self.last = [*self.last[1 - LAST_LINES :], text[:LAST_LETTERS]]
+        return text if is_step(text) else ""
+
+
+def is_step(text: str) -> bool:
+    """Say whether a line is one JSON object with a step."""
+    if not text.startswith("{") or 'step"' not in text:
+        return False
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(tree, dict) and ("step" in tree or "global_step" in tree)
+
+
+class Program:
+    """One run of the program."""
+
+    def __init__(self, message: Message) -> None:
+        """Start it; raises `OSError`."""
+        self.attempt = message.get("attempt", 0)
+        self.deadline: float | None = None
+        self.output = Output()
+        reader, writer = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                message["command"],
+                stdin=subprocess.DEVNULL,
+                stdout=writer,
+                stderr=writer,
+                cwd=message.get("cwd") or None,
+                env={**os.environ, **message.get("env", {})},
+                start_new_session=True,
+                # The kernel kills it when this process is killed.
+                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509
+            )
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        self.reader = reader
+        os.set_blocking(reader, False)
+
+    def stop(self, grace: float) -> None:
+        """Send SIGTERM; `kill` is due after `grace` seconds."""
+        if self.deadline is None:
+            self.deadline = time.monotonic() + grace
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill all of it."""
+        kill_all(self.process.pid, keep=(self.process.pid,))
+        self.process.wait()
+
+
+class Guard:
+    """The loop of this process."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Take the options of the command line."""
+        self._options = options
+        self._program: Program | None = None
+        self._connection: socket.socket | None = None
+        self._selector = selectors.DefaultSelector()
+        self._incoming, self._unsent = b"", b""
+        self._lost_at = time.monotonic()
+        self._active_at = 0.0
+        self._asked_to_end = 0
+        self._code: int | None = None
+        self._was_connected = False
+        # How the last program ended, for an agent that was away.
+        self._ended: Message | None = None
+
+    def run(self) -> int:
+        """Serve the agent to the end; return the exit code."""
+        wakes, wake = os.pipe()
+        for end in (wakes, wake):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, self._handle)
+        self._selector.register(wakes, selectors.EVENT_READ, "wake")
+        while self._code is None:
+            if self._connection is None:
+                self._connect()
+            if self._code is not None:
+                break
+            for key, _ in self._selector.select(POLL_SECONDS):
+                self._serve(key)
+            self._look()
+        if self._program:
+            self._program.kill()
+        return self._code
+
+    def _handle(self, number: int, _frame: Any) -> None:
+        if number != signal.SIGCHLD:
+            self._asked_to_end = number
+
+    def _serve(self, key: Any) -> None:
+        if key.data == "wake":
+            os.read(key.fd, 4096)
+        elif key.data == "output":
+            self._read_output()
+        elif key.data == "agent":
+            self._read_agent()
+
+    def _look(self) -> None:
+        """Do what is due without an event of its own."""
+        if self._asked_to_end:
+            number, self._asked_to_end = self._asked_to_end, 0
+            if self._connection:
+                self._send({"is": "signal", "number": number})
+            else:
+                self._stop_alone(128 + number)
+        program = self._program
+        if program and program.deadline is not None and time.monotonic() > program.deadline:
+            program.kill()
+        if program and program.process.poll() is not None:
+            self._end_program(program)
+        self._flush()
+
+    # The agent.
+
+    def _connect(self) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(reach(self._options.socket))
+        except OSError:
+            connection.close()
+            waits = self._options.reconnect if self._was_connected else self._options.wait
+            if time.monotonic() - self._lost_at > waits:
+                self._stop_alone(BEGIN_AGAIN)
+            return
+        connection.setblocking(False)
+        self._connection, self._was_connected = connection, True
+        self._incoming = self._unsent = b""
+        self._selector.register(connection, selectors.EVENT_READ, "agent")
+        running = self._program
+        self._send(
+            {
+                "is": "ready",
+                "attempt": running.attempt if running else 0,
+                "running": running is not None,
+                "pid": running.process.pid if running else 0,
+                "ended": self._ended,
+            }
+        )
+
+    def _lose_agent(self) -> None:
+        if self._connection:
+            self._selector.unregister(self._connection)
+            self._connection.close()
+        self._connection, self._lost_at = None, time.monotonic()
+        if not self._options.reconnect:
+            self._code = BEGIN_AGAIN
+
+    def _read_agent(self) -> None:
+        try:
+            data = self._connection.recv(1 << 16) if self._connection else b""
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose_agent()
+            return
+        *lines, self._incoming = (self._incoming + data).split(b"\n")
+        for line in lines:
+            self._obey(json.loads(line.decode()))
+
+    def _obey(self, message: Message) -> None:
+        wanted, program = message.get("do"), self._program
+        if wanted == "start":
+            self._start(message)
+        elif wanted == "stop" and program:
+            program.stop(float(message.get("grace", 0)))
+        elif wanted == "kill" and program:
+            program.kill()
+        elif wanted == "exit":
+            self._write_termination(str(message.get("message", "")))
+            self._code = int(message["code"])
+
+    def _send(self, message: Message) -> None:
+        # An agent that does not read must not stop the program.
+        if len(self._unsent) < MOST_UNSENT or message["is"] not in ("line", "active"):
+            self._unsent += json.dumps(message).encode() + b"\n"
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._unsent and self._connection:
+            try:
+                sent = self._connection.send(self._unsent)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._lose_agent()
+                return
+            self._unsent = self._unsent[sent:]
+
+    # The program.
+
+    def _start(self, message: Message) -> None:
+        if self._program:
+            self._send({"is": "failed", "code": 1, "message": "a program runs already"})
+            return
+        try:
+            self._program = Program(message)
+        except OSError as error:
+            self._send(_failure(message, error))
+            return
+        self._ended = None
+        self._selector.register(self._program.reader, selectors.EVENT_READ, "output")
+        self._send({"is": "started", "pid": self._program.process.pid})
+
+    def _read_output(self) -> bool:
+        """Read what is there; return whether there may be more."""
+        program = self._program
+        if not program:
+            return False
+        try:
+            data = os.read(program.reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            if program.reader in self._selector.get_map():
+                self._selector.unregister(program.reader)
+            return False
+        for text in program.output.take(data):
+            self._send({"is": "line", "text": text})
+        if time.monotonic() - self._active_at >= ACTIVE_SECONDS:
+            self._active_at = time.monotonic()
+            self._send({"is": "active"})
+        return True
+
+    def _end_program(self, program: Program) -> None:
+        code = program.process.wait()
+        kill_all(program.process.pid)
+        while self._read_output():
+            pass
+        program.output.finish()
+        if program.reader in self._selector.get_map():
+            self._selector.unregister(program.reader)
+        os.close(program.reader)
+        self._program = None
+        last = program.output.last
+        self._ended = {"is": "ended", "attempt": program.attempt, "code": code, "last": last}
+        self._send(self._ended)
+
+    def _stop_alone(self, code: int) -> None:
+        """Stop the program without the agent, and end."""
+        if self._program:
+            self._program.stop(self._options.grace)
+            end = time.monotonic() + self._options.grace
+            while self._program.process.poll() is None and time.monotonic() < end:
+                # It may wait for a reader of its output.
+                self._selector.select(POLL_SECONDS)
+                self._read_output()
+        self._code = code
+
+    def _write_termination(self, message: str) -> None:
+        if not self._options.termination or not message:
+            return
+        text = " ".join(message.split())[:4000]
+        with contextlib.suppress(OSError), open(self._options.termination, "wb") as file:
+            file.write(f"{text}\n".encode())
+
+
+def _failure(message: Message, error: OSError) -> Message:
+    word, folder = message["command"][0], message.get("cwd") or "."
+    if not os.path.isdir(folder):
+        what = f"program.working_dir: there is no folder {folder}"
+        return {"is": "failed", "code": NOT_FOUND, "message": what}
+    code = NOT_FOUND if error.errno == errno.ENOENT else NOT_EXECUTABLE
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    what = f"cannot start {word}: {reason}; check program.command and the image"
+    return {"is": "failed", "code": code, "message": what}
+
+
+def hold_lock(path: str) -> Any:
+    """Wait until an earlier guard of this task has ended; the lock ends with this process."""
+    file = open(path, "wb")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def main() -> int:
+    """Parse the command line, and guard a program."""
+    parser = argparse.ArgumentParser(prog="guard.py")
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--wait", type=float, default=120.0, help="seconds for the first contact")
+    parser.add_argument("--reconnect", type=float, default=0.0, help="seconds for a new contact")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds to end without an agent")
+    parser.add_argument("--termination", default="", help="file of the termination message")
+    options = parser.parse_args()
+    folder = os.path.dirname(os.path.abspath(options.socket))
+    lock = hold_lock(os.path.join(folder, LOCK))
+    adopt_orphans()
+    with lock:
+        return Guard(options).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
