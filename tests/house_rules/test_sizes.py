@@ -16,7 +16,7 @@ from tests.house_rules.source import (
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
-FOLDER_LIMITS = {"components": 20}
+FOLDER_LIMITS = {"components": 20, "trainer/config": 16}
 # The budget of lines per room. A decision page of a larger room says what was removed.
 BUDGETS = {
     "components": 1750,
@@ -37,7 +37,7 @@ BUDGETS = {
     "trainer/checkpoints": 2775,
     "trainer/cluster": 2500,
     "trainer/code": 450,
-    "trainer/config": 3175,
+    "trainer/config": 3400,
     "trainer/data": 11550,
     "trainer/data_gate": 2000,
     "trainer/embeddings": 2075,
@@ -49,7 +49,7 @@ BUDGETS = {
     "trainer/optimizers": 575,
     "trainer/prediction": 1275,
     "trainer/preflight": 1025,
-    "trainer/program": 115,
+    "trainer/program": 600,
     "trainer/promotion": 1575,
     "trainer/report": 2075,
     "trainer/runtime": 1550,

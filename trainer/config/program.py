@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -17,10 +17,7 @@ from flotilla.trainer.config.base import MOST, Whole, key
 from flotilla.trainer.config.topology import ROLES, Topology
 from flotilla.trainer.runtime.errors import nearest
 
-if TYPE_CHECKING:
-    from flotilla.trainer.config.schema import Config
-
-STOP, EVALUATE = "stop", "evaluate"
+EVALUATE = "evaluate"
 #: The words that a command and an environment may have in braces.
 PLACEHOLDERS = (
     "role", "index", "task_index", "ps_hosts", "worker_hosts", "chief_hosts", "num_ps",
@@ -93,7 +90,7 @@ class ProgramConfig(Whole):
         "python3", "Python 3.8 or later of the image, which starts the program; empty: none"
     )
     after_training: Literal["stop", "evaluate"] = key(
-        STOP, "evaluate: the program's model is evaluated, exported and registered"
+        "stop", "evaluate: the program's model is evaluated, exported and registered"
     )
     outputs: Literal["auto", "probabilities", "logits"] = key(
         "auto", "what the model of a classifier returns; auto: by its values"
@@ -149,14 +146,14 @@ class ProgramConfig(Whole):
         return value
 
 
-def refuse_own_keys(config: Config) -> None:
+def refuse_own_keys(sections: Mapping[str, Any]) -> None:
     """Raise `ValueError` if keys of a model or an optimizer are set next to a program."""
-    sections = {"model": tuple(type(config.model).model_fields), **_OWN}
+    own = {"model": tuple(type(sections["model"]).model_fields), **_OWN}
     changed = [
         f"{section}.{name}"
-        for section, names in sections.items()
+        for section, names in own.items()
         for name in names
-        if _is_changed(getattr(config, section), name)
+        if _is_changed(sections[section], name)
     ]
     if changed:
         raise ValueError(
@@ -165,9 +162,8 @@ def refuse_own_keys(config: Config) -> None:
 
 
 def _is_changed(section: Any, name: str) -> bool:
-    return getattr(section, name) != type(section).model_fields[name].get_default(
-        call_default_factory=True
-    )
+    default = type(section).model_fields[name].get_default(call_default_factory=True)
+    return bool(getattr(section, name) != default)
 
 
 def refuse_without_command(program: ProgramConfig) -> None:

@@ -353,7 +353,7 @@ class Config(Section):
     def _check_program(self) -> Config:
         """A program trains its own model, and its keys need `program.command`."""
         if self.program.command:
-            refuse_own_keys(self)
+            refuse_own_keys(dict(self))
         else:
             refuse_without_command(self.program)
         return self

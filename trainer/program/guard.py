@@ -65,7 +65,7 @@ def children_of(pid: int) -> list[int]:
     """Return the children of a process, ended ones included; empty without `/proc`."""
     found = []
     try:
-        names = [name for name in os.listdir("/proc") if name.isdigit()]
+        names = [name for name in os.listdir("/proc") if name[:1] in "123456789"]
     except OSError:
         return []
     for name in names:
@@ -80,7 +80,7 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def kill_all(group: int, keep: Any = ()) -> None:
+def kill_all(group: int, keep: tuple[int, ...] = ()) -> None:
     """Kill a process group, and all children of this process but `keep`, until none is left."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGKILL)
@@ -131,8 +131,8 @@ class Output:
 
     def _end_line(self, line: bytes) -> str:
         # A progress bar writes many lines over each other.
-        shown = line.rstrip(b"\r").rpartition(b"\r")[2] or line
-        text = shown[:LONGEST_LINE].decode("utf-8", "replace").strip()
+        visible = line.rstrip(b"\r").rpartition(b"\r")[2] or line
+        text = visible[:LONGEST_LINE].decode("utf-8", "replace").strip()
         if text:
             self.last = [*self.last[1 - LAST_LINES :], text[:LAST_LETTERS]]
         return text if is_step(text) else ""
@@ -186,8 +186,11 @@ class Program:
 
     def kill(self) -> None:
         """Kill all of it."""
-        kill_all(self.process.pid, keep=(self.process.pid,))
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        # Its children are adopted when it has ended.
         self.process.wait()
+        kill_all(self.process.pid)
 
 
 class Guard:
@@ -428,7 +431,11 @@ def main() -> int:
     parser.add_argument("--reconnect", type=float, default=0.0, help="seconds for a new contact")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds to end without an agent")
     parser.add_argument("--termination", default="", help="file of the termination message")
+    parser.add_argument("--umask", default="", help="in octal, of the program's files")
+    parser.add_argument("command", nargs="*", help="of the program, for those who read it here")
     options = parser.parse_args()
+    if options.umask:
+        os.umask(int(options.umask, 8))
     folder = os.path.dirname(os.path.abspath(options.socket))
     lock = hold_lock(os.path.join(folder, LOCK))
     adopt_orphans()
