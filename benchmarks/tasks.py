@@ -85,7 +85,7 @@ def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
         objective.accept(model, model.output)
     else:
         last = read_index(launched(config, dataset, work))[-1].uri
-        model, _ = load_trained_model(config, spec, objective, last, work)
+        model = load_trained_model(config, spec, objective, last, work).model
     files = [str(path) for path in stage_shards(dataset, work / "test", "test")]
     sums = objective.totals(model, evaluation_batches(spec, files, batch_size=1000))
     return objective.means(np.asarray(sums))

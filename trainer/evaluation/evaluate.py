@@ -9,10 +9,11 @@ batch: the memory does not grow with the examples.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,15 @@ import keras
 from flotilla.trainer import storage
 from flotilla.trainer.baselines.rows import Splits
 from flotilla.trainer.checkpoints import index
-from flotilla.trainer.checkpoints.checkpoints import RestoredCheckpoint, restore_model
+from flotilla.trainer.checkpoints.checkpoints import RestoredCheckpoint, fetch, restore_model
 from flotilla.trainer.config.main_metric import main_first
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.read import labelled_columns, read_columns, stage_shards
+from flotilla.trainer.data.read import (
+    evaluation_batches,
+    labelled_columns,
+    read_columns,
+    stage_shards,
+)
 from flotilla.trainer.evaluation import constant
 from flotilla.trainer.evaluation.baseline import judge_baselines
 from flotilla.trainer.evaluation.champion import compare_champion, load_champion
@@ -35,6 +41,7 @@ from flotilla.trainer.evaluation.predictions import (
     measure_predictions,
     predict,
 )
+from flotilla.trainer.evaluation.program_model.load import PROGRAM, load_program_model
 from flotilla.trainer.evaluation.signature import map_outputs
 from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.evaluation.threshold import choose_thresholds
@@ -55,6 +62,8 @@ TRAIN = "train"
 _PREDICTING = f"predicting the {SPLIT} split"
 # Training examples from which the most popular items are determined.
 _MOST_LEARNT = 10_000_000
+# Test examples with which a program's model is called first.
+_EXAMPLES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +90,10 @@ def evaluate(  # noqa: PLR0913, PLR0917
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
     features = slice_features(spec.features, spec.targets, config.evaluation.slices)
     objective = tasks.make_objective(config, spec)
-    model, step = load_trained_model(config, spec, objective, checkpoint, scratch)
+    trained = load_trained_model(config, spec, objective, checkpoint, scratch, dataset)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
-    thresholds = choose_thresholds(objective, model, spec, dataset, scratch, size)
+    thresholds = choose_thresholds(objective, trained.model, spec, dataset, scratch, size)
     objective = objective.set_thresholds(thresholds)
     read = [*dict.fromkeys([*features, *objective.task.columns])]
     batches = labelled_columns(spec, files, batch_size=size, columns=read)
@@ -96,9 +105,9 @@ def evaluate(  # noqa: PLR0913, PLR0917
         folder, columns = Path(name, "evaluation"), Path(name, "columns")
         writer = Writer(folder / "predictions", columns, spec.examples(SPLIT))
         with closing(writer), _naming(dataset), Work(_PREDICTING, "rows", writer.rows) as work:
-            found = predict(objective, model, spec, batches, writer, answer, work.add)
+            found = predict(objective, trained.model, spec, batches, writer, answer, work.add)
         _require_sound(spec, found, dataset, checkpoint)
-        summary = {**summarize_predictions(spec, objective, found, features), "global_step": step}
+        summary = {**summarize_predictions(spec, objective, found, features), **trained.facts}
         judges = Judges.load(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
         if opponent:
@@ -111,8 +120,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
             summary["baselines"] = judge_baselines(objective, found.own, splits)
         summary = finite(summary)
         _write(folder, summary, found)
-        fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
-        storage.publish(folder, output, kind=KIND, fields=fields)
+        fields = {name: summary[name] for name in ("metrics", "global_step")}
+        storage.publish(folder, output, kind=KIND, fields={"made_from": made_from, **fields})
     return Evaluation(uri=output, metrics=_drop_undefined(summary["metrics"]))
 
 
@@ -208,14 +217,51 @@ def build_model(
     return registry.build(named, inputs, config.training.seed, check or objective.accept)
 
 
-def load_trained_model(
-    config: Config, spec: DatasetSpec, objective: Objective, checkpoint: str, scratch: Path
-) -> tuple[keras.Model, int]:
-    """Return the model with the weights of the checkpoint, and the checkpoint's global step."""
-    model = build_model(config, spec, objective)
-    found = restore_model(checkpoint, model, scratch)
-    require_positive(objective.task, spec, found)
-    return model, found.global_step
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """The model of a checkpoint, and the checkpoint's global step.
+
+    Attributes:
+        described: how a program's own model was read, for `metrics.json` and a manifest.
+    """
+
+    model: keras.Model
+    global_step: int
+    described: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The entries for `metrics.json`."""
+        return {"global_step": self.global_step, **self.described}
+
+
+def load_trained_model(  # noqa: PLR0913, PLR0917
+    config: Config,
+    spec: DatasetSpec,
+    objective: Objective,
+    checkpoint: str,
+    scratch: Path,
+    dataset: str = "",
+) -> TrainedModel:
+    """Return the model with the weights of the checkpoint; raises `UserError`.
+
+    A program's own model is called with test examples of `dataset`.
+    """
+    if PROGRAM not in storage.read_manifest(checkpoint).fields:
+        model = build_model(config, spec, objective)
+        found = restore_model(checkpoint, model, scratch)
+        require_positive(objective.task, spec, found)
+        return TrainedModel(model=model, global_step=found.global_step)
+    # Files of another checkpoint would be part of the model.
+    shutil.rmtree(scratch / PROGRAM, ignore_errors=True)
+    found = fetch(checkpoint, scratch / PROGRAM)
+    files = stage_shards(dataset, scratch / SPLIT, SPLIT)
+    batches = evaluation_batches(spec, files, batch_size=_EXAMPLES)
+    examples, *_ = keras.utils.unpack_x_y_sample_weight(next(iter(batches)))
+    named = examples if isinstance(examples, Mapping) else {spec.inputs[0]: examples}
+    own = load_program_model(found, spec, objective, named, config.program.outputs)
+    described = {PROGRAM: own.describe()}
+    return TrainedModel(model=own.model, global_step=found.global_step, described=described)
 
 
 def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -> None:

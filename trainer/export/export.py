@@ -25,7 +25,14 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.files.recorded_columns import read_recorded
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
-from flotilla.trainer.evaluation.evaluate import SPLIT, is_reusable, load_trained_model, read_inputs
+from flotilla.trainer.evaluation.evaluate import (
+    SPLIT,
+    TrainedModel,
+    is_reusable,
+    load_trained_model,
+    read_inputs,
+)
+from flotilla.trainer.evaluation.program_model.load import is_saved_model
 from flotilla.trainer.evaluation.signature import (
     LABELS,
     describe_inputs,
@@ -96,24 +103,37 @@ def export(  # noqa: PLR0913, PLR0917
         folder = Path(name)
         with fresh_process(folder) as process:
             objective = tasks.make_objective(config, spec)
-            model, step = load_trained_model(config, spec, objective, checkpoint, scratch)
+            trained = load_trained_model(config, spec, objective, checkpoint, scratch, dataset)
+            step = trained.global_step
             facts = model_card.Facts(
                 config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step
             )
-            subject = _original(config, model, objective, spec, dataset, scratch)
-            fields = _fields(facts, subject, evaluation, made_from)
+            forms = {"formats": _list_formats(config, trained), **trained.described}
+            calibrated = any(FORMATS[form].calibrated for form in forms["formats"])
+            subject = _original(trained.model, objective, spec, dataset, scratch, calibrated)
+            fields = {**_fields(facts, subject, evaluation, made_from), **forms}
             parity = _write_forms(folder, subject, fields, process)
-        if "keras" in config.export.formats:
+        if "keras" in fields["formats"]:
             fields["keras_modules"] = keras_file.list_modules(folder / format_path("keras", "", 0))
-        _write_json(folder / "parity.json", parity)
         if spec.learnt.data:
             (folder / statistics.FILE).write_bytes(spec.learnt.data)
-        _write_json(folder / "config.json", config.model_dump(mode="json"))
-        _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
-        _write_text(folder / "model_card.md", model_card.write_card(facts, parity, fields))
+        _write_texts(folder, facts, parity, fields, output)
         signing.sign(folder, fields)
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
+
+
+def _write_texts(
+    folder: Path,
+    facts: model_card.Facts,
+    parity: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    output: str,
+) -> None:
+    _write_json(folder / "parity.json", parity)
+    _write_json(folder / "config.json", facts.config.model_dump(mode="json"))
+    _write_text(folder / "kserve.yaml", kserve.service(facts.config.name, output))
+    _write_text(folder / "model_card.md", model_card.write_card(facts, parity, fields))
 
 
 def _fields(
@@ -123,7 +143,6 @@ def _fields(
     return {
         "name": config.name,
         "global_step": facts.step,
-        "formats": list(config.export.formats),
         "inputs": describe_inputs(spec),
         "reads": read_recorded(spec, storage.read_manifest(facts.dataset), config.data),
         "task": subject.task.name,
@@ -169,16 +188,23 @@ def _write_forms(
     return parity
 
 
+def _list_formats(config: Config, trained: TrainedModel) -> list[str]:
+    """Return the formats without one that cannot hold the program's model."""
+    if not is_saved_model(trained.described):
+        return list(config.export.formats)
+    return [form for form in config.export.formats if form != "keras"]
+
+
 def _original(  # noqa: PLR0913, PLR0917
-    config: Config,
     model: keras.Model,
     objective: Objective,
     spec: DatasetSpec,
     dataset: str,
     scratch: Path,
+    calibrated: bool,
 ) -> Original:
     calibration = None
-    if any(FORMATS[form].calibrated for form in config.export.formats):
+    if calibrated:
         calibration, _ = next(_batches(spec, dataset, scratch, "train", CALIBRATION_EXAMPLES))
     return Original(
         model=model,

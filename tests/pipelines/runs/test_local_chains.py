@@ -207,7 +207,8 @@ def test_one_that_is_better_by_noise_alone_is_refused(mnist_first, tmp_path, roo
 def _noisy(config, dataset, checkpoint, folder):
     """Perturb the champion until a few more examples happen to be right, and publish the model."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
-    model, step = load_trained_model(config, spec, make_objective(config, spec), checkpoint, folder)
+    trained = load_trained_model(config, spec, make_objective(config, spec), checkpoint, folder)
+    model, step = trained.model, trained.global_step
     files = stage_shards(dataset, folder / "test", "test")
     [(images, labels)] = evaluation_batches(spec, files, batch_size=10_000)
     genuine, generator = model.get_weights(), np.random.default_rng(0)

@@ -1,0 +1,240 @@
+"""A program's model is evaluated and exported like our own, or refused in one line."""
+
+import json
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from flotilla.trainer import storage
+from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.runtime.errors import UserError
+from tests.trainer import small_run
+from tests.trainer.evaluation.program_model import programs
+from tests.trainer.evaluation.two_classes import TwoClasses, source
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+PIXELS = {"x": tf.TensorSpec((None, 64))}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return small_run.small_run(tmp_path_factory.mktemp("run"))
+
+
+def keras_file(run):
+    return lambda folder: programs.keras_softmax(run).save(folder / "digits.keras")
+
+
+def keras_export(run):
+    return lambda folder: programs.keras_softmax(run).export(folder, verbose=False)
+
+
+def numbered(run):
+    def write(folder):
+        programs.saved_softmax(run)(folder / "10")
+        # An older one, as TensorFlow Serving would keep it.
+        (folder / "9").mkdir()
+        (folder / "9" / "saved_model.pb").write_bytes(b"")
+
+    return write
+
+
+MADE = {
+    "probabilities": (programs.saved_softmax, "saved_model", "probabilities"),
+    "logits": (lambda run: programs.saved_softmax(run, activate=False), "saved_model", "logits"),
+    "a .keras file": (keras_file, "keras", "probabilities"),
+    "a model exported by Keras": (keras_export, "saved_model", "probabilities"),
+    "TensorFlow 1 on servers": (programs.saved_by_tensorflow_1, "saved_model", "probabilities"),
+    "versions": (numbered, "saved_model", "probabilities"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_it_is_evaluated_and_exported_as_a_model_of_ours(run, tmp_path, name):
+    make, layout, taken = MADE[name]
+    own = programs.trained_by(run, make(run), tmp_path)
+    decision = small_run.decide(own, own.root, accuracy=0.8)
+    measured = storage.read_json(storage.uri_of(own.root / "evaluation"), "metrics.json")
+    assert measured["program"] == {"layout": layout, "outputs": {"": taken}}
+    assert measured["global_step"] == small_run.GLOBAL_STEP
+    found = np.load(own.root / "evaluation" / "predictions" / "output.npy")
+    probabilities = tf.nn.softmax(run.logits).numpy()
+    np.testing.assert_allclose(tf.nn.softmax(found), probabilities, rtol=1e-3, atol=1e-5)
+    output = storage.uri_of(own.root / "model")
+    exported = small_run.export_model(own, decision, output, own.root / "scratch")
+    forms = ["saved_model", "keras"] if layout == "keras" else ["saved_model"]
+    assert list(exported.parity["formats"]) == forms
+    fields = storage.read_manifest(output).fields
+    assert (fields["formats"], fields["program"]) == (forms, measured["program"])
+    serve = tf.saved_model.load(own.root / "model" / fields["saved_model"]).signatures
+    answers = serve["serving_default"](image=tf.constant(run.images))
+    np.testing.assert_allclose(answers["probabilities"], probabilities, rtol=1e-3, atol=1e-5)
+
+
+def refusal(run, tmp_path, write):
+    own = programs.trained_by(run, write, tmp_path)
+    (own.root / "scratch").mkdir()
+    output = storage.uri_of(own.root / "evaluation")
+    with pytest.raises(UserError) as caught:
+        evaluate(own.config, own.dataset, own.checkpoint, output, own.root / "scratch")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert own.checkpoint in message
+    assert not storage.is_published(output)
+    return message.replace(own.checkpoint, "CHECKPOINT")
+
+
+def classes(count):
+    return lambda x: {"y": tf.nn.softmax(x[:, :count])}
+
+
+def touch(*names):
+    def write(folder):
+        for name in names:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"no model")
+
+    return write
+
+
+def foreign_class(folder):
+    class Double(keras.layers.Layer):
+        def call(self, inputs):
+            return inputs * 2
+
+    keras.Sequential([keras.Input((64,)), Double(), keras.layers.Dense(10)]).save(
+        folder / "own.keras"
+    )
+
+
+def older(folder):
+    with zipfile.ZipFile(folder / "old.keras", "w") as file:
+        file.writestr("metadata.json", json.dumps({"keras_version": "2.15.0"}))
+        file.writestr("config.json", "{}")
+
+
+def two_signatures(folder):
+    module = tf.Module()
+    call = tf.function(lambda x: x, input_signature=[tf.TensorSpec((None, 64))])
+    tf.saved_model.save(module, folder, {"one": call, "two": call})
+
+
+REFUSED = {
+    "wrong classes": (
+        programs.save(classes(3), PIXELS),
+        "its output 'y' is float32 [any, 3], and classification of 'label' (one int64 of 10 "
+        "classes) takes [any, 10]: the label has 10 classes, and the model 3",
+    ),
+    "numbers of classes": (
+        programs.save(lambda x: {"y": tf.argmax(x, axis=1)}, PIXELS),
+        "its output 'y' is int64 [any], and classification",
+    ),
+    "several outputs": (
+        programs.save(lambda x: {"a": x[:, :10], "b": x[:, :10]}, PIXELS),
+        "it gives 'a' (float32 [any, 10]), 'b' (float32 [any, 10]), and classification takes one: "
+        "name it 'probabilities' in its signature",
+    ),
+    "another shape": (
+        programs.save(classes(10), {"x": tf.TensorSpec((None, 28, 28))}),
+        "its argument 'x' (float32 [any, 28, 28]) does not take the feature 'image' "
+        "(uint8 [any, 8, 8, 1]); let it take that shape",
+    ),
+    "another type": (
+        programs.save(
+            lambda x: {"y": tf.strings.length(x)}, {"x": tf.TensorSpec((None,), "string")}
+        ),
+        "its argument 'x' (string [any]) does not take the feature 'image'",
+    ),
+    "one example": (
+        programs.save(classes(10), {"x": tf.TensorSpec((1, 64))}),
+        "its argument 'x' (float32 [1, 64]) takes exactly 1 examples; export it with None",
+    ),
+    "unknown argument": (
+        programs.save(
+            lambda image, rate: {"y": image[:, :10] * rate},
+            {"image": tf.TensorSpec((None, 64)), "rate": tf.TensorSpec((None, 1))},
+        ),
+        "its argument 'rate' (float32 [any, 1]) is no input of the dataset (image)",
+    ),
+    "one row": (
+        programs.save(lambda x: {"y": tf.reduce_mean(x, axis=0, keepdims=True)[:, :10]}, PIXELS),
+        "its output 'y' has shape [1, 10] for 97 examples; it has to give a row for each",
+    ),
+    "nothing": (touch(), "has no model: let the program write a SavedModel or a .keras file"),
+    "two files": (touch("a.keras", "b.keras"), "it has a.keras, b.keras; write one SavedModel"),
+    "no model": (touch("notes.txt"), "it has notes.txt; write one SavedModel or one .keras file"),
+    "damaged graph": (touch("saved_model.pb"), "saved_model.pb is not a SavedModel"),
+    "damaged file": (touch("a.keras"), "a.keras is not a whole .keras file (File is not a zip"),
+    "class of the program": (
+        foreign_class,
+        "cannot read own.keras of Keras 3.",
+    ),
+    "two signatures": (two_signatures, "has no signature 'serving_default' (it has 'one', 'two')"),
+    "Keras 2": (older, "cannot read old.keras of Keras 2.15.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_one_line(run, tmp_path, name):
+    write, message = REFUSED[name]
+    assert message in refusal(run, tmp_path, write)
+
+
+def test_a_checkpoint_without_a_model_says_where_the_program_has_to_write_one(run, tmp_path):
+    uri = programs.publish(
+        tmp_path / "checkpoint",
+        touch("a.keras"),
+        program={"checkpoint": "checkpoint", "model": "", "layout": "keras"},
+    )
+    with pytest.raises(UserError, match="has no model: let the program write a SavedModel or"):
+        evaluate(run.config, run.dataset, uri, storage.uri_of(tmp_path / "e"), tmp_path)
+
+
+def test_the_outputs_that_the_configuration_names_are_taken(run, tmp_path):
+    """Logits that happen to look like probabilities are taken as logits when that is said."""
+    section = run.config.program.model_copy(update={"outputs": "logits"})
+    config = run.config.model_copy(update={"program": section})
+    uri = programs.publish(tmp_path / "checkpoint", programs.saved_softmax(run))
+    evaluation = storage.uri_of(tmp_path / "evaluation")
+    evaluate(config, run.dataset, uri, evaluation, tmp_path)
+    assert storage.read_json(evaluation, "metrics.json")["program"]["outputs"] == {"": "logits"}
+
+
+@pytest.fixture(scope="module")
+def customers(tmp_path_factory):
+    root = tmp_path_factory.mktemp("customers")
+    # The rarer class, "leaves", is positive, and the first one in the records.
+    return TwoClasses.of(root, source(root, names=("stays", "leaves")))
+
+
+def leaving(calls):
+    return tf.sigmoid(tf.cast(calls, tf.float32) * 1.5 - 2)
+
+
+BINARY = {
+    # A program learns the numbers of the records: 1 is "stays" there.
+    "probability": lambda calls: {"score": 1 - leaving(calls)},
+    "one column": lambda calls: {"score": 1 - leaving(calls)[:, tf.newaxis]},
+    "two columns": lambda calls: {"p": tf.stack([leaving(calls), 1 - leaving(calls)], axis=1)},
+    "two logits": lambda calls: {
+        "z": tf.math.log(tf.stack([leaving(calls), 1 - leaving(calls)], axis=1)) + 3.0
+    },
+    "named logit": lambda calls: {"logit": 2 - 1.5 * calls, "probability": calls * 0},
+}
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_two_classes_in_every_form(customers, tmp_path, name):
+    spec, _, _ = customers.built()
+    assert spec.swapped == {"status"}, "the program and the task count the classes differently"
+    write = programs.save(BINARY[name], {"calls": tf.TensorSpec((None,))})
+    uri = programs.publish(tmp_path / "checkpoint", write)
+    evaluation = storage.uri_of(tmp_path / "evaluation")
+    evaluate(customers.config, customers.dataset, uri, evaluation, tmp_path)
+    measured = storage.read_json(evaluation, "metrics.json")
+    assert measured["metrics"]["auc"] > 0.75
+    assert measured["positive"] == "leaves"

@@ -1,0 +1,227 @@
+"""The model that a user's program wrote, in the formats that can be read.
+
+A SavedModel is called through its serving signature, and a `.keras` file is called as Keras 3 reads
+it, which also reads some files of Keras 2.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.core.protobuf.meta_graph_pb2 import MetaGraphDef
+from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
+
+from flotilla.trainer.evaluation.program_model.inputs import Argument
+from flotilla.trainer.evaluation.program_model.outputs import name_outputs
+from flotilla.trainer.evaluation.signature import SERVING
+from flotilla.trainer.models import keras_file
+from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import parse_mapping
+
+SAVED_MODEL, KERAS = "saved_model", "keras"
+_PROTO, _SUFFIX = "saved_model.pb", ".keras"
+_SERVE = "serve"
+_VERSION = re.compile(r"[0-9]{1,18}")
+# Operations of variables of TensorFlow 1 that are no resources.
+_REFERENCES = {"Variable", "VariableV2"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Callee:
+    """A model that was read.
+
+    Attributes:
+        layout: `saved_model` or `keras`.
+        takes: its arguments by name; None if the model does not say what it takes.
+        call: calls it with tensors or symbols by argument, or by feature if it does not say what it
+            takes; the result is by the name of the output.
+    """
+
+    layout: str
+    takes: Mapping[str, Argument] | None
+    call: Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def find_model(paths: Sequence[str]) -> tuple[str, str]:
+    """Return the layout of a model and its path, from the paths of files in its folder.
+
+    The path of a SavedModel is that of its folder: the folder itself, or the one with the highest
+    number. Raises `UserError` if there is no model, or if it is not clear which one is meant.
+    """
+    if _PROTO in paths:
+        return SAVED_MODEL, ""
+    folders = [path.rpartition("/")[0] for path in paths if path.endswith(f"/{_PROTO}")]
+    numbers = [name for name in folders if _VERSION.fullmatch(name)]
+    if numbers:
+        return SAVED_MODEL, max(numbers, key=int)
+    if len(folders) == 1:
+        return SAVED_MODEL, folders[0]
+    files = [path for path in paths if path.endswith(_SUFFIX)]
+    if len(files) == 1 and not folders:
+        return KERAS, files[0]
+    there = ", ".join(sorted([*folders, *files] or paths)[:3]) or "nothing"
+    raise UserError(f"it has {there}; write one SavedModel or one .keras file to FLOTILLA_MODEL")
+
+
+def read_model(path: Path, layout: str) -> Callee:
+    """Read the model at a path; raises `UserError`."""
+    return _read_saved_model(path) if layout == SAVED_MODEL else _read_keras(path)
+
+
+class Signature(keras.layers.Layer):
+    """The signature of a SavedModel as a layer, from tensors by argument to tensors by output."""
+
+    def __init__(self, loaded: Any, function: Any) -> None:
+        """Take a loaded SavedModel, whose variables the layer holds, and its signature."""
+        # Keras would convert the inputs to the type of the layer.
+        super().__init__(name="program", trainable=False, autocast=False)
+        self._loaded, self._function = loaded, function
+        self.supports_jit = False
+
+    def call(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Call the signature."""
+        found: dict[str, Any] = self._function(**inputs)
+        return found
+
+    def build(self, input_shape: Any) -> None:
+        """Build nothing: the variables are those of the SavedModel."""
+        del input_shape
+
+
+def _read_saved_model(folder: Path) -> Callee:
+    graphs = _read_graphs(folder / _PROTO)
+    try:
+        if any(node.op in _REFERENCES for graph in graphs for node in graph.graph_def.node):
+            loaded, function, takes = _freeze(folder)
+        else:
+            loaded = tf.saved_model.load(folder, tags=[_SERVE] if len(graphs) > 1 else None)
+            function = loaded.signatures[_choose_signature(loaded.signatures)]
+            _, takes = function.structured_input_signature
+    except UserError:
+        raise
+    # A foreign SavedModel may raise anything.
+    except Exception as error:
+        raise UserError(f"TensorFlow cannot load it: {user_code.short_message(error)}") from error
+    arguments = {
+        name: Argument(
+            name=name,
+            shape=None if each.shape.rank is None else tuple(each.shape.as_list()),
+            dtype=each.dtype.name,
+        )
+        for name, each in takes.items()
+    }
+    return Callee(layout=SAVED_MODEL, takes=arguments, call=Signature(loaded, function))
+
+
+def _choose_signature(names: Iterable[str]) -> str:
+    known = [name for name in names if not name.startswith("__")]
+    if SERVING in known or len(known) == 1:
+        return SERVING if SERVING in known else known[0]
+    there = ", ".join(map(repr, sorted(known))) or "none"
+    raise UserError(
+        f"its SavedModel has no signature {SERVING!r} (it has {there}); give tf.saved_model.save "
+        f"the function that takes the features as signatures={{{SERVING!r}: ...}}"
+    )
+
+
+def _freeze(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
+    """Return the signature of a model of TensorFlow 1 whose variables have become constants.
+
+    TensorFlow 2 can call such a model with its variables, but it cannot save it again.
+    """
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph, v1.Session() as session:
+        known = v1.saved_model.load(session, [_SERVE], str(folder)).signature_def
+        signature = known[_choose_signature(known)]
+        takes, gives = (
+            {name: info.name for name, info in each.items()}
+            for each in (signature.inputs, signature.outputs)
+        )
+        nodes = [name.partition(":")[0] for name in gives.values()]
+        frozen = v1.graph_util.convert_variables_to_constants(session, graph.as_graph_def(), nodes)
+    whole = v1.wrap_function(lambda: tf.import_graph_def(frozen, name=""), [])
+    find = whole.graph.get_tensor_by_name
+    given = {name: find(tensor) for name, tensor in takes.items()}
+    function = whole.prune([*given.values()], {name: find(each) for name, each in gives.items()})
+    return whole, lambda **values: function(*(values[name] for name in given)), given
+
+
+def _read_graphs(path: Path) -> Sequence[MetaGraphDef]:
+    """Return the graphs of a SavedModel; remove the devices of a training cluster from them.
+
+    A program of TensorFlow 1 may have saved `/job:ps/task:0`, which no other process has.
+    """
+    proto = SavedModel()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    # Protobuf has an error class of its own in each implementation.
+    except Exception:
+        raise UserError(f"its {path.name} is not a SavedModel: write it again") from None
+    changed = False
+    for graph in proto.meta_graphs:
+        functions = graph.graph_def.library.function
+        for nodes in (graph.graph_def.node, *(each.node_def for each in functions)):
+            for node in nodes:
+                if "/job:" in node.device:
+                    node.device, changed = "", True
+    if changed:
+        path.write_bytes(proto.SerializeToString())
+    return list(proto.meta_graphs)
+
+
+def _read_keras(path: Path) -> Callee:
+    try:
+        with zipfile.ZipFile(path) as file:
+            version = str(parse_mapping(file.read("metadata.json")).get("keras_version", ""))
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise UserError(
+            f"{path.name} is not a whole .keras file ({user_code.short_message(error)}): write it "
+            "again"
+        ) from None
+    try:
+        model = keras_file.read(path)
+    # A user's classes may raise anything.
+    except Exception as error:
+        raise UserError(
+            f"Keras {keras.__version__} cannot read {path.name} of Keras {version}: "
+            f"{user_code.short_message(error)}; export a SavedModel by model.export, which needs "
+            "no class of the program"
+        ) from error
+    return Callee(layout=KERAS, takes=_arguments(model), call=_caller(model))
+
+
+def _arguments(model: keras.Model) -> dict[str, Argument] | None:
+    """Return the arguments of a graph of layers; None for a model with code of its own."""
+    graph = getattr(model, "_functional", None) or model
+    inputs = getattr(graph, "_inputs_struct", None)
+    if inputs is None:
+        return None
+    return {
+        name: Argument(name=name, shape=tuple(each.shape), dtype=each.dtype)
+        for name, each in name_outputs(inputs, getattr(graph, "input_names", ())).items()
+    }
+
+
+def _caller(model: keras.Model) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    graph = getattr(model, "_functional", None) or model
+    inputs = getattr(graph, "_inputs_struct", None)
+
+    def call(given: Mapping[str, Any]) -> dict[str, Any]:
+        values: Any = list(given.values())
+        if isinstance(inputs, Mapping) or (inputs is None and len(values) > 1):
+            values = dict(given)
+        elif len(values) == 1 and not isinstance(inputs, list | tuple):
+            values = values[0]
+        with keras_file.inputs_by_feature():
+            found = model(values, training=False)
+        return name_outputs(found, getattr(model, "output_names", ()))
+
+    return call

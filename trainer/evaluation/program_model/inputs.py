@@ -1,0 +1,136 @@
+"""The features of a dataset as the arguments of a program's model.
+
+An argument takes the feature of its name, or of the name that a signature has for it; a single one
+takes the single feature. What is the same in another type or shape is converted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.features.names import argument_names, layer_name
+from flotilla.trainer.runtime.errors import UserError, nearest
+
+Size = int | None
+_TEXT = "string"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """An argument of a model: its type, and its shape with the batch axis; None for any shape."""
+
+    name: str
+    shape: tuple[Size, ...] | None
+    dtype: str
+
+    def __str__(self) -> str:
+        """Describe the argument for a message."""
+        return f"{self.name!r} ({describe_tensor(self.dtype, self.shape)})"
+
+
+def describe_tensor(dtype: str, shape: tuple[Size, ...] | None) -> str:
+    """Describe a tensor with its batch axis for a message: `float32 [any, 3]`."""
+    sizes = "..." if shape is None else ", ".join("any" if n is None else str(n) for n in shape)
+    return f"{dtype} [{sizes}]"
+
+
+def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[str, str]:
+    """Return the feature of each argument; raises `UserError` for an argument without one."""
+    if len(takes) == len(spec.inputs) == 1:
+        found = dict(zip(takes, spec.inputs, strict=True))
+    else:
+        known = {layer_name(name): name for name in spec.inputs}
+        known |= {argument: name for name, argument in argument_names(spec.inputs).items()}
+        known |= {name: name for name in spec.inputs}
+        for name, argument in takes.items():
+            if name not in known:
+                hint = nearest(name, known) or f" ({', '.join(spec.inputs)})"
+                raise UserError(
+                    f"its argument {argument} is no input of the dataset{hint}; name the "
+                    "arguments of its signature like the features"
+                )
+        found = {name: known[name] for name in takes}
+    if not found:
+        raise UserError("its signature takes nothing; let it take the features of the dataset")
+    for name, feature in found.items():
+        _require_fit(takes[name], feature, spec)
+    return found
+
+
+def _require_fit(argument: Argument, feature: str, spec: DatasetSpec) -> None:
+    """Raise `UserError` if the feature cannot be converted to the argument."""
+    of_data = spec.features[feature]
+    both = (
+        f"its argument {argument} does not take the feature {feature!r} "
+        f"({describe_tensor(of_data.dtype, (None, *of_data.shape))})"
+    )
+    if argument.shape and argument.shape[0] is not None:
+        raise UserError(
+            f"its argument {argument} takes exactly {argument.shape[0]} examples; export it with "
+            "None as the first size"
+        )
+    if not _is_castable(of_data.dtype, argument.dtype):
+        raise UserError(f"{both}; let it take {of_data.dtype}, and convert inside of the model")
+    least, most = _range(spec, feature)
+    if _is_narrow(argument.dtype, of_data.dtype, least, most):
+        raise UserError(f"{both}, whose values reach from {least:g} to {most:g}")
+    if _reshaped(of_data, argument) is None:
+        raise UserError(f"{both}; let it take that shape, and reshape inside of the model")
+
+
+def _is_castable(given: str, wanted: str) -> bool:
+    if given == wanted:
+        return True
+    if _TEXT in (given, wanted):
+        return False
+    if wanted == "bfloat16":
+        return True
+    return bool(np.can_cast(np.dtype(given), np.dtype(wanted), "same_kind"))
+
+
+def _range(spec: DatasetSpec, feature: str) -> tuple[float, float]:
+    known = spec.learnt.features.get(feature)
+    return (known.least or 0, known.most or 0) if known else (0, 0)
+
+
+def _is_narrow(wanted: str, given: str, least: float, most: float) -> bool:
+    """Say whether values of the training data are too large for a type of whole numbers."""
+    if wanted == given or not wanted.startswith(("int", "uint")):
+        return False
+    limits = np.iinfo(wanted)
+    return least < limits.min or most > limits.max
+
+
+def _reshaped(feature: FeatureSpec, argument: Argument) -> tuple[Size, ...] | None:
+    """Return the shape of an example as the argument takes it; None if none fits."""
+    given, wanted = tuple(feature.shape), argument.shape
+    if wanted is None or _fits(given, wanted[1:]):
+        return given
+    if None in given:
+        return None
+    # A flat one is in the order of the rows.
+    flat = (math.prod(feature.sizes),)
+    shapes = ((*given, 1), given[:-1] if given[-1:] == (1,) else given, flat)
+    return next((each for each in shapes if _fits(each, wanted[1:])), None)
+
+
+def _fits(given: tuple[Size, ...], wanted: tuple[Size, ...]) -> bool:
+    return len(given) == len(wanted) and all(
+        size is None or size == own for own, size in zip(given, wanted, strict=True)
+    )
+
+
+def convert(value: Any, feature: FeatureSpec, argument: Argument) -> Any:
+    """Return a batch of a feature, a tensor or a symbol, as the argument takes it."""
+    shape = _reshaped(feature, argument)
+    if shape is not None and shape != tuple(feature.shape):
+        value = keras.ops.reshape(value, (-1, *shape))
+    return value if feature.dtype == argument.dtype else keras.ops.cast(value, argument.dtype)
