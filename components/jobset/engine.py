@@ -7,7 +7,6 @@ above restart a task. For JobSet 0.12: https://jobset.sigs.k8s.io/docs/reference
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
@@ -16,6 +15,7 @@ from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
 from flotilla.components.kubernetes.engine import Engine, JobEnd, add_digest, condition
 from flotilla.components.kubernetes.names import JOBS, JobKind, Resource, Tree
+from flotilla.components.kubernetes.pods import program
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd
 from flotilla.components.kubernetes.pods.template import (
     PORT,
@@ -56,7 +56,6 @@ KIND = JobKind(
 PORT_NAME = "grpc"
 # Here Kubernetes counts the failures of one task. Flotilla counts those of all tasks.
 BACKOFF_LIMIT = 1000
-_INDEX_VARIABLE = "FLOTILLA_TASK_INDEX"
 
 
 def manifest(job: Job, place: Place) -> Tree:
@@ -103,9 +102,9 @@ def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -
     settings = job.config.cluster.kubernetes.job
     template = pod_template(job, role, place, launcher=LAUNCHER, port_name=PORT_NAME)
     template["spec"]["restartPolicy"] = "OnFailure" if role == "evaluator" else "Never"
-    container = template["spec"]["containers"][0]
-    # The variable has to precede the one that refers to it.
-    container["env"] = [*_task_variables(role, name, counts), *container["env"]]
+    addresses = _addresses(role, name, counts)
+    label = f"metadata.labels['{INDEX_LABEL}']"
+    program.set_task(template["spec"], job.config, role, addresses, {program.INDEX_VARIABLE: label})
     return {
         "spec": {
             "completionMode": "Indexed",
@@ -119,22 +118,15 @@ def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -
     }
 
 
-def _task_variables(role: str, name: str, counts: dict[str, int]) -> list[Tree]:
-    """Return TF_CONFIG, in which Kubernetes inserts the index of the task."""
-    index = {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX_LABEL}']"}}
-    cluster = {
+def _addresses(role: str, name: str, counts: dict[str, int]) -> dict[str, list[str]]:
+    """Return the addresses of all tasks that train, by role."""
+    if sum(counts.values()) == 1:
+        return {role: [f"localhost:{PORT}"]}
+    return {
         each: [f"{name}-{each}-{number}-0.{name}:{PORT}" for number in range(count)]
         for each, count in counts.items()
         if each != "evaluator"
     }
-    if sum(counts.values()) == 1:
-        cluster = {role: [f"localhost:{PORT}"]}
-    task = f'{{"type": {json.dumps(role)}, "index": $({_INDEX_VARIABLE})}}'
-    text = f'{{"cluster": {json.dumps(cluster)}, "task": {task}}}'
-    return [
-        {"name": _INDEX_VARIABLE, "valueFrom": index},
-        {"name": "TF_CONFIG", "value": text},
-    ]
 
 
 def _backoff_limit(settings: JobConfig) -> int:
@@ -173,6 +165,7 @@ class JobSets(Engine):
 
     def check(self, config: Config) -> None:
         """Raise a `ConfigError` for a TFJob setting that JobSets lack."""
+        program.check(config)
         settings = config.cluster.kubernetes
         job = settings.job
         if job.scheduling != type(job.scheduling)():

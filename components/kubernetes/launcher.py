@@ -42,6 +42,7 @@ from flotilla.components.kubernetes.api.client import (
     Watch,
     connect,
 )
+from flotilla.components.kubernetes.api.native_sidecars import require_sidecars
 from flotilla.components.kubernetes.api.retry import call_with_retry, describe_refusal
 from flotilla.components.kubernetes.deadlines import Deadlines
 from flotilla.components.kubernetes.engine import Engine
@@ -185,13 +186,18 @@ class _Launch:
         self._message = ""
         self._job_events: JobEvents = queue.SimpleQueue()
         self._heartbeat = self._new_heartbeat()
-        self._deadlines = Deadlines(engine, settings.deadlines, replicas(job.config))
+        limits = settings.deadlines
+        if job.config.program.command:
+            # A program need not report its steps; `program.stall_timeout` is its own deadline.
+            limits = limits.model_copy(update={"stalling": 0})
+        self._deadlines = Deadlines(engine, limits, replicas(job.config))
         self._restarts = Restarts(job.config, engine)
 
     def run(self) -> None:
         with handle_interrupts(self._handle_interrupt):
             try:
                 rbac.require(self._api, self._namespace, self._kind)
+                require_sidecars(self._api, self._job.config)
                 self._isolate()
                 while self._supervise(self._adopt_or_create()):
                     self._deadlines.begin_again()

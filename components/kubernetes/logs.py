@@ -81,14 +81,15 @@ class LogPosition:
 class LogFollower(threading.Thread):
     """A daemon thread that reads the log of one container, up to its next restart."""
 
-    def __init__(self, api: Api, pod: Tree, sink: LogSink) -> None:
+    def __init__(self, api: Api, pod: Tree, container: str, sink: LogSink) -> None:
         """Do not start yet."""
         self.task = pod_state.find_task(pod)
         super().__init__(name=f"log {self.task}", daemon=True)
         self._api = api
         self._pod = pod["metadata"]["name"]
         self._uid = pod["metadata"]["uid"]
-        self._restart_count = pod_state.restart_count(pod)
+        self._container = container
+        self._restart_count = pod_state.restart_count(pod, container)
         self._sink = sink
         self._position = LogPosition()
         self._partial = ""
@@ -101,8 +102,9 @@ class LogFollower(threading.Thread):
                 pod = self._api.get(PODS, self._pod)
                 if pod["metadata"]["uid"] != self._uid:
                     break
-                restarted = pod_state.restart_count(pod) > self._restart_count
-                ended = restarted or pod_state.has_ended(pod)
+                count = pod_state.restart_count(pod, self._container)
+                restarted = count > self._restart_count
+                ended = restarted or pod_state.has_ended(pod, self._container)
                 self._read_log(follow=not ended, previous=restarted)
                 if ended:
                     break
@@ -117,7 +119,10 @@ class LogFollower(threading.Thread):
 
     def _read_log(self, *, follow: bool, previous: bool) -> None:
         since = self._position.begin_request()
-        for line in self._api.log(self._pod, since=since, follow=follow, previous=previous):
+        lines = self._api.log(
+            self._pod, self._container, since=since, follow=follow, previous=previous
+        )
+        for line in lines:
             if not line.endswith("\n"):
                 self._cut_off(line)
                 return
@@ -145,16 +150,17 @@ class Logs:
         """Take the API and the function that receives every line."""
         self._api = api
         self._sink = sink
-        self._followers: dict[tuple[str, int], LogFollower] = {}
+        self._followers: dict[tuple[str, str, int], LogFollower] = {}
         self._tails: dict[Task, deque[str]] = {}
         self._lock = threading.Lock()
 
     def follow(self, pod: Tree) -> None:
-        """Follow a pod whose container has started, once for each restart."""
-        key = (pod["metadata"]["uid"], pod_state.restart_count(pod))
-        if pod_state.has_started(pod) and key not in self._followers:
-            self._followers[key] = LogFollower(self._api, pod, self._write)
-            self._followers[key].start()
+        """Follow the containers of a pod that have started, once for each restart."""
+        for name in pod_state.logging_containers(pod):
+            key = (pod["metadata"]["uid"], name, pod_state.restart_count(pod, name))
+            if pod_state.has_started(pod, name) and key not in self._followers:
+                self._followers[key] = LogFollower(self._api, pod, name, self._write)
+                self._followers[key].start()
 
     def tail(self, task: Task) -> list[str]:
         """Return the last lines of a task."""

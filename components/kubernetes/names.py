@@ -13,6 +13,8 @@ Tree = dict[str, Any]
 
 # The controllers find the container by this name.
 CONTAINER = "tensorflow"
+# The sidecar of a user's program.
+AGENT = "flotilla-agent"
 # A network policy and a PodMonitor refer to the metrics port by this name.
 METRICS_PORT = "metrics"
 # Labels that the controllers set on every pod: its role, and its index in the role.

@@ -16,9 +16,11 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAGE, UserError
 
 
-def describe_failure(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
-    """Return the report of a task that has failed."""
-    if end.code in (FAILED, TRY_AGAIN, USAGE) and end.message:
+def describe_failure(
+    api: Api, end: TaskEnd, log_tail: Iterable[str], *, is_program: bool = False
+) -> str:
+    """Return the report of a task that has failed; that of a program is its agent's message."""
+    if (end.code in (FAILED, TRY_AGAIN, USAGE) or is_program) and end.message:
         return f"{end.message} ({end.task}, pod {end.pod})"
     report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
     lines = " | ".join(log_tail) or end.message

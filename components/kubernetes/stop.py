@@ -96,7 +96,9 @@ class Stop:
         if leader is None:
             return False
         seconds = round(max(self.grace, 2 * ANSWER_SECONDS))
-        recent = api.recent_log(leader["metadata"]["name"], seconds)
+        # The guard of the trainer is its container; the agent of a program, the last one.
+        container = pod_state.logging_containers(leader)[-1]
+        recent = api.recent_log(leader["metadata"]["name"], seconds, container)
         return any(names.STOPPING in line for line in recent)
 
 

@@ -262,7 +262,9 @@ class Supervisor:
 
     def _count_restart(self, end: TaskEnd) -> None:
         """Count the restart of a task; raise `UserError` past the limit."""
-        if end.is_done and end.task.role != "evaluator" and not self._is_ending():
+        # A worker of a program may end before the one that leads.
+        is_own = not self._job.config.program.command
+        if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
         # A failed job ends all of its tasks, with any exit code.
         if end.is_done or end.uid in self._suspended or self._is_ending():
@@ -273,7 +275,7 @@ class Supervisor:
             self._lose(end)
             return
         self._logs.drain(DRAIN_SECONDS, end.task)
-        report = describe_failure(self._api, end, self._logs.tail(end.task))
+        report = self._describe(end)
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
     def _cause(self, end: TaskEnd) -> str:
@@ -374,10 +376,15 @@ class Supervisor:
         failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
         final = [end for end in failed if self._restarts.is_final(end)]
         if final:
-            return describe_failure(self._api, final[0], self._logs.tail(final[0].task))
-        last = [describe_failure(self._api, end, self._logs.tail(end.task)) for end in failed[-1:]]
+            return self._describe(final[0])
+        last = [self._describe(end) for end in failed[-1:]]
         report = "; ".join([f"the job {self._name} failed: {message}", *last])
         return f"{report}{self._last_events()}"
+
+    def _describe(self, end: TaskEnd) -> str:
+        is_program = bool(self._job.config.program.command)
+        tail = self._logs.tail(end.task)
+        return describe_failure(self._api, end, tail, is_program=is_program)
 
     def _last_events(self) -> str:
         """Return the last events of the job, and of the objects below it that lack a pod."""

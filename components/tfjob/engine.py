@@ -15,7 +15,7 @@ from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.api.client import Api
 from flotilla.components.kubernetes.engine import Engine, JobEnd, add_digest, condition
 from flotilla.components.kubernetes.names import JobKind, Resource, Tree
-from flotilla.components.kubernetes.pods import pod_state
+from flotilla.components.kubernetes.pods import pod_state, program
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd
 from flotilla.components.kubernetes.pods.template import (
     PORT,
@@ -51,6 +51,9 @@ KIND = JobKind(
 # The operator's names of the roles, and of the port that it expects.
 REPLICAS = {"chief": "Chief", "ps": "PS", "worker": "Worker", "evaluator": "Evaluator"}
 PORT_NAME = "tfjob-port"
+INDEX_LABEL = "training.kubeflow.org/replica-index"
+# The variable with the namespace of a pod, in the addresses of the tasks of a program.
+_NAMESPACE = "FLOTILLA_NAMESPACE"
 
 
 def manifest(job: Job, place: Place) -> Tree:
@@ -62,7 +65,7 @@ def manifest(job: Job, place: Place) -> Tree:
     name = names.job_name(config.name, job.checkpoints)
     namespace = settings.namespace or place.namespace
     variables = {**place.variables, **launcher_variables(config, KIND, name, namespace)}
-    if sum(counts.values()) == 1:
+    if sum(counts.values()) == 1 and not config.program.command:
         # For a job of one task the operator sets no TF_CONFIG.
         (role,) = counts
         alone = Cluster(addresses={role: (f"localhost:{PORT}",)})
@@ -83,15 +86,39 @@ def manifest(job: Job, place: Place) -> Tree:
                 REPLICAS[role]: {
                     "replicas": count,
                     "restartPolicy": restart_policy(config, role),
-                    "template": pod_template(
-                        job, role, place, launcher=LAUNCHER, port_name=PORT_NAME
-                    ),
+                    "template": _template(job, role, name, counts, place),
                 }
                 for role, count in counts.items()
             },
         },
     }
     return add_digest(tree)
+
+
+def _template(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -> Tree:
+    template = pod_template(job, role, place, launcher=LAUNCHER, port_name=PORT_NAME)
+    if not job.config.program.command:
+        # The operator sets TF_CONFIG in the container `tensorflow`.
+        return template
+    is_alone = sum(counts.values()) == 1
+    addresses = {
+        each: [f"{name}-{each}-{number}.$({_NAMESPACE}).svc:{PORT}" for number in range(count)]
+        for each, count in counts.items()
+        if each != "evaluator"
+    }
+    fields = {
+        program.INDEX_VARIABLE: f"metadata.labels['{INDEX_LABEL}']",
+        _NAMESPACE: "metadata.namespace",
+    }
+    program.set_task(
+        template["spec"],
+        job.config,
+        role,
+        {role: [f"localhost:{PORT}"]} if is_alone else addresses,
+        fields,
+        has_tf_config=not is_alone,
+    )
+    return template
 
 
 def restart_policy(config: Config, role: str) -> str:
@@ -137,7 +164,8 @@ class TFJobs(Engine):
     fails_with_a_pod = True
 
     def check(self, config: Config) -> None:
-        """Accept all settings: each one applies to TFJobs."""
+        """Raise a `ConfigError` for settings that do not go with a program; all others apply."""
+        program.check(config)
 
     def manifest(self, job: Job, place: Place) -> Tree:
         """Return the TFJob of a run."""

@@ -204,7 +204,7 @@ def _cluster_checks(config: Config, options: DoctorOptions) -> Iterator[Check]:
     # The steps use the option's namespace, even if all tasks use another one.
     images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
-    yield Check(name=API, look=lambda: clusters.answers(cluster), show=clusters.SHOW)
+    yield Check(name=API, look=lambda: clusters.answers(cluster, config), show=clusters.SHOW)
     show = f"kubectl get namespace {cluster.namespace}"
     yield _cluster_check("namespace", lambda: clusters.namespace(cluster), show)
     if choice:

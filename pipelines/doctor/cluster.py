@@ -20,6 +20,7 @@ from flotilla.components.kubernetes.api.client import (
     UnreachableError,
     connect,
 )
+from flotilla.components.kubernetes.api.native_sidecars import describe_lack, needs_sidecars
 from flotilla.components.kubernetes.engine import Engine, document
 from flotilla.components.kubernetes.names import Tree
 from flotilla.components.kubernetes.pods.template import replicas
@@ -146,8 +147,8 @@ def plan(of: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Planne
     return PlannedJob(engine=of, tree=tree, roles=roles)
 
 
-def answers(cluster: Cluster) -> Finding:
-    """Check that the API answers and knows the caller."""
+def answers(cluster: Cluster, config: Config | None = None) -> Finding:
+    """Check that the API answers, knows the caller, and has what the pods of `config` need."""
     host, who = cluster.host, "kubectl auth whoami"
     try:
         answer = cluster.api.request("GET", "/version")
@@ -162,6 +163,8 @@ def answers(cluster: Cluster) -> Finding:
         version = str(answer.json()["gitVersion"])
     except (ValueError, KeyError, TypeError):
         return Finding("fail", f"{host} is no Kubernetes API (HTTP {answer.status})", SHOW)
+    if config and needs_sidecars(config) and (lack := describe_lack(version)):
+        return Finding("fail", lack, "kubectl version")
     return judge_version(KUBERNETES, version, f"{version} at {host}", SHOW)
 
 

@@ -33,7 +33,8 @@ def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
         )
         return Finding("warn", message, f"docker run --rm HOST/NAME:TAG ls {shlex.quote(folder)}")
     tasks = ", ".join(f"{count} {role}" for role, count in replicas(config).items())
-    return Finding("ok", f"{config.name}: {config.training.strategy} with {tasks}")
+    how = "a program of your own" if config.program.command else config.training.strategy
+    return Finding("ok", f"{config.name}: {how} with {tasks}")
 
 
 def _contradictions(config: Config) -> Iterator[tuple[str, str]]:

@@ -51,7 +51,19 @@ def list_named_objects(job: PlannedJob) -> frozenset[Named]:
 
 
 def _pod_objects(pod: Tree) -> Iterator[Named]:
-    container = pod["containers"][0]
+    for container in [*pod.get("initContainers", []), *pod["containers"]]:
+        yield from _container_objects(container)
+    for each in pod.get("imagePullSecrets", []):
+        yield Named(LOGINS, each["name"])
+    if "serviceAccountName" in pod:
+        yield Named(ACCOUNTS, pod["serviceAccountName"])
+    if "priorityClassName" in pod:
+        yield Named(CLASSES, pod["priorityClassName"])
+    for volume in pod.get("volumes", []):
+        yield from _volume_objects(volume)
+
+
+def _container_objects(container: Tree) -> Iterator[Named]:
     for each in container.get("envFrom", []):
         if "secretRef" in each:
             yield Named(SECRETS, each["secretRef"]["name"])
@@ -61,14 +73,6 @@ def _pod_objects(pod: Tree) -> Iterator[Named]:
         reference = each.get("valueFrom", {}).get("secretKeyRef")
         if reference:
             yield Named(SECRETS, reference["name"], reference["key"])
-    for each in pod.get("imagePullSecrets", []):
-        yield Named(LOGINS, each["name"])
-    if "serviceAccountName" in pod:
-        yield Named(ACCOUNTS, pod["serviceAccountName"])
-    if "priorityClassName" in pod:
-        yield Named(CLASSES, pod["priorityClassName"])
-    for volume in pod.get("volumes", []):
-        yield from _volume_objects(volume)
 
 
 def _volume_objects(volume: Tree) -> Iterator[Named]:
@@ -157,7 +161,8 @@ _GIVE = "flotilla doctor --image HOST/NAME:TAG"
 
 def image_names(job: PlannedJob) -> set[str]:
     """Return the images of all roles of a job; an empty one for a role without an image."""
-    return {each.pod["containers"][0].get("image", "") for each in job.roles}
+    every = [[*each.pod.get("initContainers", []), *each.pod["containers"]] for each in job.roles]
+    return {container.get("image", "") for containers in every for container in containers}
 
 
 def judge_images(images: Iterable[str]) -> Finding:

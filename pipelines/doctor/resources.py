@@ -107,11 +107,15 @@ def _count_requested(key: str, job: PlannedJob, objects: Mapping[str, int]) -> D
 
 
 def _read_request(role: Role, key: str, resource: str) -> Decimal:
-    limits = role.resources.get("limits", {})
+    every = [*role.pod.get("initContainers", []), *role.pod["containers"]]
+    amounts = (_of_container(each.get("resources", {}), key, resource) for each in every)
+    return sum(amounts, Decimal(0))
+
+
+def _of_container(resources: Tree, key: str, resource: str) -> Decimal:
+    limits = resources.get("limits", {})
     # A limit without a request also sets the request.
-    asked = (
-        limits if key.startswith("limits.") else {**limits, **role.resources.get("requests", {})}
-    )
+    asked = limits if key.startswith("limits.") else {**limits, **resources.get("requests", {})}
     return amount(asked.get(resource, 0))
 
 

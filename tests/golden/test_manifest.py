@@ -47,6 +47,23 @@ SPOT = {
         },
     },
 }
+# A program with parameter servers in the user's image, as the TFJobs of TensorFlow's examples.
+PROGRAM = {
+    "program": {
+        "command": ["python", "/var/tf_mnist/mnist_test.py", "--job_name={role}"],
+        "roles": {"ps": 1, "worker": 2},
+    },
+    "cluster": {
+        "kubernetes": {
+            "pod": {
+                "image": "registry.example.com/tf-dist-mnist-test:1.0",
+                "resources": {"limits": {"nvidia.com/gpu": 2}},
+                "node_selector": {"accelerator": "nvidia"},
+                "restart_policy": "OnFailure",
+            }
+        }
+    },
+}
 JOBSET = {"launcher": "jobset"}
 CASES = {
     "manifest-cpu": CPU,
@@ -54,6 +71,11 @@ CASES = {
         "cluster": with_job(GPU, {"scheduling": {"gang": True, "queue": "gpus"}})
     },
     "manifest-spot": {"cluster": SPOT},
+    "manifest-program": PROGRAM,
+    "jobset-program": {
+        "program": PROGRAM["program"],
+        "cluster": {"kubernetes": {"pod": {"image": "own/program:1"}}, **JOBSET},
+    },
     "jobset-cpu": {**CPU, "cluster": {**CPU["cluster"], **JOBSET, "evaluator": True}},
     # Kueue admits all pods or none.
     "jobset-gpu-kueue": {

@@ -32,6 +32,7 @@ class Control:
     """
 
     def __init__(self, store: Store) -> None:
+        self.kubernetes = "1.31.4"
         self.user = USER
         self.users: dict[str, str] = {}
         self.granted: dict[str, rbac.Grants] = {}
@@ -130,7 +131,9 @@ class Control:
             "buildDate": "2024-12-10T18:42:08Z",
         }
         build = {"goVersion": "go1.22.9", "compiler": "gc", "platform": "linux/amd64"}
-        return {"major": "1", "minor": "31", "gitVersion": "v1.31.4", **commit, **build}
+        major, minor, _ = self.kubernetes.split(".")
+        named = {"major": major, "minor": minor, "gitVersion": f"v{self.kubernetes}"}
+        return {**named, **commit, **build}
 
     def _group(self, group: str) -> Tree:
         versions = [each.partition("/")[2] for each in self.kinds if each.startswith(f"{group}/")]

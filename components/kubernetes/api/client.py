@@ -221,15 +221,17 @@ class Api:
             if line.endswith("\n"):
                 yield json.loads(line)
 
-    def recent_log(self, pod: str, seconds: int) -> Iterator[str]:
+    def recent_log(self, pod: str, seconds: int, container: str = names.CONTAINER) -> Iterator[str]:
         """Yield the lines that a pod has logged in the last `seconds`."""
-        query = {"container": names.CONTAINER, "sinceSeconds": str(seconds)}
+        query = {"container": container, "sinceSeconds": str(seconds)}
         return self._lines(f"{self._path(PODS, pod)}/log", query)
 
-    def log(self, pod: str, *, since: str, follow: bool, previous: bool) -> Iterator[str]:
+    def log(
+        self, pod: str, container: str, *, since: str, follow: bool, previous: bool
+    ) -> Iterator[str]:
         """Yield the lines of a pod's log with timestamps; a truncated line has no newline."""
         query = {
-            "container": names.CONTAINER,
+            "container": container,
             "timestamps": "true",
             "follow": str(follow).lower(),
             "previous": str(previous).lower(),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-from flotilla.components.kubernetes.names import CONTAINER, INDEX_LABELS, ROLE_LABELS, Tree
+from flotilla.components.kubernetes.names import AGENT, CONTAINER, INDEX_LABELS, ROLE_LABELS, Tree
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import DONE
 from flotilla.trainer.runtime.json_records import parse_number, parse_time
@@ -25,6 +25,8 @@ _START_FAILURES = (
     "RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError",
     "RunContainerError",
 )  # fmt: skip
+# The sidecar of a program ends before the program begins only if it cannot work.
+_CRASHES = "CrashLoopBackOff"
 # Every container waits with these reasons before its start.
 _USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
@@ -168,20 +170,27 @@ def is_owned_by(pod: Tree, uid: str) -> bool:
     return uid in [owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []]
 
 
-def restart_count(pod: Tree) -> int:
-    """Return how often the kubelet has restarted the container in its pod."""
-    return int(_container(pod).get("restartCount", 0))
+def logging_containers(pod: Tree) -> list[str]:
+    """Return the containers of a pod that write a log: the task's, and a program's sidecar."""
+    sidecars = [each["name"] for each in pod["spec"].get("initContainers") or []]
+    return [CONTAINER, *([AGENT] if AGENT in sidecars else [])]
 
 
-def has_started(pod: Tree) -> bool:
-    """Return whether the container runs or has run."""
-    container_state = _container(pod).get("state", {})
+def restart_count(pod: Tree, container: str = CONTAINER) -> int:
+    """Return how often the kubelet has restarted a container in its pod."""
+    return int(_container(pod, container).get("restartCount", 0))
+
+
+def has_started(pod: Tree, container: str = CONTAINER) -> bool:
+    """Return whether a container runs or has run."""
+    container_state = _container(pod, container).get("state", {})
     return "running" in container_state or "terminated" in container_state
 
 
-def has_ended(pod: Tree) -> bool:
-    """Return whether the container has terminated and is not restarted yet."""
-    return "terminated" in _container(pod).get("state", {}) or _phase(pod) in _ENDED_PHASES
+def has_ended(pod: Tree, container: str = CONTAINER) -> bool:
+    """Return whether a container has terminated and is not restarted yet."""
+    state = _container(pod, container).get("state", {})
+    return "terminated" in state or _phase(pod) in _ENDED_PHASES
 
 
 def is_alive(pod: Tree) -> bool:
@@ -235,7 +244,8 @@ def waits_as_usual(pod: Tree) -> bool:
 def start_failure(pod: Tree) -> str:
     """Return why the kubelet cannot create the container, such as `ErrImagePull`; else empty."""
     reason = str(_waiting(pod).get("reason", ""))
-    return reason if reason in _START_FAILURES else ""
+    never = (*_START_FAILURES, _CRASHES) if _waits_for_agent(pod) else _START_FAILURES
+    return reason if reason in never else ""
 
 
 def is_older(pod: Tree, other: Tree) -> bool:
@@ -255,13 +265,22 @@ def _phase(pod: Tree) -> str:
 
 
 def _waiting(pod: Tree) -> Tree:
-    found: Tree = _container(pod).get("state", {}).get("waiting") or {}
+    """Return the waiting state of the container, or that of the sidecar which it waits for."""
+    container = AGENT if _waits_for_agent(pod) else CONTAINER
+    found: Tree = _container(pod, container).get("state", {}).get("waiting") or {}
     return found
 
 
-def _container(pod: Tree) -> Tree:
-    every = pod.get("status", {}).get("containerStatuses") or []
-    found: Tree = next((each for each in every if each["name"] == CONTAINER), {})
+def _waits_for_agent(pod: Tree) -> bool:
+    own, agent = (_container(pod, name).get("state", {}) for name in (CONTAINER, AGENT))
+    return own.get("waiting", {}).get("reason") in _USUAL and "waiting" in agent
+
+
+def _container(pod: Tree, name: str = CONTAINER) -> Tree:
+    status = pod.get("status", {})
+    kinds = ("containerStatuses", "initContainerStatuses")
+    every = [each for kind in kinds for each in status.get(kind) or []]
+    found: Tree = next((each for each in every if each["name"] == name), {})
     return found
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from flotilla.components.image import DEFAULTS, SECRET_KEYS, PodDefaults
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.names import JobKind, Tree
+from flotilla.components.kubernetes.pods import program
 from flotilla.trainer import events
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.cluster.launcher import Job
@@ -23,7 +24,7 @@ from flotilla.trainer.config.kubernetes import (
     PodConfig,
 )
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Task, find_topology
+from flotilla.trainer.config.topology import Task
 from flotilla.trainer.storage.uri import speaks_s3
 
 PORT = 2222
@@ -59,12 +60,10 @@ class Place:
 def replicas(config: Config) -> dict[str, int]:
     """Return the number of tasks for each role of the job."""
     cluster = config.cluster
-    tasks = find_topology(config.training.strategy).tasks(
-        servers=cluster.parameter_servers, workers=cluster.workers
-    )
+    tasks = config.topology.tasks(servers=cluster.parameter_servers, workers=cluster.workers)
     if cluster.kubernetes.chiefless and "worker" in tasks:
         tasks.pop("chief", None)
-    return {**tasks, **({"evaluator": 1} if cluster.evaluator else {})}
+    return {**tasks, **({"evaluator": 1} if config.has_evaluator else {})}
 
 
 def leading(config: Config) -> Task:
@@ -109,8 +108,12 @@ def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name:
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
     pod = _add_defaults(job.config.cluster.kubernetes.of(role), arguments, place)
+    container = _container(job.config, role, pod, arguments, place.variables, port_name)
+    containers: Tree = {"containers": [container]}
+    if job.config.program.command:
+        containers = program.containers(job, role, container, place.defaults.image)
     spec: Tree = {
-        "containers": [_container(job.config, role, pod, arguments, place.variables, port_name)],
+        **containers,
         "volumes": _volumes(pod),
         "securityContext": _pod_security(pod),
         "terminationGracePeriodSeconds": pod.grace_seconds or GRACE_SECONDS,
@@ -199,7 +202,7 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
     # Without defaults if only the launcher reads it.
     tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
     gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
-    leads = find_topology(config.training.strategy).leads(task) or task == leading(config)
+    leads = config.topology.leads(task) or task == leading(config)
     return {
         CONFIG_VARIABLE: json.dumps(tree),
         "PYTHONUNBUFFERED": "1",

@@ -342,6 +342,16 @@ def test_the_version_of_the_cluster_is_judged(kube, of_job):
     assert "but with 1.33" in report["Kubernetes API"]["message"]
 
 
+def test_a_cluster_without_native_sidecars_runs_no_program(kube, of_job):
+    program = 'program={"command": ["python", "train.py"], "roles": {"worker": 1}}'
+    assert of_job(program)["Kubernetes API"]["state"] == "ok"
+    kube.server.control.kubernetes = "1.28.9"
+    found = of_job(program)["Kubernetes API"]
+    assert (found["state"], found["remedy"]) == ("fail", "kubectl version")
+    assert "Kubernetes 1.28 has no native sidecars" in found["message"]
+    assert of_job()["Kubernetes API"]["state"] == "ok"
+
+
 def test_a_service_that_has_the_name_of_a_job_is_found(kube, jobset, of_jobset):
     assert jobset is kube
     report = of_jobset()

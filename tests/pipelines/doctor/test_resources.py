@@ -81,6 +81,13 @@ def test_a_quota_with_room(of_job, quota, hard):
     }  # fmt: skip
 
 
+def test_the_agent_next_to_a_program_counts(of_job, quota):
+    quota({"requests.cpu": "4"})
+    program = 'program={"command": ["python", "train.py"], "roles": {"worker": 2}}'
+    found = of_job(CPU, program)["quota"]
+    assert "requests.cpu: the job requests 4200m, 0 of 4 are used" in found["message"]
+
+
 def test_what_is_over_already_and_not_asked_for_is_no_matter(of_job, quota):
     quota({"configmaps": "3"}, {"configmaps": "5"})
     assert of_job()["quota"]["state"] == "ok"

@@ -1,0 +1,46 @@
+"""Native sidecars, which Kubernetes has from 1.29 on: init containers that go on (KEP-753).
+
+An older API drops the field that makes one, and the program of such a pod would never start.
+"""
+
+from __future__ import annotations
+
+import re
+
+from flotilla.components.kubernetes.api.client import Api, RefusedError
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError
+
+OLDEST = (1, 29)
+_VERSION = re.compile(r"v?(\d+)\.(\d+)")
+
+
+def needs_sidecars(config: Config) -> bool:
+    """Return whether the pods of a run have an agent next to the user's program."""
+    return bool(config.program.command and config.program.python)
+
+
+def describe_lack(version: str) -> str:
+    """Return why a cluster of this version cannot run a program; empty if it can, or may."""
+    found = _VERSION.match(version)
+    if not found or (int(found[1]), int(found[2])) >= OLDEST:
+        return ""
+    oldest = ".".join(map(str, OLDEST))
+    return (
+        f"program.command: Kubernetes {found[1]}.{found[2]} has no native sidecars, in which "
+        f"Flotilla's agent runs: update it to {oldest} or later, or set program.python to an empty "
+        "text and do without the agent"
+    )
+
+
+def require_sidecars(api: Api, config: Config) -> None:
+    """Raise a `ConfigError` if a cluster is too old for the program of a run."""
+    if not needs_sidecars(config):
+        return
+    try:
+        version = str(api.read("/version").get("gitVersion", ""))
+    except RefusedError:
+        # A caller may lack the permission to read it.
+        return
+    if lack := describe_lack(version):
+        raise ConfigError(lack)

@@ -1,0 +1,203 @@
+"""The containers of a user's program: the guard in the user's image, and the agent next to it.
+
+The agent is a native sidecar (Kubernetes 1.29): an init container that goes on, with the image of
+Flotilla. Before its startup probe succeeds it has put the guard, one file of Python, into the
+volume that both containers share; the guard is the command of the user's container. So the user's
+image needs a Python and nothing of Flotilla. Without a Python in the image the program is the
+command itself: Kubernetes restarts it, and there is no agent.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+
+from flotilla.components.image import SECRET_KEYS
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.names import Tree
+from flotilla.trainer.cluster import termination
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.kubernetes import WORKING_FOLDER, PodConfig
+from flotilla.trainer.config.program import fill
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import ROLES
+from flotilla.trainer.runtime.errors import ConfigError
+
+# The folder of a task in which agent and guard meet, the file of the guard, and its socket.
+EXCHANGE, GUARD, SOCKET = "exchange", "guard.py", "guard.sock"
+# How long a guard goes on while its agent restarts.
+RECONNECT_SECONDS = 300
+INDEX_VARIABLE = "FLOTILLA_TASK_INDEX"
+# The user's container starts when the agent listens.
+_PROBE = {"periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 600}
+# It uploads checkpoints with their checksums, and reads the shards of the dataset.
+_RESOURCES = {
+    "requests": {"cpu": "100m", "memory": "256Mi"},
+    "limits": {"cpu": "2", "memory": "1Gi"},
+}
+# It runs none of the user's code.
+_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
+_ENTRY = "flotilla.components.kubernetes.pods.program_agent"
+# Variables that the user's container has in common with one of the trainer.
+_OF_PROGRAM = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
+# Those with which a program reads the object store itself.
+_OF_STORE = (*SECRET_KEYS, "STORAGE_EMULATOR_HOST")
+_OF_STORE_PREFIXES = ("AWS_", "GOOGLE_")
+# Placeholders for which there is no value without the agent.
+_OF_AGENT = ("dataset_files", "checkpoints", "model", "logs", "metrics", "gpu")
+
+
+def check(config: Config) -> None:
+    """Raise a `ConfigError` for settings of pods that do not go with a program."""
+    if not config.program.command:
+        return
+    for role in ROLES:
+        if config.cluster.kubernetes.of(role).command:
+            raise ConfigError(
+                f"cluster.kubernetes.{role}.command: the command is program.command; leave this out"
+            )
+    if not config.program.python:
+        for text in config.program.command:
+            _require_no_agent("command", text)
+        for name, text in config.program.env.items():
+            _require_no_agent(f"env.{name}", text)
+
+
+def containers(job: Job, role: str, own: Tree, image: str) -> Tree:
+    """Return the containers of a program's pod, and its init containers.
+
+    `own` is the container in which Flotilla's trainer would run, `image` that of Flotilla.
+    """
+    config = job.config
+    pod = config.cluster.kubernetes.of(role)
+    user = _container(config, pod, own)
+    if not config.program.python:
+        variables = {
+            "FLOTILLA_RUN_ID": job.run_id,
+            "FLOTILLA_DATASET": job.dataset,
+        }
+        plain = [{"name": name, "value": text} for name, text in variables.items()]
+        return {"containers": [{**user, "env": [*plain, *user["env"]]}]}
+    folder = pod.working_folder or WORKING_FOLDER
+    exchange = f"{folder}/{EXCHANGE}"
+    guard = [
+        config.program.python, f"{exchange}/{GUARD}", "--socket", f"{exchange}/{SOCKET}",
+        "--reconnect", str(RECONNECT_SECONDS), "--termination", f"{folder}/{termination.FILE}",
+        "--umask", "000", "--",
+    ]  # fmt: skip
+    # The guard gets the command from the agent, which fills its placeholders: `args` are to read.
+    words = [word.replace("$", "$$") for word in config.program.command]
+    return {
+        "initContainers": [_agent(own, f"{exchange}/{SOCKET}", image)],
+        "containers": [{**user, "command": guard, "args": words}],
+    }
+
+
+def _agent(own: Tree, socket: str, image: str) -> Tree:
+    kept = ("args", "workingDir", "env", "envFrom", "volumeMounts")
+    ports = [each for each in own["ports"] if each["name"] == names.METRICS_PORT]
+    return {
+        "name": names.AGENT,
+        "image": image,
+        "restartPolicy": "Always",
+        "command": ["python", "-m", _ENTRY],
+        **{name: copy.deepcopy(own[name]) for name in kept if name in own},
+        **({"ports": ports} if ports else {}),
+        "resources": copy.deepcopy(_RESOURCES),
+        "startupProbe": {"exec": {"command": ["test", "-S", socket]}, **_PROBE},
+        "securityContext": copy.deepcopy(_SECURITY),
+    }
+
+
+def _container(config: Config, pod: PodConfig, own: Tree) -> Tree:
+    """Return the container of the user's image, without its command."""
+    known = {*pod.env, *pod.secret_env, *_OF_PROGRAM}
+    reads_store = config.program.data == "uri" or not config.program.python
+    env = [
+        each
+        for each in own["env"]
+        if each["name"] in known
+        or (reads_store and each["name"].startswith((*_OF_STORE, *_OF_STORE_PREFIXES)))
+    ]
+    ports = [each for each in own["ports"] if each["name"] != names.METRICS_PORT]
+    rest = {name: value for name, value in own.items() if name not in ("command", "args")}
+    # The image's own folder, unless the program names one: then the guard says if it is absent.
+    rest.pop("workingDir")
+    return {**rest, "env": env, "ports": ports}
+
+
+def set_task(
+    spec: Tree,
+    config: Config,
+    role: str,
+    addresses: Mapping[str, Sequence[str]],
+    fields: Mapping[str, str],
+    *,
+    has_tf_config: bool = False,
+) -> None:
+    """Tell the containers of a pod which task it is; that of a guard hears it from the agent.
+
+    `fields` are the metadata of the pod by the variables to which the addresses refer, that of the
+    index among them. With `has_tf_config` the controller gives it to the container itself.
+    """
+    sources = [
+        {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+        for name, path in fields.items()
+    ]
+    task = f'{{"type": {json.dumps(role)}, "index": $({INDEX_VARIABLE})}}'
+    text = f'{{"cluster": {json.dumps(addresses)}, "task": {task}}}'
+    tf_config = {"name": "TF_CONFIG", "value": text}
+    agents = spec.get("initContainers", [])
+    for each in agents or spec["containers"]:
+        own = [] if has_tf_config and not agents else [tf_config]
+        # A variable has to precede the one that refers to it.
+        each["env"] = [*sources, *own, *each["env"]]
+    if config.program.command and not agents:
+        _fill_container(spec["containers"][0], config, _values(config, role, addresses))
+
+
+def _fill_container(container: Tree, config: Config, values: dict[str, str]) -> None:
+    """Make the program the command of a container."""
+    dataset = next(each for each in container["env"] if each["name"] == "FLOTILLA_DATASET")
+    values = {**values, "dataset": dataset["value"]}
+    own = [{"name": n, "value": _fill(t, values)} for n, t in config.program.env.items()]
+    container["env"] += own
+    container["command"] = [_fill(word, values) for word in config.program.command]
+    if config.program.working_dir:
+        container["workingDir"] = config.program.working_dir
+
+
+def _values(config: Config, role: str, addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Return the values of placeholders; Kubernetes inserts the index of the task."""
+    index = f"$({INDEX_VARIABLE})"
+    hosts = {each: ",".join(addresses.get(each, ())) for each in ("ps", "worker", "chief")}
+    training = config.training
+    return {
+        "role": role,
+        "index": index,
+        "task_index": index,
+        **{f"{each}_hosts": text for each, text in hosts.items()},
+        "num_ps": str(len(addresses.get("ps", ()))),
+        "num_workers": str(len(addresses.get("worker", ()))),
+        "steps": str(training.steps),
+        "batch_size": str(training.batch_size),
+        "seed": str(training.seed),
+    }
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    return fill(text.replace("$", "$$"), values)
+
+
+def _require_no_agent(name: str, text: str) -> None:
+    for each in _OF_AGENT:
+        if f"{{{each}}}" in text:
+            raise ConfigError(
+                f"program.{name}: {{{each}}} is made by Flotilla's agent, which needs a Python in "
+                "the image: set program.python, or leave the placeholder out"
+            )
