@@ -6,6 +6,7 @@ thread per operation gave 15 % more steps a second, and a core for each worker a
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import time
@@ -105,6 +106,8 @@ MODULES = {
 }
 CONFIG = "config.json"
 LOG = "log.txt"
+# The guard of a program holds it while it runs.
+GUARD_LOCK = "exchange/guard.lock"
 # The file that counts the starts of the task by the launcher.
 STARTS = "starts.txt"
 # The file in the evaluator's folder that says that training is over.
@@ -156,7 +159,8 @@ class TaskProcess:
         self._job = job
         self._cluster = cluster
         leads = job.config.topology.leads(task)
-        self._serves = task.role != "evaluator" and not leads
+        self._is_program = bool(job.config.program.command)
+        self._serves = task.role != "evaluator" and not leads and not self._is_program
         self._started: forked.Process | None = None
         self._killed: End | None = None
         self._starts = 0
@@ -204,6 +208,8 @@ class TaskProcess:
         if self._started:
             self._started.kill()
             self._started.wait()
+        if self._is_program:
+            await_guard(self.folder)
 
     def kill_stalled(self, seconds: float) -> None:
         """Kill it because it sent no heartbeat for `seconds`."""
@@ -256,7 +262,7 @@ class TaskProcess:
 
     def _loads(self) -> str:
         """Return the module whose import dominates its start; empty to start it without a fork."""
-        if self._job.config.cluster.in_process:
+        if self._job.config.cluster.in_process or self._is_program:
             # A debugger attaches to processes that are started under it, not to forked ones.
             return ""
         return MODULES["server" if self._serves else self.task.role]
@@ -278,6 +284,13 @@ class TaskProcess:
             "GRPC_FAIL_FAST": "use_caller",
             **user_code.environment(),
         }
+
+
+def await_guard(folder: Path) -> None:
+    """Wait until the guard of a program has killed the program, whose agent has ended."""
+    # The kernel frees the lock with the process.
+    with suppress(OSError), (folder / GUARD_LOCK).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def report_failure(process: TaskProcess, end: End) -> None:

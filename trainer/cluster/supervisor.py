@@ -147,6 +147,7 @@ class Supervisor:
         """Supervise `leader` and the `others`."""
         self._job = job
         self._limit = job.config.cluster.max_restarts
+        self._is_program = bool(job.config.program.command)
         self._stall_timeout = job.config.training.stall_timeout
         self._leader = leader
         self._others = others
@@ -182,6 +183,9 @@ class Supervisor:
             process, end = event
             if process.task == EVALUATOR:
                 self._start_evaluator(self._evaluator.handle_end(end))
+                continue
+            if end.code == DONE and process is not self._leader and self._is_program:
+                # It needs no record: only the leader of a program says that training is over.
                 continue
             if end.code == DONE:
                 # If all workers run the outer loop, they may end shortly before the leader.

@@ -366,7 +366,7 @@ class Guard:
                 self._selector.unregister(program.reader)
             return False
         for text in program.output.take(data):
-            self._send({"is": "line", "text": text})
+            self._send({"is": "line", "text": text, "time": time.time()})
         if time.monotonic() - self._active_at >= ACTIVE_SECONDS:
             self._active_at = time.monotonic()
             self._send({"is": "active"})

@@ -49,13 +49,17 @@ def run(options: argparse.Namespace) -> None:
     config = length.resolve_for_dataset(load_config(options.config), options.dataset)
     bundle.enter(config.code)
     tasks, this = _cluster(options)
-    _require_roles(config, tasks)
+    if not config.program.command:
+        _require_roles(config, tasks)
     job = Job(
         config=config,
         dataset=options.dataset,
         checkpoints=options.checkpoints,
         workdir=options.workdir,
     )
+    if config.program.command:
+        _run_program(job, tasks, this)
+        return
     if this.role == "evaluator":
         _evaluate(job)
         return
@@ -138,6 +142,16 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
             subprocess.run(command, cwd=here, env=settings, stdin=subprocess.DEVNULL, check=False)
 
     threading.Thread(target=supervise, name="worker-0", daemon=True).start()
+
+
+def _run_program(job: Job, tasks: Cluster, this: Task) -> None:
+    from flotilla.trainer.program.agent import Agent
+
+    if this.role != "evaluator":
+        topology.check_port(tasks, this)
+    _enter(job.workdir)
+    liveness.begin()
+    Agent(job, tasks, this, is_local=True).train()
 
 
 def _evaluate(job: Job) -> None:

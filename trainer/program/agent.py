@@ -1,0 +1,445 @@
+"""The agent of a program: it runs one attempt of one task to its end. Free of TensorFlow.
+
+On this machine the agent is the process of the task, and the guard is its child:
+
+    Agent(job, cluster, task, is_local=True).train()     # raises as the chief of our trainer does
+
+In a pod it is a sidecar, and the guard is the command of the user's container:
+
+    agent = Agent(job, cluster, task, on_signal=..., grace=...)
+    code = agent.run()          # listens, trains, tells the guard to exit; raises no `UserError`
+    agent.stop("why")           # from any thread: SIGTERM and grace for the program
+    agent.begin_no_more()       # from any thread: a program that does not run yet is not started
+
+`job.workdir` is the folder of the task (`task_folders`), and the socket is in its `exchange`. The
+leading task holds the lease of the checkpoints, publishes them, emits the events of training, and
+records its end. The exit code of the program decides (`judge_end`): 0 is done; 2, 126, 127 and any
+other code below 128 but 1 are final; 1 begins again where there are several tasks, as a worker ends
+so when another one is lost; signals begin again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from flotilla.trainer import events
+from flotilla.trainer.checkpoints.history import History
+from flotilla.trainer.cluster import completion, lease
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.process import OVER
+from flotilla.trainer.config.program import EVALUATE
+from flotilla.trainer.config.topology import Cluster, Task, leader
+from flotilla.trainer.program import guard, layouts
+from flotilla.trainer.program.attempts import Attempts
+from flotilla.trainer.program.dataset import stage_dataset
+from flotilla.trainer.program.link import Link, Message
+from flotilla.trainer.program.metrics import Metrics, MetricsFile
+from flotilla.trainer.program.publication import Publisher, fill, find_published
+from flotilla.trainer.program.task_folders import TaskFolders, guard_environment, make_start
+from flotilla.trainer.runtime import signals, user_code
+from flotilla.trainer.runtime.errors import (
+    DONE,
+    FAILED,
+    RETRYABLE,
+    TRY_AGAIN,
+    USAGE,
+    ClusterLostError,
+    ConfigError,
+    RunInterruptedError,
+    TransientError,
+    UserError,
+)
+from flotilla.trainer.tracking.tracker import following_training
+
+#: Seconds from SIGTERM to SIGKILL for a program; the supervisor gives its task twice of it.
+GRACE_SECONDS = 30.0
+# Files that a program writes send no event.
+LOOK_SECONDS = 1.0
+# A guard that was told to end has this long.
+_EXIT_SECONDS = 10.0
+_BEGIN_AGAIN_CODE = 1
+_FINAL = (USAGE, guard.NOT_EXECUTABLE, guard.NOT_FOUND)
+log = logging.getLogger(__name__)
+
+
+def judge_end(code: int, last: list[str], *, several: bool) -> UserError:
+    """Return the error with which a task ends whose program ended with this code, not 0."""
+    said = f"; its last line: {last[-1]}" if last else "; it printed nothing"
+    if code < 0:
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        memory = " (is there enough memory?)" if -code == signal.SIGKILL else ""
+        return ClusterLostError(f"the program was ended by {name}{memory}{said}")
+    text = f"the program ended with exit code {code}{said}"
+    if code >= RETRYABLE or (code == _BEGIN_AGAIN_CODE and several):
+        return ClusterLostError(text)
+    return (ConfigError if code in _FINAL else UserError)(text)
+
+
+class Agent:
+    """One attempt of one task of a program."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        job: Job,
+        cluster: Cluster,
+        task: Task,
+        *,
+        on_signal: Callable[[int], None] | None = None,
+        grace: float = GRACE_SECONDS,
+        is_local: bool = False,
+    ) -> None:
+        """Take the run and the task; `on_signal` replaces `stop` where the guard is signalled."""
+        self._job, self._cluster, self._task = job, cluster, task
+        self._program = job.config.program
+        self._folders = TaskFolders(folder=job.workdir.absolute())
+        self._on_signal = on_signal or (lambda _number: self.stop())
+        self._grace, self._is_local = grace, is_local
+        self._leads = task.role != "evaluator" and task == leader(cluster)
+        self._link: Link | None = None
+        self._stopping = threading.Event()
+        self._reason = ""
+        self._refuses = self._is_running = self._is_ready = False
+        self._pid = 0
+        #: Why the agent killed the program, if it did.
+        self._why = ""
+        self._publisher: Publisher | None = None
+        self._metrics: Metrics | None = None
+        self._file = MetricsFile(self._folders.metrics)
+        self._attempts: Attempts | None = None
+        self._filled = ""
+        self._output_at = self._looked_at = self._asked_at = 0.0
+
+    # From other threads.
+
+    def stop(self, reason: str = "") -> None:
+        """Stop the program with its grace, and publish a last checkpoint."""
+        self._reason = self._reason or reason
+        self._stopping.set()
+        if self._link:
+            self._link.wake()
+
+    def begin_no_more(self) -> None:
+        """Start no program any more; one that runs goes on."""
+        self._refuses = True
+        if self._link:
+            self._link.wake()
+
+    # The two ways to run it.
+
+    def run(self) -> int:
+        """Serve a guard in another container to its end; return the code that it ends with."""
+        code, message = DONE, ""
+        try:
+            self._link = Link(self._folders.exchange)
+        except UserError as error:
+            log.error("%s", error)
+            return FAILED
+        try:
+            self._train(self._link)
+        except UserError as error:
+            message = str(error)
+            code = TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
+        except Exception:
+            log.exception("a bug of Flotilla")
+            code, message = FAILED, "a bug of Flotilla; see the log of the container of the agent"
+        if message:
+            log.error("%s", message)
+        self._dismiss(self._link, code, message)
+        self._link.close()
+        return code
+
+    def train(self) -> None:
+        """Run the program on this machine to its end.
+
+        Raises:
+            UserError: it failed for good.
+            RunInterruptedError: SIGINT or SIGTERM came; what was whole is published.
+            ClusterLostError: a new attempt may help.
+        """
+        guard.adopt_orphans()
+        with signals.handle_interrupts(self.stop):
+            self._link = Link(self._folders.exchange)
+            path = os.path.dirname(sys.executable)
+            child = self._link.start_guard(guard_environment(path), user_code.folder())
+            try:
+                self._train(self._link)
+            finally:
+                self._dismiss(self._link, DONE, "")
+                self._link.close()
+                child.wait()
+                # A guard that was killed leaves processes, which are now of this one.
+                guard.kill_all(self._pid or child.pid)
+
+    def _train(self, link: Link) -> None:
+        self._folders.make()
+        with ExitStack() as opened:
+            held = lease.NoLease()
+            if self._leads:
+                opened.enter_context(following_training(self._job, leads=True))
+                held = opened.enter_context(
+                    lease.hold_lease(self._job.checkpoints, self._job.run_id)
+                )
+                if completion.is_over(self._job):
+                    return
+                self._publisher = Publisher(self._job, self._folders, held)
+            if self._program.data == "files":
+                stage_dataset(
+                    self._job.config, self._cluster, self._task, self._job.dataset,
+                    self._folders.dataset,
+                )  # fmt: skip
+            end = self._begin(link) or self._follow(link)
+            self._finish(end, held)
+
+    # Before the program.
+
+    def _begin(self, link: Link) -> Message | None:
+        """Start the program, unless it runs already; return its end if it has ended meanwhile."""
+        ready = self._await_guard(link)
+        if ready.get("ended"):
+            self._make_metrics()
+            return dict(ready["ended"])
+        if ready.get("running"):
+            self._is_running, self._pid = True, int(ready["pid"])
+            self._make_metrics()
+            return None
+        attempt = self._prepare(link)
+        if self._refuses:
+            raise RunInterruptedError("interrupted before the program was started")
+        where = self._program.working_dir
+        folder = os.path.join(user_code.folder(), where) if self._is_local else where
+        self._output_at = time.monotonic()
+        start = make_start(self._job, self._cluster, self._task, attempt)
+        link.send(do="start", cwd=folder, **start)
+        self._is_running = True
+        return None
+
+    def _await_guard(self, link: Link) -> Message:
+        while True:
+            message = self._receive(link, None) or {}
+            if message["is"] == "ready":
+                self._is_ready = True
+                return message
+            if message["is"] == "gone" and self._is_local:
+                raise ClusterLostError("the guard of the program ended before the program began")
+
+    def _wait(self, link: Link, seconds: float) -> None:
+        """Wait before the program is started; raises `RunInterruptedError`."""
+        message = self._receive(link, seconds)
+        if message and message["is"] == "gone" and self._is_local:
+            raise ClusterLostError("the guard of the program ended before the program began")
+
+    def _receive(self, link: Link, seconds: float | None) -> Message | None:
+        message = link.receive(seconds)
+        if message and message["is"] == "signal":
+            self._on_signal(int(message["number"]))
+        if self._stopping.is_set() or self._refuses:
+            raise RunInterruptedError(f"{self._begun_by()}interrupted before training began")
+        return message
+
+    def _prepare(self, link: Link) -> int:
+        """Fill the folder of checkpoints, and return the number of the attempt."""
+        topology = self._job.config.topology
+        workers = [Task(role="worker", index=n) for n in range(self._cluster.count("worker"))]
+        others = [each for each in workers if topology.leads(each) and each != workers[0]]
+        together = self._task in workers and bool(others)
+        if self._publisher or (together and self._task in others):
+            self._attempts = Attempts(self._job, self._task, others if together else [])
+        if self._publisher and self._attempts:
+            uri = self._publisher.begin(self._steps_of_last_attempt())
+            self._make_metrics()
+            self._begin_events()
+            return self._attempts.lead(uri, lambda seconds: self._wait(link, seconds)).number
+        if self._attempts:
+            found = self._attempts.join(lambda seconds: self._wait(link, seconds))
+            fill(self._folders, found.checkpoint)
+            return found.number
+        if self._task.role != "ps":
+            self._filled, _ = find_published(self._job.checkpoints)
+            fill(self._folders, self._filled)
+        return 1
+
+    def _steps_of_last_attempt(self) -> Metrics:
+        found = Metrics(History(self._job.checkpoints, start=0), 0, 0)
+        found.restore(self._folders.exchange)
+        return found
+
+    def _make_metrics(self) -> None:
+        if self._publisher:
+            start = self._publisher.step
+            history = History(self._job.checkpoints, start=start, file=self._publisher.history)
+            asked = any("{steps}" in word for word in self._program.command)
+            steps = self._job.config.training.steps if asked else 0
+            self._metrics = Metrics(history, steps, start)
+            self._file.skip()
+
+    def _begin_events(self) -> None:
+        if self._publisher and self._metrics:
+            step = self._publisher.step
+            begin = events.AttemptBegin(
+                global_step=step, steps=self._metrics.steps, resumed=step > 0
+            )
+            events.emit(begin)
+
+    # While the program runs.
+
+    def _follow(self, link: Link) -> Message:
+        """Follow the program; return the message of its end."""
+        is_asked = False
+        while True:
+            message = link.receive(LOOK_SECONDS)
+            if message and (end := self._handle(message)):
+                return end
+            if self._stopping.is_set() and not is_asked:
+                is_asked = True
+                link.send(do="stop", grace=self._grace if self._leads else 0)
+            if time.monotonic() - self._looked_at >= LOOK_SECONDS:
+                self._looked_at = time.monotonic()
+                if not self._why and not is_asked:
+                    self._watch(link)
+                self._look()
+
+    def _handle(self, message: Message) -> Message | None:
+        """Take a message; return the one that says how the program ended."""
+        kind = message["is"]
+        if kind == "started":
+            self._pid = int(message["pid"])
+        elif kind == "line" and self._metrics:
+            self._metrics.take(str(message["text"]), float(message["time"]))
+        elif kind == "signal":
+            self._on_signal(int(message["number"]))
+        elif kind == "gone" and self._is_local:
+            raise ClusterLostError("the guard of the program was killed, and the program with it")
+        if kind in ("line", "active"):
+            self._output_at = time.monotonic()
+        return self._read_end(message)
+
+    def _read_end(self, message: Message) -> Message | None:
+        if message["is"] in ("ended", "failed"):
+            return message
+        if message["is"] != "ready":
+            return None
+        self._is_ready = True
+        if message.get("ended"):
+            return dict(message["ended"])
+        # Otherwise the container was started again, for example after it took too much memory.
+        lost = {"is": "ended", "code": -signal.SIGKILL, "last": []}
+        return None if message.get("running") else lost
+
+    def _watch(self, link: Link) -> None:
+        """Kill the program if it stalls, or if its attempt is over."""
+        if self._task.role == "evaluator" and (self._job.workdir / OVER).exists():
+            self.stop()
+            return
+        timeout = self._program.stall_timeout
+        counts = self._metrics is not None and self._metrics.said_steps
+        moved = self._metrics.stepped_at if self._metrics and counts else self._output_at
+        if self._leads and timeout and time.monotonic() - moved > timeout:
+            what = "step" if counts else "output"
+            self._why = (
+                f"no {what} for {timeout:g} s: raise program.stall_timeout if it takes longer"
+            )
+            events.emit(events.Stalled(tasks=(str(self._task),), seconds=timeout))
+        elif self._attempts and time.monotonic() - self._asked_at > self._attempts.seconds:
+            self._asked_at = time.monotonic()
+            try:
+                self._attempts.check()
+            except ClusterLostError as error:
+                self._why = str(error)
+        if self._why:
+            link.send(do="kill")
+
+    def _look(self) -> None:
+        """Take what the program wrote."""
+        if self._task.role == "evaluator":
+            uri, _ = find_published(self._job.checkpoints)
+            if uri and uri != self._filled:
+                fill(self._folders, uri, keeps=True)
+                self._filled = uri
+        if self._metrics and self._publisher:
+            for line, when in self._file.read():
+                self._metrics.take(line, when)
+            self._metrics.save(self._folders.exchange)
+            self._publisher.look(self._metrics.step_at, self._metrics.newest)
+
+    # After the program.
+
+    def _finish(self, end: Message, held: lease.NoLease) -> None:
+        """Publish what is whole, and return if training is over; raises as `train`."""
+        self._is_running = False
+        if self._metrics:
+            for line, when in self._file.read():
+                self._metrics.take(line, when)
+            self._metrics.flush()
+        if end["is"] == "failed":
+            raise ConfigError(str(end["message"]))
+        code = int(end["code"])
+        if self._stopping.is_set():
+            raise RunInterruptedError(self._describe_stop())
+        if code == DONE and not self._why:
+            self._complete(held)
+            return
+        if self._publisher:
+            # The error of the program is the one to report.
+            try:
+                self._publish(with_model=False)
+            except UserError as error:
+                log.warning("%s", error)
+        if self._why:
+            raise ClusterLostError(self._why)
+        several = sum(map(len, self._cluster.addresses.values())) > 1
+        raise judge_end(code, list(end.get("last", ())), several=several)
+
+    def _describe_stop(self) -> str:
+        begun = self._begun_by()
+        if not self._publisher or not self._metrics:
+            return f"{begun}interrupted"
+        uri = self._publish(with_model=False)
+        if not uri:
+            return f"{begun}interrupted before a checkpoint of the program was whole"
+        return f"{begun}interrupted at global step {self._publisher.step}; checkpoint {uri}"
+
+    def _begun_by(self) -> str:
+        return f"{self._reason}; " if self._reason else ""
+
+    def _publish(self, *, with_model: bool) -> str:
+        assert self._publisher
+        assert self._metrics
+        metrics = self._metrics
+        return self._publisher.finish(metrics.step_at, metrics.newest, with_model=with_model)
+
+    def _complete(self, held: lease.NoLease) -> None:
+        """Record the end of training, if this task publishes."""
+        if not self._publisher:
+            return
+        model = self._folders.model
+        if self._program.after_training == EVALUATE and not layouts.find_model(model):
+            there = "nothing in it" if layouts.is_empty(model) else "no whole one in it"
+            raise UserError(
+                f"the program ended with exit code 0 and left no model: FLOTILLA_MODEL ({model}) "
+                f"has {there}; save a .keras file or a SavedModel there, or set "
+                "program.after_training: stop"
+            )
+        uri = self._publish(with_model=True)
+        held.check()
+        completion.record(self._job, uri)
+
+    def _dismiss(self, link: Link, code: int, message: str) -> None:
+        """Tell the guard to end, and wait until it has."""
+        while not self._is_ready:
+            found = link.receive(None if not self._is_local else _EXIT_SECONDS)
+            if not found or found["is"] == "gone":
+                return
+            self._is_ready = found["is"] == "ready"
+        link.send(do="exit", code=code, message=message)
+        end = time.monotonic() + _EXIT_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            found = link.receive(left)
+            if found and found["is"] == "gone":
+                return

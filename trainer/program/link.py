@@ -1,0 +1,115 @@
+"""The agent's end of the socket to a guard; `guard.py` has the other one.
+
+Both sides send JSON objects, one a line. The agent asks (`do`), the guard reports (`is`):
+
+    {"do": "start", "attempt": 1, "command": [...], "cwd": "", "env": {...}}
+    {"do": "stop", "grace": 30}     SIGTERM to the program, SIGKILL to all of it after the grace
+    {"do": "kill"}
+    {"do": "exit", "code": 0, "message": ""}    the guard writes the message, and ends
+    {"is": "ready", "attempt": 0, "running": false, "pid": 0, "ended": null}
+    {"is": "started", "pid": 7}
+    {"is": "failed", "code": 127, "message": "cannot start ..."}
+    {"is": "line", "text": "{...}", "time": 1.5}    a line of output that is an object with a step
+    {"is": "active"}                there was output; at most one a second
+    {"is": "signal", "number": 15}  the guard was asked to end
+    {"is": "ended", "attempt": 1, "code": -9, "last": ["last lines"]}
+
+`{"is": "gone"}` is put here when the connection ends, and `{"is": "wake"}` by this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flotilla.trainer.program import guard
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import parse_mapping
+from flotilla.trainer.storage.errors import report_errors
+
+GUARD_FILE = "guard.py"
+Message = dict[str, Any]
+
+
+class Link:
+    """A socket in the exchange folder; one guard at a time is connected."""
+
+    def __init__(self, folder: Path) -> None:
+        """Copy the guard into the folder, then listen; raises `UserError`."""
+        self._place = folder / guard.SOCKET
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._connection: socket.socket | None = None
+        with report_errors(f"listen at {self._place}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            staged = folder / f"{GUARD_FILE}.{os.getpid()}"
+            shutil.copyfile(guard.__file__, staged)
+            staged.replace(folder / GUARD_FILE)
+            self._place.unlink(missing_ok=True)
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            # The socket appears under its name when it is listened at.
+            new = folder / f"{guard.SOCKET}.{os.getpid()}"
+            new.unlink(missing_ok=True)
+            self._listener.bind(guard.reach(str(new)))
+            # The program's container may have another user.
+            new.chmod(0o666)
+            self._listener.listen()
+            new.replace(self._place)
+        threading.Thread(target=self._accept, name="guard", daemon=True).start()
+
+    def start_guard(self, environment: dict[str, str], folder: str) -> subprocess.Popen[bytes]:
+        """Start a guard as a child of this process, with its output."""
+        words = [sys.executable, "-IS", str(self._place.with_name(GUARD_FILE))]
+        options = ["--socket", str(self._place)]
+        return subprocess.Popen(
+            [*words, *options], env=environment, cwd=folder, stdin=subprocess.DEVNULL
+        )
+
+    def receive(self, seconds: float | None) -> Message | None:
+        """Return the next message; None if there is none within some seconds."""
+        try:
+            return self._messages.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def wake(self) -> None:
+        """Let `receive` return; from any thread or signal handler."""
+        self._messages.put({"is": "wake"})
+
+    def send(self, **message: Any) -> None:
+        """Send a message to the guard, if one is connected."""
+        if self._connection:
+            with suppress(OSError):
+                self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the connection and remove the socket."""
+        with suppress(OSError):
+            self._place.unlink(missing_ok=True)
+        for each in (self._connection, self._listener):
+            if each:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connection = connection
+            with connection.makefile("rb") as lines, suppress(OSError, UserError):
+                for line in lines:
+                    with suppress(ValueError):
+                        self._messages.put(parse_mapping(line))
+            self._connection = None
+            self._messages.put({"is": "gone"})

@@ -1,0 +1,297 @@
+"""The published checkpoints of a program: filled into its folder, and published from it.
+
+A checkpoint is published when it is whole and has not changed between two looks. The publication
+has the files below `checkpoint/`, and after the end of the program its model below `model/`. Files
+are linked before they are published, so that a program may delete them; one that changes a file
+meanwhile makes the publication void.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.decisions import Retention
+from flotilla.trainer.checkpoints.history import HISTORY_FILE, RowFile, SegmentedRowFile
+from flotilla.trainer.checkpoints.index import (
+    list_checkpoints,
+    publish_anew,
+    read_checkpoint,
+    read_index,
+)
+from flotilla.trainer.checkpoints.log_files import LogFiles
+from flotilla.trainer.checkpoints.uploads import UploadQueue
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.lease import NoLease
+from flotilla.trainer.program import layouts
+from flotilla.trainer.program.layouts import Stored
+from flotilla.trainer.program.metrics import Metrics
+from flotilla.trainer.program.task_folders import TaskFolders
+from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.json_records import parse_mapping
+from flotilla.trainer.storage.errors import report_errors
+
+CHECKPOINT, MODEL = "checkpoint", "model"
+#: The field of a manifest that says what a program left.
+FIELD = "program"
+# The file that says which checkpoint in the folder is published already.
+_KNOWN = "known.json"
+_DESCRIPTION = "program.json"
+StepAt = Callable[[float, int], int]
+log = logging.getLogger(__name__)
+
+
+def find_published(uri: str, damaged: Collection[str] = ()) -> tuple[str, int]:
+    """Return URI and global step of the newest checkpoint of a program; "" and 0 if none."""
+    for at, step in reversed(list_checkpoints(uri)):
+        try:
+            manifest = read_checkpoint(at)
+        except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
+            _pass_over(at, error)
+            continue
+        if at not in damaged and manifest.fields.get(FIELD, {}).get("checkpoint"):
+            return at, step
+    return "", 0
+
+
+def _pass_over(uri: str, error: UserError) -> None:
+    log.warning("passed over %s: %s", uri, error)
+    events.emit(events.CheckpointPassedOver(uri=uri, reason=str(error)))
+
+
+def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
+    """Put the files of a published checkpoint into the folder of the program; raises `UserError`.
+
+    Whatever else is there is removed, unless `keeps`: then the program reads the folder meanwhile.
+    """
+    folder = folders.checkpoints
+    with report_errors(f"fill {folder}"):
+        if not keeps:
+            _clear(folder)
+        if not uri:
+            return
+        staged = folders.exchange / "filling"
+        shutil.rmtree(staged, ignore_errors=True)
+        below = f"{CHECKPOINT}/"
+        manifest = storage.fetch(uri, staged, only=lambda path: path.startswith(below))
+        paths = [Path(each.path) for each in manifest.files if each.path.startswith(below)]
+        # What names a checkpoint comes after its data.
+        for path in sorted(paths, key=lambda each: each.name == layouts.STATE):
+            target = folder / path.relative_to(CHECKPOINT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staged / path, target)
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _clear(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+class Publisher:
+    """Publishes what the leading task of a program writes; writing needs the lease."""
+
+    def __init__(self, job: Job, folders: TaskFolders, lease: NoLease) -> None:
+        """Store the arguments; nothing is read."""
+        self._job, self._folders, self._lease = job, folders, lease
+        self._marker = job.config.program.checkpoint_marker
+        self._uploads = UploadQueue()
+        self._logs = LogFiles(folders.logs, storage.join(job.checkpoints, "logs"))
+        self._retention = Retention(
+            newest=job.config.training.keep,
+            every_hours=job.config.training.keep_every_hours,
+        )
+        self._seen = ""
+        self._known = self._read_known()
+        #: The URI and step of the newest published checkpoint; empty and 0 if there is none.
+        self.last, self.step = "", 0
+        kind = RowFile if storage.local_path(job.checkpoints) else SegmentedRowFile
+        self.history = kind(storage.join(job.checkpoints, HISTORY_FILE), lease.require)
+
+    def begin(self, earlier: Metrics) -> str:
+        """Publish what an earlier attempt left whole, and fill the folder; return the URI."""
+        found = layouts.find_newest(self._folders.checkpoints, self._marker)
+        self.last, self.step = find_published(self._job.checkpoints)
+        if found and self._digest(found) != self._known:
+            step = self._count(found, earlier.step_at(found.modified, found.number))
+            self._publish(found, step, {})
+        damaged: set[str] = set()
+        while True:
+            self.last, self.step = find_published(self._job.checkpoints, damaged)
+            try:
+                fill(self._folders, self.last)
+                break
+            except (storage.Corrupt, storage.Missing) as error:
+                damaged.add(self.last)
+                _pass_over(self.last, error)
+        if found := layouts.find_newest(self._folders.checkpoints, self._marker):
+            self._note(found)
+        return self.last
+
+    def look(self, step_at: StepAt, metrics: Mapping[str, Any]) -> None:
+        """Queue the newest checkpoint if it is whole, new, and as it was at the last look."""
+        self._lease.require()
+        found = layouts.find_newest(self._folders.checkpoints, self._marker)
+        digest = self._digest(found) if found else ""
+        is_same, self._seen = digest == self._seen, digest
+        if found and is_same and digest != self._known:
+            # Until it is published, it is not looked at again.
+            self._known = digest
+            step = self._count(found, step_at(found.modified, found.number))
+            self._uploads.put(CHECKPOINT, partial(self._publish, found, step, dict(metrics)))
+            self._uploads.put("history", self.history.upload)
+            self._uploads.put("logs", self._logs.upload)
+
+    def finish(self, step_at: StepAt, metrics: Mapping[str, Any], *, with_model: bool) -> str:
+        """Publish what is whole after the end of the program; return the URI of the checkpoint.
+
+        Without a model, and if its newest checkpoint is published, nothing new is; `with_model` the
+        model is published with the newest checkpoint. Raises `UserError`.
+        """
+        self._uploads.put("logs", self._logs.upload)
+        self._uploads.put("history", self.history.upload)
+        self._uploads.flush()
+        found = layouts.find_newest(self._folders.checkpoints, self._marker)
+        is_new = found is not None and self._digest(found) != self._read_known()
+        model = self._folders.model if with_model else None
+        if model and layouts.is_empty(model):
+            model = None
+        if found is None and not with_model:
+            return self.last
+        if not is_new and not model and self.last:
+            return self.last
+        said = step_at(found.modified, found.number) if found else step_at(float("inf"), -1)
+        step = self._count(found, said) if is_new or not found else self.step
+        self._publish(found, max(step, self.step), dict(metrics), model=model, is_last=True)
+        return self.last
+
+    def _count(self, found: Stored | None, said: int) -> int:
+        """Return the step of a checkpoint: as the program said, else of its name, else a count."""
+        if said >= 0:
+            return said
+        if found and found.number >= 0:
+            return found.number
+        return self.step + 1 if found else self.step
+
+    def _publish(
+        self,
+        found: Stored | None,
+        step: int,
+        metrics: Mapping[str, Any],
+        model: Path | None = None,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        uri = storage.join(self._job.checkpoints, f"step-{step:08d}")
+        staged = self._folders.exchange / "publishing"
+        with report_errors(f"publish {uri}"):
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir(parents=True)
+            is_whole = self._stage(found, model, staged)
+            if is_whole:
+                self._lease.check()
+                publish_anew(staged, uri, self._fields(found, step, metrics, model))
+        shutil.rmtree(staged, ignore_errors=True)
+        if not is_whole or (found and not self._is_unchanged(found)):
+            self._discard(uri, is_whole=is_whole, is_last=is_last)
+            return
+        self.last, self.step = uri, step
+        if found:
+            self._note(found)
+        events.emit(events.CheckpointPublished(uri=uri, global_step=step))
+        for old in self._retention.list_outdated(read_index(self._job.checkpoints)):
+            if old != uri:
+                storage.delete(old)
+
+    def _discard(self, uri: str, *, is_whole: bool, is_last: bool) -> None:
+        """Drop a checkpoint that the program changed or deleted meanwhile."""
+        if is_whole:
+            storage.delete(uri)
+        # The next look takes it again.
+        self._known = self._read_known()
+        if is_last:
+            raise UserError(
+                f"{self._folders.checkpoints} changed after the end of the program: another "
+                "process writes there; let the program wait for its own processes"
+            )
+
+    def _stage(self, found: Stored | None, model: Path | None, staged: Path) -> bool:
+        """Link the files to publish; return whether all are there."""
+        description = {"layout": found.layout if found else "", "name": str(found and found.prefix)}
+        (staged / _DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
+        source = self._folders.checkpoints
+        pairs = [
+            (source / path, Path(CHECKPOINT) / path) for path in (found.files if found else ())
+        ]
+        for path in sorted(model.rglob("*")) if model else ():
+            if path.is_file():
+                pairs.append((path, Path(MODEL) / path.relative_to(model or path)))
+        for path, name in pairs:
+            target = staged / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path.resolve(), target)
+            except FileNotFoundError:
+                return False
+            except OSError:
+                shutil.copyfile(path, target)
+        if found and found.state:
+            layouts.write_state(staged / CHECKPOINT / found.state, found.prefix)
+        return True
+
+    def _is_unchanged(self, found: Stored) -> bool:
+        """Return whether no file of it was written since; one that was deleted counts as before."""
+        before = dict(each.rsplit(" ", 2)[::2] for each in found.signature.split("\n")[2:])
+        for name, when in before.items():
+            path = self._folders.checkpoints / name
+            if path.exists() and str(path.stat().st_mtime_ns) != when:
+                return False
+        return True
+
+    def _fields(
+        self, found: Stored | None, step: int, metrics: Mapping[str, Any], model: Path | None
+    ) -> dict[str, Any]:
+        config = self._job.config
+        return {
+            "global_step": step,
+            "fingerprint": storage.read_manifest(self._job.dataset).fields["fingerprint"],
+            "dataset": self._job.dataset,
+            "strategy": config.training.strategy,
+            "config_hash": config.digest(),
+            "metrics": dict(metrics),
+            FIELD: {
+                "checkpoint": CHECKPOINT if found else "",
+                "model": MODEL if model else "",
+                "layout": found.layout if found else "",
+            },
+        }
+
+    # The checkpoint in the folder that is published, over restarts of this process.
+
+    def _digest(self, found: Stored) -> str:
+        return hashlib.sha256(found.signature.encode()).hexdigest()
+
+    def _note(self, found: Stored) -> None:
+        self._known = self._digest(found)
+        text = json.dumps({"digest": self._known})
+        with report_errors(f"write {self._folders.exchange}"):
+            (self._folders.exchange / _KNOWN).write_text(text, encoding="ascii")
+
+    def _read_known(self) -> str:
+        try:
+            tree = parse_mapping((self._folders.exchange / _KNOWN).read_bytes())
+        except (OSError, ValueError):
+            return ""
+        return str(tree.get("digest", ""))

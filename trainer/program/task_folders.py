@@ -1,0 +1,123 @@
+"""What a program gets: its folders, its environment, and the words of its command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.program import fill
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.storage.errors import report_errors
+
+# Variables of Flotilla's own processes: a module folder, a log, a parent.
+_OWN = ("PYTHONSAFEPATH",)
+_PREFIX = "FLOTILLA_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFolders:
+    """The folders of one task of a program, and the file of its metrics."""
+
+    folder: Path
+
+    @property
+    def dataset(self) -> Path:
+        """The files of the dataset."""
+        return self.folder / "dataset"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the program writes checkpoints, and finds the newest one."""
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """Where the program writes its model."""
+        return self.folder / "model"
+
+    @property
+    def logs(self) -> Path:
+        """Where the program writes files for TensorBoard."""
+        return self.folder / "logs"
+
+    @property
+    def metrics(self) -> Path:
+        """The file of metrics, one JSON object a line."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def exchange(self) -> Path:
+        """The folder of agent and guard."""
+        return self.folder / "exchange"
+
+    def make(self) -> None:
+        """Make the folders; raises `UserError`."""
+        with report_errors(f"make the folders of the program in {self.folder}"):
+            for each in (self.dataset, self.checkpoints, self.model, self.logs, self.exchange):
+                each.mkdir(parents=True, exist_ok=True)
+
+
+def make_start(job: Job, cluster: Cluster, task: Task, attempt: int) -> dict[str, Any]:
+    """Return the fields of the guard's message `start`; raises `ConfigError`."""
+    program, folders = job.config.program, TaskFolders(folder=job.workdir)
+    values = _values(job, cluster, task, folders)
+    try:
+        command = [fill(word, values) for word in program.command]
+        own = {name: fill(value, values) for name, value in program.env.items()}
+    except ValueError as error:
+        raise ConfigError(f"program: {error}") from None
+    given = {
+        "TF_CONFIG": cluster.tf_config(task),
+        "FLOTILLA_RUN_ID": job.run_id,
+        "FLOTILLA_DATASET": job.dataset,
+        "FLOTILLA_DATASET_FILES": values["dataset_files"],
+        "FLOTILLA_CHECKPOINTS": str(folders.checkpoints),
+        "FLOTILLA_MODEL": str(folders.model),
+        "FLOTILLA_LOGS": str(folders.logs),
+        "FLOTILLA_METRICS": str(folders.metrics),
+        # A step that is printed has to arrive when it is done.
+        "PYTHONUNBUFFERED": "1",
+    }
+    return {"attempt": attempt, "command": command, "env": {**given, **own}}
+
+
+def guard_environment(path: str) -> dict[str, str]:
+    """Return the environment of a guard on this machine; `path` is searched for commands first."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_PREFIX) and name not in _OWN
+    }
+    return {**inherited, "PATH": os.pathsep.join(filter(None, (path, os.environ.get("PATH"))))}
+
+
+def _values(job: Job, cluster: Cluster, task: Task, folders: TaskFolders) -> Mapping[str, str]:
+    config = job.config
+    has_files = config.program.data == "files" and task.role != "ps"
+    hosts = {
+        f"{role}_hosts": ",".join(cluster.addresses.get(role, ()))
+        for role in ("ps", "worker", "chief")
+    }
+    return {
+        **hosts,
+        "role": task.role,
+        "index": str(task.index),
+        "task_index": str(task.index),
+        "num_ps": str(cluster.count("ps")),
+        "num_workers": str(cluster.count("worker")),
+        "gpu": str(task.index % max(1, config.cluster.gpus_per_worker)),
+        "dataset": job.dataset,
+        "dataset_files": str(folders.dataset) if has_files else "",
+        "checkpoints": str(folders.checkpoints),
+        "model": str(folders.model),
+        "logs": str(folders.logs),
+        "metrics": str(folders.metrics),
+        "steps": str(config.training.steps),
+        "batch_size": str(config.training.batch_size),
+        "seed": str(config.training.seed),
+    }
