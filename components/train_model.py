@@ -69,7 +69,9 @@ def train(step: Step) -> str:
     job = partial(Job, config=settings, dataset=step.dataset, checkpoints=checkpoints)
     with folder_of_run() as folder:
         launchers.launch(job(workdir=folder / "cluster"), pods)
-    found = select_checkpoint(checkpoints, settings.training.hand_on, settings.task.main_metric)
+    # Only the last checkpoint of a program has its model.
+    choice = "last" if settings.program.command else settings.training.hand_on
+    found = select_checkpoint(checkpoints, choice, settings.task.main_metric)
     metrics = _metrics(found)
     step.output.done(found.uri, metrics, found.best.by if found.best else None)
     descriptor.describe(step.checkpoint, found.uri, {"tensorboard": logs, **metrics})

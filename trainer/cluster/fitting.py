@@ -23,6 +23,8 @@ class NotKnownError(ConfigError):
 
 def require(config: Config, dataset: str = "") -> None:
     """Raise `ConfigError` if model and dataset do not fit; log if that is not known."""
+    if config.program.command:
+        return
     try:
         try_fit(config, dataset)
     except NotKnownError as error:
@@ -45,6 +47,9 @@ def begin(
     """
 
     def work() -> None:
+        if config.program.command:
+            # It has a model of its own.
+            return
         try:
             try_fit(config, dataset)
         except NotKnownError as error:

@@ -8,7 +8,7 @@ In a pod it is a sidecar, and the guard is the command of the user's container:
 
     agent = Agent(job, cluster, task, on_signal=..., grace=...)
     code = agent.run()          # listens, trains, tells the guard to exit; raises no `UserError`
-    agent.stop("why")           # from any thread: SIGTERM and grace for the program
+    agent.stop("why", code=1)   # from any thread: SIGTERM and grace for the program
     agent.begin_no_more()       # from any thread: a program that does not run yet is not started
 
 `job.workdir` is the folder of the task (`task_folders`), and the socket is in its `exchange`. The
@@ -105,6 +105,7 @@ class Agent:
         self._link: Link | None = None
         self._stopping = threading.Event()
         self._reason = ""
+        self._code: int | None = None
         self._refuses = self._is_running = self._is_ready = False
         self._pid = 0
         #: Why the agent killed the program, if it did.
@@ -118,9 +119,12 @@ class Agent:
 
     # From other threads.
 
-    def stop(self, reason: str = "") -> None:
-        """Stop the program with its grace, and publish a last checkpoint."""
-        self._reason = self._reason or reason
+    def stop(self, reason: str = "", *, code: int | None = None) -> None:
+        """Stop the program with its grace, and publish a last checkpoint.
+
+        The guard ends with `code`, if given, in place of that of an interruption.
+        """
+        self._reason, self._code = self._reason or reason, code
         self._stopping.set()
         if self._link:
             self._link.wake()
@@ -146,6 +150,8 @@ class Agent:
         except UserError as error:
             message = str(error)
             code = TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
+            if isinstance(error, RunInterruptedError) and self._code is not None:
+                code = self._code
         except Exception:
             log.exception("a bug of Flotilla")
             code, message = FAILED, "a bug of Flotilla; see the log of the container of the agent"

@@ -25,7 +25,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from typing import Any, Dict  # noqa: UP035
 
@@ -267,6 +266,8 @@ class Guard:
             connection.connect(reach(self._options.socket))
         except OSError:
             connection.close()
+            if self._options.parent not in (0, os.getppid()):
+                self._code = BEGIN_AGAIN
             waits = self._options.reconnect if self._was_connected else self._options.wait
             if time.monotonic() - self._lost_at > waits:
                 self._stop_alone(BEGIN_AGAIN)
@@ -423,7 +424,7 @@ def hold_lock(path: str) -> Any:
     return file
 
 
-def main() -> int:
+def main() -> None:
     """Parse the command line, and guard a program."""
     parser = argparse.ArgumentParser(prog="guard.py")
     parser.add_argument("--socket", required=True)
@@ -431,6 +432,7 @@ def main() -> int:
     parser.add_argument("--reconnect", type=float, default=0.0, help="seconds for a new contact")
     parser.add_argument("--grace", type=float, default=30.0, help="seconds to end without an agent")
     parser.add_argument("--termination", default="", help="file of the termination message")
+    parser.add_argument("--parent", type=int, default=0, help="process that it ends with")
     parser.add_argument("--umask", default="", help="in octal, of the program's files")
     parser.add_argument("command", nargs="*", help="of the program, for those who read it here")
     options = parser.parse_args()
@@ -439,9 +441,11 @@ def main() -> int:
     folder = os.path.dirname(os.path.abspath(options.socket))
     lock = hold_lock(os.path.join(folder, LOCK))
     adopt_orphans()
-    with lock:
-        return Guard(options).run()
+    code = Guard(options).run()
+    # Only the kernel frees the lock, when there is nothing left of this process.
+    assert lock
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,7 +23,7 @@ _OF_ORBAX = {"_CHECKPOINT_METADATA", "commit_success.txt", "_METADATA", "manifes
 _TEMPORARY = re.compile(r"orbax-checkpoint-tmp|^\.|\.tmp$|~$|_temp$")
 _NEWEST = re.compile(r'^model_checkpoint_path: "(.+)"\s*$', re.MULTILINE)
 _DATA = re.compile(r"\.data-\d{5}-of-(\d{5})$")
-_NUMBER = re.compile(r"(?:^|[-_.])(\d+)(?=$|[-_])")
+_NUMBER = re.compile(r"(?:^|[-_.])(\d+)(?=$|[-_.])")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _MOST_STATE_BYTES = 1 << 20
 

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.trainer.program import guard
-from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.errors import report_errors
 
@@ -68,7 +67,7 @@ class Link:
     def start_guard(self, environment: dict[str, str], folder: str) -> subprocess.Popen[bytes]:
         """Start a guard as a child of this process, with its output."""
         words = [sys.executable, "-IS", str(self._place.with_name(GUARD_FILE))]
-        options = ["--socket", str(self._place)]
+        options = ["--socket", str(self._place), "--parent", str(os.getpid())]
         return subprocess.Popen(
             [*words, *options], env=environment, cwd=folder, stdin=subprocess.DEVNULL
         )
@@ -107,7 +106,7 @@ class Link:
             except OSError:
                 return
             self._connection = connection
-            with connection.makefile("rb") as lines, suppress(OSError, UserError):
+            with connection, connection.makefile("rb") as lines, suppress(OSError):
                 for line in lines:
                     with suppress(ValueError):
                         self._messages.put(parse_mapping(line))

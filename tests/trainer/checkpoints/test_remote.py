@@ -9,7 +9,7 @@ from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.checkpoints.history import read_history
 from flotilla.trainer.checkpoints.index import list_checkpoints
-from flotilla.trainer.checkpoints.remote import LogFiles, RemoteCheckpoints, open_checkpoints
+from flotilla.trainer.checkpoints.remote import RemoteCheckpoints, open_checkpoints
 from flotilla.trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
 from flotilla.trainer.events import CheckpointPassedOver
 from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
@@ -252,25 +252,6 @@ def test_logs_go_with_a_checkpoint(of, uri):
     with kept.flush_at_end():
         save(kept, 1)
     assert storage.read_bytes(storage.join(uri, "logs", "events.1")) == b"figures"
-
-
-def test_logs_keep_their_folders_and_only_what_has_grown_goes_again(tmp_path, monkeypatch):
-    folder, sent = tmp_path / "logs", []
-    monkeypatch.setattr(storage, "write_bytes", lambda place, data: sent.append((place, data)))
-    files = LogFiles(folder, "gs://b/logs")
-    files.upload()
-    (folder / "run" / "train").mkdir(parents=True)
-    (folder / "events.0").write_bytes(b"of an older version")
-    (folder / "run" / "train" / "events.1").write_bytes(b"one")
-    files.upload()
-    assert sorted(sent) == [
-        ("gs://b/logs/events.0", b"of an older version"),
-        ("gs://b/logs/run/train/events.1", b"one"),
-    ]
-    sent.clear()
-    (folder / "run" / "train" / "events.1").write_bytes(b"one, two")
-    files.upload()
-    assert sent == [("gs://b/logs/run/train/events.1", b"one, two")]
 
 
 def test_a_bug_in_the_background_ends_training(of, monkeypatch):

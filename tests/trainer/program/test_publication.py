@@ -1,0 +1,145 @@
+"""Checkpoints of a program: published when they are whole, and filled into its folder."""
+
+import pytest
+
+from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import History
+from flotilla.trainer.cluster.lease import NoLease
+from flotilla.trainer.program.metrics import Metrics
+from flotilla.trainer.program.publication import Publisher, fill, find_published
+from flotilla.trainer.program.task_folders import TaskFolders
+from flotilla.trainer.runtime.errors import UserError
+from tests.trainer.program.runs import COUNT, make_job, published_steps
+
+
+@pytest.fixture
+def job(tmp_path):
+    return make_job(tmp_path, COUNT, training={"keep": 2})
+
+
+@pytest.fixture
+def folders(job):
+    found = TaskFolders(folder=job.workdir)
+    found.make()
+    return found
+
+
+def publisher_of(job, folders):
+    found = Publisher(job, folders, NoLease())
+    found.begin(Metrics(History(job.checkpoints, start=0), 0, 0))
+    return found
+
+
+def save(folders, step, text="a"):
+    for name in (f"ckpt-{step}.index", f"ckpt-{step}.data-00000-of-00001"):
+        (folders.checkpoints / name).write_text(text)
+    (folders.checkpoints / "checkpoint").write_text(f'model_checkpoint_path: "ckpt-{step}"')
+
+
+def unknown(_when, _number):
+    return -1
+
+
+def finish(publisher, *, with_model=False):
+    return publisher.finish(unknown, {"loss": 1.0}, with_model=with_model)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_one_that_is_the_same_at_two_looks_is_published_once(job, folders):
+    publisher = publisher_of(job, folders)
+    save(folders, 3)
+    publisher.look(unknown, {})
+    assert published_steps(job) == []
+    publisher.look(unknown, {"loss": 1.0})
+    publisher.look(unknown, {})
+    assert finish(publisher).endswith("step-00000003")
+    assert published_steps(job) == [3]
+    save(folders, 5)
+    finish(publisher)
+    save(folders, 9)
+    finish(publisher)
+    assert published_steps(job) == [5, 9]
+
+
+def test_a_new_attempt_publishes_what_was_whole_and_begins_from_it(job, folders):
+    publisher_of(job, folders)
+    save(folders, 3)
+    (folders.checkpoints / "ckpt-4.index").touch()
+    again = publisher_of(job, folders)
+    assert again.step == 3
+    assert names(folders.checkpoints) == [
+        "checkpoint",
+        "ckpt-3.data-00000-of-00001",
+        "ckpt-3.index",
+    ]
+    # What was filled is not published again.
+    publisher_of(job, folders)
+    assert published_steps(job) == [3]
+
+
+def test_a_damaged_one_is_passed_over(job, folders):
+    publisher = publisher_of(job, folders)
+    for step in (3, 5):
+        save(folders, step)
+        finish(publisher)
+    damaged = storage.local_path(storage.join(job.checkpoints, "step-00000005"))
+    (damaged / "checkpoint" / "ckpt-5.index").write_text("other")
+    (folders.exchange / "known.json").unlink()
+    for path in folders.checkpoints.iterdir():
+        path.unlink()
+    assert publisher_of(job, folders).step == 3
+
+
+def test_the_model_is_published_with_the_last_checkpoint(job, folders):
+    publisher = publisher_of(job, folders)
+    save(folders, 3)
+    finish(publisher)
+    (folders.model / "1").mkdir()
+    (folders.model / "1" / "a.txt").write_text("a")
+    uri = finish(publisher, with_model=True)
+    files = [each.path for each in storage.verify(uri).files]
+    assert "model/1/a.txt" in files
+    assert "checkpoint/ckpt-3.index" in files
+    assert published_steps(job) == [3]
+
+
+def test_a_program_that_leaves_nothing_has_a_record_of_its_end(job, folders):
+    uri = finish(publisher_of(job, folders), with_model=True)
+    assert storage.read_manifest(uri).fields["global_step"] == 0
+    assert find_published(job.checkpoints) == ("", 0)
+
+
+def test_one_that_changes_meanwhile_is_dropped(job, folders, monkeypatch):
+    publisher = publisher_of(job, folders)
+    save(folders, 3)
+    publish = storage.publish
+
+    def slow(*args, **more):
+        found = publish(*args, **more)
+        save(folders, 3, "other")
+        return found
+
+    monkeypatch.setattr(storage, "publish", slow)
+    with pytest.raises(UserError, match="another process writes there"):
+        finish(publisher)
+    assert published_steps(job) == []
+    monkeypatch.undo()
+    finish(publisher)
+    assert published_steps(job) == [3]
+
+
+def test_a_folder_that_is_read_meanwhile_is_added_to(job, folders, tmp_path):
+    publisher = publisher_of(job, folders)
+    save(folders, 3)
+    uri = finish(publisher)
+    other = TaskFolders(folder=tmp_path / "other")
+    other.make()
+    (other.checkpoints / "own.txt").touch()
+    fill(other, uri, keeps=True)
+    assert "own.txt" in names(other.checkpoints)
+    assert "checkpoint" in names(other.checkpoints)
+    fill(other, uri)
+    assert "own.txt" not in names(other.checkpoints)
