@@ -6,6 +6,7 @@ thread per operation gave 15 % more steps a second, and a core for each worker a
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import signal
@@ -20,6 +21,7 @@ from flotilla.trainer.cluster import lease, liveness, termination
 from flotilla.trainer.cluster.forks import forked
 from flotilla.trainer.cluster.forks.fork_request import Request
 from flotilla.trainer.cluster.launcher import Job, task_command
+from flotilla.trainer.config.cluster import ClusterConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import cores, signals, user_code
@@ -82,10 +84,40 @@ def require_memory(config: Config, parameters: int) -> None:
         )
 
 
+def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
+    """Return the limit of memory, in MB, of each of the `count` GPUs that this process sees.
+
+    Returns:
+        an empty list if memory grows on demand.
+
+    Raises:
+        ConfigError: the limit is a share of a memory that the driver does not tell.
+    """
+    if not count or not cluster.gpu_memory_fraction:
+        return [cluster.gpu_memory_mb] * count if cluster.gpu_memory_mb else []
+    # TensorFlow does not tell the memory of a GPU before it takes it.
+    size, device, limits = ctypes.c_size_t(), ctypes.c_int(), []
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        failed = cuda.cuInit(0)
+        for index in range(count):
+            failed = failed or cuda.cuDeviceGet(ctypes.byref(device), index)
+            failed = failed or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+            limits.append(max(1, int(cluster.gpu_memory_fraction * size.value) >> 20))
+    except (OSError, AttributeError) as error:
+        failed = error
+    if failed:
+        raise ConfigError(
+            f"cluster.gpu_memory_fraction: the driver does not tell the memory of the GPUs "
+            f"(libcuda.so.1: {failed}); set cluster.gpu_memory_mb instead"
+        )
+    return limits
+
+
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     """Return the variables that make only its own GPUs visible to a local task, by index.
 
-    If workers share a GPU, `cluster.gpu_memory_mb` splits its memory.
+    If workers share a GPU, `cluster.gpu_memory_mb` or `gpu_memory_fraction` splits its memory.
     """
     count = gpu_count(config, task)
     present = len(glob(_GPUS))

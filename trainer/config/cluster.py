@@ -41,6 +41,9 @@ class ClusterConfig(Section):
     gpu_memory_mb: int = key(
         0, "fixed memory on each GPU; 0: memory grows on demand", ge=0, le=MOST
     )
+    gpu_memory_fraction: float = key(
+        0.0, "fixed share of the memory of each GPU; 0: memory grows on demand", ge=0, lt=1
+    )
     communication: Literal["auto", "ring", "nccl"] = key(
         "auto", "how mirrored workers exchange gradients; nccl needs GPUs"
     )
@@ -76,6 +79,13 @@ class ClusterConfig(Section):
                     f"cluster.placement: {glob!r} is on {server!r}; it has to be ps:0 to "
                     f"ps:{servers - 1}"
                 )
+
+    def refuse_two_gpu_shares(self) -> None:
+        """Raise `ValueError` if the memory of a GPU is limited in two ways."""
+        if self.gpu_memory_mb and self.gpu_memory_fraction:
+            raise ValueError(
+                "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is set as well; set one of them"
+            )
 
     @field_validator("metrics_port")
     @classmethod

@@ -437,8 +437,9 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_nccl(self) -> Config:
-        """`cluster.communication: nccl` needs `cluster.gpus_per_worker` of 1 or more."""
+    def _check_gpus(self) -> Config:
+        """One limit of GPU memory; `cluster.communication: nccl` needs GPUs."""
+        self.cluster.refuse_two_gpu_shares()
         if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
             raise ValueError(
                 "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or "

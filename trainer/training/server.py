@@ -6,6 +6,7 @@ This module does not import Keras, which takes longer than TensorFlow: a server 
 from __future__ import annotations
 
 import os
+from itertools import zip_longest
 from pathlib import Path
 
 import tensorflow as tf
@@ -14,7 +15,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.part_server import PartServer
 from flotilla.trainer.cluster import loopback
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.cluster.process import gpu_count
+from flotilla.trainer.cluster.process import gpu_count, list_gpu_limits
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.data.read import fits_in_memory, stage_shards
@@ -45,12 +46,12 @@ def configure_gpus(config: Config, task: Task) -> None:
             f"{task} was given {wanted} GPUs (cluster.gpus_per_worker) and sees {len(seen)}: "
             "check the node's driver and the image's CUDA, or set it to 0 to train on the CPU"
         )
-    for gpu in seen:
-        if not config.cluster.gpu_memory_mb:
+    for gpu, limit in zip_longest(seen, list_gpu_limits(config.cluster, len(seen))):
+        if not limit:
             tf.config.experimental.set_memory_growth(gpu, True)
             continue
-        limit = tf.config.LogicalDeviceConfiguration(memory_limit=config.cluster.gpu_memory_mb)
-        tf.config.set_logical_device_configuration(gpu, [limit])
+        part = tf.config.LogicalDeviceConfiguration(memory_limit=limit)
+        tf.config.set_logical_device_configuration(gpu, [part])
 
 
 def serve(job: Job, cluster: Cluster, task: Task) -> None:
@@ -97,9 +98,9 @@ def server_settings(config: Config) -> tf.compat.v1.ConfigProto:
     """
     settings = tf.compat.v1.ConfigProto()
     settings.experimental.disable_thread_spinning = True
-    limit = config.cluster.gpu_memory_mb
-    settings.gpu_options.allow_growth = not limit
-    for _ in tf.config.list_physical_devices("GPU") if limit else ():
+    limits = list_gpu_limits(config.cluster, len(tf.config.list_physical_devices("GPU")))
+    settings.gpu_options.allow_growth = not limits
+    for limit in limits:
         settings.gpu_options.experimental.virtual_devices.add(memory_limit_mb=[limit])
     return settings
 

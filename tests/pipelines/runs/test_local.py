@@ -349,7 +349,7 @@ TREE = {
         "workers": 3,
         "evaluator": True,
         "gpus_per_worker": 1,
-        "gpu_memory_mb": 512,
+        "gpu_memory_fraction": 0.3,
         "communication": "nccl",
         "placement": {f"möbel/*{AWKWARD}": "ps:1"},
         "in_process": True,
@@ -419,9 +419,10 @@ def test_no_value_of_these_is_the_default(config):
     }
     # Servers are either joined or started in one process; pull_every says how many batches already;
     # data are a dataset by name or files; a bundle, a registry and callbacks would have to exist;
-    # a port and a profile belong to a cluster that trains.
+    # a port and a profile belong to a cluster that trains; memory of a GPU is limited in one way.
     assert same == {
         "cluster_existing_servers",
+        "cluster_gpu_memory_mb",
         "cluster_metrics_port",
         "code",
         "data_source",

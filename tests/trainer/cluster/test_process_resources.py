@@ -217,3 +217,47 @@ def test_a_server_has_the_memory_of_the_configuration(seen):
     assert not fixed.allow_growth
     shares = [list(each.memory_limit_mb) for each in fixed.experimental.virtual_devices]
     assert shares == [[512], [512]]
+
+
+class Driver:
+    """A CUDA driver whose GPU `n` has `n + 1` GB."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def cuInit(self, flags):  # noqa: N802
+        return flags
+
+    def cuDeviceGet(self, device, index):  # noqa: N802
+        device._obj.value = index
+        return 0 if index < self.count else 101
+
+    def cuDeviceTotalMem_v2(self, size, device):  # noqa: N802
+        size._obj.value = (device.value + 1) << 30
+        return 0
+
+
+def test_memory_is_a_share_of_each_gpu(seen, monkeypatch):
+    calls = seen(2)
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda _name: Driver(2))
+    config = config_of(1, gpu_memory_fraction=0.25)
+    configure_gpus(config, task("worker"))
+    assert calls == [("GPU:0", [256]), ("GPU:1", [512])]
+    options = server_settings(config).gpu_options
+    assert not options.allow_growth
+    shares = [list(each.memory_limit_mb) for each in options.experimental.virtual_devices]
+    assert shares == [[256], [512]]
+
+
+def no_driver(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+@pytest.mark.parametrize("driver", [no_driver, lambda _name: Driver(1), lambda _name: object()])
+def test_a_driver_that_does_not_tell_the_memory_is_one_line(driver, monkeypatch):
+    monkeypatch.setattr(process.ctypes, "CDLL", driver)
+    with pytest.raises(ConfigError) as caught:
+        process.list_gpu_limits(config_of(1, gpu_memory_fraction=0.5).cluster, 2)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("set cluster.gpu_memory_mb instead")
+    assert process.list_gpu_limits(config_of(1, gpu_memory_fraction=0.5).cluster, 0) == []

@@ -36,7 +36,8 @@ GOOD = [
     "training.mixed_precision=float16", "training.mixed_precision='true'", "training.ema=0.999",
     "training.accumulate=4", "training.jit_compile=true", "training.schedule.name=cosine",
     "training.schedule.warmup_steps=10", "data.partition=reshuffle", "cluster.gpus_per_worker=1",
-    "cluster.gpu_memory_mb=512", "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",
+    "cluster.gpu_memory_mb=512", "cluster.gpu_memory_fraction=0.3",
+    "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",
     "training.strategy=single", "training.strategy=multi_worker_mirrored", "cluster.workers=8",
     "cluster.parameter_servers=3", "cluster.existing_servers=true",
     "cluster.max_restarts=0", "cluster.communication=ring", "evaluation.batch_size=1",
@@ -57,6 +58,7 @@ BAD = [
     ("data.validation=1.5", "1.5 is not allowed: a count of examples has to be a whole number"),
     ("data.seed=-1", "data.seed: -1 is not allowed"),
     ("data.seed=2147483648", "data.seed: 2147483648 is not allowed: input should be less than"),
+    ("cluster.gpu_memory_fraction=1.5", "cluster.gpu_memory_fraction: 1.5 is not allowed"),
     ("model.name=mpl", "model.name: 'mpl' is not allowed: no model of this name; did you mean"),
     (
         "model.name=transformer",
@@ -206,6 +208,12 @@ def attributes_in_use():
 @pytest.mark.parametrize("key", KEYS)
 def test_no_key_is_accepted_and_then_ignored(key):
     assert key.rpartition(".")[2] in attributes_in_use()
+
+
+def test_memory_of_a_gpu_is_limited_in_one_way():
+    assert refused("cluster.gpu_memory_fraction=0.5", "cluster.gpu_memory_mb=512") == (
+        "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is set as well; set one of them"
+    )
 
 
 def test_nccl_is_refused_where_workers_have_no_gpus():
