@@ -259,8 +259,8 @@ Inputs = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="INPUT...",
-        help="The rows: files, folders, patterns or URIs of CSV, JSONL, Parquet or images, or the "
-        "URI of a dataset.",
+        help="The rows: files, folders, patterns or URIs of CSV, JSONL, Parquet, npz or images, or "
+        "the URI of a dataset.",
     ),
 ]
 Output = Annotated[

@@ -27,6 +27,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet", ".pq"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "tfrecord": (".tfrecord", ".tfrecords"),
+    "npz": (".npz",),
     "images": _IMAGES,
 }
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".snappy")
@@ -187,7 +188,7 @@ class DataConfig(Section):
     source: str = key(
         "", "files to read instead of a dataset: path or URI of a file, a folder or a pattern"
     )
-    format: Literal["", "csv", "parquet", "jsonl", "tfrecord", "images"] = key(
+    format: Literal["", "csv", "parquet", "jsonl", "tfrecord", "npz", "images"] = key(
         "", "format of the files; empty: detected from their names"
     )
     builder_args: Free = key({}, "arguments of the TFDS builder")

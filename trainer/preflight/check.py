@@ -112,7 +112,7 @@ def _require_columns(data: DataConfig, scratch: Path) -> None:
 
     form, _ = one_format(data, taken.files)
     # TFRecords would load TensorFlow, and JSON has no header.
-    if form not in ("csv", "parquet", "images"):
+    if form not in ("csv", "parquet", "npz", "images"):
         return
     few = few_files(data, taken, scratch)
     if few.listing.files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,14 +245,20 @@ def _tensor(column: FileColumn, array: pa.Array) -> Values:
 
 def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
     """Return lists that all fit as they are, at once; None if one may not fit."""
-    flat = pc.list_flatten(array)
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
     fixed, is_text = None not in column.shape, column.dtype == "string"
-    if fixed and (lengths != np.prod(np.array(column.shape, int))).any():
-        return None
-    # Only these can have inner lists, whose shapes may differ.
+    is_nested = is_list(array.type.value_type)
+    # The shapes of inner lists may differ.
     if len(column.shape) > 1 and (is_text or not fixed):
         return None
+    sizes = column.shape if is_nested else (math.prod(column.shape) if fixed else None,)
+    flat, lengths = array, np.zeros(0, np.int64)
+    for size in sizes:
+        if not is_list(flat.type):
+            return None
+        lengths = pc.fill_null(pc.list_value_length(flat), 0).to_numpy(zero_copy_only=False)
+        if size is not None and (lengths != size).any():
+            return None
+        flat = pc.list_flatten(flat)
     values = _plain_values(column.dtype, flat)
     if values is None:
         return None

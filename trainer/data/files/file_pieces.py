@@ -19,6 +19,7 @@ import pyarrow as pa
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import FORMATS, DataConfig
 from flotilla.trainer.data.files.column_roles import LABELS, ColumnRoles, assign
+from flotilla.trainer.data.files.formats.arrays import NpzReader
 from flotilla.trainer.data.files.formats.class_folders import (
     ImageFilesReader,
     shuffle_files,
@@ -49,7 +50,7 @@ PART_BYTES = 64 << 20
 _IMAGES = 1024
 _NO_TABLES = (
     ".xlsx", ".xls", ".ods", ".feather", ".arrow", ".dta", ".sav", ".rds", ".rdata", ".pkl",
-    ".pickle", ".npy", ".npz", ".mat", ".h5", ".hdf5", ".db", ".sqlite", ".xml", ".html", ".avro",
+    ".pickle", ".npy", ".mat", ".h5", ".hdf5", ".db", ".sqlite", ".xml", ".html", ".avro",
     ".orc", ".arff", ".pdf",
 )  # fmt: skip
 
@@ -270,6 +271,7 @@ def _reader(form: str) -> Reader:
         "csv": CsvReader,
         "parquet": ParquetReader,
         "jsonl": JsonReader,
+        "npz": NpzReader,
     }
     return readers[form]()
 
