@@ -250,7 +250,8 @@ def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
     # The shapes of inner lists may differ.
     if len(column.shape) > 1 and (is_text or not fixed):
         return None
-    sizes = column.shape if is_nested else (math.prod(column.shape) if fixed else None,)
+    whole = math.prod(size or 0 for size in column.shape) if fixed else None
+    sizes = column.shape if is_nested else (whole,)
     flat, lengths = array, np.zeros(0, np.int64)
     for size in sizes:
         if not is_list(flat.type):

@@ -9,7 +9,7 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -164,7 +164,7 @@ def _count(arrays: dict[str, _Array]) -> int:
     return next(iter(arrays.values())).shape[0]
 
 
-def _count_rows(arrays: Any, size: int) -> int:
+def _count_rows(arrays: Iterable[_Array], size: int) -> int:
     """Return how many rows take about a number of bytes."""
     return max(1, size // sum(each.row_bytes for each in arrays))
 
