@@ -238,7 +238,7 @@ class Driver:
 
 
 # The name that the driver gives it.
-setattr(Driver, "cuDeviceTotalMem_v2", Driver.tell_memory)
+Driver.cuDeviceTotalMem_v2 = Driver.tell_memory
 
 
 def test_memory_is_a_share_of_each_gpu(seen, monkeypatch):
