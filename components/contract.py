@@ -62,9 +62,9 @@ def refuse(compiled_by: str) -> NoReturn:
     theirs, own = describe_mark(compiled_by), describe_mark(mark())
     raise ConfigError(
         f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "
-        "differ; upload the pipeline again with the version of the image (`flotilla upload`), and "
-        "make a schedule of it again (`flotilla reschedule`), or set the run parameter image to "
-        "the image that it was compiled for"
+        "differ; upload the pipeline again with the version of the image (`flotilla upload`) and "
+        "recreate its schedules (`flotilla reschedule`), or set the run parameter image to the "
+        "image that it was compiled for"
     )
 
 

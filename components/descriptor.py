@@ -55,12 +55,12 @@ def check(artifact: Any, uri: str) -> None:
     found = _read_descriptor(artifact)
     if found.uri != uri:
         raise UserError(
-            f"the artifact describes the {found.kind} {found.uri}, and the URI next to it is "
-            f"{uri}: take both from the same step"
+            f"the artifact describes the {found.kind} {found.uri}, but the URI passed with "
+            f"it is {uri}: pass both from the same step"
         )
     if storage.read_manifest(uri).digest != found.digest:
         raise UserError(
-            f"{uri} was published again, with another content, after the step that made the "
+            f"{uri} was published again with different content after the step that made the "
             f"{found.kind}: start a new run"
         )
 
@@ -70,8 +70,8 @@ def _read_descriptor(artifact: Any) -> Descriptor:
         if found := read_record(Descriptor, Path(artifact.path).read_bytes()):
             return found
     raise UserError(
-        f"the artifact {artifact.uri} is no descriptor of what a step has published: take it from "
-        "that step, or leave it out and pass the URI alone"
+        f"the artifact {artifact.uri} does not describe what a step has published: pass the "
+        f"artifact of that step, or pass only the URI"
     )
 
 

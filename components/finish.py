@@ -76,6 +76,6 @@ def _publish(uri: str, page: bytes, stays: Path | str) -> bool:
     try:
         storage.write_bytes(uri, page)
     except storage.Unavailable as error:
-        log.warning("the report is not published, and stays at %s: %s", stays, error)
+        log.warning("the report could not be published and remains at %s: %s", stays, error)
         return False
     return True

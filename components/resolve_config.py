@@ -102,8 +102,8 @@ def _check_source(data: DataConfig) -> None:
     """Raise a `ConfigError` in a pod if the source is a local path, which does not exist there."""
     if data.source and os.environ.get("KFP_POD_NAME") and patterns.is_local(data.source):
         raise ConfigError(
-            f"data.source: {data.source} is a path, and there are no files of yours in this pod: "
-            "put them into gs://, s3:// or minio://BUCKET/FOLDER"
+            f"data.source: {data.source} is a path, but this pod does not have your files: "
+            "upload them to gs://, s3:// or minio://BUCKET/FOLDER"
         )
 
 
@@ -170,8 +170,8 @@ def _require_same_source(data: DataConfig) -> None:
     before = json.loads(listed) if listed else asked
     if before[0] != asked[0] or not {*before[1:]} & {*asked[1:]}:
         raise ConfigError(
-            f"data.source: a resumed run keeps its files, which are those of {before[1]} with "
-            f"data.spans {before[0]}: start a new run for {data.source} with {data.spans}"
+            f"data.source: a resumed run uses the files it started with ({before[1]} with "
+            f"data.spans {before[0]}): start a new run for {data.source} with {data.spans}"
         )
     run_store.pin(_LISTED, listed or json.dumps(asked))
 

@@ -152,7 +152,7 @@ def find_step(name: str) -> StepSpec:
     for step in (*STEPS, *SWEEP_STEPS):
         if name in (step.name, step.kfp_name):
             return step
-    raise LookupError(f"components/table.py has no row for the step {name!r}: add one")
+    raise LookupError(f"components/table.py has no row for the step {name!r}: add a row")
 
 
 def find_step_of_stage(stage: str) -> StepSpec:

@@ -66,7 +66,7 @@ def compare(runs: Sequence[str | RunResult], workdir: str | Path = "runs") -> Co
 def _build_comparison(named: Sequence[str], place: str | Path) -> Comparison:
     runs, workdir = tuple(dict.fromkeys(named)), Path(place)
     if len(runs) < _FEWEST:
-        raise ConfigError("name two runs or more to compare")
+        raise ConfigError("give at least two runs to compare")
     for run in runs:
         check_run_id(workdir, run)
     facts = [_facts(workdir, run) for run in runs]

@@ -164,7 +164,7 @@ def load_package(file: Path, image: str = "", pods: StepPods = NO_SETTINGS) -> P
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(
-            f"{option} is for compiling, and {file} is compiled already: omit one of them"
+            f"{option} applies to compilation, but {file} is already compiled: omit one of them"
         )
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} does not end with .yaml: give a compiled pipeline")
@@ -228,5 +228,7 @@ def _package(text: str, source: str) -> Package:
     except (ValueError, yaml.YAMLError, KeyError, TypeError):
         spec, name = None, ""
     if not (isinstance(name, str) and name and isinstance(spec, dict) and "root" in spec):
-        raise ConfigError(f"{source} holds no compiled pipeline: write one with `flotilla compile`")
+        raise ConfigError(
+            f"{source} does not contain a compiled pipeline: write one with `flotilla compile`"
+        )
     return Package(name=name, text=text, spec=spec)

@@ -149,7 +149,7 @@ def _find_model(model: str | RunResult, workdir: str | Path, root: str) -> str:
         return model_uri(model, models.choose_root(root, Path(workdir)))
     if uri := model.artifacts.get("model"):
         return uri
-    raise ConfigError(f"MODEL: the run {model.run_id} exported none ({model.status})")
+    raise ConfigError(f"MODEL: the run {model.run_id} exported no model ({model.status})")
 
 
 @contextmanager
@@ -179,11 +179,11 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def _check_inputs(given: tuple[str, ...], split: str) -> None:
     if any(not each.strip() for each in given):
-        raise ConfigError("INPUT: one is empty: name a file, a folder or a URI")
+        raise ConfigError("INPUT: an empty text was given: give a file, a folder or a URI")
     if not given and not split:
-        raise ConfigError("INPUT: name files, or a split of the model's own dataset by --split")
+        raise ConfigError("INPUT: give files, or a split of the model's dataset by --split")
     if split and given and (len(given) > 1 or "://" not in given[0]):
-        raise ConfigError("INPUT: with --split, name the URI of one dataset, or none")
+        raise ConfigError("INPUT: with --split, give the URI of one dataset or leave INPUT out")
 
 
 def model_uri(model: str, root: str) -> str:
@@ -196,7 +196,7 @@ def model_uri(model: str, root: str) -> str:
     found = _VERSION.fullmatch(model)
     name, number = (found["name"], int(found["number"])) if found else (model, 0)
     if "@" in name or not name:
-        raise ConfigError(f"MODEL: {model!r} is no model: write NAME, NAME@3 or a URI")
+        raise ConfigError(f"MODEL: {model!r} is not a model: write NAME, NAME@3 or a URI")
     models.require_known(root, name)
     if number:
         return registry.version(root, name, number).uri
@@ -210,13 +210,13 @@ def choose_format(output: str, said: str) -> str:
     """Return the output format, as given or by the file extension; raises `ConfigError`."""
     if output == STANDARD_OUTPUT:
         if said == "parquet":
-            raise ConfigError("--to: parquet needs a file; name it by -o")
+            raise ConfigError("--to: parquet needs an output file; add -o FILE")
         return said or "jsonl"
     ending = FORMS.get(Path(output).suffix, "")
     if not ending and not said:
         raise ConfigError(
-            f"-o: the name of {output} ends with none of {', '.join(FORMS)}; rename it, or "
-            "set the format by --to"
+            f"-o: the name of {output} does not end with one of {', '.join(FORMS)}; rename "
+            "it, or set the format by --to"
         )
     return said or ending
 
@@ -224,14 +224,14 @@ def choose_format(output: str, said: str) -> str:
 def check_output(output: str, inputs: tuple[str, ...]) -> None:
     """Refuse an output that is a folder or one of the inputs; raises `ConfigError`."""
     if "://" in output:
-        raise ConfigError(f"-o: {output!r} is no path of this machine: write a file and copy it")
+        raise ConfigError(f"-o: {output!r} is not a path on this machine: write a file and copy it")
     path = Path(output)
     if os.path.isdir(path):
-        raise ConfigError(f"-o: {output} is a folder; name a file in it")
+        raise ConfigError(f"-o: {output} is a folder; give a file in it")
     for each in inputs:
         with suppress(OSError):
             if "://" not in each and path.exists() and path.samefile(each):
-                raise ConfigError(f"-o: {output} is an input as well; name another file")
+                raise ConfigError(f"-o: {output} is also an input; give another file")
 
 
 def answer(request: dict[str, Any], on_event: Callable[[Event], None]) -> Prediction:

@@ -59,7 +59,7 @@ def format_search(search: Settings) -> Iterator[str]:
         if isinstance(values, str):
             yield f"{key}={values}"
         elif isinstance(values, Mapping) or not isinstance(values, Iterable):
-            raise ConfigError(f"search: {key}: {values!r} is no list of values, and no range")
+            raise ConfigError(f"search: {key}: {values!r} is neither a list of values nor a range")
         else:
             yield f"{key}={','.join(value_text(key, each) for each in values)}"
 
@@ -101,4 +101,4 @@ def plain(value: Any) -> Any:
         return dict(value)
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"{type(value).__name__} has no JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

@@ -93,7 +93,7 @@ def _mount(pair: tuple[str, str]) -> None:
         raise ValueError(f"{folder!r} is not a folder in a pod: write it as /data")
     taken = [each for each in (*_TAKEN, SCRATCH_FOLDER) if f"{folder}/".startswith(f"{each}/")]
     if taken:
-        raise ValueError(f"{folder!r} is in a folder of the image or of KFP: take another one")
+        raise ValueError(f"{folder!r} is in a folder of the image or of KFP: choose another folder")
 
 
 def _label(pair: tuple[str, str]) -> None:
@@ -107,11 +107,11 @@ def _variable(pair: tuple[str, str]) -> None:
     if not _VARIABLE.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a variable")
     if name in SECRET_KEYS:
-        raise ValueError(f"{name} is a secret, which the pipeline would show: see store_secret")
+        raise ValueError(f"{name} is a secret, which the pipeline would expose: see store_secret")
     if name.startswith(_OWN_VARIABLES):
         raise ValueError(f"{name} is set by Flotilla or by KFP")
     if "{{" in value or "\0" in value:
-        raise ValueError(f"{name}: KFP takes no value with {{{{ in it")
+        raise ValueError(f"{name}: KFP does not accept a value that contains {{{{")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +261,7 @@ def _toleration(text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise ConfigError(
-            f"--toleration {text!r} is no toleration, such as '{{key: spot, operator: Exists}}'"
+            f"--toleration {text!r} is not a toleration, such as '{{key: spot, operator: Exists}}'"
         )
     return found
 
@@ -271,7 +271,7 @@ def _pairs(option: str, texts: Sequence[str], separator: str, form: str) -> dict
     for text in texts:
         name, found_separator, value = text.partition(separator)
         if not (name and found_separator):
-            raise ConfigError(f"{option} {text!r} is not of the form {form}")
+            raise ConfigError(f"{option} {text!r} does not have the form {form}")
         if name in found:
             raise ConfigError(f"{option} {name} is given twice")
         found[name] = value

@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             _report(options.workdir, f"your code raised {line}", trace)
             return FAILED
         termination.write(options.workdir, user_code.format_error(error))
-        logging.exception("a bug of Flotilla, or of your code")
+        logging.exception("a bug in Flotilla or in your code")
         return FAILED
     return DONE
 

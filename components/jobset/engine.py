@@ -176,15 +176,15 @@ class JobSets(Engine):
         if job.clean_pod_policy != "Running":
             raise ConfigError(
                 "cluster.kubernetes.job.clean_pod_policy: not with cluster.launcher jobset, which "
-                "deletes the pods that run; leave it out"
+                "deletes only running pods; leave it out"
             )
         for role in replicas(config):
             policy = settings.of(role).restart_policy
             own = "OnFailure" if role == "evaluator" else "ExitCode"
             if policy not in ("", own):
                 raise ConfigError(
-                    f"cluster.kubernetes.{role}.restart_policy: {policy} is not one of JobSets, "
-                    f"where it is {own}; leave it out"
+                    f"cluster.kubernetes.{role}.restart_policy: {policy} is not supported by "
+                    f"JobSet, which uses {own}; leave it out"
                 )
 
     def manifest(self, job: Job, place: Place) -> Tree:

@@ -80,7 +80,7 @@ class Adoption:
         left = seconds
         while self._get(name) or self._ask(lambda: self._api.list_labelled(PODS, label)):
             if left == seconds:
-                log.info("waiting until the earlier job %s and its pods are gone", name)
+                log.info("waiting for the deletion of the earlier job %s and its pods", name)
             if left <= 0:
                 raise UserError(
                     f"the earlier job {name} is not deleted after {seconds:g} s; look at its pods: "
@@ -93,8 +93,8 @@ class Adoption:
         metadata = found["metadata"]
         if names.MANAGED not in (metadata.get("labels") or {}):
             raise UserError(
-                f"the {self._kind.kind} {metadata['name']} does not belong to Flotilla, and "
-                "was not changed: delete it, or give the model another name"
+                f"the {self._kind.kind} {metadata['name']} does not belong to Flotilla and "
+                "was not changed: delete it, or rename the model"
             )
 
     def _require_own_service(self, name: str) -> None:
@@ -109,9 +109,9 @@ class Adoption:
             return
         if owned_objects.is_foreign(self._kind, service):
             raise UserError(
-                f"the Service {name} is there already and of no {self._kind.kind}: no task of the "
-                f"job would find another. Delete it (kubectl delete service {name}), or give the "
-                "model another name"
+                f"the Service {name} already exists and belongs to no {self._kind.kind}, so the "
+                f"tasks of the job could not find each other: delete it (kubectl delete service "
+                f"{name}), or rename the model"
             )
 
     def _may_adopt(self, found: Tree, metadata: Tree) -> bool:
@@ -134,7 +134,7 @@ class Adoption:
             except SilentControllerError as error:
                 # The lease is not renewed during these retries, so that the guard would end the
                 # job.
-                log.warning("the job %s keeps the owner of an earlier attempt: %s", name, error)
+                log.warning("the job %s is still owned by an earlier attempt: %s", name, error)
                 return found
 
         owned: Tree | None = self._ask(patch, unless=HTTPStatus.NOT_FOUND)

@@ -120,7 +120,7 @@ class Heartbeat:
             self._on_refused(error)
             return False
         if self._refusals == 1:
-            log.warning("a heartbeat was refused, retrying: %s", error)
+            log.warning("the API refused a heartbeat, retrying: %s", error)
         return True
 
     def _own_version(self) -> str:
@@ -136,7 +136,8 @@ class Heartbeat:
         holder = (lease.get("spec") or {}).get("holderIdentity")
         if uid in owners and holder and holder != self._holder:
             raise TakenOverError(
-                f"another launcher ({holder}) has taken over the job {name}; this one leaves it"
+                f"another launcher ({holder}) has taken over the job {name}; this launcher stops "
+                f"watching it"
             )
         return str(lease["metadata"].get("resourceVersion", ""))
 

@@ -102,5 +102,5 @@ class PodRefusals:
         key = re.sub(r'"[^"]*"|\d+', "", newest)
         if key not in self._logged:
             self._logged.add(key)
-            log.warning("the %s cannot make all pods yet: %s", self._kind.controller, newest)
+            log.warning("the %s cannot create all pods yet: %s", self._kind.controller, newest)
         return ""

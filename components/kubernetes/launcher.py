@@ -131,7 +131,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
 def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
     """End a job, and return why it could not be deleted, or an empty string."""
     name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
-    log.warning("ending the job %s, which its launcher has left", name)
+    log.warning("ending the job %s, whose launcher has ended", name)
     if not engine.end(orphan) and not orphan["metadata"].get("deletionTimestamp"):
         _stop(engine, api, orphan)
     delete = partial(api.delete, engine.kind.resource, name, uid)
@@ -237,8 +237,8 @@ class _Launch:
             owned_objects.isolate(self._engine.templates(self._manifest))
             return
         log.warning(
-            "the launcher may not %s in the namespace %s: other jobs of Flotilla there reach the "
-            "tasks of this one; deploy/ grants it", rbac.ISOLATION, self._namespace,
+            "the launcher may not %s in the namespace %s: other jobs of Flotilla there can reach "
+            "the tasks of this job; deploy/ grants the permission", rbac.ISOLATION, self._namespace,
         )  # fmt: skip
 
     def _make_policy(self, job: Tree) -> None:
@@ -256,7 +256,7 @@ class _Launch:
                 return
             raise UserError(
                 f"{describe_refusal(error, self._kind)}; the network policy of the job "
-                f"{self._name} cannot be made"
+                f"{self._name} cannot be created"
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
@@ -333,7 +333,7 @@ class _Launch:
 
     def _report(self, lost: Loss) -> None:
         log.warning(
-            "%s lost its pod %s: %s; the %s failed the job %s for it, which is created again",
+            "%s lost its pod %s: %s; the %s failed the job %s, which is created again",
             lost.task, lost.pod, lost.how, self._kind.controller, self._name,
         )  # fmt: skip
 
@@ -357,7 +357,7 @@ class _Launch:
     def _await_stop(self) -> None:
         """Wait once for the end of a job that was asked to stop."""
         if self._is_stopping and self._stop:
-            log.info("stopping, saving the last checkpoint")
+            log.info("stopping: saving the last checkpoint")
             self._stop.wait(self._api, self._is_interrupted_again.wait)
             self._is_stopping = False
 

@@ -140,7 +140,7 @@ class LogFollower(threading.Thread):
         self._partial = partial if is_of_the_task else ""
         if not is_of_the_task:
             # The response of a kubelet that no longer has the log.
-            log.warning("the log of %s (pod %s) is lost: %s", self.task, self._pod, line)
+            log.warning("the log of %s (pod %s) cannot be read: %s", self.task, self._pod, line)
 
 
 class Logs:

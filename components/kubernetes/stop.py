@@ -62,11 +62,13 @@ class Stop:
             except RefusedError as error:
                 if error.is_missing:
                     return
-                log.warning("the end of the leading task is not seen: %s", error)
+                log.warning("cannot observe the end of the leading task: %s", error)
             except UnreachableError:
                 if time.monotonic() - began < limit:
                     continue
-            log.warning("the leading task of the job %s does not end by itself", self.name)
+            log.warning(
+                "the leading task of the job %s does not end without being stopped", self.name
+            )
             return
 
     def answer_seconds(self) -> float:

@@ -307,11 +307,11 @@ class Supervisor:
                 log.debug("%s is made again later: %s", task, error)
                 continue
             except RefusedError as error:
-                log.warning("%s comes back only after a back-off of Kubernetes: %s", task, error)
+                log.warning("Kubernetes delays the restart of %s (back-off): %s", task, error)
             else:
                 name = pod["metadata"]["name"]
                 log.warning(
-                    "%s lost its pod %s: the %s makes it again", task, name, self._kind.controller
+                    "%s lost its pod %s: the %s recreates it", task, name, self._kind.controller
                 )
                 self._asked_at[task] = time.monotonic()
             del self._to_bring_back[uid]
@@ -420,7 +420,7 @@ class Supervisor:
         except RefusedError as error:
             self._is_job_deleted |= error.is_missing
         except UnreachableError as error:
-            log.debug("whether the job is deleted is not known: %s", error)
+            log.debug("cannot determine whether the job is deleted: %s", error)
 
     def _report_start(self) -> None:
         """Report what the job waits for, until it trains."""
@@ -455,7 +455,8 @@ class Supervisor:
             elif time.monotonic() - at >= ABSENT_SECONDS:
                 del self._asked_at[task]
                 log.warning(
-                    "%s has no new pod after %g s: the %s is away, or refused the pod; see: %s",
+                    "%s has no new pod after %g s: the %s is not running, or refused the pod; see: "
+                    "%s",
                     task, ABSENT_SECONDS, self._kind.controller, self._kind.show,
                 )  # fmt: skip
 

@@ -360,11 +360,11 @@ def _check_value(data: bytes, where: str, of: type[Any]) -> Any:
     """Return the JSON value of a file, of type `of`, after a check of its rows and texts."""
     tree = parse(data)
     if not isinstance(tree, of):
-        raise ValueError(f"{where} holds no {of.__name__}")
+        raise ValueError(f"{where} does not contain a {of.__name__}")
     if of is dict and parse_record(_Published, tree) is None:
         raise ValueError(f"{where} has a field of another type")
     if of is list and not all(isinstance(each, dict) for each in tree):
-        raise ValueError(f"{where} holds something else than rows")
+        raise ValueError(f"{where} contains values that are not rows")
     return tree
 
 

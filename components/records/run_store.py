@@ -65,7 +65,7 @@ def find_root(configured: str, artifact: str, kfp_run_id: str) -> str:
         return configured
     if pipeline_root := find_pipeline_root(artifact, kfp_run_id):
         return storage.join(pipeline_root, FLOTILLA)
-    raise UserError("storage.root is empty: set it to the URI below which all is published")
+    raise UserError("storage.root is empty: set it to the URI to publish below")
 
 
 def find_pipeline_root(artifact: str, kfp_run_id: str) -> str:
@@ -238,8 +238,8 @@ def read_given(at: str, step: str) -> Given:
         found = read_record(Given, storage.read_bytes(uri))
     except storage.Missing:
         raise UserError(
-            f"what {step} was given is not recorded ({uri}): an older version made the run, "
-            "or the store did not accept the record; start the run again to record it"
+            f"the inputs of {step} are not recorded ({uri}): an older version made the run, "
+            "or the store did not accept the record; start the run again to record them"
         ) from None
     if found is None:
         raise UserError(f"{uri} is damaged: {step} of this run cannot be replayed")

@@ -323,7 +323,7 @@ def _read_record(uri: str) -> StepRecord | None:
     except storage.Corrupt as error:
         log.warning("%s", error)
     if record is None:
-        log.warning("passed over: %s is no record of a step", uri)
+        log.warning("skipped: %s is not the record of a step", uri)
     return record
 
 

@@ -410,7 +410,7 @@ def _day(version: str | None, since: str, day: int) -> int:
     try:
         begin = date.fromisoformat(since)
     except (TypeError, ValueError):
-        raise ValueError(f"since: {since!r} is no date; write it as 2026-11-23") from None
+        raise ValueError(f"since: {since!r} is not a date; write it as 2026-11-23") from None
     passed = (datetime.now(UTC).date() - begin).days
     if not 0 <= passed <= LAST_DAY:
         refuse("since", since, f"a date from {LAST_DAY} days ago to today")

@@ -255,7 +255,7 @@ def _far(run: RunResult) -> str:
 
 
 def word(state: str) -> Text:
-    """Return our word for a KFP state, with its colour."""
+    """Return Flotilla's word for a KFP state, with its colour."""
     return mark(_STATUS.get(state, state.lower()))
 
 

@@ -1,4 +1,4 @@
-"""`flotilla check` and `doctor`: find mistakes before they cost anything."""
+"""`flotilla check` and `doctor`: find mistakes before a run starts."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _Namespace = Annotated[
     typer.Option(
         "-n",
         "--namespace",
-        help="The namespace of the steps and, where cluster.kubernetes names none, of the job. "
-        "KFP_NAMESPACE, or that of the kubeconfig, when left out.",
+        help="The namespace of the steps, and of the job unless cluster.kubernetes sets one. "
+        "Default: KFP_NAMESPACE, then that of the kubeconfig.",
     ),
 ]
 _ServiceAccount = Annotated[
     str,
     typer.Option(
         metavar="[NAMESPACE:]NAME",
-        help="The account of runs that are started from the KFP UI. pipeline-runner when left out.",
+        help="The service account of runs started from the KFP UI. Default: pipeline-runner.",
     ),
 ]
 
@@ -60,7 +60,7 @@ def check(
     assignments: Assignments = None,
     code: Code = None,
 ) -> Answer:
-    """Check a configuration with its source and your code, in seconds; nothing is started."""
+    """Check a configuration, its data source and your code in seconds, without starting a run."""
     from flotilla.pipelines.doctor.configuration import describe_model
     from flotilla.pipelines.runs.local import configuration, require_current_folder
     from flotilla.trainer.preflight.check import check as checked
@@ -91,12 +91,15 @@ def doctor(
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="Check the cluster for any cluster.launcher.")
+        bool,
+        typer.Option(
+            "--kubernetes", help="Check the cluster, whatever cluster.launcher is set to."
+        ),
     ] = False,
     service_account: _ServiceAccount = "",
     image: Image = "",
 ) -> Answer:
-    """Find out what is wrong before a GPU is asked for; nothing is changed."""
+    """Check the machine or the cluster before a run, without changing anything."""
     from flotilla.pipelines.doctor.checks import DoctorOptions
     from flotilla.pipelines.doctor.permissions import check_name
     from flotilla.pipelines.runs.kfp_access import check_namespace, find_namespace

@@ -1,4 +1,4 @@
-"""`flotilla compile`, `upload`, `submit`, `schedule` and the like: pipelines on a KFP instance."""
+"""Commands for a KFP instance: `flotilla compile`, `upload`, `submit`, `schedule`."""
 
 from __future__ import annotations
 
@@ -51,15 +51,14 @@ def upload(
         str | None,
         typer.Argument(
             metavar="CONFIG|SOURCE|FILE",
-            help="A compiled pipeline, or the YAML file or the training data from which one is "
-            "compiled.",
+            help="A compiled pipeline, or the YAML file or the training data to compile one from.",
         ),
     ] = None,
     label: Label = None,
     assignments: Assignments = None,
     image: Image = "",
     name: Annotated[
-        str, typer.Option(help="The name of the pipeline. Its own when left out.")
+        str, typer.Option(help="The name of the pipeline. Default: the name in the compiled file.")
     ] = "",
 ) -> Answer:
     """Upload the pipeline; the same content is uploaded once."""
@@ -100,7 +99,7 @@ def _package_to_upload(
         return own_package(image, pods, form_configuration(file, settings, label))
     if settings or label:
         option = "--set" if settings else "--label"
-        raise ConfigError(f"{option} is for compiling, and {file} is compiled already")
+        raise ConfigError(f"{option} applies to compilation, but {file} is already compiled")
     return load_package(Path(file), image, pods)
 
 
@@ -134,11 +133,13 @@ def submit(
     config: Config = None,
     label: Label = None,
     assignments: Assignments = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait for the run to end and show its progress.")
+    ] = False,
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Run this compiled pipeline.")
     ] = None,
-    name: Annotated[str, typer.Option(help="The name of the run. Generated when left out.")] = "",
+    name: Annotated[str, typer.Option(help="The name of the run. Default: a generated name.")] = "",
     code: Code = None,
 ) -> Answer:
     """Start a run on a KFP instance."""
@@ -223,14 +224,14 @@ def schedule(
     every: Every = "",
     timezone: Timezone = "UTC",
     name: Annotated[
-        str, typer.Option(help="The name of the schedule. That of the model when left out.")
+        str, typer.Option(help="The name of the schedule. Default: the name of the model.")
     ] = "",
     latest: Latest = False,
     catch_up: CatchUp = False,
     at_once: AtOnce = 1,
     code: Code = None,
 ) -> Answer:
-    """Start runs on a KFP instance regularly: one schedule of each name."""
+    """Schedule regular runs on a KFP instance. Each name has one schedule."""
     from flotilla.pipelines.runs import schedule as scheduling
     from flotilla.pipelines.runs.local import configuration
     from flotilla.pipelines.runs.submission import Submission
@@ -280,11 +281,11 @@ def reschedule(
     image: Annotated[
         str,
         typer.Option(
-            metavar="IMAGE", help="The image of all steps. That of the pipeline when left out."
+            metavar="IMAGE", help="The image of all steps. Default: the image of the pipeline."
         ),
     ] = "",
 ) -> Answer:
-    """Make a schedule again, with its time and configuration, for the newest version of ours."""
+    """Recreate a schedule, with its time and configuration, for the newest pipeline version."""
     from flotilla.pipelines.runs import schedule as scheduling
 
     return _answer_schedule(scheduling.reschedule(instance.access(), name, pipeline, image))
@@ -296,17 +297,25 @@ def unschedule(
     instance: Instance,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.")],
     cancel: Annotated[
-        bool, typer.Option("--cancel", help="Cancel its active runs, and do not wait for them.")
+        bool,
+        typer.Option(
+            "--cancel", help="Cancel the active runs of the schedule without waiting for them."
+        ),
     ] = False,
     now: Annotated[
-        bool, typer.Option("--now", help="Do not wait for its active runs, which may be lost.")
+        bool,
+        typer.Option(
+            "--now", help="Do not wait for the active runs of the schedule; they may be lost."
+        ),
     ] = False,
 ) -> Answer:
-    """Remove a schedule from a KFP instance, once its active runs have ended."""
+    """Remove a schedule from a KFP instance after its active runs have ended."""
     from flotilla.pipelines.runs import schedule as scheduling
 
     if cancel and now:
-        raise ConfigError("--now waits for no run, and --cancel does: leave one out")
+        raise ConfigError(
+            "--now and --cancel contradict each other: --now does not wait for runs; leave one out"
+        )
 
     def detached() -> tuple[str, str]:
         left = "is disabled if that was said, and is not removed: repeat the command later"
@@ -341,7 +350,7 @@ def compile_(
         ),
     ] = None,
 ) -> Answer:
-    """Compile the pipeline to the YAML that a KFP instance takes."""
+    """Compile the pipeline to YAML for a KFP instance."""
     from flotilla.components.image import IMAGE
     from flotilla.pipelines.compile import compile_all, image_remark
     from flotilla.pipelines.runs.local import form_configuration
@@ -358,7 +367,7 @@ def compile_(
 
 @answers
 def manifest(config: Config = None, label: Label = None, assignments: Assignments = None) -> Answer:
-    """Print the job of a configuration as YAML: a TFJob, or a JobSet."""
+    """Print the job of a configuration as YAML: a TFJob or a JobSet."""
     import yaml
 
     from flotilla.components.launchers import render_job

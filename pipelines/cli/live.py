@@ -62,7 +62,7 @@ class LiveView:
     """
 
     def __init__(self) -> None:
-        """Set up without drawing."""
+        """Initialize the view without drawing it."""
         self._console = Terminal(stderr=True)
         self._spinner = Spinner("dots")
         self._live: Live | None = None
@@ -122,7 +122,7 @@ class Steps(LiveView):
             self._show_progress(step.name)
 
     def _show_progress(self, step: str) -> None:
-        """Say every half minute how far a step is, or what it waits for, as its record does."""
+        """Print every 30 seconds how far a step is, or what it waits for, from its record."""
         at = self._run.doing.get(step) if self._run else None
         now = time.monotonic()
         if at and at.metrics and now - self._said_at.get(step, 0.0) >= LOG_SECONDS:
@@ -212,7 +212,7 @@ class Display(LiveView):
 
     def _stopping(self) -> str:
         training = self._step is not None and self._step.step == find_maker("checkpoint").name
-        return "stopping, saving the last checkpoint" if training else "stopping"
+        return "stopping: saving the last checkpoint" if training else "stopping"
 
     def _view(self) -> RenderableType:
         """Return the current view: the step with a spinner, and the progress of its work."""
@@ -344,7 +344,7 @@ class SweepDisplay(LiveView):
         words, share = self._running.get(trial.number, ("", 0.0))
         match event:
             case Interrupted():
-                self._what = "sweep: stopping, saving the last checkpoints"
+                self._what = "sweep: stopping: saving the last checkpoints"
             case StepBegin():
                 words = event.step
             case Progress():

@@ -38,7 +38,7 @@ VersionOrChampion = Annotated[
     typer.Argument(
         metavar="VERSION",
         min=0,
-        help="The number of the version. The champion when left out.",
+        help="The number of the version. Default: the champion.",
         autocompletion=complete_versions,
     ),
 ]
@@ -50,14 +50,14 @@ def list_models(
         str,
         typer.Argument(
             metavar="NAME",
-            help="The name of one model. All when left out.",
+            help="The name of one model. Default: all models.",
             autocompletion=complete_models,
         ),
     ] = "",
     workdir: Workdir = RUNS,
     root: Root = "",
 ) -> Answer:
-    """List the versions of one model, or of all."""
+    """List the versions of one model or of all models."""
     from flotilla.pipelines import models as registered
     from flotilla.pipelines.cli.display import Terminal
     from flotilla.pipelines.cli.tables import Table
@@ -102,7 +102,7 @@ def show_model(
     workdir: Workdir = RUNS,
     root: Root = "",
 ) -> Answer:
-    """Show one version with its lineage; the champion when left out."""
+    """Show one version with its lineage. Default: the champion."""
     from flotilla.pipelines import models as registered
     from flotilla.pipelines.cli.display import Terminal, display_path
     from flotilla.pipelines.cli.tables import Table
@@ -189,13 +189,13 @@ def show_checkpoint(
         str,
         typer.Argument(
             metavar="URI|RUN",
-            help="The URI of a checkpoint or of a folder of them, or the id of a run.",
+            help="The URI of a checkpoint, the URI of a folder of checkpoints, or the id of a run.",
             autocompletion=complete_runs,
         ),
     ],
     workdir: Workdir = RUNS,
 ) -> Answer:
-    """Show the variables of a checkpoint, the newest one of a run: rows, bytes and parts."""
+    """Show the variables of a checkpoint, with their rows, bytes and parts."""
     from flotilla.trainer.checkpoints.contents import contents
 
     found = contents(_checkpoint_uri(which, workdir))
@@ -271,29 +271,34 @@ Output = Annotated[
 ]
 To = Annotated[
     Literal["csv", "jsonl", "parquet"] | None,
-    typer.Option(help="The format of the output, where its name does not show it."),
+    typer.Option(help="The format of the output. Default: taken from the name of the file."),
 ]
 From = Annotated[
     Literal["csv", "jsonl", "parquet", "tfrecord", "images"] | None,
-    typer.Option("--format", help="The format of the input, where its name does not show it."),
+    typer.Option(
+        "--format", help="The format of the input. Default: taken from the name of the file."
+    ),
 ]
 Split = Annotated[
     str,
     typer.Option(
         metavar="SPLIT",
-        help="The split of a dataset, which is that of the model where INPUT is left out.",
+        help="The split of a dataset. Without INPUT, it is a split of the model's dataset.",
     ),
 ]
 Columns = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="NAME,...", help="The columns of the input to copy to the rows. '*' for all."
+        metavar="NAME,...", help="The input columns to copy to the output; '*' copies all."
     ),
 ]
 BatchSize = Annotated[
-    int, typer.Option(min=0, help="The examples in a batch. As many as in the evaluation when 0.")
+    int,
+    typer.Option(
+        min=0, help="The number of examples in a batch. 0: the batch size of the evaluation."
+    ),
 ]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out rows that cannot be read.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip rows that cannot be read.")]
 
 
 @answers
@@ -311,12 +316,12 @@ def predict(
     workdir: Workdir = RUNS,
     root: Root = "",
 ) -> Answer:
-    """Ask a model about data of any size: classes, probabilities, numbers."""
+    """Predict classes, probabilities or numbers for data of any size."""
     from flotilla.pipelines import predict as predicting
     from flotilla.pipelines.cli.live import Display
 
     if output == predicting.STANDARD_OUTPUT and context.obj:
-        raise ConfigError("-o: with --json rows need a file: name it by -o")
+        raise ConfigError("-o: --json needs an output file for the rows: add -o FILE")
     with Display(f"predict {model}") as show:
         found = predicting.predict(
             model,

@@ -19,16 +19,16 @@ Config = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|SOURCE",
-        help="The YAML file of the run, or files to learn from: a file, a folder, a URI or a "
-        "pattern. configs/digits.yaml when left out.",
+        help="The YAML file of the run, or the training data: a file, a folder, a URI or a "
+        "pattern. Default: configs/digits.yaml.",
     ),
 ]
 FormConfig = Annotated[
     str | None,
     typer.Argument(
         metavar="CONFIG|SOURCE",
-        help="The YAML file of a run, or files to learn from: they make the defaults of the form. "
-        "The form has those of configs/digits.yaml when left out.",
+        help="The YAML file of a run, or the training data, which sets the defaults of the form. "
+        "Default: configs/digits.yaml.",
     ),
 ]
 Label = Annotated[
@@ -53,10 +53,10 @@ def local_path(given: str | Path) -> Path:
     text = str(given)
     # An unset shell variable is empty, and would mean the current folder.
     if not text.strip():
-        raise typer.BadParameter("it is empty: name a path, or leave the option out")
+        raise typer.BadParameter("it is empty: give a path, or leave the option out")
     if "://" in text:
         raise typer.BadParameter(
-            f"{text!r} is no path of this machine; set storage.root to publish at a URI"
+            f"{text!r} is not a path on this machine; set storage.root to publish at a URI"
         )
     try:
         os.lstat(text)
@@ -64,14 +64,14 @@ def local_path(given: str | Path) -> Path:
         return Path(text)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no name of a file"
-        raise typer.BadParameter(f"cannot look at {text!r}: {reason}") from None
+        raise typer.BadParameter(f"cannot access {text!r}: {reason}") from None
     return Path(text)
 
 
 Workdir = Annotated[
     Path,
     typer.Option(
-        metavar="DIR", parser=local_path, help="The folder below which everything is written."
+        metavar="DIR", parser=local_path, help="The folder that all output is written to."
     ),
 ]
 Code = Annotated[
@@ -79,7 +79,7 @@ Code = Annotated[
     typer.Option(
         metavar="DIR",
         parser=local_path,
-        help="The folder of your own modules, which are bundled for the run.",
+        help="The folder of your own modules, which is uploaded with the run.",
     ),
 ]
 Resume = Annotated[
@@ -87,44 +87,44 @@ Resume = Annotated[
     typer.Option(metavar="RUN", help="Resume this run.", autocompletion=complete_runs),
 ]
 Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
-Root = Annotated[
-    str, typer.Option(metavar="URI", help="The storage root. The workdir when left out.")
-]
+Root = Annotated[str, typer.Option(metavar="URI", help="The storage root. Default: the workdir.")]
 
 Run = Annotated[
     str,
     typer.Argument(
-        metavar="RUN", help="The id of the run, or its name.", autocompletion=complete_runs
+        metavar="RUN", help="The id or the name of the run.", autocompletion=complete_runs
     ),
 ]
 RunsDir = Annotated[
     Path,
     typer.Option(
-        metavar="DIR", parser=local_path, help="The folder with the runs of this machine."
+        metavar="DIR", parser=local_path, help="The folder that holds the runs of this machine."
     ),
 ]
 Cron = Annotated[
     str,
     typer.Option(
-        metavar="CRON", help="When to start runs: five fields, or six with seconds first."
+        metavar="CRON", help="A cron expression with five fields, or six with seconds first."
     ),
 ]
 Every = Annotated[
     str,
-    typer.Option(metavar="TIME", help="Start a run each time this has passed: 90s, 30m, 6h or 1d."),
+    typer.Option(metavar="TIME", help="The interval between two runs, such as 90s, 30m, 6h or 1d."),
 ]
-Timezone = Annotated[
-    str, typer.Option(metavar="ZONE", help="The time zone in which the instance reads --cron.")
-]
+Timezone = Annotated[str, typer.Option(metavar="ZONE", help="The time zone of --cron.")]
 Latest = Annotated[
     bool,
-    typer.Option("--latest", help="Let each run take the newest version of the pipeline then."),
+    typer.Option(
+        "--latest", help="Use the newest version of the pipeline at the start of each run."
+    ),
 ]
-CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs later.")]
-AtOnce = Annotated[int, typer.Option(help="The most runs at a time.", min=1, max=10)]
+CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs as soon as possible.")]
+AtOnce = Annotated[int, typer.Option(help="The maximum number of runs at a time.", min=1, max=10)]
 Image = Annotated[
     str,
-    typer.Option(metavar="IMAGE", help="The image of all steps. The default one when left out."),
+    typer.Option(
+        metavar="IMAGE", help="The image of all steps. Default: the image of this version."
+    ),
 ]
 
 
@@ -139,49 +139,48 @@ def _texts(name: str, metavar: str, text: str) -> Any:
 
 
 _INSTANCE = {
-    "endpoint": _text("URL", "The KFP instance. KF_PIPELINES_ENDPOINT when left out."),
+    "endpoint": _text("URL", "The KFP instance. Default: KF_PIPELINES_ENDPOINT."),
     "namespace": _text(
         None,
-        "The namespace on an instance that several users share. KFP_NAMESPACE when left out.",
+        "The namespace on a multi-user instance. Default: KFP_NAMESPACE.",
         "-n",
         "--namespace",
     ),
     "token_file": _text(
         "FILE",
-        "A file with a bearer token. KFP_EXISTING_TOKEN or KF_PIPELINES_SA_TOKEN_PATH when left "
-        "out.",
+        "A file with a bearer token. Default: KFP_EXISTING_TOKEN, then KF_PIPELINES_SA_TOKEN_PATH.",
     ),
     "cookies_file": _text(
-        "FILE", "A file with the Cookie header of the session. KFP_COOKIES when left out."
+        "FILE", "A file with the Cookie header of the session. Default: KFP_COOKIES."
     ),
     "ca_file": _text(
-        "FILE", "The PEM file of the authority behind its TLS. KFP_CA_FILE when left out."
+        "FILE", "The PEM file of the certificate authority of the instance. Default: KFP_CA_FILE."
     ),
     "ui": _text(
         "URL",
-        "The address of its user interface, for links. FLOTILLA_KFP_UI when left out, else the "
+        "The address of the KFP user interface, for links. Default: FLOTILLA_KFP_UI, then the "
         "endpoint if it serves one.",
         "--ui",
     ),
 }
 _TARGET = {
     "pipeline": _text("NAME", "The name of the uploaded pipeline."),
-    "version": _text(None, "The name or id of the uploaded version. The newest when left out."),
-    "experiment": _text("NAME", "The group of runs, which is created where it does not exist."),
+    "version": _text(None, "The name or id of the uploaded version. Default: the newest."),
+    "experiment": _text("NAME", "The group of runs. It is created if it does not exist."),
     "pipeline_root": _text(
-        "URI", "The place where KFP keeps artifacts. Its default when left out."
+        "URI", "The place where KFP keeps artifacts. Default: the pipeline root of the instance."
     ),
     "service_account": _text(
-        "NAME", "The service account of the pods. The default of the instance when left out."
+        "NAME", "The service account of the pods. Default: the account that the instance uses."
     ),
     "image": _text(
-        "IMAGE", "The image of all steps and tasks. That of the pipeline when left out."
+        "IMAGE", "The image of all steps and tasks. Default: the image of the pipeline."
     ),
 }
 _PODS = {
-    "cpu": _text("CPUS", "The CPUs of each working step, such as 500m or 4. 1 when left out."),
-    "memory": _text("SIZE", "The memory of each working step, such as 16Gi. 4Gi when left out."),
-    "gpus": _text("N", "The GPUs of evaluate-model and export-model. None when left out."),
+    "cpu": _text("CPUS", "The CPUs of each working step, such as 500m or 4. Default: 1."),
+    "memory": _text("SIZE", "The memory of each working step, such as 16Gi. Default: 4Gi."),
+    "gpus": _text("N", "The GPUs of evaluate-model and export-model. Default: none."),
     "node_selector": _texts(
         "--node-selector", "KEY=VALUE", "A label that the nodes of the working steps have."
     ),
@@ -190,7 +189,7 @@ _PODS = {
     ),
     "store_secret": _text(
         "NAME",
-        "The secret with the keys of the object store. mlpipeline-minio-artifact when left out.",
+        "The secret with the keys of the object store. Default: mlpipeline-minio-artifact.",
     ),
     "pull_secrets": _texts("--pull-secret", "NAME", "A secret of the image's registry."),
     "mounts": _texts(
@@ -198,9 +197,13 @@ _PODS = {
     ),
     "scratch": _text("SIZE", "The limit of /tmp of each working step, such as 50Gi."),
     "labels": _texts(
-        "--pod-label", "KEY=VALUE", "A label of the steps' pods, such as that of a Kueue queue."
+        "--pod-label",
+        "KEY=VALUE",
+        "A label of the steps' pods, such as the label that names a Kueue queue.",
     ),
-    "variables": _texts("--env", "NAME=VALUE", "A variable of the steps that is no secret."),
+    "variables": _texts(
+        "--env", "NAME=VALUE", "An environment variable of the steps. It must not be a secret."
+    ),
 }
 _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 

@@ -36,14 +36,18 @@ def gc(
     ] = "",
     keep_versions: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Also remove older versions of each model than the newest."),
+        typer.Option(
+            metavar="N", help="Keep this many versions of each model and remove older ones."
+        ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only list what would be removed.")
+        bool, typer.Option("--dry-run", help="List what would be removed, and remove nothing.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove without a question.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove without asking for confirmation.")
+    ] = False,
 ) -> Answer:
-    """Remove what dead writers left below the storage root, and old runs and versions."""
+    """Remove the remains of dead writers below the storage root, and old runs and versions."""
     from flotilla.pipelines.retention.plan import policy
     from flotilla.pipelines.retention.removal import collect
     from flotilla.pipelines.runs.local import configuration, find_root
@@ -51,7 +55,9 @@ def gc(
     wanted = policy(keep_runs, keep_versions)
     is_asked = wanted.runs is not None or wanted.versions is not None
     if dry_run and not is_asked:
-        raise ConfigError("--dry-run lists what --keep-runs and --keep-versions remove: give one")
+        raise ConfigError(
+            "--dry-run lists what --keep-runs or --keep-versions would remove: give one of them"
+        )
     root = find_root(configuration(config, assignments or ()), workdir)
     answer = (
         _apply_retention(root, workdir, wanted, dry_run=dry_run, yes=yes) if is_asked else Answer()
@@ -114,7 +120,7 @@ def _apply_retention(
 def _ask(plan: Plan) -> None:
     """Raise a `ConfigError` unless a person at a terminal agrees."""
     if not sys.stdin.isatty():
-        raise ConfigError("nothing was removed: give --yes, or --dry-run to see the list alone")
+        raise ConfigError("nothing was removed: add --yes to remove, or --dry-run to list")
     try:
         agreed = typer.confirm(f"Remove these {len(plan.going)}?", err=True)
     except typer.Abort:

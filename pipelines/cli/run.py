@@ -227,7 +227,7 @@ Step = Annotated[
     str,
     typer.Argument(
         metavar="STEP",
-        help="The step, or a stage of a step, such as train_model.",
+        help="The step or stage, such as train_model.",
         autocompletion=complete_steps,
     ),
 ]
@@ -241,7 +241,7 @@ def replay(
     step: Step,
     assignments: Assignments = None,
     pdb: Annotated[
-        bool, typer.Option("--pdb", help="Open a debugger at the line that fails.")
+        bool, typer.Option("--pdb", help="Open a debugger at the line that raises the error.")
     ] = False,
     workdir: Workdir = RUNS,
 ) -> Answer:
@@ -303,7 +303,7 @@ def init(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="The files to learn from: a file, a folder, a URI or a pattern.",
+            help="The training data: a file, a folder, a URI or a pattern.",
         ),
     ],
     label: Label = None,
@@ -315,7 +315,7 @@ def init(
             "--output",
             metavar="FILE",
             parser=local_path,
-            help="The file to write. Named after the source when left out.",
+            help="The file to write. Default: a name made from the source.",
         ),
     ] = None,
 ) -> Answer:
@@ -330,7 +330,7 @@ def init(
     text = proposal.text(path.parent)
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-            raise ConfigError(f"{path} exists and says something else; name another file by -o")
+            raise ConfigError(f"{path} exists with different content; give another file by -o")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

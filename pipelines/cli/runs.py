@@ -35,9 +35,9 @@ _LABEL = max(len(stage.name) for stage in STAGES)
 def list_runs(
     instance: Instance,
     experiment: Annotated[
-        str, typer.Option(metavar="NAME", help="List the runs of this group alone.")
+        str, typer.Option(metavar="NAME", help="List only the runs of this group.")
     ] = "",
-    limit: Annotated[int, typer.Option(help="The most runs to list.", min=1)] = 20,
+    limit: Annotated[int, typer.Option(help="The maximum number of runs to list.", min=1)] = 20,
     workdir: RunsDir = RUNS,
 ) -> Answer:
     """List runs, newest first: those of the KFP instance that is named, else of this machine."""
@@ -127,19 +127,20 @@ def logs(
         str,
         typer.Option(
             metavar="STEP",
-            help="Show this step, or stage of a step, alone.",
+            help="Show only this step or stage.",
             autocompletion=complete_steps,
         ),
     ] = "",
     task: Annotated[
         str,
-        typer.Option(metavar="TASK", help="Show this training task alone, such as chief-0."),
+        typer.Option(metavar="TASK", help="Show only this training task, such as chief-0."),
     ] = "",
     follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", "-f", help="Continue until the run has ended.")
+        bool, typer.Option("--follow/--no-follow", "-f", help="Follow the log until the run ends.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Show all lines, those of KFP and TensorFlow too.")
+        bool,
+        typer.Option("--verbose", help="Show all lines, including those of KFP and TensorFlow."),
     ] = False,
     workdir: RunsDir = RUNS,
 ) -> Answer:

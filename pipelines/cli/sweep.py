@@ -35,49 +35,54 @@ Searched = Annotated[
     typer.Option(
         "--set",
         metavar="SECTION.KEY=VALUES",
-        help="The values to try: a,b,c, or for --random and --tpe a range, low..high or "
-        "low..high:log. One value is that of all trials. May be repeated.",
+        help="The values to try: a,b,c, or with --random and --tpe a range, low..high "
+        "or low..high:log. A single value applies to all trials. May be repeated.",
         autocompletion=complete_assignments,
     ),
 ]
 Random = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Draw N trials. The whole grid is tried when left out."),
+    typer.Option(metavar="N", help="Draw N trials at random. Default: all trials of the grid."),
 ]
 Tpe = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Let TPE choose N trials, each from the results so far."),
+    typer.Option(metavar="N", help="Run N trials that TPE chooses from the results so far."),
 ]
-Seed = Annotated[int | None, typer.Option(help="The seed of --random and --tpe. 0 when left out.")]
+Seed = Annotated[int | None, typer.Option(help="The seed of --random and --tpe. Default: 0.")]
 Halving = Annotated[
     bool,
     typer.Option(
-        "--asha", help="Train all a little, and continue with the best third, repeatedly."
+        "--asha", help="Train all trials for a few steps, continue with the best third, and repeat."
     ),
 ]
 Auto = Annotated[
     bool,
     typer.Option(
-        "--auto", help="Search a space made for the model, by TPE, and stop weak trials early."
+        "--auto",
+        help="Search a predefined space for the model with TPE, and stop weak trials early.",
     ),
 ]
 Minutes = Annotated[
     float | None,
-    typer.Option(metavar="N", help="Begin no trial after N minutes; promote the best so far."),
+    typer.Option(
+        metavar="N", help="Start no new trial after N minutes, and promote the best one so far."
+    ),
 ]
 Metric = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="The metric on the validation split by which trials are compared. The main metric of "
-        "the learning task when left out.",
+        help="The validation metric that trials are compared by. Default: the main metric of the "
+        "learning task.",
     ),
 ]
 Better = Annotated[
     str,
     typer.Option(metavar="WORD", help="Whether a higher or a lower --metric is better."),
 ]
-Parallel = Annotated[int, typer.Option(metavar="N", help="The trials that run at a time.")]
+Parallel = Annotated[
+    int, typer.Option(metavar="N", help="The number of trials that run at the same time.")
+]
 ResumeSweep = Annotated[
     str | None,
     typer.Option(
@@ -85,7 +90,10 @@ ResumeSweep = Annotated[
     ),
 ]
 Compile = Annotated[
-    bool, typer.Option("--compile", help="Write one pipeline for a KFP instance; run nothing.")
+    bool,
+    typer.Option(
+        "--compile", help="Write a pipeline for a KFP instance instead of running the sweep."
+    ),
 ]
 Output = Annotated[
     Path | None,
@@ -94,7 +102,7 @@ Output = Annotated[
         "--output",
         metavar="FILE",
         parser=local_path,
-        help="The file of --compile. build/sweep.yaml when left out.",
+        help="The file that --compile writes. Default: build/sweep.yaml.",
     ),
 ]
 
@@ -140,12 +148,16 @@ def sweep(
         parallel=parallel,
     )
     if resume is not None and to_compile:
-        raise ConfigError("--resume resumes a sweep on this machine: leave out --compile")
+        raise ConfigError(
+            "--resume continues a sweep on this machine and cannot be combined with --compile"
+        )
     if to_compile:
         return _compile(options, output_file or Path("build/sweep.yaml"), image, pods)
     if output_file or image or pods != NO_SETTINGS:
         option = "-o" if output_file else "--image" if image else "a setting of the pods"
-        raise ConfigError(f"{option} is for --compile, and a sweep on this machine takes none")
+        raise ConfigError(
+            f"{option} applies only to --compile; leave it out for a sweep on this machine"
+        )
     return _run(options, workdir, resume)
 
 

@@ -369,15 +369,15 @@ def _run(
     ]
     if not course:
         raise UserError(
-            f"{recorded.step} could not be started again (exit code {child.returncode}): the lines "
-            "above say why"
+            f"{recorded.step} could not be restarted (exit code {child.returncode}): see the "
+            "lines above"
         )
     ends = {each.step: each for each in course if isinstance(each, StepEnd)}
     return tuple(ends.values()), isinstance(course[-1], StepBegin)
 
 
 def _interrupt() -> NoReturn:
-    raise RunInterruptedError("interrupted; the replay is stopped")
+    raise RunInterruptedError("the replay was interrupted")
 
 
 def _end(child: subprocess.Popen[Any], *, group: bool) -> None:
@@ -498,7 +498,7 @@ def _find(
 ) -> RecordedStep:
     root = local.configuration(None, settings).storage.root if settings else ""
     if settings and not root:
-        raise ConfigError("--set: a replay takes storage.root=URI alone")
+        raise ConfigError("--set: a replay accepts only storage.root=URI")
     if not root and not instance.endpoint and local_status.is_local(workdir, run):
         return _local(workdir, run, name)
     if not root and not is_named(instance.endpoint):
@@ -512,13 +512,13 @@ def _find(
 
     found = find_run(connect(instance.access()), run)
     if not found.at:
-        raise UserError(f"where the run {run} publishes is not known: add --set storage.root=URI")
+        raise UserError(f"the storage root of the run {run} is unknown: add --set storage.root=URI")
     try:
         # The address of the store may be reachable only inside the cluster.
         storage.names(storage.join(found.at, "steps"))
     except UserError as error:
         raise UserError(
-            f"{error}; where the store has another address here, add --set storage.root=URI, such "
+            f"{error}; if the store has another address here, add --set storage.root=URI, such "
             "as minio://BUCKET/FOLDER?endpoint=http://localhost:9000"
         ) from None
     return _find_published(found.at, found.run_id, name)

@@ -86,7 +86,10 @@ def read(root: str, workdir: Path) -> Inventory:
     """Return the inventory below `root`; raises `ConfigError` or `UserError`."""
     tops = _list_files(root)
     if MANIFEST in tops:
-        raise ConfigError(f"{root} is a published directory and no storage root: name that above")
+        raise ConfigError(
+            f"{root} is a published directory and not a storage root: give the storage root above "
+            f"it"
+        )
     runs = {name: each for name, each in tops.items() if name not in _NOT_RUNS and each.files}
     reader = _Reader(root, workdir)
     found: dict[str, Item] = {}
@@ -97,7 +100,7 @@ def read(root: str, workdir: Path) -> Inventory:
     registry = tops.get(_REGISTRY, _Folder())
     found |= reader.versions(registry)
     if not found and not registry.files:
-        raise ConfigError(f"{root} is no storage root: there is no run, dataset or model below it")
+        raise ConfigError(f"{root} is not a storage root: it has no run, dataset or model")
     found |= reader.notes(tops, found)
     names = _Names(found)
     items = {
@@ -147,7 +150,7 @@ def _list_files(root: str) -> dict[str, _Folder]:
                 if is_local:
                     folder.changed = max(folder.changed, int(file.tag) / 1e9)
         except FileNotFoundError:
-            raise ConfigError(f"{root} is no storage root: there is nothing") from None
+            raise ConfigError(f"{root} is not a storage root: nothing exists there") from None
     return tops
 
 
@@ -368,7 +371,7 @@ class _Reader:
             except storage.NotPublished:
                 continue
             except (UserError, KeyError, TypeError, ValueError) as error:
-                damaged.append(f"{uri} is no promotion: {error}")
+                damaged.append(f"{uri} is not a promotion: {error}")
         newest = max((each.number for each in made), default=0)
         later = [each for each in _numbers(files, "claims/promotions") if int(each) > newest]
         claimed = [one for each in later for one in self._find_claimed(name, each, damaged)]

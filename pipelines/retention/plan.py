@@ -45,7 +45,7 @@ def policy(keep_runs: str, keep_versions: int | None) -> Policy:
         return Policy(versions=keep_versions)
     found = _DURATION.fullmatch(keep_runs.strip())
     if not found:
-        raise ConfigError(f"--keep-runs {keep_runs!r} is no time, such as 30d, 12w or 48h")
+        raise ConfigError(f"--keep-runs {keep_runs!r} is not a time, such as 30d, 12w or 48h")
     time = min(int(found[1]) * _UNITS[found[2]], _MOST) if int(found[1]) < 10**7 else _MOST
     if time < LEAST:
         raise ConfigError(

@@ -170,7 +170,7 @@ def _leases_removed(uri: str) -> list[str]:
         raise
     except UserError as error:
         # A failure here must not skip the parts of other runs.
-        _log.warning("passed over: %s", error)
+        _log.warning("skipped: %s", error)
         return []
 
 
@@ -196,7 +196,7 @@ def _is_forsaken(folder: str) -> bool:
     except storage.Unavailable:
         raise
     except UserError as error:
-        _log.warning("passed over: %s: %s", folder, error)
+        _log.warning("skipped: %s: %s", folder, error)
         return False
 
 

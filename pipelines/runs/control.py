@@ -106,7 +106,7 @@ def find_page(run: str, *, workdir: str | Path = RUNS, instance: Instance | None
     if local_status.is_local(folder, run):
         state = local_status.read_status(folder, run).status
         raise UserError(
-            f"run {run} has no report: it is {state}; see what it says by: flotilla logs {run}"
+            f"run {run} has no report: it is {state}; read its log with: flotilla logs {run}"
         )
     from flotilla.pipelines.runs.kfp_run import find_run
 

@@ -63,9 +63,7 @@ class Instance:
         """Return endpoint and credentials; raises `UserError`."""
         where = _either(self.endpoint, ENDPOINT, environment).strip()
         if not where:
-            raise ConfigError(
-                f"no KFP instance is named: give --endpoint URL, or set {ENDPOINT[0]}"
-            )
+            raise ConfigError(f"no KFP instance is given: add --endpoint URL, or set {ENDPOINT[0]}")
         cookies = _read_secret(self.cookies_file, "cookies file") if self.cookies_file else ""
         cookies = _either(cookies, COOKIES, environment)
         # The user's values take precedence over the environment.
@@ -144,7 +142,7 @@ class Access:
             except UserError:
                 secrets.append("")
         for secret in secrets:
-            # A shorter value is no secret, and masking it would remove letters from words.
+            # A shorter value is not a secret, and masking it would remove letters from words.
             if len(secret.strip()) >= _LEAST_SECRET:
                 text = text.replace(secret.strip(), HIDDEN)
         return text
@@ -186,8 +184,9 @@ def _check_url(name: str, url: str) -> None:
         wrong, parts = True, urlsplit("")
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
-            f"{name} carries a user or password: "
-            f"leave them out, and name a token or cookies by file or by {TOKEN[0]}, {COOKIES[0]}"
+            f"{name} contains a user or "
+            f"password: leave them out, and give a token or cookies by file or by {TOKEN[0]}, "
+            f"{COOKIES[0]}"
         )
     if wrong or parts.query or parts.fragment or any(c.isspace() for c in url):
         raise ConfigError(

@@ -93,7 +93,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         """Refuse an invalid combination; raises `ConfigError`."""
         if self.pipeline not in _PIPELINES:
-            raise ConfigError(f"pipeline {self.pipeline!r} is none of {', '.join(_PIPELINES)}")
+            raise ConfigError(f"pipeline {self.pipeline!r} is not one of {', '.join(_PIPELINES)}")
         if self.dataset and self.pipeline != "train":
             raise ConfigError(f"dataset {self.dataset!r}: only `train` trains on a given dataset")
         if self.dataset:
@@ -236,7 +236,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
         if sources:
             config = str(parse_value(sources[-1], _SOURCE))
         elif labels:
-            raise ConfigError("--label: name the files that have the column as well")
+            raise ConfigError("--label: also give the files that have the column")
     if config is not None:
         # The import takes a tenth of a second, which a typo should not cost.
         from flotilla.trainer.preflight.proposal import is_source, propose  # noqa: PLC0415
@@ -390,7 +390,7 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
             (folder / CONFIG).write_text(saved, encoding="utf-8")
     except BlockingIOError:
         raise ConfigError(
-            f"run {run_id} is still running; wait for its end, or cancel it"
+            f"run {run_id} is still running; wait until it ends, or cancel it"
         ) from None
     except OSError as error:
         raise ConfigError(

@@ -109,7 +109,8 @@ def parse(text: str) -> Cron:
             name, least, most, _ = _FIELDS[place]
             part = word.split(",")[parts.index(None)]
             raise ConfigError(
-                f"--cron {text!r}: {part!r} is no {name} ({least} to {most}, *, a-b, a,b, */n)"
+                f"--cron {text!r}: {part!r} is not a valid {name} ({least} to {most}, *, a-b, a,b, "
+                f"*/n)"
             )
         known.append(",".join(map(str, parts)))
     return Cron(text=" ".join(words), known=" ".join(known))
@@ -168,7 +169,7 @@ class Timing:
 def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
     """Return when runs start, from the options of the command line; raises `ConfigError`."""
     if bool(cron) == bool(every):
-        raise ConfigError("give one of --cron and --every: when is it to run?")
+        raise ConfigError("no time is given: add --cron or --every")
     if more["latest"] and version:
         raise ConfigError("--latest and --version contradict each other: leave one out")
     if cron:
@@ -176,7 +177,7 @@ def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
     found = _INTERVAL.fullmatch(every)
     seconds = int(found[1]) * _SECONDS[found[2] or "s"] if found else 0
     if not 0 < seconds <= _LONGEST:
-        raise ConfigError(f"--every {every!r} is no time from one start to the next, such as 6h")
+        raise ConfigError(f"--every {every!r} is not an interval, such as 6h")
     if more["zone"] != "UTC":
         raise ConfigError("--timezone is for --cron: an interval has none")
     return Timing(cron=None, interval=seconds, **more)
@@ -189,7 +190,9 @@ def find_zone(name: str) -> tzinfo:
     try:
         return ZoneInfo(name)
     except (OSError, ValueError, KeyError):
-        raise ConfigError(f"--timezone {name!r} is no time zone, such as Europe/Berlin") from None
+        raise ConfigError(
+            f"--timezone {name!r} is not a time zone, such as Europe/Berlin"
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -321,9 +324,13 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
     version = find_version(client, pipeline, "")
     reference = old.pipeline_version_reference
     if reference is None or reference.pipeline_id != version.pipeline_id:
-        raise ConfigError(f"the schedule {name!r} is of another pipeline: name it by --pipeline")
+        raise ConfigError(
+            f"the schedule {name!r} is for another pipeline: give that pipeline by --pipeline"
+        )
     if not version.is_of_this_code:
-        raise ConfigError(f"{version.name} {version.origin}: first upload by `flotilla upload`")
+        raise ConfigError(
+            f"{version.name} {version.origin}: upload it first with `flotilla upload`"
+        )
     values = {**_defaults(client, reference, version), **_meaning(old)["parameters"]}
     is_old = are_old_parameters(values)
     config = convert_parameters(values) if is_old else from_form({**to_form(Config()), **values})
@@ -445,7 +452,7 @@ def _wait_for_runs(
         except InstanceError as error:
             if not outage.may_pass(error):
                 raise UserError(
-                    f"{error}; the schedule is disabled and not removed: repeat the command"
+                    f"{error}; the schedule is disabled but not removed: repeat the command"
                 ) from None
         else:
             if not active:
@@ -540,7 +547,7 @@ def _when(timing: Timing) -> tuple[str, str]:
     zone = find_zone(timing.zone)
     upcoming = timing.cron.after(datetime.now(zone))
     if upcoming is None:
-        raise ConfigError(f"--cron {timing.cron.text!r} never matches: there is no such day")
+        raise ConfigError(f"--cron {timing.cron.text!r} never matches a date")
     there = f"{upcoming:%Y-%m-%d %H:%M:%S} {timing.zone}"
     utc = upcoming.astimezone(UTC)
     also = "" if timing.zone == "UTC" else f" ({utc:%Y-%m-%d %H:%M:%S} UTC)"
@@ -589,7 +596,8 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
         reference = each.pipeline_version_reference
         if reference is None or reference.pipeline_id != pipeline:
             raise UserError(
-                f"the schedule {name!r} is there for another pipeline: choose another --name, "
+                f"the schedule {name!r} already exists for another pipeline: choose another "
+                f"--name, "
                 f"or remove it with `flotilla unschedule {shlex.quote(name)}`"
             )
     account = wanted.service_account

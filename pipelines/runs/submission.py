@@ -59,7 +59,7 @@ class Submission:
         """Refuse invalid values before a request is sent; raises `ConfigError`."""
         for option in ("pipeline", "experiment"):
             if not getattr(self, option).strip():
-                raise ConfigError(f"--{option} is empty: name one, or leave the option out")
+                raise ConfigError(f"--{option} is empty: give a value, or leave the option out")
         check_image(self.image)
         check_target(self.pipeline_root, self.service_account)
 
@@ -155,14 +155,14 @@ def add_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bu
         root = storage.join(submission.pipeline_root, FLOTILLA)
     if not root:
         raise ConfigError(
-            "--code: where the instance keeps artifacts is not known here, and the modules have to "
-            "be where the steps find them: set storage.root, or --pipeline-root, to a URI that "
-            "both sides reach"
+            "--code: the artifact store of the instance is not known here, so the modules cannot "
+            "be uploaded for the steps: set storage.root or --pipeline-root to a URI that both "
+            "sides reach"
         )
     if storage.local_path(root):
         raise ConfigError(
-            f"--code: storage.root {root} is a folder of this machine, where no step finds the "
-            "modules: set it to gs://, s3:// or minio://BUCKET/FOLDER"
+            f"--code: storage.root {root} is a folder of this machine, which the steps cannot "
+            "read: set it to gs://, s3:// or minio://BUCKET/FOLDER"
         )
     config, bundle = publish_code(config, folder, root)
     return replace(submission, config=config), bundle
@@ -196,7 +196,7 @@ def run_parameters(
     )
     if known is not None and (unknown := values.keys() - known):
         raise ConfigError(
-            f"{what} does not know {', '.join(sorted(unknown))}: upload this pipeline with "
+            f"{what} has no parameter {', '.join(sorted(unknown))}: upload this pipeline with "
             "`flotilla upload`"
         )
     return values

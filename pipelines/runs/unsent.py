@@ -122,6 +122,6 @@ def _judge(history: Path) -> RunResult:
 
 
 def _is_killed(result: RunResult) -> bool:
-    """Say whether a run has ended without a step that failed: one that was lost has no end."""
+    """Return whether a run has ended without a step that failed: one that was lost has no end."""
     failed = [each for each in result.steps if each.status == "failed"]
     return result.status == "failed" and all(each.ended is None for each in failed)

@@ -43,8 +43,8 @@ def compile_sweep(
     check_image(image)
     if options.tpe is not None:
         raise ConfigError(
-            "--tpe chooses each trial by those before, and the loop of a pipeline has a fixed "
-            "list: use --random N with --compile"
+            "--tpe chooses each trial from the results of earlier trials, but the loop of a "
+            "pipeline has a fixed list: use --random N with --compile"
         )
     sweep = plan_sweep(options)
     write_pipeline(output, sweep_pipeline(sweep, options.parallel, image or IMAGE, pods))

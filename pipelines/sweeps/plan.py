@@ -75,10 +75,10 @@ class SweepOptions:
         if not 1 <= self.parallel <= MOST_PARALLEL:
             raise ConfigError(f"--parallel {self.parallel}: from 1 to {MOST_PARALLEL}")
         if self.random is not None and self.tpe is not None:
-            raise ConfigError("--random and --tpe are two ways to choose the trials: take one")
+            raise ConfigError("--random and --tpe both choose the trials: use one of them")
         if self.seed is not None and self.random is None and self.tpe is None and not self.auto:
             raise ConfigError(
-                f"--seed {self.seed} is for --random N and --tpe N; a grid draws none"
+                f"--seed {self.seed} applies to --random N and --tpe N; a grid draws no trials"
             )
         if self.seed is not None and not 0 <= self.seed < MOST_SEED:
             raise ConfigError(f"--seed {self.seed}: from 0 to {MOST_SEED - 1}")
@@ -90,7 +90,7 @@ class SweepOptions:
         if self.auto and self.random is not None:
             raise ConfigError("--auto lets TPE choose the trials: leave --random out")
         if self.better not in ("", "higher", "lower"):
-            raise ConfigError(f"--better {self.better!r} is none of higher, lower")
+            raise ConfigError(f"--better {self.better!r} is not higher or lower")
 
 
 def plan_sweep(options: SweepOptions) -> Sweep:
@@ -103,7 +103,7 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     known = corners(space) if sampler == "tpe" else every
     if len(every) == 1:
         raise ConfigError(
-            "the search space has one trial: name more values of a key, or use `flotilla run`"
+            "the search space has only one trial: give more values of a key, or use `flotilla run`"
         )
     stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     name = space.base.name

@@ -29,7 +29,7 @@ def rows() -> list[Row]:
 
 def _row(text: str) -> Row:
     match = _ROW.fullmatch(text)
-    assert match, f"{TABLE}: {text!r} is no row"
+    assert match, f"{TABLE}: {text!r} is not a row"
     call = match["words"]
     ends = {"code": int(match["code"]), "line": match["line"]}
     if call.startswith("sh: "):

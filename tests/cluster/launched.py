@@ -74,7 +74,7 @@ class Launched:
 
 
 def _folder_of(process: psutil.Process) -> Path:
-    """Return the folder of a task's configuration; `.` if the process is no task."""
+    """Return the folder of a task's configuration; `.` if the process is not a task."""
     with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         for word in process.cmdline():
             if word.endswith("/config.json"):

@@ -61,8 +61,8 @@ def test_another_uri_is_refused(described, published):
     with pytest.raises(UserError) as refusal:
         descriptor.check(artifact, other)
     assert str(refusal.value) == (
-        f"the artifact describes the dataset {uri}, and the URI next to it is {other}: "
-        "take both from the same step"
+        f"the artifact describes the dataset {uri}, but the URI passed with it is {other}: "
+        "pass both from the same step"
     )
 
 
@@ -79,7 +79,7 @@ def test_another_content_at_the_same_uri_is_refused(described, published):
     artifact, uri = described
     storage.delete(uri)
     published("two")
-    with pytest.raises(UserError, match="was published again, with another content, after"):
+    with pytest.raises(UserError, match="was published again with different content after"):
         descriptor.check(artifact, uri)
 
 
@@ -98,14 +98,14 @@ def test_the_artifact_of_another_step_is_one_line(published, tmp_path, text):
     artifact = artifact_in(tmp_path)
     Path(artifact.path).parent.mkdir()
     Path(artifact.path).write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="is no descriptor of what a step has published: take it"):
+    with pytest.raises(UserError, match="does not describe what a step has published: pass"):
         descriptor.check(artifact, published())
 
 
 def test_the_folder_of_another_step_is_one_line(published, tmp_path):
     artifact = artifact_in(tmp_path)
     Path(artifact.path).mkdir(parents=True)
-    with pytest.raises(UserError, match="is no descriptor"):
+    with pytest.raises(UserError, match="does not describe"):
         descriptor.check(artifact, published())
 
 

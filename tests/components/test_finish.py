@@ -87,7 +87,7 @@ def test_a_store_that_is_out_for_too_long_fails_no_run_that_is_done(
     finish.finish.python_func(ended("SUCCEEDED"), root, LOCAL, RUN, report, summary)
     assert emitted()[-1].status == "done"
     page = tmp_path / "folder" / "report.html"
-    assert f"the report is not published, and stays at {page}: the store has" in caplog.text
+    assert f"the report could not be published and remains at {page}: the store has" in caplog.text
     assert Page(page.read_text(encoding="utf-8")).verdict == "done"
 
 

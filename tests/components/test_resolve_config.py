@@ -138,7 +138,7 @@ class TestResolveConfig:
         monkeypatch.setattr(run_store, "run_at_first", lambda *_: "")
         code, line = refused(resolve, given, capsys=capsys)
         assert code == 2
-        assert line.startswith("data.source: /in/*.csv is a path, and there are no files of yours")
+        assert line.startswith("data.source: /in/*.csv is a path, but this pod does not have")
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ def test_a_dry_run_takes_it(task_folder):
             "the direction of 'pinball' is 'less'; it has to be",
         ),
         ("len(self.quantiles),)", "2,)", "fails: "),
-        ("float(label)", "label", "described() has to be plain data"),
+        ("float(label)", "label", "described() must be plain data"),
     ],
 )
 def test_a_mistake_in_it_is_one_line(task_folder, right, wrong, words):

@@ -100,7 +100,7 @@ def wrong_pins():
     for lock in LOCKS:
         for line in lines_of(lock):
             if not PIN.match(line):
-                yield f"{lock}: {line!r} is no pin with hashes"
+                yield f"{lock}: {line!r} is not a pin with hashes"
     pins = pins_of("requirements.lock")
     if pins_of("requirements-cpu.lock") != {"tensorflow-cpu": pins["tensorflow"]}:
         yield "requirements-cpu.lock: it is not the version of requirements.lock: `make lock`"

@@ -56,7 +56,7 @@ def _size(text: str) -> int:
     try:
         size = int(text)
     except ValueError:
-        raise RefusedError(400, f"parsing field page_size: {text!r} is no integer") from None
+        raise RefusedError(400, f"parsing field page_size: {text!r} is not an integer") from None
     if size < 0:
         raise RefusedError(400, f"The page size should be greater than 0. Got {size}")
     return min(size or _DEFAULT, _MOST)

@@ -1,7 +1,8 @@
 """The API server's handling of a custom resource: defaults, unknown fields, types.
 
-The schema is that of the CRD, which is no part of this repository: without it an object is taken as
-it is. Read in Kubernetes 1.33, `apiextensions-apiserver`; the words of a strict decoder were seen.
+The schema is that of the CRD, which is not part of this repository: without it an object is taken
+as it is. Read in Kubernetes 1.33, `apiextensions-apiserver`; the words of a strict decoder were
+seen.
 """
 
 import functools

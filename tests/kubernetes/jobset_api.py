@@ -13,7 +13,7 @@ from tests.kubernetes.store import RefusedError, Tree, generated
 CRD = "jobset.x-k8s.io_jobsets"
 #: Marks tests that need the schema.
 with_schema = pytest.mark.skipif(
-    not crd.schema(CRD), reason="the CRD of JobSet is absent: it is no part of Flotilla"
+    not crd.schema(CRD), reason="the CRD of JobSet is absent: it is not part of Flotilla"
 )
 KINDS = {"jobset.x-k8s.io/v1alpha2": ["jobsets", "jobsets/status"]}
 

@@ -138,7 +138,7 @@ def test_a_champion_that_is_gone_leaves_the_other_versions(flotilla, workdir):
     assert (code, [row["version"] for row in answer(out)["models"]]) == (0, [1, 3])
     code, _, err = flotilla("show", "digits")
     assert (code, err.count("\n")) == (1, 1)
-    assert "the champion does not exist any more: digits has no version 2 below" in err
+    assert "the champion no longer exists: digits has no version 2 below" in err
     assert flotilla("show", "digits", "3")[0] == 0
     assert flotilla("promote", "digits", "3")[0] == 0
     assert registry.champion(root, "digits").number == 3

@@ -135,14 +135,14 @@ def test_wrong_usage_is_one_line_and_starts_nothing(tmp_path, monkeypatch, capsy
     linked = tmp_path / "link.csv"
     linked.hardlink_to(data)
     for arguments, says in (
-        (["digits"], "INPUT: name files"),
-        (["digits", ""], "INPUT: one is empty"),
+        (["digits"], "INPUT: give files"),
+        (["digits", ""], "INPUT: an empty text"),
         (["digits", data, "--split", "test"], "--split"),
-        (["digits", data, "-o", "x.txt"], "ends with none of"),
+        (["digits", data, "-o", "x.txt"], "does not end with one of"),
         (["digits", data, "-o", tmp_path / "runs", "--to", "csv"], "is a folder"),
         (["digits", data, "-o", linked], "is an input as well"),
         (["digits", data, "-o", "s3://bucket/out.csv"], "no path of this machine"),
-        (["digits", data, "--to", "parquet"], "needs a file"),
+        (["digits", data, "--to", "parquet"], "needs an output file"),
         (["digits", data, "--batch-size", "-1"], "batch-size"),
         (["digits", data, "--to", "xml"], "--to"),
         (["nothing", data], "no model 'nothing'"),

@@ -401,8 +401,8 @@ def test_without_settings_the_pipeline_is_the_same(tmp_path):
     [
         ({"pull_secrets": ["My_Secret"]}, "--pull-secret 'My_Secret' is not a name of Kubernetes"),
         ({"pull_secrets": [""]}, "--pull-secret '' is not a name"),
-        ({"mounts": ["data"]}, "--mount 'data' is not of the form CLAIM:FOLDER"),
-        ({"mounts": [":/data"]}, "--mount ':/data' is not of the form"),
+        ({"mounts": ["data"]}, "--mount 'data' does not have the form CLAIM:FOLDER"),
+        ({"mounts": [":/data"]}, "--mount ':/data' does not have the form"),
         ({"mounts": ["a.b:/data"]}, "--mount 'a.b' is not a claim that KFP can mount"),
         ({"mounts": ["data:data"]}, "--mount 'data' is not a folder in a pod: write it as /data"),
         ({"mounts": ["data:/"]}, "--mount '/' is not a folder in a pod"),
@@ -415,23 +415,26 @@ def test_without_settings_the_pipeline_is_the_same(tmp_path):
         ({"cpu": "abc"}, "--cpu 'abc' is not a quantity of Kubernetes"),
         ({"memory": "16"}, "--memory '16' is less than 1Mi"),
         ({"gpus": "-1"}, "--gpus '-1' is not a number of GPUs"),
-        ({"node_selector": ["pool"]}, "--node-selector 'pool' is not of the form KEY=VALUE"),
-        ({"tolerations": ["["]}, "--toleration '[' is no toleration, such as"),
-        ({"tolerations": ["[a]"]}, "--toleration '[a]' is no toleration, such as"),
+        ({"node_selector": ["pool"]}, "--node-selector 'pool' does not have the form KEY=VALUE"),
+        ({"tolerations": ["["]}, "--toleration '[' is not a toleration, such as"),
+        ({"tolerations": ["[a]"]}, "--toleration '[a]' is not a toleration, such as"),
         ({"tolerations": ["{keys: a}"]}, "did you mean 'key'?"),
         ({"store_secret": "My Secret"}, "--store-secret 'My Secret' is not a name"),
         ({"scratch": "50"}, "--scratch '50' is less than 1Mi: write it with its unit"),
         ({"scratch": "big"}, "--scratch 'big' is not a quantity of Kubernetes"),
-        ({"labels": ["team"]}, "--pod-label 'team' is not of the form KEY=VALUE"),
+        ({"labels": ["team"]}, "--pod-label 'team' does not have the form KEY=VALUE"),
         ({"labels": ["team=a b"]}, "--pod-label team: 'a b' is not the value of a label"),
         ({"labels": ["a b=c"]}, "--pod-label 'a b' is not the key of a label"),
         ({"labels": ["app.kubernetes.io/name=x"]}, "app.kubernetes.io/name is set by Flotilla"),
         ({"labels": ["pipeline/runid=x"]}, "--pod-label pipeline/runid is set by Flotilla or"),
         ({"variables": ["1A=x"]}, "--env '1A' is not the name of a variable"),
-        ({"variables": ["A"]}, "--env 'A' is not of the form NAME=VALUE"),
-        ({"variables": ["AWS_SECRET_ACCESS_KEY=x"]}, "is a secret, which the pipeline would show"),
+        ({"variables": ["A"]}, "--env 'A' does not have the form NAME=VALUE"),
+        (
+            {"variables": ["AWS_SECRET_ACCESS_KEY=x"]},
+            "is a secret, which the pipeline would expose",
+        ),
         ({"variables": ["KFP_POD_NAME=x"]}, "--env KFP_POD_NAME is set by Flotilla or by KFP"),
-        ({"variables": ["A={{x}}"]}, "--env A: KFP takes no value with {{ in it"),
+        ({"variables": ["A={{x}}"]}, "--env A: KFP does not accept a value that contains {{"),
     ],
 )
 def test_what_no_pod_can_have_is_one_line(given, said):
@@ -449,5 +452,5 @@ def test_the_refusal_of_a_secret_does_not_repeat_it():
 
 def test_a_compiled_file_takes_no_more_settings(tmp_path):
     compile_pipeline(tmp_path / "pipeline.yaml")
-    with pytest.raises(ConfigError, match="a setting of the pods is for compiling, and"):
+    with pytest.raises(ConfigError, match="a setting of the pods applies to compilation, but"):
         load_package(tmp_path / "pipeline.yaml", "", StepPods(scratch="1Gi"))

@@ -244,7 +244,7 @@ def test_examples_without_weight_are_none(tmp_path):
         assert ((each.outputs[:, 0] > 0) == in_order(label)).mean() > 0.9
     splits = published(tmp_path / "none", {**columns, "weight": weight * 0}, weight="weight")
     (found,) = fit_baselines(BinaryClassification(target()), splits)
-    assert found.skipped == "no training example weighs anything"
+    assert found.skipped == "the weights of all training examples are 0"
 
 
 def test_a_sample_is_drawn_and_only_the_first_ones_are_answered(tmp_path, monkeypatch):

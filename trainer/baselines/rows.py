@@ -115,7 +115,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
         parts.append(rows.select(rows.weights > 0))
     found = _concatenate(parts)
     if not found.count:
-        raise NoBaselineError("no training example weighs anything")
+        raise NoBaselineError("the weights of all training examples are 0")
     return found
 
 

@@ -124,13 +124,13 @@ class Checkpoints:
                 fields, apart = self._fetch(uri, folder)
             except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
                 self.passed_over.add(uri)
-                log.warning("passed over %s: %s", uri, error)
+                log.warning("skipped %s: %s", uri, error)
                 events.emit(events.CheckpointPassedOver(uri=uri, reason=str(error)))
                 continue
             if fields.get("fingerprint", "") != self._fingerprint:
                 raise UserError(
-                    f"{uri} was trained on other data than this run would continue with: restore "
-                    "the data section and the dataset, or begin a new run"
+                    f"{uri} was trained on different data than this run has: restore the data "
+                    "section and the dataset, or start a new run"
                 )
             found = RestoredCheckpoint(
                 uri=uri, global_step=step, folder=folder, fields=fields, apart=apart
@@ -324,8 +324,9 @@ def restore(
         of_two = (two_for_one(there.get(path), each.shape) for path, each in variables.items())
         hints = (uncut(there, variables), *of_two)
         raise UserError(
-            f"the checkpoint {found.uri} does not fit model and optimizer of the configuration "
-            f"({reason}); train the same ones, or begin a new run{next(filter(None, hints), '')}"
+            f"the checkpoint {found.uri} does not match the model and optimizer of the "
+            f"configuration ({reason}); use the same ones, or start a new "
+            f"run{next(filter(None, hints), '')}"
         ) from None
 
 
@@ -376,7 +377,7 @@ def select_resumed(
         if path not in slots or (path in there and _NUMBER.sub("", path) not in numbered)
     }
     log.warning(
-        "training.freeze has changed: %d of %d slots of the optimizer begin anew",
+        "training.freeze has changed: %d of %d slots of the optimizer are initialized again",
         len(variables) - len(kept),
         sum(path in slots for path in variables),
     )

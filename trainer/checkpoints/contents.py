@@ -79,12 +79,12 @@ def data_file(part: int, of: int) -> str:
 
 
 def is_data(path: str) -> bool:
-    """Say whether a path in a checkpoint is the data of a part."""
+    """Return whether a path in a checkpoint is the data of a part."""
     return path.startswith(f"{PREFIX}.data-")
 
 
 def is_variable(key: str) -> bool:
-    """Say whether a key in a TensorFlow checkpoint belongs to a variable."""
+    """Return whether a key in a TensorFlow checkpoint belongs to a variable."""
     return key.startswith(_ROOT)
 
 

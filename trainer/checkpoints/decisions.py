@@ -32,7 +32,7 @@ class Interval:
         return min(after, self.last_step)
 
     def is_due(self, before: int, after: int) -> bool:
-        """Say whether the interval ended between two global steps."""
+        """Return whether the interval ended between two global steps."""
         return bool(self.steps) and (
             after // self.steps > before // self.steps or after >= self.last_step > before
         )
@@ -54,7 +54,7 @@ class SaveInterval(Interval):
         )
 
     def is_late(self, seconds: float) -> bool:
-        """Say whether a save is due `seconds` after the last one."""
+        """Return whether a save is due `seconds` after the last one."""
         return 0 < self.seconds <= seconds
 
 
@@ -150,7 +150,7 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
         try:
             return _select(entry, found, f"{by}{damaged}{instead}")
         except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
-            log.warning("passed over %s: %s", entry.uri, error)
+            log.warning("skipped %s: %s", entry.uri, error)
             events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
             damaged = " that is not damaged"
     reason = "none that was validated is whole" if ranked else "none was validated"

@@ -97,7 +97,7 @@ class Validations:
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Say whether this very checkpoint was measured."""
+        """Return whether this very checkpoint was measured."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 
@@ -165,7 +165,7 @@ def _parse_rows(data: bytes, place: str, is_row: Callable[[Row], bool]) -> list[
         named = ", ".join(map(str, damaged[:_MOST_NAMED]))
         more = f" and {len(damaged) - _MOST_NAMED} more" if damaged[_MOST_NAMED:] else ""
         word = "lines" if damaged[1:] else "line"
-        log.warning("passed over what is no row of %s: %s %s%s", place, word, named, more)
+        log.warning("skipped lines that are not rows of %s: %s %s%s", place, word, named, more)
     return rows
 
 

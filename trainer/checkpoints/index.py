@@ -39,7 +39,7 @@ def read_checkpoint(uri: str) -> Manifest:
     if manifest.kind != KIND:
         raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
     if type(manifest.fields.get("global_step")) is not int:
-        raise storage.Corrupt(f"the manifest of {uri} names no global step: use another checkpoint")
+        raise storage.Corrupt(f"the manifest of {uri} has no global step: use another checkpoint")
     if "base" in manifest.fields:
         raise storage.UnknownSchema(
             f"{uri} has only the rows that changed since another checkpoint, as versions "
@@ -56,7 +56,7 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
         if type(step) is int and step >= 0:
             found.append((at, step, manifest))
         else:
-            log.warning("passed over: the manifest of %s names no global step", at)
+            log.warning("skipped: the manifest of %s has no global step", at)
     return sorted(found, key=lambda each: each[1])
 
 
@@ -75,7 +75,7 @@ def require_weights(value: str | Mapping[str, Any]) -> None:
         if not source.endswith(KERAS):
             storage.read_manifest(source)
         elif storage.name_of(source) not in storage.names(storage.parent_of(source)):
-            raise storage.Missing(f"there is nothing at {source}")
+            raise storage.Missing(f"nothing exists at {source}")
     except UserError as error:
         kind = ConfigError if isinstance(error, storage.Missing) else UserError
         raise kind(f"training.warm_start: {error}") from None

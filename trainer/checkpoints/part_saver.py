@@ -107,7 +107,7 @@ class PartSaver:
         self._failure: BaseException | None = None
 
     def takes(self, variables: Variables) -> bool:
-        """Say whether variables are saved by parts."""
+        """Return whether variables are saved by parts."""
         held = {path: each for path, each in variables.items() if find_server(each) is not None}
         return bool(held) and count_bytes(held) >= self.least and self.servers.are_ready()
 

@@ -103,7 +103,7 @@ class Reply:
         """Parse a reply; raises `ValueError` if it is invalid."""
         found = parse_record(cls, parse(data))
         if found is None:
-            raise ValueError(f"{data!r} is no answer of a server")
+            raise ValueError(f"{data!r} is not a server's answer")
         return found
 
 
@@ -130,8 +130,8 @@ class PartServer:
             (self._folder / READY).write_text(ready, encoding="utf-8")
         except OSError as error:
             log.warning(
-                "%s cannot write to %s: %s; free some space there, or make it writable. Until it "
-                "is started again, the chief writes its variables",
+                "%s cannot write to %s: %s; free some space there, or make it writable. Until "
+                "the server restarts, the chief writes its variables",
                 self._task,
                 self._folder / FOLDER,
                 error.strerror,
@@ -283,7 +283,7 @@ def _discard(folder: Path, request: Request) -> Reply:
     """Remove a part that will not be published, or fetched files."""
     first, *below = Path(request.prefix).parts or ("",)
     if first != FOLDER or not below or ".." in below or below[0] in _OWN:
-        raise UserError(f"{request.prefix!r} is no part of a checkpoint: it is not removed")
+        raise UserError(f"{request.prefix!r} is not part of a checkpoint: it is not removed")
     at = folder / request.prefix
     shutil.rmtree(at, ignore_errors=True)
     # TensorFlow gives its unfinished files other suffixes of the prefix.

@@ -62,7 +62,7 @@ class PartServers:
         self._folders: dict[int, str] = {}
 
     def are_ready(self) -> bool:
-        """Say whether all servers answer; remove the files that another chief left on them."""
+        """Return whether all servers answer; remove the files that another chief left on them."""
         if self._are_ready is None:
             answers = [self._ready(server) for server in range(self.count)]
             self._are_ready = all(
@@ -74,7 +74,9 @@ class PartServers:
                     range(self.count), lambda server: self.ask(server, Request(action="begin"))
                 )
             else:
-                log.warning("servers that are not ours: the chief writes their variables")
+                log.warning(
+                    "the servers do not belong to this run: the chief writes their variables"
+                )
         return self._are_ready
 
     def ask(self, server: int, request: Request) -> Reply:

@@ -214,7 +214,7 @@ class _Reader:
         self._read = tf.function(self._reading, autograph=False).get_concrete_function()
 
     def reads(self, variables: Variables, io_device: str | None) -> bool:
-        """Say whether it reads these variables, in this order."""
+        """Return whether it reads these variables, in this order."""
         same = [*variables] == [*self._variables] and io_device == self._io_device
         return same and all(self._variables[path] is each for path, each in variables.items())
 

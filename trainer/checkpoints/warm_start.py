@@ -83,7 +83,8 @@ def check(value: str | Mapping[str, Any], paths: Sequence[str]) -> None:
         for glob in globs:
             if not _fits(paths, [glob]):
                 raise ConfigError(
-                    f"{_KEY}.{name}: {glob!r} fits no variable of the model{nearest(glob, paths)}"
+                    f"{_KEY}.{name}: {glob!r} matches no variable of the "
+                    f"model{nearest(glob, paths)}"
                 )
 
 
@@ -176,8 +177,8 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
 def _refuse(uri: str, what: str, hint: str = "") -> NoReturn:
     kind = "weights" if uri.endswith(KERAS) else "checkpoint"
     raise ConfigError(
-        f"{_KEY}: {uri} is the {kind} of another model: {what}; name one of the same model "
-        "section, choose variables by {from, include, exclude}, or leave it empty" + hint
+        f"{_KEY}: {uri} is the {kind} of another model: {what}; give one with the same "
+        "model section, choose variables by {from, include, exclude}, or leave it empty" + hint
     )
 
 
@@ -224,7 +225,7 @@ def _from_keras(source: Source, paths: Sequence[str], io_device: str | None) -> 
     except Exception as error:
         words = user_code.short_message(error).partition(". ")[0]
         raise ConfigError(
-            f"{_KEY}: Keras cannot read {source.uri}: {words}; classes of your own have to be "
+            f"{_KEY}: Keras cannot read {source.uri}: {words}; your own classes must be "
             "registered (keras.saving.register_keras_serializable) by the module of model.name"
         ) from None
     names = _match_paths([variable.path for variable in model.variables], paths)

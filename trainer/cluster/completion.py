@@ -57,7 +57,7 @@ def record(job: Job, checkpoint: str) -> Completion:
 
 
 def is_over(job: Job) -> bool:
-    """Say whether training is over, according to its record and the newest checkpoint."""
+    """Return whether training is over, according to its record and the newest checkpoint."""
     try:
         found = read_record(Completion, storage.read_bytes(_place(job)))
     except storage.Missing:

@@ -32,7 +32,7 @@ def require(config: Config, dataset: str = "") -> None:
 
 
 def _say_not_known(error: NotKnownError) -> None:
-    log.warning("whether model and dataset fit is not known: %s", error)
+    log.warning("cannot check whether model and dataset fit: %s", error)
 
 
 def begin(

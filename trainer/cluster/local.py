@@ -83,8 +83,8 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
         cluster, this = from_tf_config(os.environ.get("TF_CONFIG", ""))
         if this.role != "chief":
             raise ConfigError(
-                f"cluster.existing_servers: TF_CONFIG names the task {this}, and only a chief can "
-                "be started for servers that run already"
+                f"cluster.existing_servers: TF_CONFIG names the task {this}, but only a chief can "
+                "join running servers"
             )
         yield cluster, {"chief": 1}
         return

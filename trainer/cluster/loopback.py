@@ -75,7 +75,7 @@ _closed: list[socket.socket] = []
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether `host:port` names a loopback address."""
+    """Return whether `host:port` names a loopback address."""
     host = address.rpartition(":")[0].strip("[]")
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -115,7 +115,7 @@ def _close_each(held: socket.socket) -> None:
 
 
 def can_close() -> bool:
-    """Say whether this system can close a port to others, by trying it."""
+    """Return whether this system can close a port to others, by trying it."""
     if sys.platform != "linux":
         return False
     try:

@@ -69,7 +69,7 @@ def require_gpus(config: Config) -> None:
     wanted, cluster = config.cluster.gpus_per_worker, config.cluster
     if wanted and not cluster.existing_servers and not glob(_GPUS):
         raise ConfigError(
-            f"cluster.gpus_per_worker: {wanted} are requested, and this machine has no NVIDIA "
+            f"cluster.gpus_per_worker: {wanted} are requested, but this machine has no NVIDIA "
             f"GPU ({_GPUS}); set it to 0 to train on the CPU"
         )
 
@@ -79,7 +79,7 @@ def require_memory(config: Config, parameters: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 2 * parameters > memory:
         raise ConfigError(
-            f"model {config.model.name}: it has {parameters:,} parameters, and this machine has "
+            f"model {config.model.name}: it has {parameters:,} parameters, but this machine has "
             f"{memory >> 30} GiB of memory; make its layers smaller"
         )
 
@@ -157,7 +157,7 @@ class End:
         code: its exit code, or the signal's number below zero.
         why: why the launcher killed it; empty if it did not.
         stalled: whether it was killed because its heartbeats stopped.
-        planned: whether it was killed on purpose, which is no incident.
+        planned: whether it was killed on purpose, which is not an incident.
     """
 
     code: int

@@ -253,7 +253,7 @@ class Supervisor:
                 return
             if event is None:
                 raise RunInterruptedError(
-                    "interrupted when training was done and its last checkpoint not yet evaluated"
+                    "interrupted after training ended, before its last checkpoint was evaluated"
                 )
             if event[0].task == EVALUATOR:
                 self._start_evaluator(self._evaluator.handle_end(event[1]))

@@ -72,7 +72,7 @@ def _copy(found: Found, scratch: Path) -> str:
         raise UserError(f"--code: cannot read {found.file}: {error.strerror}") from None
     moments = [(each.st_size, each.st_mtime_ns) for each in (before, after)]
     if len(data) != found.bytes or moments[0] != moments[1]:
-        raise UserError(f"--code: {found.path} changed while it was read; give the command again")
+        raise UserError(f"--code: {found.path} changed while it was read; repeat the command")
     target = scratch / found.path
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -142,15 +142,15 @@ def enter(uri: str) -> None:
         manifest = storage.fetch(uri, folder)
     except storage.NotPublished:
         raise ConfigError(
-            f"code: there is no bundle at {uri}: it was deleted, or this place cannot see it; "
-            "submit again with --code"
+            f"code: there is no bundle at {uri}: it was deleted, or this machine cannot reach "
+            "it; submit again with --code"
         ) from None
     hashes = {each.path: _hash(folder / each.path) for each in manifest.files}
     if compute_digest(hashes) != digest:
         # The next process fetches it again.
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
-            f"code: {uri} was changed after it was published: its content is not that of its "
+            f"code: {uri} was changed after it was published: its content does not match its "
             "digest; delete it, and submit again with --code"
         )
     os.environ.update({user_code.FOLDER_VARIABLE: str(folder), user_code.BUNDLE_VARIABLE: uri})

@@ -103,13 +103,13 @@ def collect(folder: Path) -> Collected:
         if len(collected.files) > MOST_FILES:
             raise ConfigError(
                 f"--code {folder}: more than {MOST_FILES:,} files are not code (most are "
-                f"below {_list_largest(collected.files)}); name the folder of your modules, "
-                f"or leave the rest out by a file {IGNORE_FILE}"
+                f"below {_list_largest(collected.files)}); give the folder of your modules, "
+                f"or exclude the other files in {IGNORE_FILE}"
             )
     _require_size(folder, collected.files)
     if not any(each.path.endswith(".py") for each in collected.files):
         raise ConfigError(
-            f"--code {folder}: there is no module (*.py) in it{_name_left_out(collected)}; name "
+            f"--code {folder}: there is no module (*.py) in it{_name_left_out(collected)}; give "
             "the folder that has your modules"
         )
     collected.files.sort(key=lambda each: each.path)
@@ -121,9 +121,9 @@ def _require_folder(folder: Path) -> None:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no name of a folder"
-        raise ConfigError(f"--code {str(folder)!r}: {reason}; name a folder") from None
+        raise ConfigError(f"--code {str(folder)!r}: {reason}; give a folder") from None
     if not is_folder:
-        raise ConfigError(f"--code {folder}: it is a file; name the folder that has it")
+        raise ConfigError(f"--code {folder}: it is a file; give its folder")
 
 
 def _name_left_out(collected: Collected) -> str:
@@ -155,8 +155,8 @@ def _walk(root: Path, rules: Rules, collected: Collected) -> Iterator[Found]:
         seen += 1
         if seen > _MOST_FOLDERS:
             raise ConfigError(
-                f"--code {root}: more than {_MOST_FOLDERS:,} folders are not code; name the "
-                f"folder of your modules, or leave the rest out by a file {IGNORE_FILE}"
+                f"--code {root}: more than {_MOST_FOLDERS:,} folders are not code; give the "
+                f"folder of your modules, or exclude the other files in {IGNORE_FILE}"
             )
         for entry in _entries(root / above):
             path = f"{above}/{entry.name}" if above else entry.name
@@ -188,7 +188,7 @@ def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
 def _check_file(root: Path, path: str) -> Found:
     remedy = f"or leave it out by a line of {IGNORE_FILE}"
     if not path.isprintable() or "\\" in path:
-        raise ConfigError(f"--code: {path!r} is no name for a store: rename it, {remedy}")
+        raise ConfigError(f"--code: {path!r} is not a valid name in a store: rename it, {remedy}")
     place = root / path
     try:
         real = Path(os.path.realpath(place, strict=True))
@@ -198,8 +198,7 @@ def _check_file(root: Path, path: str) -> Found:
         raise ConfigError(f"--code: cannot read {place}: {reason}; remove it, {remedy}") from None
     if not real.is_relative_to(root):
         raise ConfigError(
-            f"--code: {path} is a link that leaves the folder, to {real}: copy what it leads to, "
-            f"{remedy}"
+            f"--code: {path} is a link to {real}, outside the folder: copy its target, {remedy}"
         )
     if not stat.S_ISREG(status.st_mode):
         what = "a link to a folder" if stat.S_ISDIR(status.st_mode) else "neither file nor folder"
@@ -220,5 +219,5 @@ def _require_size(folder: Path, files: list[Found]) -> None:
     named = ", ".join(f"{each.path} ({each.bytes / 1e6:.1f} MB)" for each in largest)
     raise ConfigError(
         f"--code {folder}: {total / 1e6:.1f} MB are more than the {MOST_BYTES / 1e6:.1f} MB of a "
-        f"bundle; the largest files: {named}; leave them out by a file {IGNORE_FILE}"
+        f"bundle; the largest files: {named}; exclude them in {IGNORE_FILE}"
     )

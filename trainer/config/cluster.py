@@ -76,7 +76,7 @@ class ClusterConfig(Section):
         for glob, server in self.placement.items():
             if server_number(server) >= servers:
                 raise ValueError(
-                    f"cluster.placement: {glob!r} is on {server!r}; it has to be ps:0 to "
+                    f"cluster.placement: {glob!r} is on {server!r}; it must be ps:0 to "
                     f"ps:{servers - 1}"
                 )
 
@@ -92,8 +92,8 @@ class ClusterConfig(Section):
     def _free(cls, value: int) -> int:
         if 0 < value < LOWEST_PORT or value in TASK_PORTS:
             raise ValueError(
-                f"{value} is not free in a pod; choose one from {LOWEST_PORT} on, but "
-                f"{' and '.join(map(str, TASK_PORTS))}, at which tasks speak to each other"
+                f"{value} is not free in a pod; choose a port from {LOWEST_PORT} on, "
+                f"except {' and '.join(map(str, TASK_PORTS))}, which tasks use"
             )
         return value
 

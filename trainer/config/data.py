@@ -52,7 +52,7 @@ def parse_size(text: str) -> int:
     """Return the bytes of a size such as 300MB (10^6) or 2GiB (2^30); raises `ValueError`."""
     found = _BYTES.fullmatch(text.strip())
     if not found or (found[3] and not found[2]):
-        raise ValueError(f"{text!r} is no size: write it as 300MB or 2GiB")
+        raise ValueError(f"{text!r} is not a size: write it as 300MB or 2GiB")
     unit = 1024 ** list(_UNITS).index(found[2]) if found[3] else _UNITS[found[2]]
     return int(float(found[1]) * unit)
 
@@ -129,7 +129,9 @@ class SplitsConfig(Whole):
     @classmethod
     def _share(cls, value: str | float) -> str | float:
         if not isinstance(value, str) and not 0 <= value < 1:
-            raise ValueError(f"{value:g} is no share: write a number from 0 to below 1, or a path")
+            raise ValueError(
+                f"{value:g} is not a share: write a number from 0 to below 1, or a path"
+            )
         return value
 
     @model_validator(mode="after")
@@ -137,9 +139,11 @@ class SplitsConfig(Whole):
         named = [name for name in ("train", "validation", "test") if self.is_named(name)]
         drawn = [name for name in ("group", "time") if getattr(self, name)]
         if self.column and (named or drawn):
-            raise ValueError(f"column: it says all; leave out {', '.join([*named, *drawn])}")
+            raise ValueError(
+                f"column: it assigns every row; leave out {', '.join([*named, *drawn])}"
+            )
         if named and not self.train:
-            raise ValueError(f"{named[0]}: name the files of train as well")
+            raise ValueError(f"{named[0]}: also name the files of train")
         if len(drawn) > 1:
             raise ValueError(
                 "group: a split cannot be drawn both by group and by time; leave one of them out"
@@ -175,7 +179,7 @@ class RunnerConfig(Whole):
     @model_validator(mode="after")
     def _options_of_beam(self) -> RunnerConfig:
         if self.options and self.name != "beam":
-            raise ValueError("options: they are those of a Beam pipeline; set name to beam")
+            raise ValueError("options: they apply only to Beam; set name to beam")
         return self
 
 
@@ -256,8 +260,8 @@ class DataConfig(Section):
             )
         if self.buckets and self.partition == "dynamic":
             raise ValueError(
-                "buckets: they mix the examples of shards, and partition: dynamic hands these out "
-                "one by one; leave buckets out, or set partition to disjoint"
+                "buckets: they mix the examples of several shards, but partition: dynamic assigns "
+                "shards one by one; leave buckets out, or set partition to disjoint"
             )
         if not self.dataset and not self.source:
             raise ValueError("neither dataset nor source is set; name a dataset of TFDS, or files")
@@ -288,7 +292,7 @@ class DataConfig(Section):
     @classmethod
     def _share_or_count(cls, value: float) -> float:
         if value >= 1 and value != int(value):
-            raise ValueError("a count of examples has to be a whole number")
+            raise ValueError("a count of examples must be a whole number")
         return value
 
     @field_validator("spans", mode="before")
@@ -301,7 +305,7 @@ class DataConfig(Section):
     def _check_spans(cls, value: str) -> str:
         if value in (NEWEST, ALL, SINCE_CHAMPION) or re.fullmatch("[1-9][0-9]{0,5}", value):
             return value
-        raise ValueError(f"{value!r} is none of {NEWEST}, {ALL}, {SINCE_CHAMPION}, or a number")
+        raise ValueError(f"{value!r} is not {NEWEST}, {ALL}, {SINCE_CHAMPION} or a number")
 
     @field_validator("disk")
     @classmethod

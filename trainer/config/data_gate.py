@@ -92,7 +92,7 @@ class DataGateConfig(Whole):
         for name in rules:
             if name != ALL and name not in RULES:
                 hint = nearest(name, RULES) or f" (one of {', '.join(RULES)})"
-                raise ValueError(f"{name!r} is no rule{hint}")
+                raise ValueError(f"{name!r} is not a rule{hint}")
         return rules
 
     @field_validator("limits")
@@ -101,7 +101,7 @@ class DataGateConfig(Whole):
         for name, value in limits.items():
             if name not in LIMITS:
                 hint = nearest(name, LIMITS) or f" (one of {', '.join(LIMITS)})"
-                raise ValueError(f"{name!r} is no limit{hint}")
+                raise ValueError(f"{name!r} is not a limit{hint}")
             _, least, most, _ = LIMITS[name]
             if not least <= value <= most:
                 raise ValueError(f"{name}: {value:g} is not between {least:g} and {most:g}")

@@ -160,7 +160,9 @@ def parse_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return parse_mapping(str(settings[WHOLE]).encode())
     except ValueError:
-        raise ConfigError(f"settings.{WHOLE} is not the text of a configuration") from None
+        raise ConfigError(
+            f"settings.{WHOLE} does not contain the text of a configuration"
+        ) from None
 
 
 def _whole(value: Any) -> Any:
@@ -250,5 +252,5 @@ def _require_in(settings: Mapping[str, Any], field: Field) -> None:
     if not _has(settings, field.key):
         path = ".".join(field.key)
         raise ConfigError(
-            f"{field.name}: settings say no {path}: write it there, or choose another"
+            f"{field.name}: settings have no {path}: write it there, or choose another value"
         )

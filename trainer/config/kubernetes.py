@@ -102,7 +102,7 @@ def _refuse_unknown_security(fields: dict[str, Any]) -> dict[str, Any]:
     for name in fields:
         if name not in _SECURITY_FIELDS:
             hint = nearest(name, _SECURITY_FIELDS) or "; security sets those of the container"
-            raise ValueError(f"{name} is no field of a pod's securityContext{hint}")
+            raise ValueError(f"{name} is not a field of a pod's securityContext{hint}")
     return fields
 
 

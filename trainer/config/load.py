@@ -234,7 +234,7 @@ def _read(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} has to hold sections with keys, not a {type(tree).__name__}")
+        raise ConfigError(f"{path} must contain sections with keys, not a {type(tree).__name__}")
     return tree
 
 
@@ -271,7 +271,7 @@ def _load(text: str, path: Sequence[str] = ()) -> Any:
         if node is None:
             return None
         if _values(node, {}) > _MOST_VALUES:
-            raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES} values")
+            raise yaml.YAMLError(f"its aliases expand to more than {_MOST_VALUES} values")
         _keep_texts(node, path)
         return loader.construct_document(node)
     finally:

@@ -96,16 +96,16 @@ def require_sizes(given: Mapping[str, int]) -> None:
     for name, value in given.items():
         if value < least.get(name, 1):
             raise ValueError(
-                f"{name}: {value!r} is not allowed; it has to be at least {least.get(name, 1)}"
+                f"{name}: {value!r} is not allowed; it must be at least {least.get(name, 1)}"
             )
         if value > most.get(name, _MOST):
             raise ValueError(
-                f"{name}: {value!r} is not allowed; it has to be at most {most.get(name, _MOST)}"
+                f"{name}: {value!r} is not allowed; it must be at most {most.get(name, _MOST)}"
             )
     min_age, max_age = given.get("min_age", MIN_AGE), given.get("max_age", 0)
     if 0 < max_age <= min_age:
         raise ValueError(
-            f"max_age: {max_age} is not allowed; it has to be above min_age ({min_age}), or 0"
+            f"max_age: {max_age} is not allowed; it must be above min_age ({min_age}), or 0"
         )
 
 
@@ -139,7 +139,7 @@ def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
             raise ValueError(f"no key {name!r} in it{hint}")
     source = value.get(_FROM)
     if not isinstance(source, str) or not source:
-        raise ValueError(f"say where the weights are: {{{_FROM}: URI}}")
+        raise ValueError(f"give the URI of the weights: {{{_FROM}: URI}}")
     include, exclude = (_globs(value, name) for name in (_INCLUDE, _EXCLUDE))
     return InitialWeights(source=_check_source(source), include=include, exclude=exclude)
 

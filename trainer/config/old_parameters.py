@@ -69,7 +69,7 @@ def convert_parameters(values: Mapping[str, Any]) -> Config:
 def describe_ignored(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a line for each pod parameter that differs from its default."""
     return tuple(
-        f"{name}={values[name]} is no run parameter any more: {describe_replacement(name)}"
+        f"{name}={values[name]} is no longer a run parameter: {describe_replacement(name)}"
         for name, (_, default) in OPTIONS.items()
         if values.get(name, default) != default
     )

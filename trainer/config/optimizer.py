@@ -51,7 +51,7 @@ class OptimizerConfig(Section):
         first = OptimizerConfig.model_fields["learning_rate"].default
         for name, unset in {"learning_rate": first, "args": {}}.items():
             if self.name == OF_MODEL and getattr(self, name) != unset:
-                raise ValueError(f"{name}: the optimizer of the model has its own; leave it out")
+                raise ValueError(f"{name}: the optimizer of the model sets it; leave it out")
         return self
 
 
@@ -84,9 +84,9 @@ class PiecewiseArgs(Section):
     @model_validator(mode="after")
     def _fit(self) -> PiecewiseArgs:
         if any(later <= earlier for earlier, later in pairwise((0, *self.boundaries))):
-            raise ValueError("boundaries have to rise from 1 on")
+            raise ValueError("boundaries must increase and start at 1 or more")
         if len(self.factors) != len(self.boundaries) + 1:
-            raise ValueError("factors have to be one more than boundaries")
+            raise ValueError("there must be one more factor than boundaries")
         if min(self.factors) < 0:
             raise ValueError("factors have to be 0 or more")
         return self

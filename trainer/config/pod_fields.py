@@ -95,7 +95,7 @@ def toleration(tree: Any) -> Any:
     for key, value in tree.items():
         if key not in _TOLERATION:
             hint = nearest(str(key), _TOLERATION) or f" (there is {', '.join(_TOLERATION)})"
-            raise ValueError(f"{key!r} is no field of a toleration{hint}")
+            raise ValueError(f"{key!r} is not a field of a toleration{hint}")
         if key != "tolerationSeconds" and not isinstance(value, str):
             raise ValueError(f"{key}: {value!r} is not a text: write it in quotes")
     _check_choice("operator", tree.get("operator", ""), _OPERATORS)

@@ -63,7 +63,7 @@ def _parse_weights(value: object) -> object:
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
-        raise ValueError(f"it has to be {BALANCED}, or a number for each class by its name")
+        raise ValueError(f"it must be {BALANCED}, or a number for each class name")
     if unbounded := [name for name, weight in value.items() if not math.isfinite(weight)]:
         raise ValueError(f"the weight of {unbounded[0]!r} is {value[unbounded[0]]}")
     return {str(name): weight for name, weight in value.items()}
@@ -220,7 +220,7 @@ class TrainingConfig(Section):
     def _two_steps(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if value and (len(value) != 2 or not 1 <= value[0] < value[1]):  # noqa: PLR2004
             raise ValueError(
-                f"{list(value)} is not a first and a later last step, from 1 on, such as [100, 110]"
+                f"{list(value)} is not a pair of a first and a later last step, such as [100, 110]"
             )
         return value
 
@@ -256,7 +256,7 @@ class ExportConfig(Section):
     def _require_served(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
         # It is served, and the next model is compared with it.
         if "saved_model" not in formats:
-            raise ValueError("saved_model has to be among them")
+            raise ValueError("saved_model is required")
         return formats
 
 
@@ -276,7 +276,9 @@ def _require_bundle(value: str) -> None:
     except UserError as error:
         raise ValueError(str(error)) from None
     if not re.fullmatch(r"[0-9a-f]{64}", name):
-        raise ValueError("no bundle: it ends with a digest, as `flotilla submit --code` makes it")
+        raise ValueError(
+            "not a bundle: its URI ends with a digest, as `flotilla submit --code` writes it"
+        )
 
 
 class RegistryConfig(Section):
@@ -364,8 +366,8 @@ class Config(Section):
         training = self.training
         if training.epochs and training.steps != AUTOMATIC:
             raise ValueError(
-                f"training.epochs: {training.epochs:g}, and training.steps is {training.steps} as "
-                "well: leave one of the two out"
+                f"training.epochs: {training.epochs:g}, but training.steps is also set "
+                "({training.steps}): leave one of them out"
             )
         return self
 
@@ -394,7 +396,8 @@ class Config(Section):
         profile, steps = self.training.profile, self.training.steps
         if profile and profile[-1] > steps != AUTOMATIC:
             raise ValueError(
-                f"training.profile: step {profile[-1]} is never reached; training.steps is {steps}"
+                f"training.profile: step {profile[-1]} is after the end of training "
+                f"(training.steps is {steps})"
             )
         return self
 
@@ -408,7 +411,8 @@ class Config(Section):
             raise ValueError(f"cluster.existing_servers: {strategy} has no servers")
         if self.cluster.in_process:
             raise ValueError(
-                "cluster.existing_servers: leave cluster.in_process out; it starts its own servers"
+                "cluster.existing_servers: it cannot be combined with cluster.in_process, which "
+                "starts servers; leave one of them out"
             )
         return self
 
@@ -418,8 +422,8 @@ class Config(Section):
         towers = self.model.name in RECOMMENDERS and self.data.source and not self.data.map
         if towers and not self.data.inputs:
             raise ValueError(
-                f"data.inputs: {self.model.name} takes the ids of users and items; set data.inputs "
-                "to their columns, [USER, ITEM], and data.label to what is predicted of a pair"
+                f"data.inputs: {self.model.name} needs the ids of users and items; set data.inputs "
+                "to their columns, [USER, ITEM], and data.label to the column to predict for a pair"
             )
         if self.task.name == "recommendation" and not self.data.group:
             raise ValueError(
@@ -442,7 +446,7 @@ class Config(Section):
         self.cluster.refuse_two_gpu_shares()
         if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
             raise ValueError(
-                "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or "
+                "cluster.communication: nccl needs GPUs; set cluster.gpus_per_worker, or "
                 "choose ring or auto"
             )
         return self
@@ -476,8 +480,8 @@ class Config(Section):
             )
         if self.data.disk:
             raise ValueError(
-                "data.disk: with data.partition dynamic a worker may be given any example, and "
-                "keeps all shards; leave data.disk empty, or choose disjoint"
+                "data.disk: with data.partition dynamic a worker may be assigned any example, "
+                "and keeps all shards; leave data.disk empty, or choose disjoint"
             )
         return self
 
@@ -486,9 +490,7 @@ class Config(Section):
         """`training.schedule` cannot be used with a model's optimizer, which has a schedule."""
         training = self.training
         if training.optimizer.name == OF_MODEL and training.schedule != ScheduleConfig():
-            raise ValueError(
-                "training.schedule: the optimizer of the model has its own; leave it out"
-            )
+            raise ValueError("training.schedule: the optimizer of the model sets it; leave it out")
         return self
 
     @model_validator(mode="after")

@@ -146,7 +146,7 @@ class GateConfig(Section):
             old = [name for name in ("min_gain", "significance") if name in tree]
             if old or isinstance(tree.get("champion"), str):
                 name = old[0] if old else "champion"
-                raise ValueError(f"{name}: the gate compares by a margin now; {_OLD_KEYS}")
+                raise ValueError(f"{name}: the gate now compares by a margin; {_OLD_KEYS}")
         return tree
 
     @field_validator("min", "max")
@@ -155,11 +155,9 @@ class GateConfig(Section):
         for rule, value in rules.items():
             metric, feature, _ = split_rule(rule)
             if not _METRIC.fullmatch(metric):
-                raise ValueError(
-                    f"{rule!r} names no metric: write it as accuracy, or accuracy@label"
-                )
+                raise ValueError(f"{rule!r} has no metric: write it as accuracy, or accuracy@label")
             if "@" in rule and not feature:
-                raise ValueError(f"{rule!r} names no slice: write {metric}@feature=value")
+                raise ValueError(f"{rule!r} has no slice: write {metric}@feature=value")
             if metric.endswith(SHARES) and not 0 <= value <= 1:
                 raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
         return rules

@@ -105,7 +105,7 @@ def check_port(cluster: Cluster, task: Task) -> None:
         except OSError as error:
             raise UserError(
                 f"{task} cannot serve on {address}: {error.strerror}; "
-                "end the process that holds the port, or give the task another one"
+                "end the process that uses the port, or give the task another port"
             ) from None
 
 

@@ -106,7 +106,7 @@ def choose(
     able = made.keys() | specs.keys()
     kept = {each: leaf for each, leaf in leaves.items() if leaf.is_fixed or each in able}
     if left_out := sorted(leaves.keys() - kept.keys()):
-        _log.info("%s: %s left out, the shape is not fixed", name, ", ".join(left_out))
+        _log.info("%s: left out %s, whose shape is not fixed", name, ", ".join(left_out))
     for feature, fit in made.items():
         _log.info("%s: %s is stored as %s by %s", name, feature, list(fit.shape), fit.method)
     return Selection(
@@ -213,18 +213,19 @@ def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
         if leaf and (leaf.shape or leaf.is_dataset or is_text):
             one = "one number" if key == "weight" else "one value"
             raise ConfigError(
-                f"data.{key}: {feature!r} of {name} is {leaf}, and it has to be {one} an example"
+                f"data.{key}: {feature!r} of {name} is {leaf}, but it must be {one} per example"
             )
     if not roles.inputs:
         raise ConfigError(
-            f"data.inputs: nothing but {format_names(leaves)} is in {name}, so that no input is "
-            f"left; {_OWN_BUILDER} with features to predict from"
+            f"data.inputs: {name} has only {format_names(leaves)}, so no input "
+            f"remains; {_OWN_BUILDER} with features to predict from"
         )
     require_apart(name, roles)
     texts = [each for each in roles.targets if leaves[each].dtype == "string"]
     if texts:
         raise ConfigError(
-            f"data.label: {texts[0]!r} of {name} is a text, and a label is a class or a number; "
+            f"data.label: {texts[0]!r} of {name} is a text, but a label must be a class or a "
+            f"number; "
             f"{_another_label(leaves)}"
         )
     for key, features in (("inputs", roles.inputs), ("label", roles.targets)):

@@ -185,7 +185,7 @@ def _paths(files: Files) -> tf.data.Dataset:
 
 
 def fits_in_memory(spec: DatasetSpec, held: int | None = None) -> bool:
-    """Say whether the whole training split fits in `held` examples or in 256 MiB."""
+    """Return whether the whole training split fits in `held` examples or in 256 MiB."""
     most = _fitting(spec) if held is None else held
     return spec.examples("train") <= most and not lengths.varying(spec)
 

@@ -159,8 +159,8 @@ def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[f
     drawn = 0.0 if isinstance(test, str) else float(test or validation)
     if not drawn and "test" not in named:
         raise ConfigError(
-            "data.validation: 0, and data.splits has no test, so that there is no test data; "
-            "set data.splits.test to 0.1 or so"
+            "data.validation: 0, and data.splits has no test, so there is no test data; set "
+            "data.splits.test to about 0.1"
         )
     return (0.0 if "validation" in named else validation), 0.0 if "test" in named else drawn
 

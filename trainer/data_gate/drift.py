@@ -13,11 +13,11 @@ from flotilla.trainer.data_gate.two_samples import exceeds, holm, homogeneity, k
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 
 Pair = tuple[str, FeatureProfile, FeatureProfile]
-# Fewer features are tested separately.
+# With fewer features, each one is tested separately.
 _FEWEST = 5
 _FEWEST_ROWS = 50
-# Above this count, and this multiple of the rarest counted value's frequency, the other sample has
-# certainly counted a value as well.
+# Above this count and this multiple of the frequency of the rarest counted value, the other sample
+# has certainly counted the value too.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
@@ -43,8 +43,8 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield the counts of values that both samples certainly counted, and of the rest."""
-    # Of a text with many values the rarest are not counted, and they differ between samples.
+    """Yield the counts of values that both samples certainly counted, and of all other values."""
+    # The rarest values of a text with many values are not counted, and they differ between samples.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)
          for each in (new, old) if not each.is_counted),
@@ -82,7 +82,7 @@ def compare_features(question: Question) -> Iterator[Finding]:
 def compare_splits(question: Question) -> Iterator[Finding]:
     """Compare each feature of the test split with that of training.
 
-    If the test split holds the latest examples, nearly every distribution differs.
+    If the test split has the latest examples, nearly every distribution differs.
     """
     dataset = question.dataset
     train, test = (dataset.features(split) for split in ("train", "test"))
@@ -105,7 +105,7 @@ def compare_splits(question: Question) -> Iterator[Finding]:
 
 def _is_tested(question: Question, name: str) -> bool:
     dataset = question.dataset
-    # Shares of classes of a label belong to the rule `balance`.
+    # The rule `balance` checks the shares of the classes of a label.
     is_class = name in dataset.targets and dataset.specs[name].num_classes
     return not (is_class or question.defines_splits(name) or dataset.grows_by_design(name))
 
@@ -157,7 +157,7 @@ def compare_together(question: Question) -> Iterator[Finding]:
     total = float(np.sum(lifts**2 / variances))
     spread = 2 * _squares_of_correlations(question.dataset.splits["train"], pairs)
     chance = stats.gamma.sf(total, len(pairs) ** 2 / spread, scale=spread / len(pairs))
-    # The expectation by chance is not an effect.
+    # The expected value by chance is not an effect.
     size = float(np.sqrt(max(np.mean(lifts**2) - np.mean(variances), 0.0)))
     if chance < question.significance and size >= question.limit("drift_together"):
         order = np.argsort(-np.abs(lifts) / np.sqrt(variances))

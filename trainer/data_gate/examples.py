@@ -19,9 +19,9 @@ from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile
 from flotilla.trainer.data_gate.two_samples import fisher_test
 from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSOR
 
-# A number identifies examples if it has at least this share of distinct values among them.
+# A number identifies examples if at least this share of its values is distinct.
 _TELLS_APART = 0.9
-# Factor by which the values of a number are denser than evenly spread ones.
+# Factor by which the values of a number are denser than evenly spread values.
 _DENSER = 4.0
 # Below this probability of a duplicate by chance, the binomial test is used.
 _RARE = 0.005
@@ -66,7 +66,7 @@ def _expected(question: Question, split: str) -> float | None:
     if by_chance is not None:
         return max(_get_champion_share(question, split) or 0.0, by_chance)
     if split != "train":
-        # Fewer examples have fewer duplicates, unless some values occur in few splits.
+        # Fewer examples have fewer duplicates, unless some values occur in only a few splits.
         return None
     known = _get_champion_share(question, split)
     if known is None or question.champion is None:
@@ -95,7 +95,8 @@ def _estimate_chance(dataset: DatasetProfile) -> float | None:
     if any(each.kind in (TENSOR, IMAGE) for each in features):
         return 0.0
     unlike = train.examples * len(train.copies) / float(train.copies.sum())
-    # Examples with the most frequent value that also share one of the possible other values.
+    # The examples that have the most frequent value and also share one of the other possible
+    # values.
     chances = [
         float(counts.max()) / len(each.numbers)
         + _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)
@@ -116,7 +117,7 @@ def _count_duplicates(split: SplitProfile) -> tuple[int, int]:
 class Copies:
     """Examples of one split that are also in another: `found` of the `asked` ones.
 
-    For a large split only a sample is known; `whole` is its size, `expected` the share by chance.
+    Only a sample of a large split is known; `whole` is its size, `expected` the share by chance.
     """
 
     found: int
@@ -126,7 +127,7 @@ class Copies:
 
     @property
     def share(self) -> float:
-        """The share of the examples that are in both."""
+        """Return the share of the examples that are in both splits."""
         return self.found / self.asked
 
     def __str__(self) -> str:
@@ -169,14 +170,14 @@ def find_copies(
 
     Args:
         dataset: dataset of the split `asked`.
-        asked: split whose examples are searched.
-        known: split in which they are searched.
+        asked: split whose examples are searched for.
+        known: split in which the examples are searched for.
         significance: significance level of the test.
         limit: excess over the expected share that is allowed.
     """
     examples, found = count_shared(asked, known)
     whole, again = _count_duplicates(known)
-    # By chance, an example has a copy in either split equally often.
+    # By chance, an example has a copy equally often in either split.
     expected = again / whole if whole else 0.0
     by_chance = _estimate_chance(dataset)
     if by_chance is not None and by_chance < max(limit, _RARE):
@@ -193,7 +194,8 @@ def find_new_copies(
 ) -> Copies | None:
     """Return the test examples of a dataset that are in `known`, but not in its training split.
 
-    None if equally many are only in the training split: equal values by chance occur in both alike.
+    None if equally many are only in the training split, since chance copies occur equally in both
+    splits.
     """
     asked, own = dataset.splits["test"], dataset.splits["train"]
     within = asked.hashes <= min(_limit(asked), _limit(own), _limit(known))
@@ -213,7 +215,7 @@ def find_new_copies(
 
 
 def count_shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
-    """Return the number of `asked` examples whose hashes both know, and of those in both."""
+    """Return how many `asked` examples have a hash known to both, and how many are in both."""
     within = asked.hashes <= min(_limit(asked), _limit(known))
     copies = asked.copies[within]
     return int(copies.sum()), int(copies[np.isin(asked.hashes[within], known.hashes)].sum())

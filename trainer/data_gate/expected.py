@@ -5,8 +5,8 @@
       city: {type: text, values: [Aachen, Bonn]}
       note: {required: false}
 
-`data.schema_file` names it, a path or a URI of YAML or JSON. A feature that it does not name is
-unconstrained. A validation publishes an inferred schema as a starting point.
+`data.schema_file` is its path or URI; the format is YAML or JSON. A feature that it does not list
+is unconstrained. A validation publishes an inferred schema as a starting point.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def read(place: str) -> ExpectedFeatures | None:
         words = " ".join(str(error).split())
         raise ConfigError(f"data.schema_file: {place} is not YAML: {words}") from None
     if not isinstance(tree, dict) or "features" not in tree:
-        raise ConfigError(f"data.schema_file: {place} names no features: begin it with `features:`")
+        raise ConfigError(
+            f"data.schema_file: {place} names no features: it must begin with `features:`"
+        )
     try:
         return ExpectedFeatures.model_validate(tree)
     except ValidationError as error:

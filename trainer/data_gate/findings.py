@@ -29,8 +29,8 @@ class Finding:
 
     Attributes:
         rule: one of `flotilla.trainer.config.data_gate.RULES`.
-        says: one sentence: the problem and its remedy.
-        feature: the feature, or empty; the same holds for `split`.
+        says: one sentence with the problem and its remedy.
+        feature: the feature, or empty; likewise `split`.
         value: the measured value.
         limit: the allowed value, or None.
         champion: the value of the champion's dataset, or None.
@@ -64,7 +64,7 @@ def _plain(value: Value) -> Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Input of a rule: a dataset, the champion's if there is one, limits, and the schema file.
+    """The input of a rule: a dataset, the champion's dataset if any, limits, and the schema file.
 
     `gate` is the policy on the metrics of the model, `splits` the configuration of the splits.
     """
@@ -78,15 +78,15 @@ class Question:
 
     @property
     def significance(self) -> float:
-        """The significance level of one rule for one dataset."""
+        """Return the significance level of one rule for one dataset."""
         return self.limit("significance")
 
     def limit(self, name: str) -> float:
-        """Return a limit by its name."""
+        """Return the limit of this name."""
         return self.limits.limit(name)
 
     def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
-        """Yield name and profiles of each feature of a split with one kind in both datasets."""
+        """Yield name and profiles of each feature of a split that has one kind in both datasets."""
         known = self.champion.features(split) if self.champion else {}
         for name, found in self.dataset.features(split).items():
             if name in known and found.kind == known[name].kind:
@@ -94,12 +94,12 @@ class Question:
 
     @property
     def group(self) -> str:
-        """The feature whose equal values stay in one split; empty if splits are drawn by inputs."""
+        """Return the feature by which splits are grouped; empty if they are drawn by inputs."""
         drawn = self.splits.time or self.splits.column
         return self.splits.group or ("" if drawn else self.dataset.group)
 
     def defines_splits(self, name: str) -> bool:
-        """Say whether a feature differs between the splits because it defines them."""
+        """Return whether a feature differs between the splits because it defines them."""
         made_by = (self.splits.column, self.splits.time, self.group)
         return any(each and f"{name}/".startswith(f"{each}/") for each in made_by)
 

@@ -13,7 +13,7 @@ from flotilla.trainer.features.class_names import ClassIndex
 
 # Metrics that are sensitive to a rare class; so is a metric that is bounded for one class.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy")
-# An association below this is too weak to be lost.
+# A weaker association than this cannot count as lost.
 _LEAST = 0.15
 # Share of an association below which it is lost.
 _LEFT = 0.5
@@ -125,7 +125,7 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
 
 def _has_metric(question: Question) -> bool:
     names = [each.partition("@") for each in (*question.gate.min, *question.gate.max)]
-    # A mean weighted by class size is insensitive to a rare class as well.
+    # A mean weighted by class size is also insensitive to a rare class.
     return any(
         part or (metric.endswith(_OF_RARE) and not metric.startswith("weighted"))
         for metric, _, part in names
@@ -154,7 +154,7 @@ def _balance(
 
 
 def association(question: Question) -> Iterator[Finding]:
-    """Find labels with far weaker associations than in the champion's dataset, or training."""
+    """Find labels with far weaker associations than in the champion's data or in training."""
     dataset, champion = question.dataset, question.champion
     train = dataset.features("train")
     if champion:
@@ -176,7 +176,10 @@ def _find_lost(
     words: tuple[str, str],
     most: Sequence[float],
 ) -> Iterator[Finding]:
-    """Compare the strongest associations by Fisher's transform; `most` are effective sizes."""
+    """Compare the strongest associations by Fisher's transform.
+
+    `most` are the effective sample sizes.
+    """
     for target in question.dataset.targets:
         known = {
             name: each.association[target]
@@ -195,7 +198,7 @@ def _find_lost(
             continue
         error = math.sqrt(sum(1 / (size - 3) for size in sizes))
         lost = math.atanh(min(known[name], _NEARLY_ONE)) - math.atanh(min(value, _NEARLY_ONE))
-        # The strongest of many is biased upwards.
+        # The strongest of many associations is biased upwards.
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
                 f"no feature says of {target!r} in {words[1]} what {name!r} said in "

@@ -1,4 +1,4 @@
-"""The rule of leaks: a single input that decides a label, as hardly any legitimate input does.
+"""The rule of leaks: one input decides a label, which legitimate inputs hardly ever do.
 
 A leak of a class is a value that all its examples share, or a few thresholds between which all
 examples have one class. Natural classes may also be separable, like the petals of one iris species:
@@ -28,8 +28,8 @@ _FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
 _MOST_OF_ALL = 0.9
 # Intervals for each class.
 _INTERVALS = 2
-# Number of examples around a threshold whose width is compared, the allowed factor of that width,
-# and the quantile and fewest windows of the widths that it is compared with.
+# The number of examples around a threshold whose width is compared, the allowed factor of that
+# width, the quantile of the widths to compare with, and their minimum number.
 _NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
 _MOST_REMAINDERS = 32
 
@@ -70,7 +70,7 @@ def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
         found = _explain_class(x[usual], y[usual], 1 - limit, names, is_number=kinds[0] == NUMBER)
     if found or kinds[0] in (TEXT, CLASS):
         return found
-    # For an image or a tensor the sample has projections of its elements.
+    # The sample of an image or a tensor has projections of its elements.
     columns = [sample[key][there][usual] for key in sample if _is_same_feature(key, name)]
     is_tight = any(_is_tight(column, y[usual], limit) for column in columns)
     return "of each class its values are close together" if is_tight else ""
@@ -87,7 +87,7 @@ def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
 
 
 def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
-    """Return which examples belong to frequent classes; none if those are too few."""
+    """Return which examples belong to frequent classes; none if there are too few such examples."""
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
     usual = counts >= _FEWEST_OF_CLASS
     is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)
@@ -118,7 +118,7 @@ def _residual(x: Numbers, y: Numbers) -> float:
 
 
 def _residual_by_value(x: Numbers, y: Numbers) -> float:
-    """Return the remaining spread if each example is predicted by the others of its value."""
+    """Return the remaining spread if each example is predicted by others with its value."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]
     others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)
@@ -208,7 +208,7 @@ def _drop_small(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[np
 
 
 def _is_cut(x: Numbers, ends: list[int]) -> bool:
-    """Say whether two intervals are parts of one distribution, or one of them is a single value."""
+    """Return whether two intervals are parts of one distribution, or one is a single value."""
     start, cut, end = ends
     if any(len(each) >= _NEAR and each[0] == each[-1] for each in (x[start:cut], x[cut:end])):
         return True

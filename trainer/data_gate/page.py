@@ -19,24 +19,24 @@ from flotilla.trainer.report.pages import environment
 from flotilla.trainer.runtime.masking import mask
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-# A longer page would not be read; features with findings come first.
+# The page shows at most this many features; features with findings come first.
 MOST_FEATURES = 60
 _MOST_FINDINGS = 200
 _BINS, _MOST_BARS, _LONGEST = 24, 12, 40
 WIDTH, HEIGHT = 300, 90
-# A smaller share of other values is an error of rounding.
+# A smaller share of other values is a rounding error.
 _LEAST_REST = 1e-9
-# Quantiles that are drawn: one outlier would squeeze all others into one bar.
+# Only values between these quantiles are drawn: one outlier would squeeze all others into one bar.
 _DRAWN = (0.005, 0.995)
 
-# A bar: its name or position, and its size for the dataset and for the champion.
+# A bar: its name or position, and its size for the dataset and the champion.
 Bar = dict[str, Any]
 
 
 def render(
     facts: Mapping[str, Any], dataset: DatasetProfile, champion: DatasetProfile | None
 ) -> bytes:
-    """Return the page as HTML; all data is escaped."""
+    """Return the page as HTML with all data escaped."""
     known = champion.features("train") if champion else {}
     found = [each["feature"] for each in facts["findings"]]
     features = dataset.features("train")
@@ -77,7 +77,7 @@ def _short(value: float) -> str:
 
 
 def _stack(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
-    """Return the most frequent values by name, and all others as one bar."""
+    """Return a bar for each of the most frequent values, and one bar for all others."""
     names = sorted(new.counts, key=lambda value: -new.counts[value])[:_MOST_BARS]
     before = old.counts if old else {}
     whole, whole_before = max(new.present, 1), max(old.present, 1) if old else 1

@@ -44,12 +44,12 @@ class FeatureProfile(FeatureStatistics):
 
     @property
     def present(self) -> int:
-        """Examples with a value."""
+        """Return the number of examples with a value."""
         return self.examples - self.missing
 
     @property
     def is_serial(self) -> bool:
-        """Whether it numbers the examples: distinct whole numbers with few gaps."""
+        """Return whether it numbers the examples: distinct whole numbers with few gaps."""
         return (
             self.kind == NUMBER
             and 1 < self.present <= self.distinct
@@ -59,7 +59,7 @@ class FeatureProfile(FeatureStatistics):
 
     @property
     def is_counted(self) -> bool:
-        """Whether `counts` covers every value."""
+        """Return whether `counts` covers every value."""
         return bool(self.counts) and self.distinct <= len(self.counts)
 
 
@@ -76,8 +76,8 @@ class DatasetProfile:
     """A dataset: its splits, the types of its features, and their roles.
 
     `class_counts` are the examples of each class by label and split, in the order of the classes.
-    `group` names the feature of groups, or is empty. `times` are the columns of times. `notes` are
-    notes of its source, `spans` the spans that it consists of.
+    `group` names the feature of groups, or is empty. `times` are the columns of times, `notes` the
+    notes of the source, and `spans` the spans of the dataset.
     """
 
     uri: str
@@ -92,12 +92,12 @@ class DatasetProfile:
     spans: tuple[str, ...] = ()
 
     def grows_by_design(self, name: str) -> bool:
-        """Say whether later spans have new values by design: times, or row numbers."""
+        """Return whether later spans have new values by design: times, or row numbers."""
         return name in self.times or self.features("train")[name].is_serial
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The inputs and the labels."""
+        """Return the names of the inputs and the labels."""
         return tuple(dict.fromkeys([*self.inputs, *self.targets]))
 
     def examples(self, split: str) -> int:
@@ -105,11 +105,11 @@ class DatasetProfile:
         return self.splits[split].examples if split in self.splits else 0
 
     def features(self, split: str) -> Mapping[str, FeatureProfile]:
-        """Return the statistics of the features of a split; empty if there are none."""
+        """Return the statistics of the features of a split, if there are any."""
         return self.splits[split].features if split in self.splits else {}
 
     def class_names(self, target: str) -> tuple[str, ...]:
-        """Return the names of the classes of a label; their numbers if they have no names."""
+        """Return the class names of a label, or the class numbers if there are no names."""
         spec = self.specs[target]
         return spec.labels or tuple(map(str, range(spec.num_classes)))
 
@@ -123,7 +123,7 @@ def make_profile(uri: str) -> DatasetProfile:
     """Return the profile of a published dataset from the statistics next to its shards.
 
     Raises:
-        UserError: the dataset is gone, damaged, or of another version.
+        UserError: the dataset is missing, damaged, or of another version.
     """
     manifest = storage.read_manifest(uri)
     spec = DatasetSpec.from_manifest(manifest)

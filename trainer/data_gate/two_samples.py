@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-# Expected counts below this invalidate the chi-square approximation.
+# The chi-square approximation is invalid for expected counts below this.
 _LEAST_EXPECTED = 5.0
 Numbers = NDArray[np.float64]
 

@@ -107,7 +107,7 @@ def find_out_of_range(question: Question) -> Iterator[Finding]:
 
 
 def missing(question: Question) -> Iterator[Finding]:
-    """Find features without values, and those with more missing values than before."""
+    """Find features without values, and features with more missing values than before."""
     for split in ("train", "test"):
         for name, each in question.dataset.features(split).items():
             if each.examples and not each.present and _is_missed(question, name, split):
@@ -128,7 +128,7 @@ def missing(question: Question) -> Iterator[Finding]:
 
 
 def _is_missed(question: Question, name: str, split: str) -> bool:
-    """Say whether a used feature is missing from a split by more than chance."""
+    """Return whether a used feature is missing from a split by more than chance."""
     dataset = question.dataset
     if split == "train" or name not in dataset.features("train"):
         return name in dataset.used
@@ -156,7 +156,7 @@ def constant(question: Question) -> Iterator[Finding]:
 
 
 def _is_constant(each: FeatureProfile) -> bool:
-    # A value that some examples lack carries information.
+    # A value that is missing in some examples carries information.
     if each.present < 2 or each.missing:  # noqa: PLR2004
         return False
     if each.kind in (TEXT, CLASS):
@@ -176,7 +176,7 @@ def new_values(question: Question) -> Iterator[Finding]:
     for name, new, old in pairs:
         unseen = {value: count for value, count in new.counts.items() if value not in old.counts}
         examples = sum(unseen.values())
-        # Good-Turing: the unseen ones are as frequent as those seen once, and not new.
+        # Good-Turing: unseen categories are as frequent as those seen once, so they are not new.
         once = sum(1 for count in old.counts.values() if count == 1) / max(old.present, 1)
         part = share(examples, new.present)
         if part - once <= question.limit("new_values"):
@@ -184,7 +184,8 @@ def new_values(question: Question) -> Iterator[Finding]:
         alpha = question.significance / len(pairs)
         largest = max(unseen.values())
         chance = absence_test(largest, new.present, old.present) * len({**old.counts, **unseen})
-        # One category is tested separately, the sum of many rare ones by those seen once.
+        # A frequent category is tested separately; the rare ones are tested together by those seen
+        # once.
         if chance < alpha or part > 3 * once + 10 / max(min(new.present, old.present), 1):
             names = sorted(unseen, key=lambda value: -unseen[value])
             says = (

@@ -7,7 +7,7 @@ on. The rows then come in one message from each server and the model reads them 
 gradient, summed per row, goes back in one message.
 
 A model has no `Lookups` if its ids cannot be known beforehand: if it has dynamic tables, computes
-ids from rows, or uses a table in another way. Its layers look up rows one after the other.
+ids from rows, or uses a table in another way. Its layers then look up rows one after the other.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flotilla.trainer.embeddings.unique_rows import spread
 _SAME = ("Lookup", "HashTable", "VarHandle", "ReadVariable")
 # Ragged and sparse tensors.
 _NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
-# For each table, a vector of ids or of places.
+# A vector of ids or of places for each table.
 Vectors = list[tf.Tensor]
 
 
 class RowsOnce(tf.IndexedSlices):
-    """A gradient of rows that has each row once."""
+    """A gradient of rows in which each row occurs once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +55,16 @@ class Table:
 
 
 class Unforeseen(Exception):  # noqa: N818
-    """The rows of a batch cannot be known before the model runs."""
+    """An error: the rows of a batch cannot be known before the model runs."""
 
 
 class Lookups:
     """Intercepts the lookups of a model's layers while a graph is traced."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        """Replace the lookups of the layers; outside of a trace they work as before."""
+        """Replace the lookups of the layers; outside of a trace they are unchanged."""
         self.tables = list(tables)
-        #: The function that answers a lookup, from the number of a table and its ids.
+        #: The function that performs a lookup, given the number of a table and its ids.
         self._answer: Callable[[int, tf.Tensor], tf.Tensor] | None = None
         for number, table in enumerate(self.tables):
             table.layer.call = self._wrap_call(number, table)
@@ -106,7 +106,7 @@ class Lookups:
         self, forward: Callable[[Any], Sequence[tf.Tensor]], batch: Any
     ) -> Callable[..., Vectors]:
         if any(isinstance(each, _NOT_DENSE) for each in tf.nest.flatten(batch)):
-            raise Unforeseen("takes a batch of ragged or sparse tensors")
+            raise Unforeseen("accepts ragged or sparse tensors")
         asked: list[list[tf.Tensor]] = [[] for _ in self.tables]
         answers, variables = list[tf.Tensor](), list[tf.Tensor]()
 
@@ -132,7 +132,7 @@ class Lookups:
             raise Unforeseen(str(error).partition("\n")[0]) from error
         handles = {id(shard.value.handle) for shard in self.variables()}
         if any(id(outer) in handles for outer, _ in traced.graph.captures):
-            raise Unforeseen("uses a table otherwise than by a lookup")
+            raise Unforeseen("uses a table in another way than a lookup")
         ids = traced.graph.structured_outputs
         needed = _find_dependencies(ids)
         if needed & {each.op for each in answers}:
@@ -142,7 +142,7 @@ class Lookups:
             raise Unforeseen("computes ids from variables")
         if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
             raise Unforeseen("draws ids at random, or calls a function for them")
-        # The rest of the forward pass, including its checks, runs once, with the rows.
+        # The remaining forward pass, including its checks, runs once with the rows.
         only: Callable[..., Vectors] = traced.prune(traced.inputs[: len(specs)], ids)
         return only
 
@@ -189,7 +189,7 @@ def find_plain_tables(model: keras.Model) -> list[Table]:
 
 
 def find_lookups(model: keras.Model) -> Lookups | None:
-    """Return the lookups of a model, if any; call it after other replacements of lookups."""
+    """Return the lookups of a model, if any; must be called after other replacements of lookups."""
     tables = find_tables(model)
     return Lookups(tables) if tables else None
 
@@ -199,7 +199,7 @@ def _is_table(layer: Any) -> bool:
 
 
 def _make_table(layer: Any) -> Table | None:
-    """Return the table of a layer, if its lookup is that of its class."""
+    """Return the table of a layer, unless a subclass overrides the lookup."""
     if getattr(layer, "grows", False):
         return None
     known: Callable[[Any], Any] | None
@@ -208,7 +208,7 @@ def _make_table(layer: Any) -> Table | None:
             return None
         shards, known = (layer._embeddings,), _resolve_negative(layer.input_dim)
     else:
-        # A layer with these attributes looks up rows as `Table` says; a subclass may not.
+        # A layer with these attributes looks up rows as `Table` describes; a subclass may differ.
         shards, known = tuple(getattr(layer, "tables", ())), getattr(layer, "known", None)
         looks_up = next(each for each in type(layer).__mro__ if "call" in vars(each))
         if "known" not in vars(looks_up):
@@ -245,7 +245,7 @@ class Sent:
     """The ids of each table, sent to the servers of their rows in one message each."""
 
     def __init__(self, tables: Sequence[Table], ids: Sequence[tf.Tensor]) -> None:
-        """Send the unique ids, a vector per table; in the graph of a worker."""
+        """Send the unique ids, one vector per table, from the graph of a worker."""
         self._tables = tables
         self._sizes = [tf.size(each) for each in ids]
         self._where: dict[tuple[int, int], tf.Tensor] = {}

@@ -1,10 +1,10 @@
 """A count-min sketch of fixed size: how often ids without a row have occurred.
 
-Four cells count each id; its count is the smallest of them (Cormode and Muthukrishnan 2005, "An
+Four cells count each id; the count is the smallest of the four (Cormode and Muthukrishnan 2005, "An
 Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of its id
 (Estan and Varghese 2002, "New Directions in Traffic Measurement and Accounting"). If the cells hold
-too many ids, all are halved (Einziger et al. 2017, "TinyLFU"), but not before each id of lookups as
-large as the largest could occur often enough.
+too many ids, all cells are halved (Einziger et al. 2017, "TinyLFU"), but not before each id of the
+largest lookups could occur often enough.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
 
-# The cells of a block; the cells that count an id, all in one block; the fewest blocks, of which
-# there is one per slot of a shard; and the ids per block above which all cells are halved.
+# The number of cells in a block; the number of cells that count an id, all in one block; the
+# minimum number of blocks, one per slot of a shard; and the ids per block above which all cells are
+# halved.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
@@ -32,19 +33,21 @@ class CountMinSketch:
             seen: uint8.
             window: int64 [2], the ids counted since the last halving, and those of the largest
                 lookup.
-            min_count: how often an id has to occur.
+            min_count: the number of times that an id must occur.
         """
         self._seen, self._window, self._min_count = seen, window, min_count
 
     def count(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids; return which have occurred often enough, and the change of the held ids.
+        """Count ids; return which have occurred often enough, and the change of the sketch.
+
+        The change is that of the number of ids in the sketch.
 
         Args:
             keys: int64 [n], unique.
             counts: how often each of them occurred, [n].
-            sieved: how many ids the sketch holds.
+            sieved: the number of ids in the sketch.
         """
         seen, window = self._seen, self._window
         blocks = int(seen.shape[0])
@@ -62,7 +65,7 @@ class CountMinSketch:
 
         def halve() -> tf.Tensor:
             half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
-            # Use one byte per block, as there may be gigabytes of cells.
+            # One byte per block is used, since the cells may take gigabytes.
             held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
             left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
             # A larger lookup may occur again; its size decays like the counts.
@@ -87,7 +90,7 @@ def size_sketch(capacity: int) -> tuple[int, int]:
 def _select_cells(keys: tf.Tensor) -> tf.Tensor:
     """Return the cells of a block that count each key [n], as all bits set [n, CELLS].
 
-    Each is in another of the equal parts of a block, so they differ.
+    Each is in a different part of the block, so no two are equal.
     """
     part = CELLS // CELLS_OF_ID
     bits = part.bit_length() - 1
@@ -106,7 +109,7 @@ def hash_keys(keys: Any, below: int) -> Any:
     """
     ops = keras.ops
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        # A logical shift; a product that overflows keeps its low 64 bits.
+        # This is a logical shift; a product that overflows keeps its low 64 bits.
         shifted = ops.bitwise_and(ops.right_shift(keys, _long(shift)), _long((1 << 64 - shift) - 1))
         keys = ops.bitwise_xor(keys, shifted) * _long(factor)
     shifted = ops.bitwise_and(ops.right_shift(keys, _long(33)), _long(2**31 - 1))

@@ -4,7 +4,8 @@ An id gets its own row when training has seen it `min_count` times, while rows a
 is the number of rows. When all rows are in use, the least recently used ones are given to other
 ids; rows that were not used for `max_age` steps are evicted earlier. Two ids never share a row,
 except the one row of all ids without a row: it is trained by ids that training refused a row, and
-it is the result for unknown ids in evaluation and in the exported model. It begins with zeros.
+it is the result for unknown ids in evaluation and in the exported model. This row begins with
+zeros.
 
 Ids are split by hash over shards, each on one server (`table_shard`). Rows are variables, and a
 gradient touches only the rows of its batch, so every optimizer works.
@@ -46,7 +47,7 @@ _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
 # Paths of variables that count ids without a row, in this format and in an earlier one.
 _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
-#: The end of the path of a seed; the second of its two numbers counts the draws.
+#: The end of the path of a seed; the second number of a seed counts the draws.
 SEED = "seed_generator_state"
 # Strategies whose replicas each have all variables.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -59,12 +60,12 @@ _log = logging.getLogger(__name__)
 class EmbeddingTable(keras.layers.Layer):
     """A layer from ids of any shape `[...]` to their rows `[..., dimension]`."""
 
-    #: Strategies leave its variables on their servers instead of pulling them whole.
+    #: Strategies leave the variables on their servers instead of pulling them whole.
     looks_up = True
     #: Strategies call `connect` and `rebuild`, and keep each of `list_groups` on one server.
     grows = True
 
-    # Each argument is a key of the configuration.
+    # Each argument is a configuration key.
     def __init__(  # noqa: PLR0913
         self,
         capacity: int,
@@ -81,14 +82,16 @@ class EmbeddingTable(keras.layers.Layer):
         """Store the arguments; `build` creates the variables.
 
         Args:
-            capacity: the most rows over all shards, whose memory is allocated at the beginning.
+            capacity: the maximum number of rows over all shards, whose memory is allocated at the
+                beginning.
             dimension: the length of a row.
             keys: the type of ids: "int64" (or a smaller integer), or "string".
             shards: the number of shards of the rows. It belongs to the model, not to the cluster: a
                 checkpoint fits only the same number. It may exceed the number of servers.
-            min_count: how often training has to see an id before it gets a row, up to 255.
+            min_count: the number of times that training must see an id before it gets a row, up to
+                255.
             min_age: the steps without use before a row may be given to another id, because
-                gradients may be on their way; it has to exceed the number of workers.
+                gradients may be on their way; it must exceed the number of workers.
             max_age: the steps without use after which a row is evicted; 0: only to make room.
             initializer: the initializer of new rows; it may not depend on the number of rows.
             **kwargs: of a Keras layer.
@@ -118,7 +121,8 @@ class EmbeddingTable(keras.layers.Layer):
         if isinstance(tf.distribute.get_strategy(), _COPIES):
             raise ConfigError(
                 f"training.strategy: each GPU or worker would have a copy of {self.name}, a table "
-                "that grows, and these grow apart; take one with parameter servers, or one GPU"
+                "that grows, and the copies would diverge; choose a strategy with parameter "
+                "servers, or use one GPU"
             )
         rules = Rules(min_count=self.min_count, min_age=self.min_age, max_age=self.max_age)
         size = -(-self.capacity // self.shards)
@@ -175,8 +179,8 @@ class EmbeddingTable(keras.layers.Layer):
     def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
         """Return places of each shard's ids among the unique ones, places of all ids, and the ids.
 
-        Each id is sent once, however often the batch contains it. Also, most Keras optimizers
-        square a gradient before they sum the parts of a row.
+        Each id is sent once, even if the batch contains it several times. Also, most Keras
+        optimizers square a gradient before they sum the parts of a row.
         """
         if self.keys == "string":
             unique, places, counts = tf.unique_with_counts(strip_spaces(ids))
@@ -198,11 +202,11 @@ class EmbeddingTable(keras.layers.Layer):
         return parts, places, asked
 
     def _step(self, ids: tf.Tensor) -> tf.Tensor | None:
-        """Return the counter of steps, read after `ids` are there, if a strategy has one."""
+        """Return the step counter, read after `ids` are available, if a strategy has one."""
         steps = self._parts[0].steps
         if steps is None:
             return None
-        # Without this, it could be read while the input still waits for its batch.
+        # Otherwise the counter could be read while the input still waits for its batch.
         with tf.control_dependencies([ids]), tf.device(steps.device):
             return steps.read_value()
 
@@ -227,7 +231,7 @@ class EmbeddingTable(keras.layers.Layer):
     def plain(self, ids: Any) -> Any:
         """Return the rows of a symbolic tensor from a table that was shrunk.
 
-        Keras lookup layers find the rows, which follow the rows of all ids without one.
+        Keras lookup layers find the rows, which come after the row of all ids without a row.
         """
         live = [np.flatnonzero(each.noted.used.numpy() >= 0) for each in self._parts]
         keys, proof = keras.ops.cast(ids, "int64") if self.keys != "string" else ids, None
@@ -267,7 +271,7 @@ class EmbeddingTable(keras.layers.Layer):
     def connect(
         self, steps: tf.Variable, slots_of: Any, alike: EmbeddingTable | None = None
     ) -> None:
-        """Connect the counter of steps, and the optimizer slots of each variable of rows.
+        """Connect the step counter and the optimizer slots of each variable of rows.
 
         `slots_of` returns pairs for a Keras variable: a slot of its shape, and the value of a new
         row there, or None for the row itself. `alike` is a table of the same model: shards of equal
@@ -290,7 +294,7 @@ class EmbeddingTable(keras.layers.Layer):
         return list(self._parts)
 
     def list_groups(self) -> list[list[tf.Variable]]:
-        """Return the variables of each shard, which have to be on one server."""
+        """Return the variables of each shard, which must be on one server."""
         return [
             [
                 *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),
@@ -300,7 +304,7 @@ class EmbeddingTable(keras.layers.Layer):
         ]
 
     def bookkeeping(self) -> list[keras.Variable]:
-        """Return the variables that are not trained, which no worker pulls."""
+        """Return the variables that are not trained and that no worker pulls."""
         return [each for shard in self._parts for each in shard.noted.bookkeeping()]
 
     def metrics(self) -> dict[str, int]:
@@ -329,10 +333,12 @@ class EmbeddingTable(keras.layers.Layer):
             why = "it was frozen, or training never looked it up"
             if self.min_count > 1:
                 why = f"training saw no id {self.min_count} times: lower min_count, or train longer"
-            _log.warning("table %s has no row, so that all ids get one: %s", self.name, why)
+            _log.warning(
+                "table %s has no rows, so every id gets the shared row: %s", self.name, why
+            )
 
     def load_own_variables(self, store: Any) -> None:
-        """Load the values of a file; a sketch of another format begins empty."""
+        """Load the values from a file; a sketch of another format starts empty."""
         sieves = {id(shard.noted.seen) for shard in self._parts}
         values = {name: store[name] for name in store.keys()}  # noqa: SIM118
         for number, each in enumerate([*self._trainable_variables, *self._non_trainable_variables]):
@@ -353,7 +359,7 @@ class EmbeddingTable(keras.layers.Layer):
 
 
 def may_lack(path: str) -> bool:
-    """Say whether a checkpoint of the same model may lack a variable of this path.
+    """Return whether a checkpoint of the same model may lack a variable of this path.
 
     This is the count of ids without a row, which then begins at zero, and a seed: images may be
     augmented in one run and not in the other.
@@ -381,7 +387,7 @@ def _recount(shard: Shard) -> None:
 
 
 def advise_type(dtype: str) -> str:
-    """Return a remedy for ids that are floats; empty for another type."""
+    """Return a remedy for ids that are floats; empty for other types."""
     if "float" not in dtype:
         return ""
     return (
@@ -413,7 +419,7 @@ def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
     differ only by their seeds share the function.
 
     Raises:
-        ValueError: the initializer has to know the whole table.
+        ValueError: the initializer needs the whole table.
     """
     seed = getattr(initializer, "seed", None)
     first = seed if isinstance(seed, int) else 0
@@ -447,7 +453,7 @@ def _build_draw(initializer: Any, dimension: int, *, has_seed: bool) -> Any:
     except Exception as error:
         name = type(initializer).__name__
         raise ValueError(
-            f"initializer: {name} needs the size of the whole table, and rows are created singly; "
-            "take uniform, random_normal, truncated_normal, zeros or a constant"
+            f"initializer: {name} needs the size of the whole table, but rows are created one at "
+            "a time; use uniform, random_normal, truncated_normal, zeros or a constant"
         ) from error
     return draw

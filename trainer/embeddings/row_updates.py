@@ -52,7 +52,7 @@ def use(
     pulled: bool = False,
     summed: bool = False,
 ) -> None:
-    """Read and update only rows where possible; log why large tables are updated whole.
+    """Read and update only rows where possible; log the reason if a large table is updated whole.
 
     `pulled`: workers pull and push tables whole; `summed`: the optimizer itself sums the gradients
     of the replicas after clipping.
@@ -73,7 +73,7 @@ def whole_tables(
     *,
     pulled: bool,
 ) -> str:
-    """Return a warning about the cost of large whole tables, and its reason; or an empty text."""
+    """Return a warning about the cost of large whole tables with its reason, or an empty text."""
     tables = [each for each in _tables(model) if math.prod(each.shape) >= LARGE]
     kept = any(each.regularizer or each.constraint for each in tables)
     name = type(optimizer).__name__
@@ -134,7 +134,7 @@ def _make_call(layer: Any) -> Callable[[Any], Any]:
 
 
 def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make a built optimizer lazy; one without a lazy form stays as it is.
+    """Make a built optimizer lazy; an optimizer without a lazy form is unchanged.
 
     A gradient has each row once (`flotilla.trainer.optimizers.optimizers`). For rows that every
     step touches, the results equal those of Keras's formula, up to rounding.
@@ -156,7 +156,7 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
             rows.update([(gradient, _tensor(v)) for gradient, v in touched], learning_rate)
 
     optimizer._backend_update_step = update
-    # It runs before the update, without the gradients.
+    # The method runs before the update, without the gradients.
     optimizer._apply_weight_decay = lambda _variables: None
 
 
@@ -178,7 +178,7 @@ class _Rows(ABC):
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
     ) -> None:
-        """Update the rows of a gradient that has each row once, all of one dtype."""
+        """Update the rows of gradients of one dtype, in which each row occurs once."""
 
     def update(self, touched: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
         """Update the rows of all tables; in a replica context, or without distribution."""
@@ -248,14 +248,17 @@ class _Adam(_Rows):
 
 
 class _Adagrad(_Rows):
-    """TensorFlow's kernel adds epsilon to the root; Keras adds it below the root."""
+    """Keras's Adagrad, which adds epsilon under the root.
+
+    TensorFlow's kernel adds it to the root.
+    """
 
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
     ) -> None:
         values, ids = gradient.values, gradient.indices
         sums = self.slot("_accumulators", variable)
-        # An addition keeps what another worker adds meanwhile.
+        # An addition keeps the concurrent updates of other workers.
         tf.raw_ops.ResourceScatterAdd(resource=sums, indices=ids, updates=tf.square(values))
         root = tf.sqrt(_gather(sums, ids, variable) + self.optimizer.epsilon)
         _subtract(variable.handle, ids, values * rates[0] / root)

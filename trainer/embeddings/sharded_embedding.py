@@ -38,7 +38,7 @@ class ShardedEmbedding(keras.layers.Layer):
     Unlike `keras.layers.Embedding` it never counts a negative id from the end.
     """
 
-    #: Strategies leave its variables on their servers instead of pulling them whole.
+    #: Strategies leave the variables on their servers instead of pulling them whole.
     looks_up = True
 
     def __init__(
@@ -60,8 +60,8 @@ class ShardedEmbedding(keras.layers.Layer):
                 any number. It belongs to the model, not to the cluster: a checkpoint fits only the
                 same number. It may exceed the number of servers.
             initializer: the initializer of each shard; each gets its own seed.
-            unknown: what an id outside of the table gets: "error" (InvalidArgumentError), or
-                "wrap", the row `id mod rows`, which it shares with a known id.
+            unknown: the result for an id outside of the table: "error" (InvalidArgumentError), or
+            "wrap" for the row `id mod rows`, which a known id also uses.
             **kwargs: of a Keras layer.
 
         Raises:
@@ -70,7 +70,7 @@ class ShardedEmbedding(keras.layers.Layer):
         super().__init__(**kwargs)
         for name, value in {"rows": rows, "dimension": dimension, "shards": shards}.items():
             if value < 1:
-                raise ValueError(f"{name}: {value!r} is not allowed; it has to be at least 1")
+                raise ValueError(f"{name}: {value!r} is not allowed; it must be at least 1")
         if shards > rows:
             raise ValueError(f"shards: {rows} rows cannot be split over {shards} shards")
         if unknown not in UNKNOWN:
@@ -99,8 +99,8 @@ class ShardedEmbedding(keras.layers.Layer):
     def call(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the rows of `ids` in the layer's compute dtype."""
         known = self.known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
-        # Each row is sent once in each direction, however often the batch contains it. Also, most
-        # Keras optimizers square a gradient before they sum the parts of a row.
+        # Each row is sent once in each direction, even if the batch contains it several times.
+        # Also, most Keras optimizers square a gradient before they sum the parts of a row.
         wanted, places = tf.unique(known)
         found = tf.compat.v1.nn.embedding_lookup(
             [table.value for table in self.tables], wanted, partition_strategy="mod"
@@ -149,7 +149,10 @@ class ShardedEmbedding(keras.layers.Layer):
             return tf.identity(ids)
 
     def _initializer(self, shard: int) -> Any:
-        """Return the initializer of one shard; Keras's return the same numbers at each call."""
+        """Return the initializer of one shard.
+
+        A Keras initializer returns the same numbers at each call.
+        """
         if not isinstance(self.initializer, keras.initializers.Initializer):
             return self.initializer
         config = self.initializer.get_config()

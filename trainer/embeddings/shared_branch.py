@@ -17,7 +17,7 @@ import tensorflow as tf
 
 @dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """Both branches, and the order of the resources that they take."""
+    """Both branches and the order of their resources."""
 
     taken: Any
     passed: Any

@@ -24,11 +24,11 @@ import tensorflow as tf
 from flotilla.trainer.embeddings.count_min_sketch import CELLS, CountMinSketch
 from flotilla.trainer.embeddings.shared_branch import SharedBranch
 
-# The entries of `Shard.tally`: lookups of training, rows that were given and evicted, ids that got
-# no row, ids that the sketch holds, and the step of the last search by age.
+# The entries of `Shard.tally`: lookups of training, assigned rows, evicted rows, ids that got no
+# row, ids in the sketch, and the step of the last search by age.
 CLOCK, GIVEN, EVICTED, TURNED_AWAY, SIEVED, SWEPT = range(6)
 COUNTS = 6
-# An eviction frees at least this part of the slots, because it searches through all of them.
+# An eviction frees at least this share of the slots, because it searches all of them.
 AT_ONCE = 16
 _NEVER = np.int64(-1)
 _LATEST = np.int64(2**63 - 1)
@@ -36,7 +36,7 @@ _LATEST = np.int64(2**63 - 1)
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Which id gets a row, and which loses it; ages are in steps; a `max_age` of 0 means never."""
+    """The rules by which ids get and lose rows. Ages are in steps; a `max_age` of 0 means never."""
 
     min_count: int
     min_age: int
@@ -70,7 +70,7 @@ class Noted:
 
 
 class Shard:
-    """A shard of slots [capacity + 1]; the last slot is that of all ids without a row."""
+    """A shard of slots [capacity + 1]; all ids without a row share the last slot."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -89,7 +89,7 @@ class Shard:
             capacity: its number of slots, without the last one.
             rules: the rules of its table.
             draw: creates new rows from `number`, their count, and the count of rows created before.
-            number: distinguishes its rows from those of other shards.
+            number: distinguishes the shard's rows from those of other shards.
             branch: the branch that shards share.
         """
         self.noted, self.capacity = noted, capacity
@@ -97,21 +97,21 @@ class Shard:
         self._number = np.int64(number)
         #: The branch that shards share.
         self.branch = branch or SharedBranch()
-        #: The counter of steps, if a strategy has one; otherwise lookups are counted.
+        #: The step counter, if a strategy has one; otherwise lookups are counted.
         self.steps: tf.Variable | None = None
         #: Slots of the optimizer [capacity + 1, ...], and their value in a new row; None: the row
         #: itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
-            # Create the values on the device, instead of sending them.
+            # The values are created on the device instead of being sent.
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
             self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
             self.room = made(capacity)
-            # The steps of earlier runs, which ages include.
+            # The steps of earlier runs, which are part of the ages.
             self.earlier = made(0)
             # The ids that the sketch counted since it was halved, and those of the largest lookup.
             self.window = made(lambda: tf.zeros([2], tf.int64))
-            # Servers outlive a process: a sequence number might belong to another table.
+            # Servers outlive a process, so a sequence number might belong to another table.
             self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
             self.make_map()
         #: Variables that no checkpoint has.
@@ -137,7 +137,7 @@ class Shard:
         self.make_map()
 
     def find_slots(self, asked: Asked) -> tf.Tensor:
-        """Return the slot [n] of each id, without changes."""
+        """Return the slot [n] of each id without changing the shard."""
         found = self._find(asked.keys)
         return self._none_to_last(self._check_keys(found, asked.checks))
 
@@ -178,7 +178,7 @@ class Shard:
         now = counted[CLOCK] if step is None else self.earlier + step
         found = self._find(asked.keys)
         slots = self._check_keys(found, asked.checks)
-        # Do this before an eviction, so that rows of this batch stay.
+        # This happens before an eviction, so that the rows of this batch are kept.
         used, places = self.noted.used.value, self._none_to_last(slots)
         # A slow worker's step may be lower than that of another worker's lookup.
         _put(used, places, tf.maximum(used.sparse_read(places), now))
@@ -190,7 +190,7 @@ class Shard:
         resources, kind = self._resources(), self._kind()
         slots = self.branch.run(changes, self._add_ids, given, resources, self.device, kind)
         slots = self._none_to_last(slots)
-        # All changes have to end before the mutex is released.
+        # All changes must end before the mutex is released.
         with tf.control_dependencies([self.noted.used.value.sparse_read(slots[:1])]):
             return tf.identity(slots)
 
@@ -275,12 +275,13 @@ class Shard:
         return tf.concat([old, tf.cast(least, tf.int64)], 0)
 
     def _take(self, slots: tf.Tensor, room: tf.Tensor) -> tf.Tensor:
-        """Take the rows of slots from their ids, and return their number."""
+        """Remove the rows of slots from their ids, and return the number of rows."""
         keys = tf.gather(self.noted.ids.value, slots)
-        # Keep an id that another slot has too: a step that ended halfway may have left it two.
+        # An id that another slot also has is kept: a step that ended halfway may have left two
+        # slots.
         keys = _those(keys, tf.equal(self._find(keys), slots))
         count = tf.size(slots, tf.int64)
-        # A worker may die at any point: a slot becomes free only after no id has it.
+        # A worker may die at any point, so a slot becomes free only after no id has it.
         last = tf.raw_ops.LookupTableRemoveV2(table_handle=self.map, keys=keys)
         with tf.control_dependencies([last]):
             last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
@@ -299,7 +300,7 @@ class Shard:
         now: tf.Tensor,
         rows: tf.Tensor,
     ) -> None:
-        """Give ids the first free slots, with new rows and new optimizer slots."""
+        """Assign the first free slots to ids, with new rows and new optimizer slots."""
         count = tf.size(places, tf.int64)
         noted = self.noted
         new = [(noted.rows.value, rows), (noted.ids.value, keys)]
@@ -309,12 +310,13 @@ class Shard:
             shape = [count, *slot.shape[1:]]
             first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
             new.append((slot, tf.cast(first, slot.dtype)))
-        # A worker may die at any point: an id's slot is not free, and its values are all new.
+        # A worker may die at any point, so an id's slot must not be free and all its values must be
+        # new.
         with tf.control_dependencies([places]):
             room = self.room.assign_sub(count, read_value=True)
         with tf.control_dependencies([room]):
             written = [_put(variable, places, values) for variable, values in new]
-        # A used slot belongs to its id when the map is rebuilt, so its values have to be complete.
+        # A used slot belongs to its id when the map is rebuilt, so its values must be complete.
         with tf.control_dependencies(written):
             used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
         with tf.control_dependencies([used]):
@@ -332,7 +334,7 @@ class Shard:
                 self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))
             used = used[: self.capacity]
             live = tf.where(used >= 0)[:, 0]
-            # If a dead worker left an id with two slots, the later one stays.
+            # If a dead worker left an id with two slots, the later slot is used.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
             keys = tf.gather(self.noted.ids.value, live)
             tf.raw_ops.LookupTableImportV2(table_handle=self.map, keys=keys, values=live)
@@ -343,7 +345,7 @@ class Shard:
             self.room.assign(tf.size(free, tf.int64))
 
     def shrink(self, live: Sequence[int], capacity: int) -> None:
-        """Keep only the rows of some slots, in their order, and the last slot."""
+        """Keep only the rows of these slots, in this order, and the last slot."""
         wanted = np.array([*live, *[self.capacity] * (capacity + 1 - len(live))])
         noted = self.noted
         for each in (noted.rows, noted.ids, noted.used, noted.checks):
@@ -376,7 +378,7 @@ class Shard:
 
 
 def _those(values: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
-    """Return the wanted values [n]: `tf.boolean_mask` with a sixth of the operations."""
+    """Return the selected values [n], like `tf.boolean_mask` with a sixth of its operations."""
     return tf.gather(values, tf.where(wanted)[:, 0])
 
 
@@ -399,6 +401,6 @@ def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Oper
 
 
 def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:
-    """Change the size of a Keras variable, which Keras has no method for."""
+    """Change the size of a Keras variable, since Keras has no method for this."""
     variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
     variable._shape = value.shape

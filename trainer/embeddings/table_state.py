@@ -1,4 +1,4 @@
-"""What strategies do for dynamic tables: layers with `grows`.
+"""The support of strategies for dynamic tables: layers with `grows`.
 
 Their variables change in place: no worker pulls them, those of a shard are on one server, and a row
 that is given to another id gets new optimizer slots.
@@ -17,7 +17,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.runtime.errors import ConfigError
 
-# The attribute of a variable without values that has its initializer.
+# The attribute with the initializer of a variable without values.
 BEGINS = "begins_by"
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def list_state(model: keras.Model) -> list[keras.Variable]:
 
 
 def list_groups(model: keras.Model) -> list[list[tf.Variable]]:
-    """Return groups of variables; each group has to be on one server."""
+    """Return groups of variables; each group must be on one server."""
     return [group for table in list_tables(model) for group in table.list_groups()]
 
 
@@ -72,7 +72,8 @@ def require(config: Config, model: keras.Model) -> None:
         if may.mixes_steps and table.min_age <= workers > 1:
             log.warning(
                 "the table %s gives a row to another id after %d steps without use, and with %d "
-                "workers a gradient may take as many: set its min_age to several times that",
+                "workers a gradient may be that many steps old: set its min_age to several times "
+                "that number",
                 table.name,
                 table.min_age,
                 workers,
@@ -90,8 +91,8 @@ def require(config: Config, model: keras.Model) -> None:
         if may.copies:
             raise ConfigError(
                 f"training.strategy: {config.training.strategy} has a copy of the table "
-                f"{table.name} in each worker, and the copies would differ; use one with "
-                "parameter servers"
+                f"{table.name} in each worker, and the copies would diverge; use a "
+                "strategy with parameter servers"
             )
 
 

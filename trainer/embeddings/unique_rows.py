@@ -1,4 +1,4 @@
-"""Unique rows of a table, spread to all places of a batch that ask for them."""
+"""Unique rows of a table, copied to all their places in a batch."""
 
 from __future__ import annotations
 

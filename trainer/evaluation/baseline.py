@@ -80,8 +80,8 @@ def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str,
         metrics = measure_predictions(theirs, other)["metrics"]
         paired = _compare_paired(objective, model, theirs, other)
         return {**found, "metrics": metrics, "paired": paired, "beats": _is_worse(paired)}
-    # A small sample of users or items may leave a metric undefined; a failing baseline must not
-    # fail a model that was trained for hours.
+    # A small sample of users or items may leave a metric undefined. A failing baseline must not
+    # fail the evaluation of a trained model.
     except Exception as error:
         why = str(error) if isinstance(error, UserError) else user_code.format_error(error)
         return {**found, "skipped": why}
@@ -102,6 +102,6 @@ def _compare_paired(
 
 
 def _is_worse(paired: dict[str, Any]) -> bool:
-    """Say whether the whole interval of the difference favours the baseline."""
+    """Return whether the whole interval of the difference favours the baseline."""
     low, high = paired["interval"] or (0.0, 0.0)
     return high < 0 if paired["better"] == "higher" else low > 0

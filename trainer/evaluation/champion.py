@@ -48,7 +48,7 @@ class Champion:
 def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
     """Fetch and load the model published at `uri` for prediction; raises `UserError`.
 
-    A champion with other inputs or another task is not an error: the gate has to refuse it.
+    A champion with different inputs or a different task is not an error here: the gate refuses it.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
@@ -107,7 +107,7 @@ def compare_champion(
 ) -> dict[str, Any]:
     """Return the evaluation of the champion: its metrics, and the paired comparison.
 
-    `judges` check whether the test examples are fair to it.
+    `judges` check whether the champion was trained on the test examples.
     """
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}

@@ -24,11 +24,11 @@ from flotilla.trainer.evaluation.comparison import Opponents
 from flotilla.trainer.evaluation.noninferiority import Floats, lower_bounds
 from flotilla.trainer.tasks.base import Array, Task
 
-#: Number of listed classes, the worst first.
+#: Maximum number of listed classes; the worst come first.
 MOST_ROWS = 50
 # Power: probability that equal models lose no judged class.
 _POWER = 0.8
-# Instead of zero examples, for which the binomial distribution has no tail.
+# Used instead of zero examples, for which the binomial distribution has no tail.
 _FEW = 1e-9
 
 
@@ -83,7 +83,7 @@ def compare_classes(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
 
 
 def _recalls(opponents: Opponents, output: str, task: Task) -> Recalls | None:
-    """Return the recalls of an output's classes; None without classes."""
+    """Return the recalls of an output's classes; None if it has no classes."""
     count, total = len(task.labels), 0.0
     sums: Floats = np.zeros((8, count))
     for answers in _answers(opponents, output, task):
@@ -108,7 +108,7 @@ def _divide(part: Floats, whole: Floats) -> Floats:
 def _squares(answers: _Answers, count: int) -> Floats:
     """Return the sums of the squared weights of examples in each class.
 
-    Positions of one example are dependent: together they count at most as one.
+    The positions of one example are dependent, so together they count at most as one example.
     """
     pairs, place = np.unique(answers.examples * count + answers.classes, return_inverse=True)
     weights = np.bincount(place, answers.weights)
@@ -116,7 +116,7 @@ def _squares(answers: _Answers, count: int) -> Floats:
 
 
 def _answers(opponents: Opponents, output: str, task: Task) -> Iterator[_Answers]:
-    """Yield the answers of both models, part by part; nothing for a task without classes."""
+    """Yield the answers of both models, part by part. A task without classes yields nothing."""
     theirs = opponents.others.task.parts[output]
     for part, other in zip(opponents.own.parts(), opponents.other.parts(), strict=True):
         labels, outputs, others = (
@@ -169,7 +169,7 @@ def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
 
 
 def _judge(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, Any]:
-    """Return rows and counts of the classes that the champion seems to find."""
+    """Return the rows and counts of the classes that the champion finds."""
     seen = np.flatnonzero((all_of.worth > 0) & (all_of.champion > all_of.chance))
     each = Recalls(*(values[seen] for values in all_of))
     found = verdicts(each, rule, max(len(seen), 1))

@@ -87,7 +87,7 @@ _WHO = ((1, 1), (1, 0), (0, 1), (0, 0))
 
 
 def _pairs(own: Values | None, other: Values | None) -> Pairs | None:
-    """Count who is right, if examples are right or wrong and have equal weights."""
+    """Count which model is right, if examples are right or wrong and have equal weights."""
     if own is None or other is None or not (own[1] == 1).all():
         return None
     if not all(np.isin(values, (0, 1)).all() for values, _ in (own, other)):

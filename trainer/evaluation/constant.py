@@ -6,9 +6,9 @@
      "paired": the comparison with it, as `flotilla.trainer.evaluation.comparison.compare` returns
      it, "champion": whether the champion's main metric is better, if there is a champion}
 
-The best constant is chosen afterwards, from the labels of the judged examples, so that no model
-without inputs is better. `paired` also has `constant`, the value to beat. If the examples do not
-define the metric, its values are null and no model passes. Otherwise one of two tests applies:
+The best constant is chosen from the labels of the evaluated examples, so that no model without
+inputs is better. `paired` also has `constant`, the value to beat. If the examples do not define the
+metric, its values are null and no model passes. Otherwise one of two tests applies:
 
     by example   the paired test of the metric, with the constant as the opponent
     shuffled     for areas and means over classes: a permutation test of the outputs. For an
@@ -43,7 +43,7 @@ from flotilla.trainer.tasks.base import (
 )
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-#: Confidence of the test against the constant: 1 of 200 uninformative models passes.
+#: Confidence of the test against the constant: one of 200 uninformative models passes.
 CONFIDENCE = 0.995
 # The second largest of these is the quantile at that confidence.
 _SHUFFLES = 399
@@ -64,7 +64,7 @@ def compare_constant(
     mine, better = metrics.get(metric), objective.directions.get(metric)
     value, constant = best.get(metric) or (None, None)
     if not better or (constant is None and mine is not None):
-        # Without a direction no value is the best.
+        # A metric without a direction has no best value.
         return {"answer": "", "metrics": values, "paired": None}
     if value is not None and mine is not None and math.isclose(value, mine):
         # Sums in another order differ in rounding, which must not look like a real difference.
@@ -88,7 +88,7 @@ def compare_constant(
 
 
 def is_beaten(found: Mapping[str, Any], metrics: Mapping[str, float | None]) -> bool | None:
-    """Say whether a champion's main metric is better than the constant's; None if unknown."""
+    """Return whether a champion's main metric is better than the constant's; None if unknown."""
     paired = found["paired"]
     value = metrics.get(paired["metric"]) if paired else None
     if value is None or paired["constant"] is None:
@@ -103,7 +103,7 @@ class _Best(NamedTuple):
 
 
 def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
-    """Return the best value of each metric, and its constant."""
+    """Return the best value of each metric and the constant that reaches it."""
     candidates = [*objective.task.constants(own), _mean(own)]
     examples = _condense(objective, own)
     best: dict[str, _Best] = {}
@@ -122,7 +122,7 @@ def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
 
 
 def _mean(own: Examples) -> Constant:
-    """Return the mean of the model's outputs: the best constant of it for a convex loss."""
+    """Return the mean of the model's outputs, which is the best constant for a convex loss."""
 
     def output(part: Part, place: int) -> Array:
         found: Array = tf.nest.flatten(part.outputs)[place]
@@ -208,7 +208,7 @@ def compare_shuffled(
     gain = mine - max(constant, float(values.mean()))
     # Chance differences shrink with more examples.
     bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
-    # A sample is not sufficient evidence at the level of the whole.
+    # A sample alone is not sufficient evidence for the whole split.
     if count == own.count:
         above, critical = (float(each - evidence.mean()) for each in (found[1], evidence[-2]))
         if above <= critical:

@@ -1,4 +1,4 @@
-"""Whether the test examples judge fairly: the number of them that a model was trained on.
+"""Contamination of the test split: the number of test examples that a model was trained on.
 
 Examples are compared by the input hashes that each dataset stores: all of up to 65,536 distinct
 ones, otherwise the same uniform sample everywhere. A warm-started model was also trained on the
@@ -40,7 +40,7 @@ class Judges:
             return None
 
     def remarks(self, checkpoint: str) -> list[str]:
-        """Return remarks on why the metrics of a checkpoint of this dataset are too good."""
+        """Return remarks on why the metrics of a checkpoint of this dataset are too optimistic."""
         fields, lines = _read_fields(checkpoint), []
         test, train = (self.dataset.splits[split] for split in (_TEST, _TRAIN))
         limit = self.limits.limit("leakage")
@@ -66,7 +66,7 @@ class Judges:
         return find_new_copies(self.dataset, known, self._significance) if known else None
 
     def judge_champion(self, uri: str, metric: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `own`, the champion's result in its own run, and `remarks`.
+        """Return `own`, the champion's result in the run that trained it, and `remarks`.
 
         `metric` is the compared metric; `metrics` are the champion's on these examples.
         """
@@ -98,7 +98,7 @@ class Judges:
         return {"own": own, "remarks": remarks}
 
     def _are_others(self, there: DatasetProfile) -> bool:
-        """Say whether most test examples of another dataset are not among these."""
+        """Return whether most test examples of another dataset are not among these."""
         if _TEST not in there.splits:
             return False
         asked, found = count_shared(there.splits[_TEST], self.dataset.splits[_TEST])
@@ -124,7 +124,7 @@ def _describe(examples: int, spans: Iterable[str]) -> str:
 
 
 def _list_earlier_datasets(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the datasets of the initial weights of a checkpoint, as far as they are known."""
+    """Yield the known datasets that the initial weights of a checkpoint were trained on."""
     for _ in range(_GENERATIONS):
         fields = _read_fields(str(fields.get("warmed_from", "")))
         if dataset := str(fields.get("dataset", "")):
@@ -137,7 +137,7 @@ def _read_fields(checkpoint: str) -> Mapping[str, Any]:
     except storage.Unavailable:
         raise
     except UserError:
-        # Retention may have removed it; a Keras file has no manifest.
+        # Retention may have removed the checkpoint, and a Keras file has no manifest.
         return {}
 
 
@@ -152,14 +152,14 @@ def _profiles(uris: Iterable[str]) -> Iterator[DatasetProfile]:
 
 
 def _merge(splits: Iterable[SplitProfile]) -> SplitProfile | None:
-    """Merge several splits, as far as the hashes of all of them are known."""
+    """Merge several splits whose hashes are all known."""
     found = list(splits)
     if len(found) <= 1:
         return found[0] if found else None
     bounds = [each.hashes.max() for each in found if not each.is_whole and len(each.hashes)]
     hashes, places = np.unique(np.concatenate([each.hashes for each in found]), return_inverse=True)
     copies = np.zeros(len(hashes), np.int64)
-    # An example in several of them is not a copy.
+    # An example that is in several splits is not a copy.
     np.maximum.at(copies, places, np.concatenate([each.copies for each in found]))
     within = hashes <= min(bounds) if bounds else np.ones(len(hashes), np.bool_)
     return SplitProfile(

@@ -27,10 +27,10 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 Values = tuple[Floats, Floats]
 # Number of jackknife groups.
 _GROUPS = 100
-# Most examples for metrics without a state, which are recomputed for each group, and their number
-# of groups.
+# Maximum number of examples, and number of groups, for metrics without a state, which are
+# recomputed for each group.
 _MOST_EXAMPLES, _FEW_GROUPS = 20_000, 40
-# Most scores, over all classes, in memory.
+# Maximum number of scores in memory, over all classes.
 _MOST_SCORES = 20_000_000
 _AREAS = ("auc", "average_precision")
 
@@ -46,14 +46,14 @@ class Metric:
 
     @classmethod
     def make(cls, objective: Objective, examples: Examples, name: str) -> Metric:
-        """Return a metric by its name."""
+        """Return the metric of this name."""
         total = np.asarray(sum(objective.sums(part) for part in examples.parts()))
         states = (each for each in objective.states if each.values(total).get(name) is not None)
         return cls(objective, examples, name, next(states, None))
 
     @cached_property
     def values(self) -> Values | None:
-        """The values whose mean is the metric; None if it is not a mean."""
+        """Return the values whose mean is the metric; None if it is not a mean."""
         if (groups := self._groups) is not None:
             return groups, np.ones(len(groups))
         if self.state is None or not self.state.is_mean:
@@ -70,7 +70,7 @@ class Metric:
 
     @cached_property
     def units(self) -> Array | None:
-        """The number of the unit of each example; None if each example is a unit."""
+        """Return the number of the unit of each example; None if each example is a unit."""
         unit = self.objective.task.unit
         if not unit:
             return None
@@ -92,7 +92,7 @@ class Metric:
         return found if self.units is None else found.sum_units(self.units)
 
     def _area(self, area: str, name: str, task: Task) -> Estimate:
-        """Return an area; for several classes the mean over those that have one."""
+        """Return an area; for several classes, the mean of their areas."""
         most = max(_MOST_SCORES // len(task.labels), 1)
         if self.examples.count <= most or self.units is not None:
             return _mean_area(area, *_collect_scores(task, name, self.examples.parts()))
@@ -124,7 +124,7 @@ class Metric:
         for part in self.examples.parts():
             rows = _count_examples(part)
             if self.units is None:
-                # With many small parts, each part falls into a few groups.
+                # If there are many small parts, each part is in a few groups.
                 blocks = -(-groups * rows // count)
                 places = (block + generator.permutation(rows) % blocks) % groups
                 block += blocks
@@ -160,7 +160,7 @@ class Metric:
 
 
 def _output(task: Task, metric: str) -> tuple[str, Task]:
-    """Return the output of a metric, and its task."""
+    """Return the output that a metric belongs to, and its task."""
     names = [each for each in task.parts if each and metric.startswith(f"{each}_")]
     name = max(names, key=len, default="")
     return name, task.parts.get(name, task)
@@ -187,7 +187,7 @@ def _mean_area(area: str, labels: Array, scores: Floats, weights: Floats) -> Est
             continue
         found, of_each = influences(yes, score, weights)
         values.append(getattr(found, area))
-        # The rarer class limits the precision; a class with one example has none.
+        # The rarer class limits the precision. A class with one example has no variance.
         added += getattr(of_each, area) * weights * np.where(yes, *map(correct_bias, kinds))
         fewest = min(kinds) if scores.shape[1] == 1 else fewest
     if not values:

@@ -68,7 +68,7 @@ _EXAMPLES = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The URI of an evaluation, and its defined metrics."""
+    """The URI of an evaluation and its metrics."""
 
     uri: str
     metrics: dict[str, float]
@@ -128,14 +128,14 @@ def evaluate(  # noqa: PLR0913, PLR0917
 def _read_training_columns(
     spec: DatasetSpec, columns: Sequence[str], dataset: str, scratch: Path
 ) -> Iterator[dict[str, Any]]:
-    """Read columns of the training split; of a large one, those of some shards."""
+    """Read columns of the training split; of a large split, only those of some shards."""
     few = -(-spec.examples(TRAIN) // _MOST_LEARNT)
     files = stage_shards(dataset, scratch / TRAIN, TRAIN, of=min(few, len(spec.files(TRAIN))))
     yield from read_columns(spec, files, columns)
 
 
 def describe_request(config: Config, champion: str) -> dict[str, str]:
-    """Return further inputs of an evaluation, besides the examples and the model.
+    """Return the inputs of an evaluation other than the examples and the model.
 
     The champion's rule gives the direction of a user's metric, also for the constant.
     """
@@ -189,7 +189,7 @@ def read_inputs(
 
 
 def is_reusable(output: str, kind: str, made_from: dict[str, str]) -> bool:
-    """Say whether `output` was made from the same inputs by an earlier attempt."""
+    """Return whether an earlier attempt made `output` from the same inputs."""
     try:
         there = storage.read_manifest(output)
     except storage.NotPublished:
@@ -265,13 +265,13 @@ def load_trained_model(  # noqa: PLR0913, PLR0917
 
 
 def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -> None:
-    """Raise `UserError` if a checkpoint was trained for the other of two classes."""
+    """Raise `UserError` if a checkpoint was trained with the other class as the positive one."""
     trained = map_outputs(found.fields.get("positive", {}))
     for name, part in task.parts.items():
         if not part.positive_by:
             continue
         key, of_before = f"task.outputs.{name}" if name else "task", ""
-        # Earlier versions took the second class of the records as positive.
+        # Earlier versions used the second class of the records as the positive class.
         before = part.labels[0 if part.target.name in spec.swapped else 1]
         if name in trained:
             before = trained[name]

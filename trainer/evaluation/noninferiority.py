@@ -23,14 +23,14 @@ from scipy import special
 
 Direction = Literal["higher", "lower"]
 Floats = npt.NDArray[np.floating[Any]]
-# Halvings of an interval of length 2, down to a rounding error.
+# Number of halvings that reduce an interval of length 2 to a rounding error.
 _HALVINGS = 50
 _TINY = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """A difference, challenger minus champion, and its bound on the worse side."""
+    """The difference, challenger minus champion, and its one-sided bound."""
 
     difference: float
     bound: float
@@ -38,7 +38,7 @@ class Compared:
 
 
 class Pairs(NamedTuple):
-    """Counts of examples by which model is right."""
+    """The number of examples that each model, or both, gets right."""
 
     both_right: int
     only_challenger_right: int
@@ -97,7 +97,7 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
         confidence: confidence of each bound.
     """
     wanted = special.ndtri(confidence)
-    # At -1 the score is infinite, or undefined if all were lost.
+    # At -1 the score is infinite, or undefined if all examples were lost.
     low, high = np.full(len(own), -1.0), (own - other) / count
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -22,14 +22,14 @@ from flotilla.trainer.tasks.base import Array, Examples, Part, SplitError, Task
 from flotilla.trainer.tasks.objective import Objective, cast_outputs
 
 MOST_WORST = 25
-# Pixels of the longer side; a page shows no larger image.
+# Pixels of the longer side of an image on a page.
 LARGEST_SIDE = 256
 _VALUES_IN_TEXT = 12
 _CHANNELS = (1, 3, 4)
-# Values of a column that one part holds, over all of its examples.
+# Maximum number of values of a column in one part.
 _VALUES_AT_ONCE = 1 << 22
 MOST_ROWS = 1 << 16
-# Distinct texts of a column that are stored; a slice shows only the most frequent ones.
+# Maximum number of distinct texts of a column; a slice shows only the most frequent ones.
 MOST_TEXTS = 1 << 16
 OTHER = b"(other)"
 
@@ -99,7 +99,7 @@ class Worst:
 
 
 def _is_image(feature: FeatureSpec) -> bool:
-    # A row of pixels is not a picture, and neither is a table of a few columns.
+    # Neither a row of pixels nor a table of a few columns is a picture.
     match feature.sizes:
         case (height, width, channels):
             return feature.dtype != "string" and channels in _CHANNELS and min(height, width) > 1
@@ -159,7 +159,7 @@ class Column:
     """
 
     def __init__(self, path: Path, rows: int, *, has_all_texts: bool = False) -> None:
-        """Hold `rows` examples at a path; of texts all values, or the first distinct ones."""
+        """Store `rows` examples at a path; of texts, all values or the first distinct ones."""
         self.path = path
         self._rows, self._has_all_texts = rows, has_all_texts
         self._file: IO[bytes] | None = None
@@ -208,7 +208,7 @@ class Column:
             fits = self._has_all_texts or len(self._texts) < MOST_TEXTS
             if fits and each not in self._texts:
                 self._texts[each] = len(self._texts)
-            # The last index stands for all values beyond the limit.
+            # The last index represents all values beyond the limit.
             found[place] = self._texts.get(each, -1)
         return found
 
@@ -247,7 +247,7 @@ class Writer:
     """Writes the outputs of models for a stream of examples."""
 
     def __init__(self, folder: Path, scratch: Path, rows: int) -> None:
-        """Write predictions below `folder`, and columns that only slices need below `scratch`."""
+        """Write predictions to `folder`, and columns that only slices need to `scratch`."""
         self._folder, self._scratch, self.rows = folder, scratch, rows
         self._columns: dict[str, Any] = {}
         self.count = 0
@@ -321,12 +321,12 @@ def predict(  # noqa: PLR0913, PLR0917
     champion: Answer | None = None,
     count: Callable[[int], None] = lambda _examples: None,
 ) -> Predictions:
-    """Predict all examples of finite `labelled_columns`, and write the outputs.
+    """Predict all examples of `labelled_columns`, which must be finite, and write the outputs.
 
     `count` is called with the examples of each batch.
 
-    Raises `SplitError` if a label is not one of the task's, or all weights are 0, otherwise
-    `UserError`.
+    Raises `SplitError` if a label does not belong to the task or all weights are 0, and `UserError`
+    for other mistakes.
     """
     forward = make_forward(objective, model)
     worst = Worst(spec, objective.task)
@@ -345,7 +345,7 @@ def predict(  # noqa: PLR0913, PLR0917
             answers = champion(named)
             other_bad += unsound(answers)
             writer.add(_CHAMPION, answers)
-        # A slice of users shows the most frequent ones, but their metrics need every user.
+        # A slice shows only the most frequent users, but metrics by user need all of them.
         writer.add_batch(part, objective.task.columns)
         # Outputs that are not finite have no loss; they are refused after all are counted.
         if not bad:

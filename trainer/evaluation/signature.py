@@ -11,12 +11,13 @@ from flotilla.trainer.tasks.base import Task
 
 SERVING = "serving_default"
 SERIALIZED = "serialized_examples"
-# One class per line, in the folder of a model; absent for a task without classes.
+# The file in the folder of a model with one class per line; a task without classes has no such
+# file.
 LABELS = "labels.txt"
 
 
 def describe_inputs(spec: DatasetSpec) -> list[dict[str, Any]]:
-    """Return the inputs for the manifest of a model: each feature, and its argument."""
+    """Return the inputs for the manifest of a model: each feature and its argument."""
     return [
         {
             "feature": feature,
@@ -29,7 +30,7 @@ def describe_inputs(spec: DatasetSpec) -> list[dict[str, Any]]:
 
 
 def list_labels(task: Task) -> dict[str, list[str]]:
-    """Return the names of the classes of each of several outputs.
+    """Return the class names of each output of a model with several outputs.
 
     A single output uses the file `LABELS`, unless a class name does not fit on one line.
     """
@@ -69,7 +70,7 @@ def list_links(task: Task) -> dict[str, Any]:
 
 
 def list_kinds(task: Task) -> dict[str, str]:
-    """Return the kind of task of each output, or none; a single output has no name."""
+    """Return the kind of task of each output, if it is known; a single output has no name."""
     return {name: _kind(type(part)) for name, part in task.parts.items()}
 
 

@@ -17,9 +17,9 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 
 # Numbers with more values than this are cut into quartiles; texts keep the most frequent ones.
 MOST_VALUES = 20
-# Distinct values that are counted; values that appear later get no slice.
+# Maximum number of distinct values that are counted; values that appear later get no slice.
 _MOST_COUNTED = 1 << 16
-# Bound on the examples times outputs that tallies hold: a quarter of a gigabyte.
+# Maximum of examples times outputs in the tallies: a quarter of a gigabyte.
 _MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
 OTHER = "(other)"
 
@@ -29,7 +29,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The slices of one feature: their names, and a function from values to slice numbers."""
+    """The slices of one feature: their names and a function from values to slice numbers."""
 
     names: tuple[str, ...]
     places: Callable[[Values], Places]
@@ -48,7 +48,7 @@ def slice_metrics(
         for column, cut in cuts.items():
             places = cut.places(part.columns[column])
             if part.weights is not None:
-                # A slice without weight defines no metric.
+                # A slice whose weights are 0 has no metrics.
                 places = np.where(part.weights.ravel() > 0, places, -1)
             for place in np.unique(places[places >= 0]):
                 tallies[column][place].add(select_rows(part, places == place))
@@ -92,7 +92,7 @@ def _cuts(examples: Examples, names: Mapping[str, tuple[str, ...]]) -> Iterable[
 def _count(counter: Counter[Any], values: Values) -> None:
     found, each = np.unique(values, return_counts=True)
     for value, count in zip(found.tolist(), each.tolist(), strict=True):
-        # NaN does not equal itself, and would be counted anew in each part.
+        # NaN does not equal itself, so each part would count it as a new value.
         key = value if value == value else np.nan  # noqa: PLR0124
         if key in counter or len(counter) < _MOST_COUNTED:
             counter[key] += count

@@ -1,9 +1,9 @@
 """The decision threshold of a positive class, chosen on the validation split.
 
-It is the threshold with the largest weighted F1 of the positive class; of several, the one closest
-to 0.5. It lies half-way to the next lower probability, so that other rounding, as in another form
-of the model, does not change decisions. Without distinct probabilities, positive and negative
-examples, or any examples, it stays 0.5.
+It maximizes the weighted F1 of the positive class. Of several such thresholds, it is the one
+closest to 0.5. It is half-way to the next lower probability, so that rounding differences between
+forms of the model do not change decisions. It is 0.5 if all probabilities are equal, if one class
+has no examples, or if there are no examples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flotilla.trainer.tasks.binary_classification import Threshold
 from flotilla.trainer.tasks.objective import Objective
 
 SPLIT = "validation"
-# More examples would not move it: of a larger split only some batches are read.
+# More examples would not change it, so only some batches of a larger split are read.
 MOST_EXAMPLES = 1_000_000
 _EVEN = 0.5
 _CLOSE = 1e-12
@@ -103,14 +103,14 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
 
     Args:
         positive: whether each example is positive.
-        sure: its probability, in the precision of the comparison.
-        weights: its weight.
+        sure: the probability of each, in the precision of the comparison.
+        weights: the weight of each.
     """
     counts = np.isfinite(sure) & (weights > 0)
     order = np.argsort(-sure[counts], kind="stable")
     sure, positive, weights = (each[counts][order] for each in (sure, positive, weights))
     hits, taken = np.cumsum(weights * positive), np.cumsum(weights)
-    # The last of equal probabilities; nothing lies below the very last one.
+    # The last of equal probabilities. The very last one has no lower neighbour.
     ends = np.flatnonzero(sure[:-1] != sure[1:])
     if not len(ends) or not hits[-1]:
         return None
@@ -123,6 +123,6 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
 
 
 def read_thresholds(fields: Mapping[str, Any], names: Iterable[str]) -> dict[str, Threshold]:
-    """Return the thresholds of outputs of an exported model; 0.5 for one of an earlier version."""
+    """Return the thresholds of an exported model's outputs; 0.5 if an earlier version made it."""
     said = map_outputs(fields.get("threshold", {}))
     return {name: Threshold(float(said.get(name, _EVEN))) for name in names}

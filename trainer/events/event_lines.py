@@ -68,7 +68,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"no progress for {duration(event.seconds)}: {', '.join(event.tasks)} silent"
     ),
     events.EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
-    events.CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",
+    events.CheckpointPassedOver: lambda event: f"skipped {event.uri}: {event.reason}",
     events.LeaseAwaited: lambda event: (
         f"waiting for the lease of {event.uri}: {event.holder} may be dead, and holds it until "
         f"{event.until}"

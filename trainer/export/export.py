@@ -4,7 +4,7 @@ The published model holds the formats of `flotilla.trainer.export.formats`, and
 
     labels.txt      one class per line, if the task has classes
     model_card.md   the model card, from measured values
-    request.json    real examples, as TensorFlow Serving's REST interface takes them
+    request.json    real examples in the format of TensorFlow Serving's REST interface
     kserve.yaml     a KServe InferenceService
     parity.json     the difference of each format from the original
     config.json     the run's configuration
@@ -230,7 +230,7 @@ def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:
     kind = storage.read_manifest(decision).kind
     if kind != gate.KIND:
         raise UserError(
-            f"{decision} is a {kind} and not a {gate.KIND}: pass on what the gate wrote"
+            f"{decision} is a {kind} and not a {gate.KIND}: pass the decision of the gate"
         )
     decided = storage.read_json(decision, "decision.json")
     with storage.check_form(f"decision.json of {decision}"):
@@ -241,7 +241,7 @@ def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:
         other = [name for name, value in inputs_from.items() if judged[name] != value]
     if other:
         raise UserError(
-            f"nothing is exported: {decision} was taken on another {other[0]} "
+            f"nothing is exported: {decision} was made for another {other[0]} "
             f"({judged[other[0]]}); evaluate and check {inputs_from['checkpoint']} first"
         )
     return str(decided["evaluation"])

@@ -42,7 +42,7 @@ def convert_to_tflite(
         calibration: real examples by name: weights and activations are rounded to 8 bits within the
             ranges that these examples reach. Without it, the model stays in floats.
     """
-    # The calibrator cannot read variables, so they become constants first.
+    # The calibrator cannot read variables, so they are converted to constants first.
     original = tf.function(serve, takes).get_concrete_function()
     frozen = convert_variables_to_constants_v2(original)
     names = sorted(original.structured_outputs)
@@ -56,7 +56,8 @@ def convert_to_tflite(
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # The converter uses a deprecated interpreter and warns about it.
         warnings.simplefilter("ignore")
-        # It would save the gradients of lookups too, and drop the signature where that fails.
+        # Otherwise the gradients of lookups would also be saved, and the signature dropped if that
+        # fails.
         options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
         tf.saved_model.save(holder, folder, {SERVING: function}, options)
         converter = tf.lite.TFLiteConverter.from_saved_model(folder)
@@ -125,9 +126,9 @@ class Format:
         path: of the file, relative to the model's directory; empty for the servable one, whose path
             `form_path` returns.
         write: writes a model; the last argument is the calibration examples by feature.
-        read: returns one predictor for each way to call the model; all must give the same answers.
-        tolerance: largest difference of an answer from the original's.
-        calibrated: whether calibration rounds the answers; such a format may lose `tolerance` of
+        read: returns one predictor for each way to call the model; all must give the same
+        predictions. tolerance: largest difference of an answer from the original's. calibrated:
+        whether calibration rounds the answers; such a format may lose `tolerance` of
             the task's main metric instead.
     """
 
@@ -237,7 +238,7 @@ def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> Non
     try:
         content = convert_to_tflite(serve, takes, named)
     except ConverterError:
-        # A recurrent layer uses tensor lists, and TFLite has to know the shapes of their elements.
+        # A recurrent layer uses tensor lists, and TFLite needs the shapes of their elements.
         one = [tf.TensorSpec((1, *each.shape[1:]), each.dtype, name=each.name) for each in takes]
         content = convert_to_tflite(serve, one, named)
     path.write_bytes(content)

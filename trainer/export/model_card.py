@@ -24,7 +24,7 @@ from flotilla.trainer.report.wording import (
 from flotilla.trainer.runtime.masking import one_line
 
 _TEMPLATE = "model_card.md.j2"
-# What a reader has to know about the class names.
+# A remark about the class names for the reader.
 _MOST_NAMES = 20
 
 
@@ -66,7 +66,7 @@ def write_card(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any
 
 
 def _headline(name: str, measured: Mapping[str, Any], decided: Mapping[str, Any]) -> str:
-    # Decisions of earlier versions lack it.
+    # Decisions of earlier versions do not have it.
     facts = {"name": name, "verdict": decided["decision"], "rules": decided["rules"]}
     return headline.headline({**facts, "measured": headline.describe_metric(measured)})
 

@@ -46,11 +46,11 @@ from flotilla.trainer.tasks.objective import Objective
 
 # Number of batches on which the accuracy of a rounded format is measured.
 MOST_BATCHES = 20
-# Ops that call a Python function in this process.
+# The ops that call a Python function in this process.
 _IN_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
 _GROSS = 0.1
 _LITE = {"tflite", "tflite_int8"}
-# The converter's message for each op that TensorFlow Lite lacks.
+# The converter's message for an op that TensorFlow Lite does not support.
 _NOT_LITE = re.compile(r"'tf\.(\w+)' op is neither")
 
 # Inputs by feature name; and inputs, labels and weights as the model and its task accept them.
@@ -73,7 +73,7 @@ class Original(Subject):
         """Return the first batch of test examples; raises `UserError` if there is none."""
         for batch in self.batches():
             return batch
-        raise UserError("there are no test examples: the exported model cannot be proved")
+        raise UserError("there are no test examples, so the exported model cannot be verified")
 
     def columns(self) -> list[dict[str, Any]]:
         """Return the columns of the answers: `name`, `shape` for one example, and `dtype`."""
@@ -99,7 +99,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
     expected = subject.answers(inputs)
-    # Only the rows in use are written; the answers were computed before.
+    # Only the rows in use are written; the predictions were computed before.
     shrink(subject.model)
     formats: dict[str, Any] = {}
     for name, path in paths.items():
@@ -114,8 +114,9 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
         # This form of the comparison also fails for NaN.
         elif not difference <= form.tolerance:
             raise UserError(
-                f"nothing is exported: as {name} the model's answers to {count} test "
-                f"examples differ by up to {difference:g} from the original ({form.tolerance:g} "
+                f"nothing is exported: as {name} the model's predictions for {count} "
+                f"test examples differ by up to {difference:g} from the original "
+                f"({form.tolerance:g} "
                 "is allowed)"
             )
     return {"examples": count, "formats": formats}
@@ -140,12 +141,12 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
     value, expected = rounded[metric], whole[metric]
     lower = objective.directions[metric] == "lower"
     lost = (value - expected) / max(abs(expected), 1e-9) if lower else expected - value
-    # With few examples, a single one exceeds the tolerance.
+    # With few examples, a single example exceeds the tolerance.
     if not lost <= max(form.tolerance, 1 / count):
         raise UserError(
             f"nothing is exported: as {name} the model has {metric} {value:g} on {count} test "
-            f"examples and the original {expected:g} ({form.tolerance:g} may be lost); leave "
-            f"{name} out of export.formats"
+            f"examples and the original has {expected:g} (a loss of {form.tolerance:g} is "
+            f"allowed); leave {name} out of export.formats"
         )
     found = {"metric": metric, "value": value, "original": expected}
     return {**found, "lost": lost, "examples": count}
@@ -154,16 +155,16 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
 def check_form(name: str, subject: Subject, path: Path, examples: Inputs) -> None:
     """Raise `ConfigError` if a model cannot be written in a format that answers some examples.
 
-    An untrained model may answer anything, so only gross differences count, and none for TFLite.
+    An untrained model may predict anything, so only large differences count, and none for TFLite.
     """
     expected = subject.answers(examples)
     for ask in _write_form(name, FORMATS[name], subject, path, examples):
         difference = largest_difference(expected, _call_form(name, ask, examples))
         if difference > _GROSS and name not in _LITE:
             raise ConfigError(
-                f"export.formats: read back from {name} the model answers otherwise (by "
-                f"{difference:g}): it draws random numbers, or a layer of its own does not say all "
-                "that it is in its get_config"
+                f"export.formats: the model read from {name} gives different "
+                f"predictions (by {difference:g}): it draws random numbers, or the get_config of a "
+                f"custom layer is incomplete"
             )
 
 
@@ -177,7 +178,7 @@ def require_served(subject: Subject) -> None:
     if not _IN_PYTHON.isdisjoint(found):
         raise ConfigError(
             "export.formats: the model calls Python by tf.py_function or tf.numpy_function, which "
-            "no server of a saved_model has; compute it by TensorFlow or keras.ops"
+            "a server of a saved_model cannot run; use TensorFlow operations or keras.ops"
         )
 
 
@@ -221,7 +222,7 @@ def largest_difference(expected: Answers, found: Answers) -> float:
     The scale of an answer near zero is the typical size of the output's answers, and at least 1:
     when thousands are summed, the rounding error is relative to thousands.
     """
-    # NumPy's maximum propagates NaN; the result of Python's depends on the order.
+    # NumPy's maximum propagates NaN; the result of Python's `max` depends on the order.
     return float(np.max([_relative(values, found[name]) for name, values in expected.items()]))
 
 
@@ -241,7 +242,7 @@ Fresh = subprocess.Popen[str]
 @contextmanager
 def fresh_process(folder: Path) -> Iterator[Fresh]:
     """Start the process that will load and call the model in `folder`."""
-    # Isolated mode ignores this folder and PYTHONPATH, so the process finds no code of ours.
+    # Isolated mode ignores this folder and PYTHONPATH, so the process cannot import this package.
     command = [sys.executable, "-I", str(_PROGRAM), str(folder)]
     with subprocess.Popen(
         command,
@@ -288,14 +289,14 @@ def answer_in_process(
     tolerance = FORMATS["saved_model"].tolerance
     if not difference <= tolerance:
         raise UserError(
-            f"nothing is exported: a fresh process answers {SMOKE_EXAMPLES} examples by up to "
-            f"{difference:g} otherwise than the original ({tolerance:g} is allowed)"
+            f"nothing is exported: the predictions of a new process for {SMOKE_EXAMPLES} "
+            f"examples differ by up to {difference:g} from the original ({tolerance:g} is allowed)"
         )
     return {"max_difference": difference, "milliseconds": answer["milliseconds"]}
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as TensorFlow Serving's REST interface takes it."""
+    """Return a value in the format of TensorFlow Serving's REST interface."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, bytes):
@@ -311,11 +312,11 @@ def _ask_process(process: Fresh, saved_model: str) -> dict[str, Any]:
         out, errors = process.communicate(saved_model, timeout=SMOKE_SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(
-            f"nothing is exported: a fresh process gave no answer in {SMOKE_SECONDS} s"
+            f"nothing is exported: a new process gave no answer in {SMOKE_SECONDS} s"
         ) from None
     try:
         return child_process.answer(process.returncode, out, errors)
     except child_process.ChildError as error:
         raise UserError(
-            f"nothing is exported: a fresh process cannot serve the model: {error}"
+            f"nothing is exported: a new process cannot serve the model: {error}"
         ) from None

@@ -1,6 +1,6 @@
 """Answer `request.json` of an exported model: `python smoke_request.py FOLDER < PATH`.
 
-This program imports nothing of this project, just as a client does not. Standard input is the path
+This program imports nothing of this project, like a client. Standard input is the path
 of the SavedModel in the folder, and ends when all files are written. The last line of standard
 output is JSON: `answers` by column, `milliseconds`.
 """

@@ -50,7 +50,7 @@ def class_key(text: str) -> str:
 
 
 def is_truth(keys: Iterable[str]) -> bool:
-    """Say whether the keys are true and false, in any spelling."""
+    """Return whether the keys are true and false, in any spelling."""
     found = {key.lower() for key in keys}
     letters = [bool(found & pair) for pair in _LETTERS]
     return found <= _SENSES.keys() and not (all(letters) and not found & _WORDS)
@@ -151,7 +151,7 @@ class ClassIndex:
 
 
 def are_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Say whether two lists have the same classes in the same order."""
+    """Return whether two lists have the same classes in the same order."""
     if len(one) != len(other):
         return False
     known = ClassIndex(one)

@@ -98,7 +98,7 @@ class DatasetSpec:
             UserError: it is not a dataset, or another version wrote it.
         """
         if manifest.kind != KIND:
-            raise UserError(f"a {manifest.kind} is published there and not a {KIND}: check the URI")
+            raise UserError(f"it is a {manifest.kind} and not a {KIND}: check the URI")
         found = manifest.fields.get("dataset_schema")
         if found != SCHEMA:
             raise UserError(
@@ -137,8 +137,8 @@ def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
     """Raise `ConfigError` for `data.buckets` if no input and no label varies in length."""
     if buckets and not varying:
         raise ConfigError(
-            "data.buckets: no input and no label varies in length; leave it out, or declare "
-            "the one that does: data.shapes: {FEATURE: [0]}"
+            "data.buckets: no input or label varies in length; leave it out, or declare a "
+            "variable length: data.shapes: {FEATURE: [0]}"
         )
 
 

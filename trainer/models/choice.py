@@ -116,12 +116,12 @@ def in_words(counts: Mapping[str, int]) -> str:
 
 
 def is_id(name: str) -> bool:
-    """Say whether a column has the name of an id."""
+    """Return whether a column has the name of an id."""
     return bool(_ID.search(name.strip()) or _CAMEL_ID.search(name.strip()))
 
 
 def names_things(name: str) -> bool:
-    """Say whether the numbers of such a column identify things, and are not counts or indices."""
+    """Return whether the numbers of such a column are identifiers, not counts or indices."""
     return is_id(name) and _words(name)[-1:] not in (["nr"], ["no"], ["number"], ["index"])
 
 
@@ -161,7 +161,7 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
 
 
 def _fits_table(dataset: DatasetSpec, name: str) -> bool:
-    """Say whether a table with a row for each number is not much larger than needed."""
+    """Return whether a table with a row for each number is not much larger than needed."""
     feature, known = dataset.features[name], dataset.learnt.features.get(name)
     if feature.shape or not ("int" in feature.dtype or feature.dtype == "string"):
         return False
@@ -182,6 +182,6 @@ def _is_image(feature: FeatureSpec) -> bool:
 
 
 def is_series(*shapes: tuple[int | None, ...]) -> bool:
-    """Say whether lists of vectors are longer than their vectors, like time series."""
+    """Return whether lists of vectors are longer than their vectors, like time series."""
     rank = {len(shape) for shape in shapes}
     return rank == {_SIDES} and all((shape[0] or 0) > (shape[1] or 0) for shape in shapes)

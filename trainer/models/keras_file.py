@@ -74,7 +74,7 @@ def plain_model(model: keras.Model) -> keras.Model:
             return keras.Model(model._inputs_struct, outputs, name=model.name)
     # A layer is called twice, or has a value that Keras's own does not accept.
     except (ValueError, TypeError) as error:
-        _log.info("who reads the Keras file of the model needs its classes: %s", error)
+        _log.info("loading the Keras file of the model requires its classes: %s", error)
         return model
 
 

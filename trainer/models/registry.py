@@ -51,7 +51,7 @@ def report_bad_input() -> Iterator[None]:
         words = " ".join([found[1], *re.findall(r"\[([^]]*)\]", found[2])])
         place = user_code.find_place(error)
         where = f" ({place})" if place else ""
-        raise UserError(f"the model refused its input: {words}{where}") from error
+        raise UserError(f"the model does not accept its input: {words}{where}") from error
 
 
 ModelFunction = Callable[..., keras.Model]
@@ -77,7 +77,8 @@ def build(
     if not given:
         place = user_code.place_of_definition(function)
         raise ConfigError(
-            f"model {config.name}: it takes no argument{place}; its first is the `InputSpec`"
+            f"model {config.name}: it accepts no argument{place}; its first argument must be the "
+            f"`InputSpec`"
         )
     user_code.require_arguments("model", config.name, function, config.args, given)
     try:
@@ -143,7 +144,7 @@ def require_trainable(name: str, model: keras.Model) -> None:
     if not model.trainable_variables:
         frozen = "all of its variables are frozen, by its layers or by training.freeze"
         why = frozen if model.variables else "it has no variables"
-        raise ConfigError(f"model {name}: it has nothing to train: {why}")
+        raise ConfigError(f"model {name}: it has no trainable variables: {why}")
 
 
 def require_lite(model: keras.Model) -> None:
@@ -181,7 +182,7 @@ def require_readable(name: str, model: keras.Model) -> None:
             )
         raise ConfigError(
             f"model {name}: {unreadable}; give its own classes a get_config, replace a Lambda by a "
-            "layer of your own, or leave keras out of export.formats"
+            "custom layer, or leave keras out of export.formats"
         )
 
 
@@ -263,7 +264,9 @@ def freeze(model: keras.Model, globs: Sequence[str]) -> None:
     paths = [variable.path for variable in model.variables]
     for glob in globs:
         if not any(fnmatchcase(path, glob) for path in paths):
-            raise ConfigError(f"training.freeze: {glob!r} fits no variable{nearest(glob, paths)}")
+            raise ConfigError(
+                f"training.freeze: {glob!r} matches no variable{nearest(glob, paths)}"
+            )
     frozen = {path for path in paths if any(fnmatchcase(path, glob) for glob in globs)}
     moving = dict[str, str]()
     for layer in model._flatten_layers():
@@ -280,6 +283,6 @@ def freeze(model: keras.Model, globs: Sequence[str]) -> None:
         fits = [path for path in paths if fnmatchcase(path, glob)]
         if moving.keys() >= set(fits):
             raise ConfigError(
-                f"training.freeze: {glob!r} fits only {fits[0]}, state that no gradient trains; it "
-                f"stays as it is where its whole layer is frozen: '{moving[fits[0]]}/*'"
+                f"training.freeze: {glob!r} fits only {fits[0]}, state that no gradient trains; to "
+                f"keep it unchanged, freeze its whole layer: '{moving[fits[0]]}/*'"
             )

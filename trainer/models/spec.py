@@ -78,7 +78,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _refused(name: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"{name}: {value!r} is not allowed; it has to be {allowed}")
+    return ConfigError(f"{name}: {value!r} is not allowed; it must be {allowed}")
 
 
 # From this share of letters among the words of a text, each letter is a word.
@@ -218,7 +218,7 @@ class InputSpec:
         """
         found = self.statistics(name)
         if found.kind not in (NUMBER, TENSOR, UNKNOWN_KIND):
-            raise ConfigError(f"{name!r} is a {found.kind}, and has no mean; leave it as it is")
+            raise ConfigError(f"{name!r} is a {found.kind}, and has no mean; leave it unchanged")
         # A constant carries no information, and must not become large if it changes later.
         std = [each or 1.0 for each in found.stds] or found.std or 1.0
         mean = found.means or found.mean or 0.0

@@ -180,7 +180,7 @@ def _tables(
             are_floats = not tuple(shape) and "float" in spec.dtype[name]
             gaps = "; whole numbers are floats where some are missing: fill them"
             raise ConfigError(
-                f"takes one whole number as {name!r}; there is {_describe_inputs(spec)}"
+                f"takes one whole number as {name!r}; the dataset has {_describe_inputs(spec)}"
                 f"{gaps if are_floats else ''}"
             )
     if sized:
@@ -188,7 +188,7 @@ def _tables(
     if sorted([*fixed, *growing]) != sorted(spec.shape):
         wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
         also = f" where tables ({tables!r}) has no {{capacity: COUNT}}" if tables else ""
-        raise ConfigError(f"rows: {rows!r} is not allowed; it has to be {{{wanted}}}{also}")
+        raise ConfigError(f"rows: {rows!r} is not allowed; it must be {{{wanted}}}{also}")
     return {
         name: growing[name] if name in growing else size(f"rows of {name}", fixed[name])
         for name in spec.shape
@@ -203,7 +203,8 @@ def _number_rows(spec: InputSpec, name: str, ids: Any) -> tuple[Any, int]:
         if len(vocabulary.values) < _NEARLY * known.distinct:
             raise ConfigError(
                 f"{name!r} has about {known.distinct} values, and data.vocabulary keeps "
-                f"{len(vocabulary.values)} of them: set data.vocabulary to as many, or tables"
+                f"{len(vocabulary.values)} of them: set data.vocabulary to that number, or use "
+                f"tables"
             )
         return vocabulary(ids), vocabulary.size
     most = int(known.most or 0)
@@ -374,12 +375,12 @@ def _names(argument: str, of: str, value: Any) -> list[str]:
     """Return the features of users or of items, the id first."""
     if isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
         return [of, *value]
-    raise ConfigError(f"{argument}: {value!r} is not allowed; it has to be a list of features")
+    raise ConfigError(f"{argument}: {value!r} is not allowed; it must be a list of features")
 
 
 def _weight(retrieval: float) -> float:
     if type(retrieval) not in (int, float) or not 0 <= retrieval < float("inf"):
-        raise ConfigError(f"retrieval: {retrieval!r} is not allowed; it has to be 0 or more")
+        raise ConfigError(f"retrieval: {retrieval!r} is not allowed; it must be 0 or more")
     return float(retrieval)
 
 
@@ -393,7 +394,7 @@ def _check(
     wanted = [*looked_up, *filter(None, [popularity])]
     if twice := [name for name, count in Counter(wanted).items() if count > 1]:
         raise ConfigError(
-            f"{twice[0]!r} is named twice; a feature is an id, an attribute, or the popularity"
+            f"{twice[0]!r} is named twice; a feature is an id, an attribute or the popularity"
         )
     if not isinstance(spec.shape, Mapping) or not isinstance(spec.dtype, Mapping):
         raise ConfigError(f"takes {', '.join(wanted)}; set data.inputs to them")
@@ -413,4 +414,4 @@ def _check(
         raise ConfigError(f"popularity: {popularity!r} is {spec.dtype[popularity]} and no number")
     if not isinstance(tables, Mapping) or tables.keys() != set(looked_up):
         each = ", ".join(f"{name}: {{capacity: COUNT}}" for name in looked_up)
-        raise ConfigError(f"tables: {tables!r} is not allowed; it has to be {{{each}}}")
+        raise ConfigError(f"tables: {tables!r} is not allowed; it must be {{{each}}}")

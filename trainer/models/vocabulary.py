@@ -123,7 +123,7 @@ class Words(keras.layers.Layer):
         """
         super().__init__(**{"dtype": "int64", **kwargs})
         if length is not None and length < 1:
-            raise ValueError(f"length: {length!r} is not allowed; it has to be at least 1")
+            raise ValueError(f"length: {length!r} is not allowed; it must be at least 1")
         self.values = [*values]
         self.length, self.ngram, self.letters = length, ngram, letters
         self.supports_jit = False

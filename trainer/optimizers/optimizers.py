@@ -84,7 +84,9 @@ def accept_compiled(
         of_model = of_model.inner_optimizer
     name = type(of_model).__name__
     if name in NOT_OFFERED:
-        raise ConfigError(f"{key} is {name}, which cannot be used here; compile with another one")
+        raise ConfigError(
+            f"{key} is {name}, which cannot be used here; compile with another optimizer"
+        )
     for argument in ("loss_scale_factor", "gradient_accumulation_steps", "use_ema"):
         if getattr(of_model, argument, None):
             raise ConfigError(f"{key} has {argument}: {REFUSED[argument]}")
@@ -172,7 +174,7 @@ def _check(optimizer: str, defaults: Mapping[str, Any], argument: str, value: ob
         return
     fits, allowed = _check_value(argument, default, value)
     if not fits:
-        raise ConfigError(f"{key}: {value!r} is not allowed; it has to be {allowed}")
+        raise ConfigError(f"{key}: {value!r} is not allowed; it must be {allowed}")
 
 
 def _check_value(argument: str, default: object, value: Any) -> tuple[bool, str]:

@@ -1,1 +1,1 @@
-"""An exported model on data of any size: `flotilla predict`."""
+"""Batch prediction with an exported model: `flotilla predict`."""

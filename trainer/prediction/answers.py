@@ -1,4 +1,4 @@
-"""Columns for the answers of a model: class names, probabilities, numbers.
+"""The output columns of a model: class names, probabilities, numbers.
 
 Each output gives these columns; with several outputs they are in a struct named after the output.
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from flotilla.trainer.prediction.exported_model import ExportedModel
 from flotilla.trainer.tasks.multi_output import group_by_output
 
-# With more classes, the probabilities are a list in the order of the classes.
+# Above this number of classes, the probabilities are a list in the order of the classes.
 MOST_NAMED = 1000
 _HALF = 0.5
 Answers = Mapping[str, NDArray[Any]]
@@ -32,7 +32,10 @@ Columns = dict[str, pa.Array]
 
 
 def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
-    """Return the columns for the answers to a batch; `lengths` are those of its examples."""
+    """Return the columns for the predictions of a batch.
+
+    `lengths` are the lengths of its examples.
+    """
     if set(model.kinds) == {""}:
         return _columns(model, "", answers, lengths)
     found: Columns = {}

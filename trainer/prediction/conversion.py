@@ -1,4 +1,4 @@
-"""Convert columns of a file to the inputs of a model; a value that does not fit breaks its row."""
+"""Convert columns of a file to the inputs of a model; an invalid value makes its row invalid."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 
 @dataclass(frozen=True)
 class Converted:
-    """The values of an input by row, which of them are broken, and the reasons."""
+    """The values of an input by row, the rows with invalid values, and the reasons."""
 
     values: Sequence[Any] | NDArray[Any]
     bad: NDArray[np.bool_]
@@ -37,7 +37,7 @@ def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: 
 
     Args:
         wanted: the input of the model.
-        array: the values as they are in the file.
+        array: the values from the file.
         config: settings for decoding images and padding lists.
         folder: URI of the folder that paths of images are relative to.
     """
@@ -94,7 +94,7 @@ def _pictures(spec: FeatureSpec, pictures: Pictures, array: pa.Array) -> Convert
 
 
 def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
-    """Return lists, also JSON lists in texts, as arrays of one shape."""
+    """Return lists, including JSON lists in texts, as arrays of one shape."""
     is_text = spec.dtype == "string"
     dtype: Any = object if is_text else tf.as_dtype(spec.dtype).as_numpy_dtype
     empty = np.zeros(tuple(0 if size is None else size for size in spec.shape), dtype)

@@ -55,7 +55,7 @@ class ExportedModel:
 
     @property
     def varying_answers(self) -> frozenset[str]:
-        """The answers whose second axis has the length of the longest input of the batch."""
+        """Return the outputs whose second axis has the length of the longest input of the batch."""
         return frozenset(
             name
             for name, each in self.signature.structured_outputs.items()
@@ -63,7 +63,7 @@ class ExportedModel:
         )
 
     def ask(self, inputs: Arrays) -> dict[str, NDArray[Any]]:
-        """Return the answers to a batch of inputs by feature; raises `UserError`."""
+        """Return the predictions for a batch of inputs by feature; raises `UserError`."""
         given = {
             self.names[each.feature]: tf.constant(inputs[each.feature], each.spec.dtype)
             for each in self.inputs
@@ -125,4 +125,4 @@ def _refusals(uri: str) -> Iterator[None]:
     # A SavedModel may raise anything.
     except Exception as error:
         line = " ".join(str(user_code.format_error(error)).split())[:500]
-        raise UserError(f"the model {uri} cannot be asked: {line}") from error
+        raise UserError(f"the model {uri} cannot predict: {line}") from error

@@ -35,11 +35,11 @@ from flotilla.trainer.prediction.exported_model import ExportedModel
 from flotilla.trainer.prediction.request import ALL, Request
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 
-#: The number of the record in its file, from 1, by which a row can be joined.
+#: The number of the record in its file, from 1, which identifies a row.
 ROW = "row"
 FILE = "file"
 _NAMED = 8
-# Most rows in memory while a batch is made of them.
+# Maximum number of rows in memory while a batch is built.
 _BATCH_BYTES = 64 << 20
 
 
@@ -51,7 +51,7 @@ class Batch:
         inputs: arrays by feature.
         copied: columns of the data to copy into the rows.
         lengths: lengths of the examples if an input is padded, else None.
-        size: bytes of a file that they take, if known.
+        size: their bytes in the file, if known.
     """
 
     inputs: Mapping[str, NDArray[Any]]
@@ -61,7 +61,7 @@ class Batch:
 
 
 def say(text: str) -> None:
-    """Report a note on the data or the answers to the user."""
+    """Report a note on the data or the predictions to the user."""
     events.emit(DataNote(text=text))
 
 
@@ -98,7 +98,7 @@ class FileExamples(Examples):
         self._allowed = 1.0 if request.skip_bad else model.config.data.bad_rows
 
     def batches(self, size: int) -> Iterator[Batch]:
-        """Yield the rows of all files, in their order; raises `UserError`."""
+        """Yield the rows of all files in order; raises `UserError`."""
         for number in range(1 if self._files.is_listing else len(self._files.files)):
             piece = Piece(number)
             with self._files.local(number) as path:
@@ -131,10 +131,13 @@ class FileExamples(Examples):
     def _check_broken(self) -> None:
         if self._broken.count and not self._allowed:
             where = self._broken.first(self._files.place)[0]
-            raise UserError(f"{where}; correct it, or leave such rows out by --skip-bad")
+            raise UserError(f"{where}; correct it, or skip such rows with --skip-bad")
 
     def _columns(self, number: int, path: Path) -> list[str]:
-        """Return the columns to read from a file; raises `UserError` if they do not fit."""
+        """Return the columns to read from a file.
+
+        Raises `UserError` if they do not match the model.
+        """
         there = self._files.columns(number, path)
         needed = [each.feature for each in self._model.inputs]
         lengths = {length_name(each.feature) for each in self._model.inputs if each.spec.varies}
@@ -156,7 +159,7 @@ class FileExamples(Examples):
         wanted = self._request.columns
         if self._files.is_listing:
             if wanted:
-                raise ConfigError("--columns: images have none; their paths are in the rows")
+                raise ConfigError("--columns: images have no columns; their paths are in the rows")
             self._choose_copied = (PATH,)
         elif self._choose_copied is None:
             self._choose_copied = tuple(there) if ALL in wanted else tuple(dict.fromkeys(wanted))
@@ -225,12 +228,12 @@ class FileExamples(Examples):
             raise UserError(
                 f"{broken} of {total} rows of {named} are broken, more than the data.bad_rows "
                 f"({self._allowed:g}) of the model allows, first {first[0]}; correct them, or "
-                "leave them out by --skip-bad"
+                "skip them with --skip-bad"
             )
         say(f"{broken} rows left out, which cannot be read: {'; '.join(first)}")
 
     def _format_path(self, path: Path) -> str:
-        # A remote file's path is that of its copy.
+        # The path of a remote file is the path of its copy.
         local = (storage.local_path(each.uri) for each in self._files.files)
         return next((str(each) for each in local if each == path), path.name)
 
@@ -249,7 +252,9 @@ def _list_files(model: ExportedModel, request: Request, scratch: Path) -> FilePi
     pictures = [each for each in model.inputs if each.column.type == "image"]
     if len(model.inputs) != 1 or not pictures:
         takes = _few([each.feature for each in model.inputs])
-        raise UserError(f"these are images, and the model takes {takes}: give a table with these")
+        raise UserError(
+            f"the inputs are images, but the model takes {takes}: give a table with these columns"
+        )
     kept = found.files
     several = len(request.inputs) > 1
     paths = [str(storage.local_path(f.uri) or f.uri) if several else f.path for f in kept]
@@ -269,7 +274,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
-    """Return the batch size: as asked, or the usual one within 64 MiB of inputs."""
+    """Return the requested batch size, or the default one within 64 MiB of inputs."""
     if asked:
         return asked
     values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)
@@ -280,10 +285,10 @@ class SplitExamples(Examples):
     """The examples of one split."""
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
-        """Read the given dataset, or the model's.
+        """Read the given dataset, or the dataset of the model.
 
         Raises:
-            UserError: the dataset is gone, or lacks the split or an input of the model.
+            UserError: the dataset is missing, or has no such split or input.
         """
         self._model, self._request, self._scratch = model, request, scratch
         self._uri = request.inputs[0] if request.inputs else model.dataset
@@ -295,7 +300,7 @@ class SplitExamples(Examples):
                 f"{'' if request.inputs else ', on which the model was trained'}: name another one"
             ) from None
         if manifest.kind != KIND:
-            raise UserError(f"{self._uri} is a {manifest.kind} and no {KIND}: leave --split out")
+            raise UserError(f"{self._uri} is a {manifest.kind} and not a {KIND}: leave --split out")
         self._spec = DatasetSpec.from_manifest(manifest)
         self._check()
         self._spec.files(request.split)
@@ -340,8 +345,8 @@ class SplitExamples(Examples):
                 )
             if there.labels != each.spec.labels:
                 raise UserError(
-                    f"{each.feature!r} of the dataset {self._uri} has other classes than that "
-                    "which the model was trained on"
+                    f"{each.feature!r} of the dataset {self._uri} has classes that differ "
+                    "from those of the training data"
                 )
 
     def _choose_copied(self) -> list[str]:

@@ -85,7 +85,7 @@ class ParquetWriter(Writer):
         """Append rows; types of JSON rows may differ from the first ones."""
         if self._writer is None:
             nulls = [pa.types.is_null(each.type) for each in table.schema]
-            # A column without values so far gets the widest type, text.
+            # A column without values so far gets the type text, which accepts every value.
             fields = [
                 field.with_type(pa.string()) if is_null else field
                 for field, is_null in zip(table.schema, nulls, strict=True)

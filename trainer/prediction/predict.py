@@ -42,7 +42,7 @@ SUMMARY = "summary.json"
 def answer(request: Path, workdir: Path) -> None:
     """Process the request in a file, and write a summary below `workdir` at the end.
 
-    Events report the progress, and notes on the data.
+    Events report the progress and notes on the data.
 
     Raises:
         UserError: see `predict`.
@@ -99,8 +99,8 @@ def _join(batch: Batch, columns: dict[str, pa.Array]) -> pa.Table:
     copied = dict(zip(batch.copied.column_names, batch.copied.columns, strict=True))
     if both := [name for name in copied if name in columns]:
         raise ConfigError(
-            f"--columns: the answers have a column {both[0]!r} of their own; rename that of the "
-            "data, or leave it out"
+            f"--columns: the predictions also have a column {both[0]!r}; rename the column of "
+            "the data, or leave it out"
         )
     return pa.table({**copied, **columns})
 
@@ -118,7 +118,7 @@ def _examples(model: ExportedModel, request: Request, scratch: Path) -> Examples
 
 
 class _Terminal:
-    """Standard output on a terminal: control sequences in texts of the data are escaped."""
+    """Standard output on a terminal; escapes control sequences in the data."""
 
     def write(self, data: bytes) -> None:
         sys.stdout.buffer.write(printable(data.decode(errors="replace")).encode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Instead of a path: rows go to standard output.
+#: Used in place of a path: rows go to standard output.
 STANDARD_OUTPUT = "-"
 #: Value of `columns`: all columns of the files.
 ALL = "*"
@@ -22,8 +22,8 @@ class Request:
         output: absolute path, or `STANDARD_OUTPUT`.
         form: format of the output: csv, jsonl or parquet.
         columns: columns to copy from the data to the rows; `ALL` for all.
-        batch_size: examples in a batch; 0: as in the model's evaluation.
-        skip_bad: whether unreadable rows are left out.
+        batch_size: number of examples in a batch; 0: as in the model's evaluation.
+        skip_bad: whether unreadable rows are skipped.
     """
 
     model: str

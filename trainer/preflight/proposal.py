@@ -90,7 +90,7 @@ class Rows:
 
 
 def is_source(given: str | Path) -> bool:
-    """Say whether a command line argument names files to learn from, or a configuration.
+    """Return whether a command line argument names files to learn from, or a configuration.
 
     Raises:
         ConfigError: it is neither.
@@ -206,7 +206,7 @@ def _examine(data: DataConfig, scratch: Path) -> Rows:
     count, is_cut, scans = _scan(pieces, names, data.label)
     is_cut = is_cut or few.is_part
     if not count and not is_cut:
-        raise ConfigError(f"data.source: {data.source} has no row; name files that have some")
+        raise ConfigError(f"data.source: {data.source} has no row; give files that have rows")
     for scan in scans.values():
         scan.lack(count)
     return Rows(
@@ -364,7 +364,7 @@ def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:
         value = next(iter(found.classes or scan.values), "") or scan.lowest
         raise ConfigError(
             f"--label: {labels[0]!r} of {config.data.source} has one value only ({value!r}) in all "
-            f"{rows.count} rows, so that there is nothing to learn; name another column"
+            f"{rows.count} rows, so there is nothing to learn; give another column"
         )
     if not found.classes:
         return "regression: the label is a quantity"
@@ -407,7 +407,7 @@ def _is_id(name: str, scan: Any, rows: int) -> bool:
 
 
 def _is_formatted(scan: Any) -> bool:
-    """Say whether texts are numbers or dates in writing, such as 3,25 and 31.12.2024."""
+    """Return whether texts are numbers or dates in writing, such as 3,25 and 31.12.2024."""
     from flotilla.trainer.data.files import written_numbers  # noqa: PLC0415
 
     texts, writing = scan.kinds.get("text", 0), scan.writing

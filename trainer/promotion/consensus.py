@@ -7,8 +7,8 @@ never overwrites another's, and reads all notes.
 
 A note is `<uri>/<round>-<token>-promised`, which is empty (its writer accepts no lower round), or
 `<uri>/<round>-<token>-accepted`, which holds a proposal as JSON. Notes are never changed or
-removed, so a delayed write has no effect, and a process that was paused for a year still learns the
-decision.
+removed, so a delayed write has no effect, and a process that was paused for a long time still reads
+the decision.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.json_records import parse_mapping
 
-# Two processes that outbid each other wait for random times, so that one of them succeeds.
+# Two processes that outbid each other wait for random times, so that one of them wins.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0
 _NOTE = re.compile(r"(\d+)-([0-9a-f]+)-(promised|accepted)")
 
@@ -50,7 +50,7 @@ def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_decided(uri: str) -> dict[str, Any] | None:
-    """Return the decided value, or decide the one that may have been; None if none was accepted."""
+    """Return the decided value, or decide the last accepted one; None if there is none."""
     return None if _last_accepted(uri, _notes(uri)) is None else decide(uri, {})
 
 
@@ -67,8 +67,10 @@ def _last_accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
     try:
         return parse_mapping(storage.read_bytes(place))
     except ValueError:
-        # It may already be decided: if it were ignored, two proposals could win.
-        raise storage.Corrupt(f"{place} is damaged: it holds no proposal; restore it") from None
+        # This proposal may already be decided: ignoring it could let two proposals win.
+        raise storage.Corrupt(
+            f"{place} is damaged: it does not contain a proposal; restore it"
+        ) from None
 
 
 def _notes(uri: str) -> Notes:

@@ -40,9 +40,9 @@ BLESSED = "blessed"
 REFUSED = "refused"
 #: The key of the rule that requires a comparison.
 COMPARABLE = "the champion"
-# Number of lost classes above which a rule adds more than the number.
+# Number of lost classes above which a rule also describes them.
 _FEW = 4
-# Relative number of additional examples above which a rule reports them.
+# A rule reports the required additional examples above this ratio.
 _MOST_TIMES = 100
 
 
@@ -101,7 +101,7 @@ class Decision:
 
     @property
     def in_words(self) -> dict[str, Any]:
-        """Fields for people and tables, as JSON."""
+        """Return the fields for people and tables, as JSON."""
         return {
             "decision": self.word,
             "headline": self.headline,
@@ -117,7 +117,7 @@ class Decision:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return one line for each rule that decided: the failed rules, or all if all passed."""
+        """Return one line for each decisive rule: the failed rules, or all rules if all passed."""
         failed = tuple(str(rule) for rule in self.rules if not rule.passed)
         return failed or tuple(map(str, self.rules))
 
@@ -176,10 +176,12 @@ def _decide(
 def _read_measured(uri: str) -> dict[str, Any]:
     kind = storage.read_manifest(uri).kind
     if kind != "evaluation":
-        raise UserError(f"{uri} is a {kind} and not an evaluation: pass on what evaluate wrote")
+        raise UserError(
+            f"{uri} is a {kind} and not an evaluation: pass the result of the evaluation"
+        )
     tree = storage.read_json(uri, "metrics.json")
     if not isinstance(tree.get("metrics"), dict):
-        raise UserError(f"{uri}: metrics.json holds no metrics: evaluate the checkpoint again")
+        raise UserError(f"{uri}: metrics.json contains no metrics: evaluate the checkpoint again")
     return tree
 
 
@@ -203,7 +205,7 @@ def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
 def _parts(
     feature: str, value: str | None, key: str, measured: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a label and metrics: for all examples, for one part, or for each part of a slice."""
+    """Yield labels and metrics: of all examples, of one part, or of each part of a slice."""
     if not feature:
         yield "", measured["metrics"]
         return
@@ -226,7 +228,7 @@ def _parts(
 
 def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the rule that a model is certainly better than the best constant."""
-    # Unknown for an evaluation of an earlier version, or for a metric that no constant has.
+    # An evaluation of an earlier version, and a metric without a constant, do not record it.
     constant = measured.get("constant") or {}
     if config.constant == "reported" or not (paired := constant.get("paired")):
         return
@@ -297,7 +299,7 @@ def _margin(
 
 
 def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule]:
-    """Yield the rule that no class is lost, for the class with the largest possible loss."""
+    """Yield the rule that no class is lost; it shows the class with the largest possible loss."""
     rows = [each for each in champion.get("classes", ()) if each["judged"] or each["lost"]]
     if not rows:
         return
@@ -332,15 +334,16 @@ def count_required_examples(paired: Mapping[str, Any], margin: float) -> int:
     if found is None or bound is None:
         return 0
     lost, at_most = (-found, -bound) if paired["better"] == "higher" else (found, bound)
-    # For models that are equal; without a margin, for models that gain as much as this one.
+    # This is the number for equal models or, without a margin, for models with the gain of this
+    # one.
     distance = margin if margin > 0 else margin - lost
     if not lost <= margin <= at_most or not distance > 0:
         return 0
-    # Nine of ten pass then, if examples vary as much as these.
+    # Nine of ten such models pass if the examples vary as much as these.
     sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
     error = (at_most - lost) / sure if sure else math.inf
     times = ((sure + power) * error / distance) ** 2
-    # A difference that would take that many examples may be chance.
+    # A difference that needs that many examples may be due to chance.
     if not 1 < times < _MOST_TIMES:
         return 0
     return int(round(count * times, 1 - math.floor(math.log10(count * times))))
@@ -356,7 +359,7 @@ def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(
-            f"{key}: {metric!r} is {value!r}, which no threshold can be compared with"
+            f"{key}: {metric!r} is {value!r}, which cannot be compared with a threshold"
         )
     return float(value)
 

@@ -31,7 +31,7 @@ def service(name: str, uri: str) -> str:
 def _storage_uri(uri: str) -> str:
     if not speaks_s3(uri):
         return uri
-    # Without the options of the URI, which only Flotilla's client understands.
+    # The options of the URI are removed, since only Flotilla's client reads them.
     place = locate(uri)
     return f"s3://{place.bucket}/{place.key}"
 

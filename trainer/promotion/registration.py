@@ -3,8 +3,8 @@
 The decision is a published directory with `registration.json`:
 
     {"decision": "promoted" | "refused", "headline", "reasons": [one line each],
-     "rules": [as of the gate], "version", "promotion", "model": URI,
-     "predecessor": URI of the champion before or ""}
+     "rules": [as in decision.json], "version", "promotion", "model": URI,
+     "predecessor": URI of the previous champion or ""}
 
 Nothing is registered unless every rule passes. Trackers are notified of every promotion, by a run
 or by a person.
@@ -78,7 +78,7 @@ def register(request: Request, scratch: Path) -> Registration:
         try:
             return _register(request, scratch)
         except registry.PromotionLostError as lost:
-            # Another run was promoted, so the loop ends at the last of them.
+            # Another run was promoted meanwhile; the loop ends when no further run is promoted.
             _log.info("%s: comparing with the new champion", lost)
 
 
@@ -117,7 +117,7 @@ def _register(request: Request, scratch: Path) -> Registration:
 def _compare_again(
     request: Request, champion: registry.Version
 ) -> tuple[tuple[Rule, ...], dict[str, Any]]:
-    """Return the rules of comparisons that the gate has not made, and the lineage of all.
+    """Return the rules of comparisons that the gate did not make, and the lineage of all rules.
 
     Small losses add up over many nights, so the model is also compared with the version after which
     no gain was proved.
@@ -129,7 +129,7 @@ def _compare_again(
     gained = seen.get("gained", False)
     if champion.uri != seen.get("champion", ""):
         decided = request.compare(champion)
-        # The gate's rules without a champion hold for any champion.
+        # The gate's rules that do not compare with a champion apply to any champion.
         rules = tuple(each for each in decided.rules if each.key != CONSTANT)
         gained, lineage["decision"] = decided.gained, decided.uri
         lineage["measured"] = dict(decided.measured)
@@ -157,7 +157,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]
         if "metric" in found:
-            # With few examples, a single one exceeds the tolerance.
+            # With few examples, a single example exceeds the tolerance.
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
         yield _make_limit(f"difference of {form}", value, limit, "its tolerance")
@@ -180,7 +180,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
 
 
 def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
-    """Describe what changes for clients of a champion, and what to do; empty if nothing changes."""
+    """Describe what changes for clients of a champion and what they must do."""
     before, since = champion.manifest.fields, f"changed since {champion.uri}"
     positive = registry.positive_classes(before, champion.uri)
     for name, now_positive in registry.positive_classes(now, model).items():
@@ -196,7 +196,8 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
                 f"the positive class {was!r} {since} to {now_positive!r}; set {key}.positive: "
                 f"{was!r}, or give this model another name"
             )
-    # A model of an earlier version lacks the last three fields; its labels are compared below.
+    # A model of an earlier version has no values for the last three fields; its labels are compared
+    # below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]
     there, here = registry.read_labels(champion.uri), registry.read_labels(model)
@@ -237,7 +238,9 @@ def _read_decision(uri: str) -> dict[str, Any]:
     except storage.Missing:
         return {}
     if parse_record(_Judged, tree) is None:
-        raise storage.Corrupt(f"decision.json of {uri} has fields of other types: judge it again")
+        raise storage.Corrupt(
+            f"decision.json of {uri} has fields of wrong types: run the gate again"
+        )
     return tree
 
 
@@ -278,7 +281,9 @@ def _read(uri: str) -> Registration:
     # A decision of an earlier version has no headline.
     found = parse_record(Registration, {"headline": "", **tree, **facts})
     if found is None:
-        raise storage.Corrupt(f"registration.json of {uri} holds no decision: delete {uri}")
+        raise storage.Corrupt(
+            f"registration.json of {uri} does not contain a decision: delete {uri}"
+        )
     return found
 
 
@@ -287,7 +292,7 @@ def announce(root: str, name: str, number: int, hub: str) -> None:
     at = addresses.find_hub(hub)
     if not (at or addresses.is_tracked()):
         return
-    # Long after the promotion, a resumed run may find another champion.
+    # When a run is resumed long after the promotion, another version may be the champion.
     champion = registry.champion_number(root, name)
 
     def describe(version: registry.Version) -> PromotedModel:
@@ -310,7 +315,7 @@ def announce(root: str, name: str, number: int, hub: str) -> None:
 
 
 def announce_again(root: str, name: str) -> None:
-    """Notify MLflow of the champion if its champion is another; may raise the client's errors."""
+    """Notify MLflow if it has a different champion; may raise the client's errors."""
     if not addresses.is_tracked() or not (champion := registry.champion_number(root, name)):
         return
     uri = registry.version(root, name, champion).uri

@@ -52,7 +52,7 @@ from flotilla.trainer.tracking import mlflow_model
 MODEL = "model"
 PROMOTION = "promotion"
 NAME = "name"
-# A promotion or removal that takes longer than this was killed.
+# A promotion or removal that takes longer than this counts as killed.
 _SECONDS = 3600.0
 _Fields = TypeVar("_Fields", "_VersionFields", "_PromotionFields")
 log = logging.getLogger(__name__)
@@ -84,14 +84,14 @@ class Promotion:
 
 
 def home(root: str, name: str) -> str:
-    """Return the URI below which all records of a model are stored."""
+    """Return the URI of the folder with all records of a model."""
     return storage.join(root, "registry", "models", name)
 
 
 def names(root: str) -> list[str]:
     """Return the names of all registered models."""
     found = storage.list_published(storage.join(root, "registry", "names"), NAME)
-    # A model is published under its name.
+    # Each version of a model is published below the name of the model.
     return [storage.name_of(uri) for uri, _ in found]
 
 
@@ -189,12 +189,12 @@ def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, 
     """Return the readable records; log a warning for each damaged one."""
     for each in records.values():
         if isinstance(each, UserError) and not isinstance(each, storage.NotPublished):
-            log.warning("passed over: %s", each)
+            log.warning("skipped: %s", each)
     return {number: each for number, each in records.items() if isinstance(each, _Record)}
 
 
 def version(root: str, name: str, number: int) -> Version:
-    """Return one version; raises `ConfigError` if this number does not exist."""
+    """Return one version; raises `ConfigError` if the number does not exist."""
     found = {each.number: each for each in versions(root, name)}
     if number not in found:
         known = ", ".join(map(str, found)) or "none"
@@ -203,7 +203,7 @@ def version(root: str, name: str, number: int) -> Version:
 
 
 def find_source(version: Version) -> str:
-    """Return the URI of the exported model that a version is a copy of, or an empty text."""
+    """Return the URI of the exported model that a version was copied from, or an empty text."""
     source = version.manifest.fields.get("source")
     return str(source.get("uri", "")) if isinstance(source, dict) else ""
 
@@ -212,8 +212,8 @@ def promotions(root: str, name: str) -> list[Promotion]:
     """Return every readable promotion of a model, oldest first.
 
     A decided promotion that was not published, because its process was killed or its folder was
-    removed, is published first. Raises `UserError` if the newest is unreadable, since an older
-    champion would be wrong.
+    removed, is published first. Raises `UserError` if the newest promotion is unreadable, since an
+    older champion would be wrong.
     """
     above = storage.join(home(root, name), "promotions")
     records = _records(above, PROMOTION, _PromotionFields)
@@ -245,14 +245,14 @@ def promotions(root: str, name: str) -> list[Promotion]:
 
 
 def _restore_decided(root: str, name: str, number: int) -> bool:
-    """Publish the decided promotion of a number, if there is one."""
+    """Publish the promotion that was decided for a number, if there is one."""
     claim = storage.join(home(root, name), "claims", "promotions", f"{number:06d}")
     decided = find_decided(claim)
     if decided is None:
         return False
     found = parse_record(_PromotionFields, decided)
     if found is None or found.number != number:
-        raise storage.Corrupt(f"{claim} holds no promotion {number} of {name}; restore it")
+        raise storage.Corrupt(f"{claim} does not contain promotion {number} of {name}; restore it")
     _publish_promotion(root, name, number, decided)
     return True
 
@@ -261,8 +261,8 @@ def _predecessor(name: str, made: Mapping[int, Promotion], number: int) -> Promo
     """Return the promotion before a number; raises `UserError` if it is unreadable."""
     if number > 1 and number - 1 not in made:
         raise UserError(
-            f"promotion {number - 1} of {name} is not there, or cannot be read: restore it, or "
-            "make a version champion with `flotilla models promote`"
+            f"promotion {number - 1} of {name} does not exist or cannot be read: restore it, "
+            "or make a version the champion with `flotilla models promote`"
         )
     return made.get(number - 1)
 
@@ -285,7 +285,7 @@ def read_promoted(root: str, name: str, number: int) -> Version:
         return version(root, name, number)
     except UserError as error:
         remedy = "restore it, or make another version the champion with `flotilla models promote`"
-        raise UserError(f"the champion does not exist any more: {error}; {remedy}") from error
+        raise UserError(f"the champion no longer exists: {error}; {remedy}") from error
 
 
 def register(
@@ -302,12 +302,12 @@ def register(
     _name(root, name)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
         copy = Path(folder) / "model"
-        # It is signed again below, so the earlier signature is left out.
+        # The model is signed again below, so the earlier signature is left out.
         signing.fetch(model, copy, there, only=lambda _: True)
         served = copy / there.fields["saved_model"]
         while True:
             if _claim(root, name, "versions", number, source) != source:
-                # Another run has taken this number meanwhile.
+                # Another run has registered this number meanwhile.
                 number += 1
                 continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")
@@ -323,7 +323,7 @@ def register(
             try:
                 manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
             except storage.Conflict:
-                # Another process of this run may have published this same model.
+                # Another process of this run may have published the same model.
                 manifest = storage.read_manifest(uri)
                 if manifest.fields.get("source") != source:
                     number += 1
@@ -348,7 +348,7 @@ def _name(root: str, name: str) -> None:
 def promote(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
 ) -> Promotion:
-    """Make a version the champion if `after` is still the newest promotion (0: there is none)."""
+    """Make a version the champion if `after` is still the newest promotion (0: none yet)."""
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
         signing.verify(uri)
@@ -433,8 +433,8 @@ def champion_checkpoint(root: str, name: str) -> str:
     uri = str(found.manifest.fields.get("lineage", {}).get("checkpoint", ""))
     if not uri or not storage.is_published(uri):
         raise UserError(
-            f"training.warm_start: the checkpoint of {name}'s champion, version {found.number}, is "
-            f"not there any more ({uri or 'it names none'}): name another checkpoint, or leave it "
+            f"training.warm_start: the checkpoint of {name}'s champion, version {found.number}, no "
+            f"longer exists ({uri or 'it names none'}): give another checkpoint, or leave it "
             "empty"
         )
     return uri
@@ -467,7 +467,7 @@ def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
 
 
 def read_kinds(fields: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the kind of each output of a model; an earlier version of it names only its task."""
+    """Return the kind of each output of a model; earlier versions record only its task."""
     return fields.get("kinds") or {"": fields.get("task", "classification")}
 
 
@@ -522,7 +522,7 @@ def retire(home: str, number: int, lineage: Mapping[str, Any]) -> None:
 
 
 def restore(home: str, number: int) -> None:
-    """Undo `retire`: the version stays."""
+    """Undo `retire` and keep the version."""
     storage.delete(_record(home, number))
 
 
@@ -534,8 +534,8 @@ def promoting(home: str, number: int) -> Iterator[None]:
     try:
         if is_recent(_json(_record(home, number)).get("at"), _SECONDS):
             raise UserError(
-                f"version {number} is being removed by `flotilla gc`: promote another one, or try "
-                "again in an hour if it is there then"
+                f"version {number} is being removed by `flotilla gc`: promote another version, or "
+                "try again in an hour if it still exists"
             )
         yield
     finally:

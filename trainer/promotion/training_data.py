@@ -20,7 +20,8 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
-# Keys without effect on a model. Of the code, only the named modules and their imports count.
+# Keys without effect on a model. Only the named modules of the code and their imports have an
+# effect.
 _APART: Mapping[str, Any] = {
     "storage": True,
     "code": True,
@@ -35,7 +36,8 @@ class TrainedData:
 
     Attributes:
         version: `data.version` of the champion, or of the newest earlier champion that has one.
-        spans: the newest digest of each span in the training data of it and of earlier champions.
+        spans: the newest digest of each span in the training data of the current and earlier
+        champions.
     """
 
     version: str = ""
@@ -43,12 +45,12 @@ class TrainedData:
 
 
 def read_champion_data(root: str, name: str) -> TrainedData:
-    """Return the training data of the champion, without rolled-back champions; else empty."""
+    """Return the training data of the champion, without rolled-back champions, or no data."""
     return read_lineage_data(_lineages(root, name))
 
 
 def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
-    """Return the training data of the first lineage; the others belong to earlier champions."""
+    """Return the training data of the first lineage; the others are of earlier champions."""
     version, spans = "", dict[str, str]()
     for lineage in lineages:
         version = version or str(lineage.get("data_version", ""))
@@ -82,7 +84,7 @@ def _read_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
 
 
 def digest(config: Config) -> str:
-    """Return a digest that is equal for a run that repeats this one; raises `ConfigError`."""
+    """Return a digest that is equal for runs that repeat each other; raises `ConfigError`."""
     tree = config.model_dump(mode="json", exclude=_APART)
     code = {
         f"{key} {name}": user_code.digest(key, name.partition(":")[0])
@@ -108,7 +110,7 @@ def own_code(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def begin(config: Config, root: str, run_id: str) -> None:
-    """Record the configuration that a run begins to work on."""
+    """Record the configuration that a run starts with."""
     tree = {"name": config.name, "digest": digest(config)}
     storage.write_bytes(_purpose(root, run_id), json.dumps(tree).encode())
 

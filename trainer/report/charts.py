@@ -12,15 +12,15 @@ MOST_POINTS = 600
 MARKED_POINTS = 40
 # Beyond this, the grid cannot be computed or read.
 _LARGEST = 1e100
-# A series that falls by a larger factor is drawn on a log scale; otherwise its end would lie on the
+# A series that falls by a larger factor is drawn on a log scale; otherwise its end would be on the
 # axis.
 MOST_LINEAR = 20.0
 # An axis that begins this near to zero, as a share of its length, begins at zero.
 _NEAR_ZERO = 0.25
 _ROWS, _COLUMNS = 5, 5
-# The space below and above the values, as a share of their range: a line is not on the border.
+# The space below and above the values, as a share of their range, so that no line is on the border.
 _ROOM = 0.05
-# Flags closer than this become one flag, so that a thousand restarts stay legible.
+# Flags that are closer than this are merged, so that a thousand restarts remain legible.
 _APART = 1.5
 _FEWEST_TICKS, _MOST_TICKS = 2, 7
 # Lower limit, divisor and letter of each unit prefix.
@@ -48,7 +48,10 @@ class Axis:
     ticks: tuple[Tick, ...]
 
     def place(self, value: float) -> float:
-        """Return the position of a value in percent; of one outside, that of the nearer end."""
+        """Return the position of a value in percent.
+
+        A value outside of the axis is at the nearer end.
+        """
         scale = _scale(is_log=self.is_log)
         share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
         return 100 * min(max(share, 0.0), 1.0)
@@ -56,7 +59,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series in percent, from the top left; if there are few points, each is marked."""
+    """One series in percent from the top left. If there are few points, each point is marked."""
 
     label: str
     points: tuple[Point, ...]
@@ -74,7 +77,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """Events at one place of the horizontal axis; `text` counts the events of the flag."""
+    """The events at one position of the horizontal axis; `text` counts them."""
 
     at: float
     text: str
@@ -94,7 +97,7 @@ class Chart:
 
     @property
     def compares(self) -> bool:
-        """Whether it has more than one line, such as training and validation."""
+        """Return whether it has more than one line, such as training and validation."""
         return len(self.lines) > 1
 
 
@@ -164,13 +167,13 @@ def fit_axis(
 
 
 def is_constant(table: Sequence[Facts], across: str, name: str) -> float | None:
-    """Return the one value that a column has at all its points; None if it varies."""
+    """Return the value that a column has at all its points; None if it varies."""
     values = {value for _, value in _points(table, across, name)}
     return values.pop() if len(values) == 1 else None
 
 
 def number(value: object) -> float | None:
-    """Return a number that can be drawn; None for anything else."""
+    """Return the number if it can be drawn, else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST else None
@@ -215,7 +218,7 @@ def _spread(values: Sequence[float]) -> Point:
 
 
 def _widen(low: float, high: float, *, is_log: bool) -> Point:
-    """Leave room at both ends; an axis of values that are not negative begins at 0 at the least."""
+    """Leave room at both ends; an axis of values that are not negative begins at 0 or above."""
     if is_log:
         room = (high / low) ** _ROOM
         return low / room, high * room

@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.json_records import make_time
 Facts = Mapping[str, Any]
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>.+)$')
-# Code outside these folders is the user's; library code that it calls may raise on its behalf.
+# Code outside these folders is the user's; it may call library code that raises an error.
 _NOT_HIS = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 _OURS = re.compile(r"(^|/)(trainer|components|pipelines)/[\w/]+\.py$")
 _WHOLE = 100
@@ -93,7 +93,7 @@ def find_place(traceback: str) -> dict[str, str]:
 
 
 def commands(facts: Facts, broken: Sequence[Facts] = ()) -> list[dict[str, str]]:
-    """Return what to do next, `why` and `command`, after a failure or a refusal.
+    """Return the next steps after a failure or a refusal, each with `why` and `command`.
 
     `broken` are the rules that have refused the model.
     """
@@ -147,7 +147,7 @@ def _after_refusal(
 
 
 def use(facts: Facts) -> dict[str, Any]:
-    """Return how to use the model of a run: `name`, `predict`, `python`; empty without a model."""
+    """Return how to use the model of a run, if any: `name`, `predict`, `python`."""
     registered, artifacts = facts.get("registered") or {}, facts.get("artifacts") or {}
     uri = str(registered.get("model") or artifacts.get("model") or "")
     if not uri:
@@ -189,7 +189,7 @@ def _dataset(config: Facts, steps: Sequence[Facts]) -> str:
     made = next((each.get("metrics") for each in steps if each.get("output") == "dataset"), None)
     counts = made if isinstance(made, Mapping) else {}
     version = str(counts.get("version") or "")
-    # The version of files is a digest, which the steps show whole.
+    # The version of files is a digest, which the table of steps shows in full.
     parts = (data.get("source") or data.get("dataset"), version[:_LONGEST_VERSION])
     name = " ".join(str(each) for each in parts if each)
     known = [
@@ -220,10 +220,10 @@ def _strategy(config: Facts) -> str:
 
 
 def _examples_of_a_step(history: Sequence[Facts]) -> float:
-    """Return the examples of one global step by the workers' counts; 0 if they counted none."""
+    """Return the number of examples of one global step from the workers' counts; 0 if unknown."""
     sums = [(number(row.get("global_step")), _sum_counts(row.get("workers"))) for row in history]
     known = [(step, count) for step, count in sums if step is not None and count]
-    # The counts of another attempt start again.
+    # Each attempt starts its counts from 0.
     ratios = [
         (later[1] - sooner[1]) / (later[0] - sooner[0])
         for sooner, later in pairwise(known)
@@ -256,7 +256,7 @@ def steps_of_epoch(last: Facts) -> str:
 
 
 def _length(history: Sequence[Facts]) -> str:
-    """Return the length of training in global steps and epochs; empty if nothing was trained."""
+    """Return the length of training in global steps and epochs; empty if there was no training."""
     last = history[-1] if history else {}
     step, epoch = number(last.get("global_step")), number(last.get("epoch"))
     steps = f"{step:,.0f} steps" if step else ""

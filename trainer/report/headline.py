@@ -1,4 +1,4 @@
-"""The one-sentence result of a run, and the notes that go with it.
+"""The one-sentence result of a run and its notes.
 
     churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
 
@@ -43,7 +43,8 @@ def headline(facts: Facts) -> str:
     subject = f"{name} v{version}" if version else name
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
-    # Escaped part by part: a run called `authorization` would mask the text after its colon.
+    # Each part is escaped separately: a run called `authorization` would mask the text after its
+    # colon.
     parts = filter(None, map(one_line, [found, _ending(facts)]))
     return f"{one_line(subject)}: {'; '.join(parts)}"
 
@@ -101,7 +102,7 @@ def positive_classes(evaluation: Facts) -> list[str]:
 
 
 def main_value(found: Facts) -> str:
-    """Return the main metric with its value: `average precision 0.41`; empty without one."""
+    """Return the main metric with its value: `average precision 0.41`; empty if there is none."""
     if not found.get("metric"):
         return ""
     text = "not defined" if number(found.get("value")) is None else _values(found)[0]
@@ -109,7 +110,7 @@ def main_value(found: Facts) -> str:
 
 
 def _values(found: Facts) -> list[str]:
-    """Return the value and the constant's value, as far as known."""
+    """Return the value and the constant's value, if known."""
     known = [number(found.get(name)) for name in ("value", "constant")]
     return apart(*(each for each in known if each is not None), interval=_interval(found))
 
@@ -172,7 +173,7 @@ def has_bound(rules: Iterable[Facts]) -> bool:
 
 
 def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Return what a reader has to know about a judged model, in sentences."""
+    """Return notes for the reader about an evaluated model, in sentences."""
     found = describe_metric(evaluation)
     champion = evaluation.get("champion") or {}
     return [
@@ -210,7 +211,7 @@ def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:
         bound = (value + constant) / 2
     text, largest = f"{bound:g}", math.floor(math.log10(max(abs(bound), _SMALLEST)))
     for digits in range(2, _MOST_DIGITS):
-        # Rounded so that the model meets the bound and the constant does not.
+        # The bound is rounded so that the model meets it and the constant does not.
         size = 10.0 ** (largest - digits + 1)
         text = f"{(math.ceil if is_lower else math.floor)(bound / size) * size:.{digits}g}"
         if constant is None or (float(text) < constant if is_lower else float(text) > constant):

@@ -1,4 +1,4 @@
-"""Python programs that call a model, as the report, `flotilla models show` and a page print them.
+"""Python programs that call a model, for the report, `flotilla models show` and the docs.
 
 The programs are made from the manifest of a model, and call it with the examples of `request.json`.
 """

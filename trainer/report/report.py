@@ -58,7 +58,7 @@ _CHARTS = (
     ("Global steps a second", {"steps_per_second": "training"}),
     ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
 )
-# The newest ones are listed; the run's events hold all of them.
+# Only the newest incidents are listed; the run's events have all of them.
 _MOST_INCIDENTS = 200
 # Keys of an incident that are not among its details.
 _APART = ("event", "time", "last_lines")
@@ -189,7 +189,7 @@ def _describe_selection(steps: Sequence[Facts]) -> list[str]:
 
 
 def list_sources(facts: Facts) -> dict[str, Any]:
-    """Return where a run came from and what it cost: all that the steps and the head do not say."""
+    """Return the origin and the cost of a run, without the facts in the steps and the heading."""
     lineage = facts.get("lineage") or {}
     named = {**(facts.get("artifacts") or {}), **lineage, **(facts.get("cost") or {})}
     said = [facts.get("run_id"), *(step.get("uri") for step in _rows(facts, "steps"))]
@@ -209,7 +209,7 @@ def list_reasons(facts: Facts) -> list[str]:
 def list_warnings(facts: Facts) -> list[str]:
     """Return the warnings of data validation, and the notes of data preparation."""
     said = [step.get("metrics") for step in _rows(facts, "steps")]
-    # The head of the page shows the gate's.
+    # The heading of the page shows the notes of the gate.
     notes = [
         each.get("notes") for each in said if isinstance(each, dict) and "decision" not in each
     ]
@@ -243,7 +243,7 @@ def _describe_metrics(evaluation: Facts, facts: Facts) -> dict[str, Any]:
 
 
 def _worst(rows: Sequence[Facts], pictures: Facts) -> dict[str, Any]:
-    """Return the worst examples: those that the model got wrong, apart from the others."""
+    """Return the worst examples; those that the model got wrong are in a separate list."""
     wrong = [row for row in rows if views.is_wrong(row)]
     right = [row for row in rows if views.is_wrong(row) is False]
     groups = {"wrong": wrong, "right": right} if wrong or right else {"": list(rows)}
@@ -275,7 +275,7 @@ def _class_plots(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dic
 
 
 def earlier(step: Facts) -> str:
-    """Return the time of a step's earlier tries, as a suffix to its own seconds."""
+    """Return the time of a step's earlier tries, as a suffix to its seconds."""
     tries = step.get("tries")
     if not isinstance(tries, int) or tries <= 1:
         return ""

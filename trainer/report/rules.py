@@ -1,6 +1,6 @@
 """Explains the rules of the gate and the registry: the value, the bound and what would pass.
 
-A rule is plain data, as `decision.json` has it: `metric`, `bound` (`min` or `max`), `threshold`,
+A rule is plain data as in `decision.json`: `metric`, `bound` (`min` or `max`), `threshold`,
 `value`, `key`, `note`, `passed`. The value of a comparison is a bound of the difference; its
 `found` holds, if known, `metric`, `own` with its `interval`, `other`, `opponent`, `label` (a
 class), `answer` (of a constant), `examples`, and `needed`, the number of examples that would
@@ -23,7 +23,7 @@ from flotilla.trainer.report.wording import (
     spell_metric,
 )
 
-#: The keys of the rules that compare.
+#: The keys of the comparison rules.
 CONSTANT = "gate.constant"
 MARGIN = "gate.champion.margin"
 CLASS_MARGIN = "gate.champion.class_margin"
@@ -81,7 +81,7 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
 
 
 def because(rule: Facts) -> str:
-    """Return why a rule refuses, as the text after "refused:"."""
+    """Return the reason of a refusal, which follows "refused:"."""
     metric, key, found = str(rule.get("metric") or "a value"), rule.get("key"), _comparison(rule)
     if metric in _SEEN:
         return _SEEN[metric][1]
@@ -140,7 +140,7 @@ def _describe_comparison(rule: Facts, opponent: str, interval: object) -> str:
 
 
 def _sure(bound: float, threshold: float, *, is_higher_better: bool) -> tuple[str, str]:
-    """Describe what is certain about a difference, and what is allowed."""
+    """Describe the certain part of a difference and the allowed difference."""
     gain, asked = (bound, threshold) if is_higher_better else (-bound, -threshold)
     better, worse = ("higher", "lower") if is_higher_better else ("lower", "higher")
     sizes = apart(abs(gain), abs(asked), interval=(0.0, max(abs(gain), abs(asked)) * 2))

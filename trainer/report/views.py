@@ -31,7 +31,7 @@ _MARK_APART = 0.25
 _CALLED = {
     "restart": "restart", "task_failed": "a task was lost",
     "suspension": "suspended", "stalled": "stalled", "evaluator_left": "evaluator left",
-    "checkpoint_passed_over": "checkpoint passed over", "servers_lost": "a server was lost",
+    "checkpoint_passed_over": "checkpoint skipped", "servers_lost": "a server was lost",
 }  # fmt: skip
 
 Facts = Mapping[str, Any]
@@ -208,7 +208,7 @@ def remarks(evaluation: Facts) -> list[str]:
 
 
 def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
-    """Return every metric with its interval, and next to it those of all opponents.
+    """Return every metric with its interval and the metrics of all opponents.
 
     A row has `name`, `interval`, `cells` of the model and its opponents with a flag for the best
     one, and `comparisons` with the champion and the constant.
@@ -233,7 +233,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar], float]:
     """Return the steps as bars over the run's time at work, and the idle seconds left out.
 
-    The bars of a step with several tries are numbered; each has the events during it.
+    The bars of a step with several tries are numbered; each bar has the events during the try.
     """
     spans = list_spans(tries)
     if not spans:
@@ -251,7 +251,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
             text = f"{event.get('event')} after {duration(_work_until(moment, joined))}"
             began = max((each for each in marks if each <= moment), default=min(marks))
-            # This keeps a thousand restarts legible.
+            # Merging keeps a thousand restarts legible.
             place = round(share(moment) / _MARK_APART) * _MARK_APART, kind
             first = marks[began].get(place)
             marks[began][place] = (
@@ -288,7 +288,7 @@ def _work_until(moment: float, joined: Sequence[tuple[float, float]]) -> float:
 
 
 def _number_tries(tries: Sequence[Facts]) -> list[str]:
-    """Return the name of each step; of one that was tried again, with the number of the try."""
+    """Return the name of each try: the step, with a number if it was tried several times."""
     names = [str(each.get("step")) for each in tries]
     return [
         f"{name}, try {names[: at + 1].count(name)}" if names.count(name) > 1 else name
@@ -337,7 +337,7 @@ def _estimate_step(time: float | None, known: Sequence[tuple[float, float]]) -> 
 
 
 def count_texts(texts: Iterable[str]) -> str:
-    """Return each text once, with its count."""
+    """Return each distinct text with its count."""
     counts: dict[str, int] = {}
     for text in texts:
         counts[text] = counts.get(text, 0) + 1

@@ -13,9 +13,9 @@ from flotilla.trainer.runtime.masking import one_line
 Facts = Mapping[str, Any]
 
 NOTHING = "-"
-# If no interval is known.
+# The digits of a value whose interval is unknown.
 _DIGITS = 4
-# More digits do not help to tell two numbers apart.
+# More digits do not help to distinguish two numbers.
 _MOST_DIGITS = 17
 # Numbers beyond these limits are written with a power of ten.
 _LARGE, _SMALL = 1e9, 1e-4
@@ -44,7 +44,10 @@ def format_value(value: object, digits: int = 6) -> str:
 
 
 def round_value(value: object, interval: object = None) -> str:
-    """Round a number to the digits that its `interval`, a pair, supports; to four without one."""
+    """Round a number to the digits that its `interval` (a pair) supports.
+
+    Without one, to four digits.
+    """
     plain = number(value)
     if plain is None or isinstance(value, int):
         return format_value(value, _DIGITS)
@@ -69,7 +72,7 @@ def like(value: float) -> tuple[float, float]:
 
 
 def interval_text(interval: object, between: str = " to ") -> str:
-    """Format both ends of an interval with the digits of its width; empty without one."""
+    """Format both ends of an interval with the digits of its width; empty if there is none."""
     ends = _ends(interval)
     return between.join(round_value(end, interval) for end in ends) if ends else ""
 
@@ -95,7 +98,7 @@ def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[t
 
 def key_metrics(metrics: Facts) -> dict[str, str]:
     """Return the first plain metrics of a step, formatted for people."""
-    # The text of progress repeats its numbers.
+    # The progress text already contains these numbers.
     left_out = {"headline", *(("share", "seconds_left") if metrics.get("progress") else ())}
     plain = {
         name: round_value(value)

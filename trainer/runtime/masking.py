@@ -137,7 +137,7 @@ def _mask_value(found: re.Match[str]) -> str:
 def _environment_secrets() -> Iterator[str]:
     for name in VARIABLES:
         value = os.environ.get(name, "")
-        # A shorter value is no secret, and masking it would remove letters from words.
+        # A shorter value is not a secret, and masking it would remove letters from words.
         if len(value) >= _LEAST_SECRET:
             yield value
             if (encoded := quote(value, safe="")) != value:

@@ -252,10 +252,12 @@ def find_function(what: str, name: str) -> Callable[..., Any]:
     """Return the user's function `module:function`; raises `ConfigError`."""
     module, _, attribute = name.partition(":")
     if not (module and attribute):
-        raise ConfigError(f"{what}: {name!r} names no function; write package.module:function")
+        raise ConfigError(f"{what}: {name!r} is not a function; write package.module:function")
     found = find_named(what, name, "function")
     if not callable(found):
-        raise ConfigError(f"{what}: {attribute} is of the type {type(found).__name__}, no function")
+        raise ConfigError(
+            f"{what}: {attribute} has the type {type(found).__name__} and is not a function"
+        )
     return cast("Callable[..., Any]", found)
 
 

@@ -114,7 +114,7 @@ def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
     """
     place = manifest.fields.get("saved_model")
     if not isinstance(place, str) or not any(_is_below(each, place) for each in manifest.files):
-        raise Corrupt(f"{uri}: its manifest names no SavedModel: export it again")
+        raise Corrupt(f"{uri}: its manifest lists no SavedModel: export it again")
     above, _, number = place.rpartition("/")
     if not above:
         return
@@ -124,7 +124,9 @@ def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
         raise _unnamed_error(uri, f"{above}/{other}")
     for each in served:
         if each.stored_at != each.path:
-            raise Corrupt(f"{uri}: {each.path} is not where a server looks for it: export it again")
+            raise Corrupt(
+                f"{uri}: {each.path} is not at the path that a server reads: export it again"
+            )
 
 
 def _is_below(entry: FileEntry, folder: str) -> bool:
@@ -168,9 +170,8 @@ def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
     signed = folder / FIELDS
     if not signed.is_file() or signed.read_text(encoding="utf-8") != _text(fields):
         raise UnsignedError(
-            f"{where}: its manifest does not say what was signed: the files are those of the "
-            f"key of {PUBLIC_KEY}, but the manifest is not signed; do not use this model, "
-            "export it again"
+            f"{where}: its manifest is not signed, although the signature of the files is "
+            f"valid for the key of {PUBLIC_KEY}; do not use this model, export it again"
         )
     return True
 
@@ -226,8 +227,8 @@ def _usable(variable: str, key: Path) -> Any:
     except Exception:
         kind = "private" if variable == PRIVATE_KEY else "public"
         raise ConfigError(
-            f"{variable}: {key} is no {kind} key on an elliptic curve, in PEM and without a "
-            "password: make one with `openssl ecparam -name prime256v1 -genkey`"
+            f"{variable}: {key} is not a {kind} key on an elliptic curve in PEM without a "
+            "password: create one with `openssl ecparam -name prime256v1 -genkey`"
         ) from None
 
 

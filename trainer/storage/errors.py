@@ -25,7 +25,7 @@ _REMEDIES = {
 PASSING = frozenset({errno.ECONNRESET, errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT})
 
 
-# Used with the name of the package, as `storage.Corrupt`.
+# Callers use these names with the package, as in `storage.Corrupt`.
 
 
 class Missing(UserError):  # noqa: N818
@@ -75,21 +75,24 @@ def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[No
 
 @contextmanager
 def check_form(where: str) -> Iterator[None]:
-    """Raise a one-line `Corrupt` if a record has other fields or types than expected.
+    """Raise a one-line `Corrupt` if a record has unexpected fields or types.
 
-    Its checksum may be valid: another version or program wrote it.
+    Another version or program may have written it with a valid checksum.
     """
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise Corrupt(f"{where} is not as this version writes it ({why}): make it again") from error
+        raise Corrupt(
+            f"{where} does not have the format of this version ({why}): create it again"
+        ) from error
 
 
 def _reason(error: OSError) -> str:
     if isinstance(error, StoreError):
         return str(error)
-    # The second name of a rename is the destination; the first is a removed staging folder.
+    # The second name of a rename is the destination; the first is a staging folder that no longer
+    # exists.
     name = error.filename2 or error.filename
     where = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
     what = error.strerror or str(error) or type(error).__name__

@@ -105,8 +105,8 @@ class GcsBucket:
                     raise
 
         self._retry(rest)
-        # The listing has the checksum of the stored content; this one is computed from the received
-        # bytes.
+        # The listing has the checksum of the stored content; this checksum is computed from the
+        # received bytes.
         return ""
 
     def put(self, key: str, data: bytes) -> None:
@@ -132,7 +132,7 @@ class GcsBucket:
             if_generation_match=0,
             timeout=TIMEOUTS,
             checksum="crc32c",
-            # The client accepts any function that wraps a request.
+            # The client accepts any function as the wrapper of a request.
             retry=lambda request: lambda: self._retry(request),
         )
         if _checksum(blob) != expected:

@@ -47,7 +47,7 @@ class FileStore:
     """Local disks and mounted file systems."""
 
     def __init__(self, count: Count = count_nothing) -> None:
-        """Report copied bytes to `count`."""
+        """Report the number of copied bytes to `count`."""
         self.count = count
 
     def read(self, uri: str) -> bytes:
@@ -116,8 +116,8 @@ class FileStore:
                 sync(copy)
                 if checksum(copy) != entry.checksum:
                     raise UserError(
-                        f"cannot publish {source} to {uri}: {entry.path} changed meanwhile, or was "
-                        "copied wrongly; try again when nothing else writes there"
+                        f"cannot publish {source} to {uri}: {entry.path} changed during the copy, "
+                        "or the copy is damaged; try again when nothing else writes there"
                     )
                 self.count(entry.bytes)
             return _publish_stage(stage, target, manifest)
@@ -144,7 +144,7 @@ class FileStore:
         return FileEntry(name, found.bytes, found.crc32c)
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Rename the draft, which must hold no other files."""
+        """Rename the draft, which must contain no other files."""
         for entry in manifest.files:
             if (_path(draft) / entry.path).stat().st_size != entry.bytes:
                 raise UserError(f"cannot publish {uri}: {entry.path} differs from the added file")
@@ -181,7 +181,7 @@ class FileStore:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line, with its newline, and flush it to disk: completely, or not at all.
+    """Append a line with its newline and flush it to disk, completely or not at all.
 
     The file must have only one writer. A last line that a kill has cut short is terminated first.
     """
@@ -234,7 +234,7 @@ def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterato
     with os.scandir(folder) as entries:
         for entry in entries:
             path = f"{above}{entry.name}"
-            # It may have been removed since the folder was read.
+            # The entry may have been removed since the folder was read.
             with suppress(FileNotFoundError):
                 if entry.is_dir():
                     yield from _walk(folder / entry.name, f"{path}/", below)
@@ -295,7 +295,7 @@ def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
     """Create a staging folder named after `name`; with `resume`, take over a dead writer's."""
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherit(parent, name) if resume else None
-    # Deleted last, so that the inherited folder is kept.
+    # Orphans are deleted last, so that the inherited folder is kept.
     for other in filter(is_staging, os.listdir(parent)):
         with suppress(OSError):
             _delete_if_orphan(parent / other)
@@ -323,8 +323,8 @@ def locked(directory: Path) -> Iterator[None]:
             lambda: _lock(descriptor) is not False, describe_lock, LOCK_SECONDS, LOCK_POLL
         ):
             raise UserError(
-                f"waited {LOCK_SECONDS:g} s for {describe_lock()}: stop that process, or remove "
-                "other readers' access to the folder; then try again"
+                f"waited {LOCK_SECONDS:g} s for {describe_lock()}: stop that process, or deny "
+                "other users access to the folder; then try again"
             )
         yield
     finally:
@@ -406,7 +406,6 @@ def _lock(descriptor: int) -> bool | None:
         return False
     except OSError as error:
         # Some network file systems cannot lock a folder. A rename is still atomic there; only the
-        # Some network file systems cannot lock a folder. A rename is still atomic there; only the
         # deletion of orphans and the replacement of an unpublished directory are less safe.
         if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.ENOTSUP):
             return None
@@ -452,7 +451,7 @@ def is_living(text: str) -> bool:
 
 
 def _here(text: str) -> tuple[int, str]:
-    """Return PID and start time of a process of this machine; 0 for another machine's."""
+    """Return PID and start time of a process; 0 for a process on another machine."""
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
     is_here = machine and machine == _machine()
@@ -473,7 +472,7 @@ def _start_time(process: int) -> str:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    # Fields after the name, which may contain any character: the state is the 1st, the start time
-    # the 20th.
+    # The fields after the name, which may contain any character: the first is the state, the 20th
+    # the start time.
     state, *fields = text.rpartition(")")[2].split()
     return "" if state == "Z" else fields[18]

@@ -113,7 +113,7 @@ class Manifest:
         if len({entry.path for entry in ordered}) < len(ordered):
             raise ValueError("a file is named twice")
         object.__setattr__(self, "files", ordered)
-        # A manifest has to equal the one that is read back, so tuples become lists.
+        # Tuples become lists, since a manifest must equal the manifest that is read back.
         object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))
 
     @property
@@ -151,7 +151,7 @@ class Manifest:
             tree = parse(data)
             if not isinstance(tree, dict):
                 raise ValueError("not an object")
-            # Checked first, since another schema may have other names.
+            # The schema is checked first, since another schema may have different names.
             _refuse_other_schema(tree.get("schema"), where)
             missing = [name for name in RESERVED if name not in tree]
             if missing:
@@ -163,7 +163,9 @@ class Manifest:
             return cls(tree["kind"], files, fields, tree["created"])
         except (ValueError, TypeError, RecursionError) as error:
             reason = " ".join(str(error).split())
-            raise Corrupt(f"{where} is damaged ({reason}): delete it and make it again") from error
+            raise Corrupt(
+                f"{where} is damaged ({reason}): delete it and create it again"
+            ) from error
 
 
 def _refuse_other_schema(schema: object, where: str) -> None:
@@ -172,7 +174,7 @@ def _refuse_other_schema(schema: object, where: str) -> None:
     if schema != SCHEMA:
         raise UnknownSchema(
             f"{where} has schema {schema} and this version reads {SCHEMA}: "
-            "use the version that wrote it, or make it again"
+            "use the version that wrote it, or create it again"
         )
 
 

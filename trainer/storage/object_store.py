@@ -3,9 +3,8 @@
 No object that a manifest may list is ever overwritten: if an object exists at a file's path, the
 file is stored next to it. So every manifest stays valid, and the first manifest wins.
 An orphan is an object that was uploaded for a published directory (its metadata names the writer)
-and is in no manifest, now or later: its directory is published, its writer has ended, or it is
-older than any publication lasts. `collect` removes orphans and touches no other object of the
-bucket.
+and that no manifest lists or will list: its directory is published, its writer has ended, or it is
+older than any publication takes. `collect` removes orphans and no other objects.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from flotilla.trainer.storage.uri import join, locate
 
 # Seconds after which a writer on another machine counts as dead.
 ORPHAN_SECONDS = 24 * 3600.0
-# More collisions than this at one path are no accident.
+# More collisions than this at one path are not a coincidence.
 _ATTEMPTS = 3
 # Suffixes of the empty objects with which tools mark a folder.
 _FOLDER_MARKS = ("/", "_$folder$")
@@ -73,12 +72,12 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     def is_over(stored: Stored) -> bool:
         writer = stored.writer if stored.writer is not None else bucket.stat(stored.key).writer
         inside = any(stored.key.startswith(directory) for directory in directories)
-        # An upload ends by itself if another writer was first.
+        # An upload ends if another writer was first.
         inside = inside and not stored.key.endswith(UPLOAD_MARK)
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
     over = run_parallel(is_over, unnamed)
-    # A writer that has ended meanwhile may have published before that.
+    # A writer that has ended meanwhile may have published before it ended.
     _, named = _published_files(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
@@ -98,17 +97,17 @@ def _published_files(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str]
         try:
             return Manifest.from_json(bucket.get(key), where=key).files
         except UserError as error:
-            _log.warning("passed over: %s", error)
+            _log.warning("skipped: %s", error)
         except Exception as error:
             if bucket.judge(error) in (Trouble.TRANSIENT, Trouble.FOREIGN):
                 raise
-            _log.warning("passed over: %s: %s", key, describe(error))
+            _log.warning("skipped: %s: %s", key, describe(error))
         return None
 
     for key, files in zip(manifests, run_parallel(files_of, manifests), strict=True):
         directory = key.removesuffix(MANIFEST)
         if files is None:
-            # The objects that belong to it are unknown.
+            # Without a readable manifest, the objects of the directory are unknown.
             named.update(each.key for each in found if each.key.startswith(directory))
             continue
         directories.append(directory)
@@ -144,7 +143,7 @@ class ObjectStore:
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one object, after a check for stores without conditional writes."""
+        """Create one object; check first in stores without conditional writes."""
         return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
@@ -209,7 +208,7 @@ class ObjectStore:
         return placed
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Create the manifest once all its objects are visible; delete objects it does not list."""
+        """Create the manifest when all its objects are visible; delete objects not listed in it."""
         there = self._below(draft)
         if MANIFEST in there:
             return None
@@ -236,7 +235,7 @@ class ObjectStore:
         return [name for name in names if name and not name.startswith(".")]
 
     def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the objects below a URI, or the one at the URI, without folder markers."""
+        """Yield the objects below a URI, or the object at the URI, without folder markers."""
         prefix = _prefix(uri)
         with self._translate(uri):
             below = False
@@ -249,7 +248,7 @@ class ObjectStore:
                 yield ListedFile("", each.bytes, _tag(each))
 
     def remove(self, uri: str) -> None:
-        """Remove manifests first, then the rest in parallel."""
+        """Remove manifests first, then the other objects in parallel."""
         below = self._below(uri)
         manifests = [path for path in below if path.rpartition("/")[2] == MANIFEST]
         itself = self._exists(uri)
@@ -286,7 +285,7 @@ class ObjectStore:
                     return replace(entry, at="" if at == entry.path else at)
             there = None
         raise StoreError(
-            f"{join(uri, entry.path)} is stored with other content than was sent; try again"
+            f"{join(uri, entry.path)} is stored with different content than was sent; try again"
         )
 
     def _upload(self, uri: str, path: Path, entry: FileEntry) -> bool:
@@ -300,8 +299,8 @@ class ObjectStore:
                 raise ChangedError
         except ChangedError:
             raise UserError(
-                f"cannot publish {path} to {uri}: it changed meanwhile, or was copied wrongly; "
-                "try again when nothing else writes there"
+                f"cannot publish {path} to {uri}: it changed during the copy, or the copy is "
+                "damaged; try again when nothing else writes there"
             ) from None
         except FileExistsError:
             return False
@@ -332,7 +331,7 @@ class ObjectStore:
             run_parallel(lambda path: self.discard(join(uri, path)), sorted(paths))
         except OSError as error:
             # The published directory is complete without this deletion.
-            _log.warning("left for `flotilla gc` below %s: %s", uri, error)
+            _log.warning("could not be deleted below %s, run `flotilla gc` later: %s", uri, error)
 
     def _below(self, uri: str) -> dict[str, Stored]:
         """Return all objects below a URI by relative path."""
@@ -351,14 +350,13 @@ class ObjectStore:
 
     @contextmanager
     def _translate(self, uri: str, *, writes: bool = False) -> Iterator[None]:
-        """Translate the client's errors into the errors that all stores raise."""
+        """Convert the client's errors into the errors that all stores raise."""
         try:
             yield
         except Exception as error:
             trouble = self._bucket.judge(error)
             if writes and trouble is Trouble.ABSENT:
-                # A missing object is no reason for a failed write: the bucket was deleted
-                # meanwhile.
+                # A write cannot fail because of a missing object: the bucket was deleted meanwhile.
                 trouble = Trouble.NO_BUCKET
             if trouble is Trouble.FOREIGN:
                 raise
@@ -397,7 +395,7 @@ class ObjectStore:
 
 
 class _Counted:
-    """A file that counts the bytes written to it, and refuses more than `most` unless that is 0."""
+    """A file that counts the written bytes and accepts at most `most` of them, unless that is 0."""
 
     def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
         self._file, self._count, self._most = file, count, most
@@ -417,7 +415,7 @@ class _Counted:
 
 
 class _Meter:
-    """A file that keeps only a checksum."""
+    """A file that stores only a checksum."""
 
     def __init__(self) -> None:
         self._bytes = self._crc = 0

@@ -23,7 +23,7 @@ _QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
 
 @dataclass(frozen=True)
 class Match:
-    """The match of a path: its span as written, and whether a parent folder matches too."""
+    """The match of a path: its span as written, and whether a parent folder also matches."""
 
     span: str
     is_below: bool
@@ -83,7 +83,9 @@ def parse(key: str, text: str) -> Pattern:
     else:
         scheme, _, rest = text.partition("://")
         if scheme not in SCHEMES:
-            raise ConfigError(f"{key}: {text!r} is no path, nor a URI of {', '.join(SCHEMES)}")
+            raise ConfigError(
+                f"{key}: {text!r} is neither a path nor a URI of {', '.join(SCHEMES)}"
+            )
         query = _QUERY.search(rest)
         rest, options = (rest[: query.start()], rest[query.start() :]) if query else (rest, "")
         bucket, _, inside = rest.partition("/")
@@ -115,11 +117,11 @@ def _path(key: str, text: str) -> str:
     try:
         expanded = Path(text).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{key}: {text!r}: there is no home folder of that user") from None
+        raise ConfigError(f"{key}: {text!r}: that user has no home folder") from None
     try:
         return os.path.abspath(expanded)
     except FileNotFoundError:
-        raise ConfigError("the current folder was removed; change to one that is there") from None
+        raise ConfigError("the current folder was removed; change to an existing folder") from None
 
 
 def _expression(key: str, text: str, pattern: str) -> re.Pattern[str]:
@@ -128,7 +130,7 @@ def _expression(key: str, text: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(_to_expression(pattern) + "(?P<below>/.*)?", re.DOTALL)
     except (re.error, UserError) as error:
-        raise ConfigError(f"{key}: {text!r} is no pattern: {error}") from None
+        raise ConfigError(f"{key}: {text!r} is not a pattern: {error}") from None
 
 
 def _to_expression(pattern: str) -> str:

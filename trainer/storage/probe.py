@@ -15,7 +15,7 @@ from flotilla.trainer.storage.retry import describe, shorter_retry
 from flotilla.trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"
-# How long the requests of one action may keep failing.
+# Seconds for which the requests of one action are retried.
 SECONDS = 5.0
 
 Result = TypeVar("Result")
@@ -51,7 +51,7 @@ class Probe:
         self._missing = [each for each in parents if not each.exists()]
         self._stopped = threading.Event()
         self._failed: list[Unfit] = []
-        #: Whether something may have been written that is not removed yet.
+        #: Whether written data may still exist.
         self.is_left = False
         self._writing = False
 
@@ -89,7 +89,7 @@ class Probe:
         for folder in self._missing:
             with suppress(OSError):
                 folder.rmdir()
-        # A write in progress may still succeed.
+        # A write that is in progress may still succeed.
         self.is_left = self._writing
 
     def stop(self) -> None:

@@ -109,7 +109,7 @@ def read_manifest(uri: str) -> Manifest:
         data = read_bytes(join(uri, MANIFEST))
     except Missing:
         raise NotPublished(
-            f"{uri} is not published (no {MANIFEST} there): check the URI, or make it again"
+            f"{uri} is not published (no {MANIFEST} there): check the URI, or create it again"
         ) from None
     return Manifest.from_json(data, where=f"{uri}: {MANIFEST}")
 
@@ -156,7 +156,7 @@ def read_file(uri: str, path: str) -> bytes:
     """Return one small file published at `uri`, verified; raises as `verify`, or `Missing`."""
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
-        raise Missing(f"{uri} holds no {path}{nearest(path, named)}")
+        raise Missing(f"{uri} does not contain {path}{nearest(path, named)}")
     try:
         data = read_bytes(join(uri, named[path].stored_at))
     except Missing:
@@ -182,7 +182,7 @@ def refuse_difference(uri: str, entry: FileEntry, found: Checksum | None) -> Non
         what = f"has {found.bytes} bytes (expected {entry.bytes})"
     else:
         what = f"has crc32c {found.crc32c} (expected {entry.crc32c})"
-    raise Corrupt(f"{uri} is damaged: {entry.path} {what}; delete it and make it again")
+    raise Corrupt(f"{uri} is damaged: {entry.path} {what}; delete it and create it again")
 
 
 def fetch(
@@ -243,7 +243,7 @@ def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
         store.download(join(uri, entry.stored_at), target)
         if checksum(target) != entry.checksum:
             # The file may have been damaged in transit.
-            _log.warning("%s: %s arrived damaged; fetching it again", uri, entry.path)
+            _log.warning("%s: %s was damaged in transfer; downloading it again", uri, entry.path)
             store.download(join(uri, entry.stored_at), target)
     except (FileNotFoundError, NotADirectoryError):
         refuse_difference(uri, entry, None)
@@ -269,7 +269,7 @@ def list_published(uri: str, kind: str | None = None) -> list[tuple[str, Manifes
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
-    """Return the most recently published directory below `uri`, of one kind or of all, if any."""
+    """Return the most recently published directory below `uri` of one kind or any, or None."""
     return max(list_published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
@@ -279,14 +279,14 @@ def _readable(uri: str) -> Manifest | None:
     except NotPublished:
         return None
     except (Corrupt, UnknownSchema) as error:
-        _log.warning("passed over: %s", error)
+        _log.warning("skipped: %s", error)
         return None
 
 
 def collect_garbage(uri: str) -> list[str]:
     """Remove the orphans of dead or losing writers in and below `uri`; return their URIs.
 
-    Files that running processes of this machine write, and unpublished directories, stay.
+    Files of running processes on this machine, and unpublished directories, are kept.
     """
     with report_errors(f"collect garbage below {uri}"):
         return choose_store(uri).sweep(uri)

@@ -18,16 +18,16 @@ import tenacity
 from flotilla.trainer.runtime.environment import read_variable
 from flotilla.trainer.storage.errors import StoreUnavailable, Unavailable
 
-# How long the requests of an operation may fail before it gives up, in seconds.
+# Seconds for which the requests of an operation are retried before it fails.
 VARIABLE = "FLOTILLA_STORAGE_DEADLINE"
 DEADLINE = 300.0
 FIRST_PAUSE = 0.25
 MAX_PAUSE = 20.0
-# The last request also gets time for a response.
+# Seconds that the last request gets for a response.
 LEAST_SECONDS = 5.0
 # Bytes that count as progress of one request.
 PROGRESS_BYTES = 1 << 20
-# With 30 ms a request, 300 small files take 9.7 s one by one, 1.2 s on 8 threads, 0.6 s on 16.
+# At 30 ms per request, 300 small files take 9.7 s one by one, 1.2 s on 8 threads and 0.6 s on 16.
 THREADS = 16
 _MAX_TEXT = 200
 
@@ -39,7 +39,7 @@ _limit: ContextVar[float] = ContextVar("_limit", default=math.inf)
 
 @contextmanager
 def shorter_retry(seconds: float) -> Iterator[None]:
-    """Shorten the deadline of operations that begin in this block and thread; they log nothing."""
+    """Shorten the deadline of operations that this thread begins in this block, without logs."""
     before = _limit.set(seconds)
     try:
         yield
@@ -51,8 +51,8 @@ class Retry:
     """The deadline of one operation, shared by all of its requests and threads.
 
     It restarts with each request that succeeds, and with every `PROGRESS_BYTES` that a request
-    receives, so an operation may last as long as it progresses. A request gets the remaining time
-    and a few seconds more, whatever the time-out of its client.
+    receives, so an operation may last as long as it makes progress. A request gets the remaining
+    time and a few extra seconds, whatever the time-out of its client.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Retry:
         return result
 
     def within_deadline(self, request: Callable[[], Result]) -> Result:
-        """Return the result of a request; raises `TimeoutError` if no time is left for it.
+        """Return the result of a request; raises `TimeoutError` after the deadline.
 
         A client only limits the time between two bytes. The thread that waits for them ends with
         this process.
@@ -147,7 +147,7 @@ def retry_until_deadline(where: str, request: Callable[[], Result]) -> Result:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
     except StoreUnavailable as error:
         last = error.__cause__
-    # Cleared here, since the two errors would be each other's cause.
+    # The cause is cleared, since the two errors would be each other's cause.
     assert last is not None
     raise last
 
@@ -159,7 +159,7 @@ def describe(error: BaseException | None) -> str:
 
 
 def run_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return `act` of each item, in order; the first error cancels the items not yet begun."""
+    """Return `act` of each item, in order; the first error cancels items that have not started."""
     if not items:
         return []
     with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="storage") as pool:

@@ -43,7 +43,7 @@ from flotilla.trainer.storage.store import (
 )
 
 Result = TypeVar("Result")
-# The limit of S3.
+# The maximum number of parts in S3.
 _MAX_PARTS = 10_000
 _CHUNK = 1 << 20
 # Headers that every store's response has; a response without them comes from a proxy.
@@ -58,7 +58,7 @@ _ANSWERED = {
 }
 # The error codes of a store without conditional PUT.
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
-# None of these derives from another: botocore's connection errors are not Python's.
+# These classes have no common base: botocore's connection errors are not Python's.
 _TRANSIENT = (
     boto.EndpointConnectionError,
     boto.ConnectTimeoutError,
@@ -132,7 +132,9 @@ class S3Bucket:
             answer = self._client.get_object(**self._object_key(key))
             data: bytes = answer["Body"].read()
             if _is_md5(answer) and _tag(answer) != hashlib.md5(data).hexdigest():
-                raise DamagedInTransitError(f"{key} arrived with other content than is stored")
+                raise DamagedInTransitError(
+                    f"{key} was received with different content than is stored"
+                )
             return data
 
         return self._retry(whole)
@@ -158,7 +160,7 @@ class S3Bucket:
                     file.write(chunk)
 
         self._retry(rest)
-        # Several ETags mean that the object was replaced before a resumed connection.
+        # Several ETags mean that the object was replaced before the download was resumed.
         return " ".join(sorted(tags))
 
     def put(self, key: str, data: bytes) -> None:
@@ -184,7 +186,7 @@ class S3Bucket:
             parts = self._parts(upload, path, expected, count)
             self._unless_there(partial(self._complete, upload, parts))
         except BaseException:
-            # Later, the upload mark finds an upload that is not aborted here.
+            # If the upload is not aborted here, it is found later by its mark.
             with suppress(boto.ClientError, boto.BotoCoreError):
                 self._abort(upload)
                 self._client.delete_object(**self._object_key(mark))
@@ -241,7 +243,7 @@ class S3Bucket:
         self._retry(lambda: self._client.delete_object(**self._object_key(key)))
 
     def abort_upload(self, mark: str) -> None:
-        """Abort the upload of a mark; a finished upload is no error."""
+        """Abort the upload of a mark; a finished upload is not an error."""
         key = mark.removesuffix(UPLOAD_MARK).rpartition(".")[0]
         upload = {**self._object_key(key), "UploadId": self.get(mark).decode(errors="replace")}
         try:
@@ -286,9 +288,10 @@ class S3Bucket:
         return {"Bucket": self._name, "Key": key}
 
     def _unless_there(self, request: Callable[..., None]) -> None:
-        """Create an object if it does not exist, as far as the store can guarantee that.
+        """Create an object if it does not exist, as far as the store can guarantee this.
 
-        Stores that ignore the condition were checked before; stores that refuse it get none.
+        The condition is left out for stores that refuse it; stores that ignore it were checked
+        before.
         """
         try:
             request(IfNoneMatch="*")
@@ -302,7 +305,7 @@ class S3Bucket:
         self._retry(lambda: self._client.complete_multipart_upload(**whole))
 
     def _send(self, key: str, data: bytes, **how: Any) -> None:
-        """Store an object; remove a new object that arrived damaged before sending it again."""
+        """Store an object; if a new object was damaged in transfer, remove it and send it again."""
         digest = _base64(hashlib.md5(data).digest())
         is_new = "Metadata" in how
         damaged = False
@@ -320,17 +323,17 @@ class S3Bucket:
                 **self._object_key(key), Body=data, ContentMD5=digest, **how
             )
             arrived = self._has_arrived(key, data, answer, is_new)
-            # Not every store compares the MD5 of the request, and a damaged manifest must not be
-            # read.
+            # Some stores do not compare the MD5 of the request, and a damaged manifest must never
+            # be read.
             damaged = is_new and not arrived
             remove_damaged()
             if not arrived:
-                raise DamagedInTransitError(f"{key} was damaged on its way to the store")
+                raise DamagedInTransitError(f"{key} was damaged during the upload")
 
         self._retry(send)
 
     def _has_arrived(self, key: str, data: bytes, answer: dict[str, Any], is_new: bool) -> bool:
-        """Return whether a store has the sent data, by its MD5, or by reading a small object."""
+        """Return whether a store has the sent data, by its MD5 or by reading a small object."""
         if _is_md5(answer):
             return _tag(answer) == hashlib.md5(data).hexdigest()
         if not is_new or len(data) > _CHUNK:
@@ -358,7 +361,7 @@ class S3Bucket:
             **upload, PartNumber=number, Body=data, ContentMD5=_base64(digest.digest())
         )
         if _is_md5(answer) and _tag(answer) != digest.hexdigest():
-            raise DamagedInTransitError(f"part {number} was damaged on its way to the store")
+            raise DamagedInTransitError(f"part {number} was damaged during the upload")
         tag: str = answer["ETag"]
         return tag
 
@@ -400,7 +403,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
             read_timeout=TIMEOUTS[1],
             # Flotilla retries in the same way for all stores.
             retries={"mode": "standard", "total_max_attempts": 1},
-            # Not every store supports the newer checksums; each request has the MD5.
+            # Some stores do not support the newer checksums, so each request has an MD5.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             max_pool_connections=2 * THREADS,
@@ -413,7 +416,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
 
 
 def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
-    """Refuse a success response that no store sends and that would pass for an empty list."""
+    """Refuse a success response that no store sends and that would be read as an empty list."""
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
         raise DamagedInTransitError(f"the answer to {model.name} is not from an object store")

@@ -108,7 +108,7 @@ SUCCESS = range(200, 300)
 # The metadata key for the process that wrote an object of a published directory.
 WRITER = "flotilla-writer"
 # The suffix of a key that marks a multipart upload in progress: `KEY.TOKEN` and this. A store does
-# not tell who has begun an upload.
+# not record which process began an upload.
 UPLOAD_MARK = ".flotilla-upload"
 # Maximum number of consecutive empty pages in a listing.
 _EMPTY_PAGES = 1000
@@ -167,7 +167,7 @@ class Retrying(Protocol):
 
 
 class Bucket(Protocol):
-    """One bucket. Requests go through a `Retrying`; errors are the client's, see `judge`."""
+    """One bucket. Requests go through a `Retrying` and raise the client's errors; see `judge`."""
 
     remedies: Mapping[Trouble, str]
 
@@ -201,7 +201,7 @@ class Bucket(Protocol):
         """Return the checksum that the store itself computed for an object, if it computes one."""
 
     def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`, by key, while listing them."""
+        """Yield all objects whose key begins with `prefix`, in key order, while listing them."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`, in order."""
@@ -210,7 +210,7 @@ class Bucket(Protocol):
         """Remove an object."""
 
     def abort_upload(self, mark: str) -> None:
-        """Abort the upload whose mark, see `UPLOAD_MARK`, has this key."""
+        """Abort the upload whose mark (see `UPLOAD_MARK`) has this key."""
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
@@ -229,7 +229,7 @@ class ChangedError(Exception):
 
 
 class DamagedInTransitError(Exception):
-    """Content or an answer was damaged between this process and the store."""
+    """Data was damaged between this process and the store."""
 
 
 def list_pages(
@@ -247,7 +247,7 @@ def list_pages(
             return
         empty = 0 if found else empty + 1
         if token in seen or empty > _EMPTY_PAGES:
-            raise DamagedInTransitError("the listing of the store has no end: it repeats itself")
+            raise DamagedInTransitError("the listing of the store does not end: it repeats entries")
         seen.add(token)
 
 

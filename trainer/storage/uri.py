@@ -3,7 +3,8 @@
 A scheme is a row in `SCHEMES`, and a `Bucket` (`store.py`) that `publishing.choose_store` opens.
 Two more rows are its login in `pipelines/doctor/storage.py` and its name in the user interface of
 KFP in `pipelines/runs/kfp_nodes.py`.
-Keys of buckets are not encoded, except `%25` and `%3F`: a question mark begins the options.
+Keys of buckets are not encoded, except for `%25` and `%3F`, since a question mark begins the
+options.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ class Location:
         return f"{self.scheme}://{self.bucket}"
 
     def option(self, *names: str) -> str:
-        """Return the first of these options that is set, or an empty text."""
+        """Return the first set option of these names, or an empty text."""
         found = dict(self.options)
         return next((found[name] for name in names if found.get(name)), "")
 
     def is_on(self, *names: str) -> bool:
-        """Return whether one of these options is true."""
+        """Return whether any of these options is true."""
         return self.option(*names).lower() in ("true", "1", "yes")
 
 
@@ -84,7 +85,7 @@ def locate(uri: str) -> Location:
     bucket, _, path = rest.partition("/")
     bare = _strip_query(uri)
     if not _BUCKET.fullmatch(bucket):
-        raise UserError(f"{bare!r} is not a storage URI: {bucket!r} is no name of a bucket")
+        raise UserError(f"{bare!r} is not a storage URI: {bucket!r} is not the name of a bucket")
     return Location(scheme, bucket, _check_key(bare, path), _options(scheme, bare, query))
 
 
@@ -104,7 +105,7 @@ def join(uri: str, *parts: str) -> str:
 
 
 def split_names(text: str) -> list[str]:
-    """Return the names in the path of a URI, decoded once, as they were given to `join`.
+    """Return the names in the path of a URI, decoded once, as `join` received them.
 
     Any other text is split at its slashes.
     """
@@ -117,14 +118,14 @@ def split_names(text: str) -> list[str]:
 
 
 def parent_of(uri: str) -> str:
-    """Return the URI to which `join` added the last name of this one."""
+    """Return the URI without its last name, the one that `join` added."""
     # A file URI has no options.
     path, mark, query = (uri, "", "") if find_scheme(uri) == "file" else uri.partition("?")
     return path.rstrip("/").rpartition("/")[0] + mark + query
 
 
 def name_of(uri: str) -> str:
-    """Return the last name of a URI, as it was given to `join`."""
+    """Return the last name of a URI, as `join` received it."""
     path = local_path(uri)
     return path.name if path else locate(uri).key.rpartition("/")[2]
 
@@ -165,11 +166,11 @@ def require_uri(option: str, value: str) -> None:
 
 
 def uri_of(path: str | Path) -> str:
-    """Return the `file://` URI of a path, made absolute, links kept; raises `ConfigError`."""
+    """Return the `file://` URI of a path, made absolute with its links; raises `ConfigError`."""
     try:
         absolute = "/" + os.path.abspath(path).lstrip("/")
     except FileNotFoundError:
-        raise ConfigError("the current folder was removed; change to one that is there") from None
+        raise ConfigError("the current folder was removed; change to an existing folder") from None
     return "file://" + quote(os.fsencode(absolute))
 
 
@@ -186,10 +187,10 @@ def _check_key(bare: str, path: str) -> str:
 
 
 def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
-    """Raise `UserError` for a path that climbs, is ambiguous, or that no store accepts."""
+    """Raise `UserError` for a path that leaves its folder or that some store does not accept."""
     if too_long:
         raise UserError(
-            f"{uri[:100]!r}... is not a storage URI: its path is too long; use shorter names"
+            f"{uri[:100]!r}... is not a storage URI: its path is too long: use shorter names"
         )
     if any(name in ("", ".", "..") for name in names):
         raise UserError(f"{uri!r} is not a storage URI: its path has an empty part, '.' or '..'")
@@ -210,7 +211,9 @@ def web_address(text: str, where: str) -> str:
         right = False
     if not right or not text.isprintable() or " " in text:
         said = repr(text) if "@" not in text else "its value"
-        raise ConfigError(f"{where}: {said} is no address of a store: write it as http://host:port")
+        raise ConfigError(
+            f"{where}: {said} is not the address of a store: write it as http://host:port"
+        )
     return text
 
 
@@ -232,10 +235,10 @@ def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
     for name, value in found:
         if name not in OPTIONS:
             hint = nearest(name, OPTIONS) or f" (one of {', '.join(OPTIONS)})"
-            raise UserError(f"{bare!r}: {name!r} is no option of a storage URI{hint}")
+            raise UserError(f"{bare!r}: {name!r} is not an option of a storage URI{hint}")
         if "@" in value:
             raise UserError(
-                f"{bare!r}: no credentials in a URI, it is shown in logs; set "
+                f"{bare!r}: a URI must not contain credentials, since logs show it; set "
                 "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
     return tuple(found)

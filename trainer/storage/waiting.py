@@ -1,8 +1,8 @@
 """Waits with a time-out and a log message, and marks that expire.
 
-A mark is a small file with the time since when an operation is in progress. Its writer may have
-been killed, and the clock of its writer may be wrong, so a mark counts for a limited time before
-and after the reader's clock. An unreadable mark does not count.
+A mark is a small file with the time at which an operation began. Its writer may have
+been killed, and the clock of its writer may be wrong, so a mark is valid for a limited time before
+and after the reader's clock. An unreadable mark is not valid.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def wait_until(
             return False
         if now - said >= SAID_SECONDS:
             said = now
-            _log.warning("waiting for %s, for %.0f s more at most", what(), seconds - (now - began))
+            _log.warning("waiting up to %.0f s more for %s", seconds - (now - began), what())
         time.sleep(poll)
     return True
 
 
 def is_recent(at: object, seconds: float) -> bool:
-    """Return whether a mark with this Unix timestamp still counts."""
+    """Return whether a mark with this Unix timestamp is still valid."""
     return isinstance(at, int | float) and abs(time.time() - at) < seconds

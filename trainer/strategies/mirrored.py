@@ -195,7 +195,7 @@ class Replicated(KerasStrategy):
 
 
 def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> bool:
-    """Say whether XLA can compile an update because all its code is Keras's."""
+    """Return whether XLA can compile an update because all its code is Keras's."""
     constraints = [variable.constraint for variable in model.trainable_variables]
     parts = [optimizer, optimizer._learning_rate, *constraints]
     return all(is_of_keras(each) for each in parts if each is not None)
@@ -215,7 +215,7 @@ def _mean(values: list[Any]) -> list[Any]:
 
 
 def _varies(gradient: Any) -> bool:
-    """Say whether the number of rows of a sparse gradient is dynamic."""
+    """Return whether the number of rows of a sparse gradient is dynamic."""
     return isinstance(gradient, tf.IndexedSlices) and gradient.values.shape[0] is None
 
 
@@ -246,7 +246,7 @@ class MultiWorkerMirrored(Replicated):
         gpus = len(tf.config.list_physical_devices("GPU"))
         if communication == "nccl" and not gpus:
             raise ConfigError(
-                f"cluster.communication: nccl needs a GPU, and {self.task} sees none; "
+                f"cluster.communication: nccl needs a GPU, but {self.task} has none; "
                 "set it to ring or auto"
             )
         implementations = tf.distribute.experimental.CommunicationImplementation

@@ -53,7 +53,7 @@ def worker_number() -> tf.Tensor:
 
 
 def looks_up(model: keras.Model) -> bool:
-    """Say whether a layer reads or changes only parts of its variables on the servers."""
+    """Return whether a layer reads or changes only parts of its variables on the servers."""
     kinds = (keras.layers.Embedding, keras.layers.SpectralNormalization)
     return any(
         isinstance(layer, kinds) or getattr(layer, "looks_up", False)
@@ -214,14 +214,14 @@ class Served(KerasStrategy):
             return directly
 
         def otherwise(batch: Batch, why: Unforeseen) -> tuple[tf.Tensor, list[Any]]:
-            log.info("each table is looked up separately, since the model %s", why)
+            log.info("looking up each table separately, since the model %s", why)
             value, found = directly(batch)
             return value, found
 
         return build_rows_gradient(self.model, problem.loss, self.lookups, otherwise=otherwise)
 
     def pulls_whole(self) -> bool:
-        """Say whether a worker pulls all variables before it computes."""
+        """Return whether a worker pulls all variables before it computes."""
         return self.config.training.jit_compile or not looks_up(self.model)
 
     def worker_batches(self, problem: Problem) -> Any:
@@ -245,7 +245,7 @@ class Served(KerasStrategy):
     def lend(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
         """Return an iterator over a number of batches, which begin at the `first` of a lease."""
         if not self.stream:
-            raise AssertionError("nothing is lent without a stream")
+            raise AssertionError("no variable is lent without a stream")
         size = self.config.training.batch_size
         found = self.stream.lend(next(iterator), plan, first, batches=batches, size=size)
         with tf.device("/device:CPU:0"):

@@ -86,7 +86,7 @@ def choose_places(
     if escaped := sorted(path for key, path in paths.items() if key not in seen):
         raise ConfigError(
             f"model: {escaped[0]} cannot be placed on a parameter server; the function of the "
-            "model has to create its layers at each call, without clear_session"
+            "model must create its layers at each call, without clear_session"
         )
     groups = {id(v): f"{n}" for n, group in enumerate(list_groups(sketch)) for v in group}
     sizes = [
@@ -216,7 +216,7 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def is_of_keras(each: object) -> bool:
-    """Say whether the class of an object comes from Keras or this package, and not from a user."""
+    """Return whether the class of an object comes from Keras or this package, not from a user."""
     return type(each).__module__.partition(".")[0] in {"keras", "flotilla"}
 
 
@@ -342,7 +342,9 @@ def check(paths: Sequence[str], servers: int, named: Mapping[str, str]) -> None:
     for glob, name in named.items():
         if not 0 <= server_number(name) < servers:
             raise ConfigError(
-                f"cluster.placement: {glob!r} is on {name!r}; it has to be ps:0 to ps:{servers - 1}"
+                f"cluster.placement: {glob!r} is on {name!r}; it must be ps:0 to ps:{servers - 1}"
             )
         if not any(fnmatchcase(path, glob) for path in paths):
-            raise ConfigError(f"cluster.placement: {glob!r} fits no variable{nearest(glob, paths)}")
+            raise ConfigError(
+                f"cluster.placement: {glob!r} matches no variable{nearest(glob, paths)}"
+            )

@@ -68,7 +68,7 @@ _GONE = (
 
 
 def is_lost(error: Exception) -> bool:
-    """Say whether an error means that a task or message was lost, and not that a step failed."""
+    """Return whether an error means that a task or message was lost, and not that a step failed."""
     if isinstance(error, tf.errors.InternalError):
         # The message was damaged on its way, and the server cannot parse it.
         return "Unable to parse request" in str(error)
@@ -198,7 +198,7 @@ class ServerState:
             MisfitError: if the servers hold other variables.
         """
         if next(iter(variables)) != STEP:
-            raise AssertionError("the counter of steps is not the first one")
+            raise AssertionError("the step counter is not the first variable")
         self._variables = list(variables.values())
         layout = _layout(variables, parts, described)
         with run_separately():
@@ -242,7 +242,7 @@ class ServerState:
         )
 
     def is_taken(self, device: str) -> bool:
-        """Say whether the variables on a device have values of an earlier attempt."""
+        """Return whether the variables on a device have values of an earlier attempt."""
         return _find_server(device) in self.taken
 
     def went_back(self, step: int) -> None:

@@ -293,7 +293,7 @@ def build_step(
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Say whether a model overrides how Keras applies an update to it."""
+    """Return whether a model overrides how Keras applies an update to it."""
     return type(model).train_step is not keras.Model.train_step
 
 
@@ -385,8 +385,8 @@ def find_class(config: Config) -> type[Strategy]:
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
     if former := [each for each in ("spares_workers", "mixes_steps") if hasattr(strategy, each)]:
         raise ConfigError(
-            f"training.strategy: {name!r} sets {former[0]}; set capabilities = "
-            f"Capabilities({former[0]}=True) of flotilla.trainer.config.topology in its place"
+            f"training.strategy: {name!r} sets {former[0]}; instead, set capabilities = "
+            f"Capabilities({former[0]}=True) of flotilla.trainer.config.topology"
         )
     if lacking := sorted(strategy.__abstractmethods__):
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")

@@ -70,7 +70,7 @@ def parse_space(config: Config, assignments: Iterable[str]) -> Space:
         if not equals or not key:
             raise ConfigError(f"--set {assignment!r}: write it as section.key=a,b,c")
         if key in keys:
-            raise ConfigError(f"--set {assignment!r}: {key} is searched already; name it once")
+            raise ConfigError(f"--set {assignment!r}: {key} is already searched; give it once")
         values = _values(assignment, text)
         ranged = _RANGE.match(text)
         if len(values) == 1 and not ranged:
@@ -86,7 +86,7 @@ def parse_space(config: Config, assignments: Iterable[str]) -> Space:
     base = override(config, fixed)
     if not keys:
         raise ConfigError(
-            "nothing is searched: give a key several values, such as "
+            "no key is searched: give a key several values, such as "
             "--set training.optimizer.learning_rate=0.01,0.003,0.001"
         )
     return Space(base=base, keys=keys)
@@ -114,7 +114,7 @@ _LEAST_BATCH = 8
 
 
 def is_searched(assignment: str) -> bool:
-    """Say whether a text of `--set` has several values, or a range."""
+    """Return whether a text of `--set` has several values, or a range."""
     text = assignment.partition("=")[2]
     return len(_split(text)) > 1 or bool(_RANGE.match(text))
 
@@ -154,14 +154,14 @@ def grid(space: Space) -> tuple[Settings, ...]:
     for key, values in space.keys.items():
         if not isinstance(values, CategoricalDistribution):
             raise ConfigError(
-                f"--set {key}: a range needs --random N or --tpe N; a grid takes values: a,b,c"
+                f"--set {key}: a range needs --random N or --tpe N; a grid needs values: a,b,c"
             )
         lists[key] = values.choices
     count = math.prod(map(len, lists.values()))
     if count > MOST_TRIALS:
         raise ConfigError(
-            f"the grid has {count} trials, at most {MOST_TRIALS}: name fewer values, or draw some "
-            "of them by --random N"
+            f"the grid has {count} trials, at most {MOST_TRIALS}: give fewer values, or draw some "
+            "of them with --random N"
         )
     combined = itertools.product(*lists.values())
     return _check_trials(
@@ -248,7 +248,7 @@ def _require_searchable(key: str, assignment: str) -> None:
     section = key.partition(".")[0]
     if section in _SAME and key not in _SEARCHED_OF_DATA:
         raise ConfigError(
-            f"--set {assignment!r}: {key} has to be the same for all trials: {_SAME[section]} "
+            f"--set {assignment!r}: {key} must be the same for all trials: {_SAME[section]} "
             "(a list as one value is written in brackets)"
         )
 
@@ -265,14 +265,14 @@ def _require_apart(keys: Mapping[str, object], fixed: Sequence[str]) -> None:
 def _values(assignment: str, text: str) -> list[str]:
     values = [part.strip() for part in _split(text)]
     if not any(values):
-        raise ConfigError(f"--set {assignment!r} names no value: write section.key=a,b,c")
+        raise ConfigError(f"--set {assignment!r} has no value: write section.key=a,b,c")
     if not all(values):
         raise ConfigError(f"--set {assignment!r}: a value between its commas is empty")
     for value in values:
         parse_value(value)
     if len(values) > 1 and any(_RANGE.match(value) for value in values):
         raise ConfigError(
-            f"--set {assignment!r}: a range cannot be combined with values; give one of them"
+            f"--set {assignment!r}: a range cannot be combined with values; use one of them"
         )
     return values
 
@@ -280,9 +280,11 @@ def _values(assignment: str, text: str) -> list[str]:
 def _range(assignment: str, low: str, high: str, log: str | None) -> BaseDistribution:
     ends = float(low), float(high)
     if not (math.isfinite(ends[0]) and math.isfinite(ends[1]) and ends[0] < ends[1]):
-        raise ConfigError(f"--set {assignment!r}: a range rises from its first number to its last")
+        raise ConfigError(
+            f"--set {assignment!r}: the first number of a range must be below its last"
+        )
     if log and ends[0] <= 0:
-        raise ConfigError(f"--set {assignment!r}: a logarithmic range (:log) begins above zero")
+        raise ConfigError(f"--set {assignment!r}: a logarithmic range (:log) must begin above zero")
     if _WHOLE.fullmatch(low) and _WHOLE.fullmatch(high):
         return IntDistribution(int(low), int(high), log=bool(log))
     return FloatDistribution(*ends, log=bool(log))

@@ -182,7 +182,7 @@ def _lock(folder: Path) -> int:
     except BlockingIOError:
         os.close(lock)
         raise ConfigError(
-            f"sweep {folder.name} is still running; wait for its end, or interrupt it"
+            f"sweep {folder.name} is still running; wait until it ends, or interrupt it"
         ) from None
     return lock
 
@@ -211,8 +211,8 @@ def _open(folder: Path) -> tuple[JournalStorage, optuna.Study]:
     path = folder / FILE
     if (folder / OLD_FILE).exists() and not path.exists():
         raise ConfigError(
-            f"sweep {folder.name} was begun by an earlier version of Flotilla, whose {OLD_FILE} "
-            "cannot be resumed: start another sweep; the runs of its trials are kept"
+            f"sweep {folder.name} was started by an earlier version of Flotilla, whose "
+            "{OLD_FILE} cannot be resumed: start a new sweep; the runs of the old trials are kept"
         )
     if not path.is_file():
         raise ConfigError(f"no sweep {folder.name!r} below {folder.parent}")

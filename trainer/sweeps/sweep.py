@@ -223,10 +223,11 @@ def make_objective(config: Config, keys: Iterable[str], metric: str, better: str
     training = config.training
     if not config.data.validation and not config.data.source:
         raise ConfigError(
-            "a sweep chooses by validation: set data.validation (the test split is for the best)"
+            "a sweep compares trials by validation: set data.validation (only the best trial is "
+            "tested)"
         )
     if not training.validate_every and not config.cluster.evaluator:
-        raise ConfigError("a sweep chooses by validation: set training.validate_every")
+        raise ConfigError("a sweep compares trials by validation: set training.validate_every")
     if not metric:
         if searched := [key for key in keys if key.startswith(_OF_METRIC)]:
             raise ConfigError(
@@ -234,7 +235,7 @@ def make_objective(config: Config, keys: Iterable[str], metric: str, better: str
                 "--metric, such as --metric accuracy"
             )
         if better:
-            raise ConfigError(f"--better {better}: name the metric, by --metric")
+            raise ConfigError(f"--better {better}: give the metric by --metric")
         return Objective()
     name = f"{VALIDATION}{metric.strip().removeprefix(VALIDATION)}"
     _require_same_loss(name, keys)
@@ -275,8 +276,8 @@ def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
     named = [name for name in metrics if name.startswith(VALIDATION) and is_number(metrics[name])]
     measured = sorted(name.removeprefix(VALIDATION) for name in named)
     raise ConfigError(
-        f"training measured no {objective.metric}: it has "
-        f"{', '.join(measured) or 'nothing'} of validation; choose one by --metric"
+        f"training did not measure {objective.metric}: "
+        f"validation has {', '.join(measured) or 'no metric'}; choose one by --metric"
     )
 
 
@@ -290,19 +291,19 @@ def list_rungs(
         raise ConfigError("training.steps: --asha sets the steps of each rung; give it one value")
     if any(make_config(base, each).training.schedule.name == "cosine" for each in every):
         raise ConfigError(
-            "training.schedule.name: cosine ends at training.steps, which is another number on "
-            "each rung of --asha; choose constant, exponential or piecewise"
+            "training.schedule.name: cosine ends at training.steps, which differs between the "
+            "rungs of --asha; choose constant, exponential or piecewise"
         )
     steps = base.training.steps
     if steps == AUTOMATIC:
         raise ConfigError(
-            "training.steps: it follows from the examples, and --asha needs a number before they "
-            "are prepared: add --set training.steps=N (`flotilla prepare`, of the same source, "
-            "says how many steps are the most)"
+            "training.steps: it is derived from the examples, but --asha needs a number before "
+            "they are prepared: add --set training.steps=N (`flotilla prepare` of the same source "
+            "shows the maximum)"
         )
     if count < REDUCTION:
         raise ConfigError(
-            f"--asha: one of {REDUCTION} trials continues from each rung, and there are only "
+            f"--asha: one of {REDUCTION} trials continues from each rung, but there are only "
             f"{count}; leave it out"
         )
     if steps // REDUCTION < LEAST_STEPS:

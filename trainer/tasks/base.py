@@ -433,7 +433,7 @@ class Task(ABC):
         if not fits or "float" not in output.dtype:
             sizes = ", ".join(["batch", *("any" if n < 0 else str(n) for n in self.output_shape)])
             raise ConfigError(
-                f"its output has to be floats of shape ({sizes}) for {self.name} of {self.target}, "
+                f"its output must be floats of shape ({sizes}) for {self.name} of {self.target}, "
                 f"not {output.dtype} of shape {shape}"
             )
         self._check_activation(find_activation(last))
@@ -453,7 +453,7 @@ class Task(ABC):
             )
         if not self.from_probabilities and activation == self.link:
             raise ConfigError(
-                f"it has to return logits; remove the {self.link} from its last layer, or compile "
+                f"it must return logits; remove the {self.link} from its last layer, or compile "
                 "it with a loss that takes probabilities"
             )
 

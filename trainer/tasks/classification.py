@@ -46,7 +46,7 @@ class Classification(Softmax):
     def __init__(self, target: Target) -> None:
         """Accept a whole number that names a class."""
         if target.shape or np.dtype(target.dtype).kind not in "iub":
-            raise ConfigError(f"it takes one whole number that names a class, not {target}")
+            raise ConfigError(f"it needs one whole number per example, the class, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
             # With so few classes, all of them are among the top ones.
@@ -70,7 +70,7 @@ class Classification(Softmax):
         if len(found) == 1:
             raise ConfigError(
                 f"all examples of the split {split!r} have one {self.target.name!r}, "
-                f"{self.labels[found[0]]!r}: a model that knows nothing else would be perfect there"
+                f"{self.labels[found[0]]!r}: a model that always predicts it would be perfect there"
             )
         if unknown := [self.labels[number] for number in found if not trained[number]]:
             raise ConfigError(

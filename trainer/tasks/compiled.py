@@ -191,13 +191,13 @@ def read_compiled(model: keras.Model) -> Compiled | None:
         return None
     if model.steps_per_execution != 1:
         raise ConfigError(
-            f"it is compiled with steps_per_execution={model.steps_per_execution}, and the "
+            f"it is compiled with steps_per_execution={model.steps_per_execution}, but the "
             "strategy decides how many steps run at once; leave it out"
         )
     if model.run_eagerly:
         raise ConfigError(
-            "it is compiled with run_eagerly=True, and steps run as graphs on the tasks of a "
-            "cluster; leave it out"
+            "it is compiled with run_eagerly=True, but the tasks of a cluster run steps as "
+            "graphs; leave it out"
         )
     loss, metrics = model._compile_loss, model._compile_metrics
     return Compiled(
@@ -212,7 +212,7 @@ def read_compiled(model: keras.Model) -> Compiled | None:
 
 
 def takes_logits(loss: keras.losses.Loss) -> bool | None:
-    """Say whether a loss takes logits; None if it is unknown."""
+    """Return whether a loss takes logits; None if it is unknown."""
     given = getattr(loss, "from_logits", None)
     if given is None:
         given = getattr(loss, "_fn_kwargs", {}).get("from_logits")

@@ -188,10 +188,10 @@ class MultiOutput(Task):
         names = ", ".join(f"{name}: ..." for name in self.parts)
         if not isinstance(output, Mapping):
             found = f"{len(output)} outputs" if isinstance(output, list | tuple) else "one output"
-            raise ConfigError(f"it has to return a mapping {{{names}}}, not {found}")
+            raise ConfigError(f"it must return a mapping {{{names}}}, not {found}")
         if output.keys() != self.parts.keys():
             raise ConfigError(
-                f"it has to return a mapping {{{names}}}, and it returns {', '.join(output)}"
+                f"it must return a mapping {{{names}}}, and it returns {', '.join(output)}"
             )
         for name, part in self.parts.items():
             try:
@@ -255,7 +255,7 @@ def _apart(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> di
     found = _add_prefix(name, values)
     if twice := [each for each in found if each in known]:
         raise ConfigError(
-            f"data.label: two outputs have a metric {twice[0]!r}, of which one is {name!r}; "
+            f"data.label: two outputs have the metric {twice[0]!r}, one of them {name!r}; "
             "rename its column"
         )
     return found

@@ -59,7 +59,7 @@ class MultilabelClassification(Sigmoid):
         self._classes = target.shape[0]
         named = tuple(labels) or (target.labels if len(target.labels) == self._classes else ())
         if named and len(named) != self._classes:
-            raise ConfigError(f"labels: {len(named)} names of {self._classes} classes")
+            raise ConfigError(f"labels: {len(named)} names for {self._classes} classes")
         self._labels = named or tuple(map(str, range(self._classes)))
 
     @property

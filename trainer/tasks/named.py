@@ -144,7 +144,7 @@ def report_name(name: str) -> str:
 
 
 def find_direction(metric: keras.Metric) -> Direction | None:
-    """Say whether a higher or a lower value is better; None if Keras does not know."""
+    """Return whether a higher or a lower value is better; None if Keras does not know."""
     kind = class_name(metric)
     if kind not in METRICS and kind not in LOSSES:
         return None
@@ -162,7 +162,7 @@ def class_name(metric: keras.Metric) -> str:
 
 
 def is_by_class(loss: keras.losses.Loss) -> bool:
-    """Say whether a loss needs an output per class; with one output it is always 0."""
+    """Return whether a loss needs an output per class; with one output it is always 0."""
     return "categorical" in getattr(getattr(loss, "fn", None), "__name__", "")
 
 
@@ -194,6 +194,6 @@ def _instantiate(key: str, name: str, make: Callable[[], Any]) -> Any:
     # A user's class may raise anything.
     except Exception as error:
         raise ConfigError(
-            f"{key}: {name} cannot be made without arguments: {user_code.format_error(error)}; "
+            f"{key}: {name} cannot be created without arguments: {user_code.format_error(error)}; "
             "write a function that returns it, and name it as package.module:function"
         ) from error

@@ -165,7 +165,7 @@ class Objective:
             if term.part is not None and term.part.positive_by and named.is_by_class(term.loss):
                 raise ConfigError(
                     f"its loss takes an output for each class, and {term.part.name} of "
-                    f"{term.part.target} has one logit: take BinaryCrossentropy(from_logits=True), "
+                    f"{term.part.target} has one logit: use BinaryCrossentropy(from_logits=True), "
                     "or set task.name: classification"
                 )
         self.task.check_output(outputs, last)
@@ -372,7 +372,7 @@ class Objective:
         return tf.vectorized_map(alone, tf.nest.map_structure(tf.convert_to_tensor, given))
 
     def is_exact(self, measured: Measured) -> bool:
-        """Say whether the task's tally replaces a validation metric in an evaluation."""
+        """Return whether the task's tally replaces a validation metric in an evaluation."""
         return measured.own and measured.path in self._exact
 
     def tally(self) -> Measuring:
@@ -419,8 +419,8 @@ class Objective:
                 yield each
             elif each.metric.name not in named.class_name(each.metric):
                 raise ConfigError(
-                    f"two metrics are called {each.name!r}: give one of the model's, or of "
-                    "task.metrics, another name"
+                    f"two metrics are called {each.name!r}: rename one in the model or in "
+                    "task.metrics"
                 )
             seen.add(each.name)
 
@@ -462,7 +462,7 @@ class Objective:
 
 
 def has_own(model: keras.Model, method: str) -> bool:
-    """Say whether a model overrides a method of `keras.Model`."""
+    """Return whether a model overrides a method of `keras.Model`."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
 
 

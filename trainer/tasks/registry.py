@@ -79,7 +79,7 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
     for name in dataset.targets:
         said = config.outputs.get(name, OutputConfig())
         if said.name == MULTI_OUTPUT:
-            raise ConfigError(f"task.outputs.{name}.name: one output is not several")
+            raise ConfigError(f"task.outputs.{name}.name: a part cannot have several outputs")
         kind = infer_task(dataset, name).name if said.name == AUTO else said.name
         found[name] = _Output(kind, said, f"task.outputs.{name}")
     return found
@@ -235,7 +235,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
 
 
 def _is_per_position(dataset: DatasetSpec, target: Target) -> bool:
-    """Say whether an input has as many positions as a label: a sequence, or an image."""
+    """Return whether an input has as many positions as a label: a sequence, or an image."""
     shapes = (dataset.features[name].shape for name in dataset.inputs)
     sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
     places = target.shape[: max(len(target.shape) - 1, 1)]

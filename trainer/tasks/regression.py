@@ -83,7 +83,9 @@ class Regression(Task):
                 f"it takes numbers of a fixed shape, not {target}; give data.shapes a length"
             )
         if not isinstance(standardize, bool):
-            raise ConfigError(f"standardize: {standardize!r} is not allowed; it is true or false")
+            raise ConfigError(
+                f"standardize: {standardize!r} is not allowed; it must be true or false"
+            )
         super().__init__(target)
         self._standardized = standardize
         self.in_units = not standardize

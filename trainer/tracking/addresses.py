@@ -12,8 +12,8 @@ from flotilla.trainer.runtime.masking import find_credentials
 
 URI, RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 EXPERIMENT, EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"
-# Variables that the pods of a training job get as values. KFP sets all except the experiment's
-# name.
+# Variables that the pods of a training job get as values. KFP sets all of them except the
+# experiment name.
 PLAIN = (URI, RUN, EXPERIMENT, EXPERIMENT_NAME, "MLFLOW_WORKSPACE", "MLFLOW_TRACKING_AUTH")
 # The secret from which KFP's plugin for MLflow reads its credentials, and its default keys.
 # `cluster.kubernetes.pod.secret_env` sets other keys.
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the environment puts a run: an MLflow run, or an experiment by its id or name."""
+    """The place of a run in MLflow: an MLflow run, or an experiment by its id or name."""
 
     run: str = field(default_factory=lambda: os.environ.get(RUN, ""))
     experiment: str = field(default_factory=lambda: os.environ.get(EXPERIMENT, ""))
@@ -40,17 +40,17 @@ class Place:
 
 
 def is_tracked() -> bool:
-    """Say whether the environment names a tracker."""
+    """Return whether the environment names a tracker."""
     return bool(os.environ.get(URI))
 
 
 def is_given_run() -> bool:
-    """Say whether the environment names an MLflow run, as KFP does for each step."""
+    """Return whether the environment names an MLflow run, as KFP does for each step."""
     return bool(os.environ.get(RUN))
 
 
 def writes_itself() -> bool:
-    """Say whether this process writes to the tracker because no command line follows it."""
+    """Return whether this process writes to the tracker because no command line follows it."""
     return is_tracked() and not os.environ.get(events.VARIABLE)
 
 
@@ -59,8 +59,8 @@ def list_pod_variables() -> tuple[dict[str, str], dict[str, str]]:
     address = os.environ.get(URI, "")
     if words := find_credentials(address):
         log.warning(
-            "%s is not given to the pods of the job, where many could read it: %s; write them into "
-            "a secret, see docs/how-to/tracking.md",
+            "%s is not given to the pods of the job, where other users could read it: %s; write it "
+            "into a secret, see docs/how-to/tracking.md",
             URI,
             words,
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import requests
 
 PATH = "/api/model_registry/v1alpha3"
-# As in the registry's own Python client: the variable names a file, and a pod has the other file.
+# As in the registry's Python client: the variable has the path of a file; a pod has the other file.
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 _POD_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 # Seconds to connect, and for each answer.
@@ -53,13 +53,16 @@ class Hub:
         if token := _token():
             if is_sent_openly(address):
                 raise UserError(
-                    f"registry.hub: {mask(address)} is plain http, over which no token is sent: "
-                    "use https"
+                    f"registry.hub: {mask(address)} is plain http, and a token is sent only "
+                    "over https: use https"
                 )
             self._session.headers["Authorization"] = f"Bearer {token}"
 
     def check(self) -> str:
-        """Return a line that says that the registry answers; raises `UserError` if it does not."""
+        """Return a line that confirms that the registry answers.
+
+        Raises `UserError` if it does not.
+        """
         self._ask("GET", "registered_models", query={"pageSize": "1"})
         return f"the model registry answers at {mask(self._home)}"
 
@@ -90,8 +93,8 @@ class Hub:
         if found.get("uri") != model.uri:
             raise UserError(
                 f"the registry at {mask(self._home)} has another {model.name}, version "
-                f"{model.version}, at {mask(str(found.get('uri')))}: it is left as it is; give "
-                "this model another name"
+                f"{model.version}, at {mask(str(found.get('uri')))}: it was not changed; "
+                "rename this model"
             )
         return version
 
@@ -99,14 +102,14 @@ class Hub:
         listed = listed or kind
         found = self._find(listed, wanted["name"])
         found = found or self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)
-        # Another run may have created it meanwhile.
+        # Another run may have created it in the meantime.
         found = found or self._find(listed, wanted["name"])
         if not found or "id" not in found:
             raise self._strange(f"no id for {wanted['name']}")
         return found
 
     def _find(self, place: str, name: str) -> dict[str, Any] | None:
-        # The server's search by name compares by LIKE, which takes `my_model` for `my-model`.
+        # The server's search by name uses LIKE, in which `my_model` also matches `my-model`.
         return next((each for each in self._list(place) if each.get("name") == name), None)
 
     def _list(self, place: str) -> Iterator[dict[str, Any]]:
@@ -115,10 +118,10 @@ class Hub:
             page = self._ask("GET", place, query=query) or {}
             items = page.get("items", [])
             if not isinstance(items, list):
-                raise self._strange(f"a list of {place} that is none")
+                raise self._strange(f"an invalid list of {place}")
             yield from (each for each in items if isinstance(each, dict))
             token = page.get("nextPageToken")
-            # One that comes again would go on for ever.
+            # A repeated page token would cause an endless loop.
             if not token or token in seen:
                 return
             seen.add(token)

@@ -1,4 +1,4 @@
-"""Makes a registered model an MLflow model: `MLmodel`, its environment, signature and example.
+"""Writes an MLflow model from a registered one: `MLmodel`, environment, signature, example.
 
     MLmodel               the flavours `python_function`, which predicts raw rows by the program in
                           `mlflow/`, and `tensorflow`, which is the SavedModel
@@ -33,15 +33,15 @@ FOLDER = "mlflow"
 EXAMPLE, SERVING_EXAMPLE = "input_example.json", "serving_input_example.json"
 REQUIREMENTS = "requirements.txt"
 _PROGRAM = Path(__file__).with_name("pyfunc_loader.py")
-# Values in memory while a batch is answered.
+# Maximum number of values in memory during the prediction of a batch.
 _MOST_ROWS, _MOST_VALUES = 1000, 16 << 20
 _MOST_NAMED = 1000
 _TYPES = {
     "float32": "float", "float64": "double", "int32": "integer", "int64": "long",
     "bool": "boolean", "string": "string",
 }  # fmt: skip
-# MLflow refuses an int where the signature has a float, so these columns have any type: ints of
-# which some are missing, times and texts of numbers.
+# MLflow refuses an int where the signature has a float, so these columns accept any type: ints with
+# missing values, times and texts of numbers.
 _ANY = {"type": "any"}
 _NEEDS = {
     "classification": ("probabilities",),
@@ -63,7 +63,7 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
         kinds: the kind of each output by name.
     """
     if "reads" not in fields:
-        # An earlier version exported it, and its inputs are unknown.
+        # An earlier version exported the model, so its inputs are unknown.
         return
     inputs = [*_list_inputs(fields)]
     lines = folder / "labels.txt"
@@ -72,7 +72,7 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     program = _PROGRAM.read_bytes()
     # Models of several versions may be loaded into one process.
     module = f"flotilla_model_{hashlib.sha256(program).hexdigest()[:12]}"
-    # A version whose number was taken is written again under the next one.
+    # If the number of a version is taken, the version is written again under the next number.
     (folder / FOLDER).mkdir(exist_ok=True)
     (folder / FOLDER / f"{module}.py").write_bytes(program)
     tree = {
@@ -164,7 +164,10 @@ def _list_outputs(
 
 
 def _find_output(names: Iterable[str], key: str) -> str:
-    """Return the output of an answer; if one name begins another, the longer one counts."""
+    """Return the output of a column.
+
+    If several names are prefixes of it, the longest one counts.
+    """
     return max((each for each in names if key.startswith(f"{each}_")), key=len)
 
 
@@ -174,7 +177,7 @@ def _choose_size(inputs: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _is_tensors(inputs: Sequence[Mapping[str, Any]]) -> bool:
-    """Say whether the model takes arrays alone, each of one shape; else it takes a table."""
+    """Return whether the model takes only arrays, each of one shape; otherwise it takes a table."""
     return all(
         each["shape"] and None not in each["shape"] and each["type"] != "image" for each in inputs
     )
@@ -270,7 +273,7 @@ def _write_example(folder: Path, inputs: Sequence[Mapping[str, Any]]) -> dict[st
         kind = {"type": "ndarray", "format": "tf-serving"}
     else:
         columns = [each["feature"] for each in inputs]
-        # A number that is missing is null.
+        # A missing number is null.
         data = [
             [finite(_name_class(each, row[each["argument"]])) for each in inputs] for row in rows
         ]
@@ -289,7 +292,7 @@ def _name_class(wanted: Mapping[str, Any], value: Any) -> Any:
 
 
 def _list_requirements(inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the packages that the program imports, pinned to those of the export."""
+    """Return the packages that the program imports, pinned to the versions of the export."""
     mlflow = _find_version("mlflow") or _find_version("mlflow-skinny")
     found = [f"mlflow=={mlflow}" if mlflow else "mlflow>=3,<4"]
     names = ["tensorflow", "numpy"]

@@ -1,7 +1,8 @@
 """Versions in MLflow's registry, with the numbers and the champion of Flotilla's.
 
-MLflow numbers the versions of a model by itself. A number that Flotilla's registry has and MLflow
-lacks is filled: by the version, or by one that is deleted at once if it is old or removed.
+MLflow numbers the versions of a model by itself. A number that exists in Flotilla's registry but
+not in MLflow is filled with the version, or with a placeholder that is deleted at once if the
+version is old or removed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from flotilla.trainer.tracking.mlflow_run import (
 
 CHAMPION = "champion"
 _VERSION = "flotilla.version_uri"
-# The newest versions that are registered if MLflow lacks them; a local one is uploaded.
+# The number of newest versions that are registered if MLflow does not have them; local ones are
+# uploaded.
 _MOST_EARLIER = 5
-# More numbers are not filled.
+# The maximum number of version numbers that are filled.
 _MOST_NUMBERS = 1000
 log = logging.getLogger(__name__)
 
@@ -56,13 +58,13 @@ def register_in_mlflow(
 
 
 def is_champion_known(name: str, uri: str) -> bool:
-    """Say whether MLflow's champion of a model is the version at a URI."""
+    """Return whether MLflow's champion of a model is the version at a URI."""
     from mlflow.exceptions import MlflowException
 
     try:
         found = client_of_mlflow().get_model_version_by_alias(name, CHAMPION)
     except MlflowException as error:
-        # Without the alias, some stores say that the parameter is invalid.
+        # If the alias does not exist, some stores report an invalid parameter.
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return False
         raise
@@ -72,7 +74,7 @@ def is_champion_known(name: str, uri: str) -> bool:
 def _ensure_model(client: Any, name: str) -> None:
     from mlflow.exceptions import MlflowException
 
-    # Any other failure is the server's, which is not asked again.
+    # Any other failure is an error of the server, and the request is not repeated.
     try:
         client.get_registered_model(name)
     except MlflowException as error:
@@ -81,13 +83,13 @@ def _ensure_model(client: Any, name: str) -> None:
         try:
             client.create_registered_model(name)
         except MlflowException as late:
-            # Another run may have created it meanwhile.
+            # Another run may have created it in the meantime.
             if late.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
 
 
 def _create(client: Any, model: PromotedModel) -> str:
-    """Register a version under its number, if that is free, else under the next one."""
+    """Register a version under its number if that is free, otherwise under the next number."""
     run_id, source = _place(client, model)
     tags = {_VERSION: model.uri, "flotilla.version": str(model.version)}
     tags |= {f"flotilla.{key}": str(value) for key, value in model.properties.items() if value}
@@ -115,7 +117,7 @@ def _place(client: Any, model: PromotedModel) -> tuple[str | None, str]:
     if not folder:
         return run.info.run_id if run else None, model.uri.partition("?")[0]
     if run is None:
-        # The run was not tracked, but a model needs one.
+        # The run was not tracked, but a model needs a run.
         run = create_run(client, name, experiment)
         client.set_terminated(run.info.run_id, "FINISHED")
     place = f"models/{model.version}"

@@ -2,7 +2,7 @@
 
 A run is found by the tag `flotilla.run_id`, and a trial is below the run of its sweep. MLflow only
 appends to a curve, so the existing steps are queried before the first point is written, and after
-each failure. Files are sent last: the run has ended by then.
+each failure. Files are sent last, after the end of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flotilla.trainer.tracking import addresses
 from flotilla.trainer.tracking.run_origin import describe_dataset, describe_origin
 
 OWN_ID = "flotilla.run_id"
-# Seconds for one request; an unavailable tracker is retried later.
+# Timeout of one request in seconds; an unavailable tracker is retried later.
 REQUEST_SECONDS = 10
 # MLflow's limits for one request, and the shortest limit of any version for the value of a
 # parameter.
@@ -40,15 +40,18 @@ _SETTINGS = {
     # A run sends data only to its configured tracker.
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-# The most pending points of all curves, while the tracker is unavailable.
+# The maximum number of pending points of all curves while the tracker is unavailable.
 MOST_WAITING = 20_000
 _Item = TypeVar("_Item")
-# The trials of a sweep begin at once, and have one parent.
+# The trials of a sweep begin at the same time and have one parent.
 _CREATING = threading.Lock()
 
 
 class Point(NamedTuple):
-    """A value of a curve, at milliseconds since 1970; `repeats`: it may be measured again."""
+    """A value of a curve at a time in milliseconds since 1970.
+
+    `repeats`: it may be measured again.
+    """
 
     name: str
     value: float
@@ -59,7 +62,7 @@ class Point(NamedTuple):
 
 @dataclass(kw_only=True)
 class Pending:
-    """What is not written yet, and how and when the run ended, if it has.
+    """The data that is not yet written, and how and when the run ended, if it has ended.
 
     Attributes:
         datasets: URIs of published datasets.
@@ -75,7 +78,7 @@ class Pending:
     ended: int = 0
 
     def __bool__(self) -> bool:
-        """Say whether there is anything to write."""
+        """Return whether there is anything to write."""
         return bool(self.points or self.tags or self.datasets or self.files or self.status)
 
     def merge(self, earlier: Pending) -> Pending:
@@ -146,12 +149,12 @@ class MlflowRun:
         self._name = name
         self._client: Any = None
         self._id = ""
-        # The steps that each curve is known to have.
+        # The steps of each curve that the tracker is known to have.
         self._steps: dict[str, set[int]] = {}
 
     @property
     def url(self) -> str:
-        """The address of the tracker, for messages."""
+        """Return the address of the tracker, for messages."""
         return mask(os.environ.get(addresses.URI, ""))
 
     def open(self) -> None:
@@ -172,7 +175,7 @@ class MlflowRun:
         try:
             self._write_points(pending.points)
         except BaseException:
-            # It is not known whether the tracker has them.
+            # The tracker may or may not have the values.
             self._steps.clear()
             raise
         self._write_tags(self._id, pending.tags)
@@ -182,7 +185,7 @@ class MlflowRun:
         self._write_files(pending.files)
 
     def _find(self) -> Any:
-        """Return the run, which is created if there is none, and before it that of its sweep."""
+        """Return the run; create it, and first the run of its sweep, if it does not exist."""
         parent = ""
         if self._name.parent:
             name = replace(self._name, run_id=self._name.parent, parent="", parameters={})
@@ -209,7 +212,7 @@ class MlflowRun:
                 try:
                     path.write_bytes(storage.read_bytes(uri))
                 except UserError:
-                    # It was removed meanwhile.
+                    # The run was removed in the meantime.
                     continue
                 self._client.log_artifact(self._id, str(path))
 
@@ -264,7 +267,7 @@ class MlflowRun:
 
 
 def create_run(client: Any, name: RunName, experiment: str, parent: str = "") -> Any:
-    """Create a run below another MLflow run, or below that of the environment, if it names one."""
+    """Create a run below another MLflow run, or below the run named by the environment."""
     tags = {OWN_ID: name.run_id, **describe_origin()}
     if parent := parent or name.place.run:
         tags["mlflow.parentRunId"] = parent
@@ -272,9 +275,9 @@ def create_run(client: Any, name: RunName, experiment: str, parent: str = "") ->
 
 
 def find_run(client: Any, name: RunName) -> tuple[str, Any]:
-    """Return the id of the experiment, and the MLflow run, or None if there is none yet.
+    """Return the id of the experiment, and the MLflow run or None.
 
-    It is the run that the environment names, or a child of it if that is another run's.
+    It is the run that the environment names, or a child of that run if it belongs to another run.
     """
     if given := name.place.run:
         run = client.get_run(given)
@@ -290,7 +293,7 @@ def find_run(client: Any, name: RunName) -> tuple[str, Any]:
 
 
 def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
-    """Return the id of the experiment at a place, or of that called `default`."""
+    """Return the id of the experiment at a place, or of the experiment `default`."""
     if place.experiment:
         return place.experiment
     name = place.experiment_name or default
@@ -301,7 +304,7 @@ def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
         try:
             return str(client.create_experiment(name))
         except MlflowException:
-            # Another run may have created it meanwhile.
+            # Another run may have created it in the meantime.
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -315,7 +318,7 @@ def _parts(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
 
 
 def health() -> str:
-    """Return a line on the server at `MLFLOW_TRACKING_URI`; raises `UserError`."""
+    """Return a line about the server at `MLFLOW_TRACKING_URI`; raises `UserError`."""
     import requests
 
     if find_spec("mlflow") is None:

@@ -28,7 +28,7 @@ def announce(
 ) -> None:
     """Announce a promotion to all configured addresses; never raises.
 
-    `list_earlier` returns the versions before it, which MLflow may lack.
+    `list_earlier` returns the earlier versions, which MLflow may not have.
     """
     wanted: dict[str, Callable[[], object]] = {}
     if addresses.is_tracked():
@@ -38,7 +38,7 @@ def announce(
     answers: dict[str, queue.SimpleQueue[str]] = {}
     for name, call in wanted.items():
         answers[name] = queue.SimpleQueue()
-        # A late answer is not waited for.
+        # The process does not wait for a late answer.
         work = functools.partial(_answer, call, answers[name])
         threading.Thread(target=work, name="promotion", daemon=True).start()
     for name, answer in answers.items():
@@ -49,7 +49,7 @@ def announce(
         if words:
             log.warning(
                 "%s does not know that version %d of %s was promoted: %s; the promotion holds, and "
-                "the next run or promotion of this model announces it again",
+                "the next run or promotion of this model reports it again",
                 name,
                 model.version,
                 model.name,
@@ -58,7 +58,7 @@ def announce(
 
 
 def _answer(call: Callable[[], object], answer: queue.SimpleQueue[str]) -> None:
-    """Put the reason of a failed call, or an empty text."""
+    """Put the reason of a failed call, or an empty text, into the queue."""
     words = ""
     try:
         call()

@@ -8,7 +8,7 @@ TensorFlow and pandas suffice. `mlflow/model.json` describes the model:
                  "length_of": the feature whose lengths it holds, or ""}],
      "outputs": [{"name", "kind", "labels", "threshold", "answers": key of each by its column}]}
 
-Rows are converted as `flotilla predict` converts those of files, and the answers are its columns.
+Rows are converted as in `flotilla predict`, and the output has the same columns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WHOLE = 2.0**53
 _CHOICES = ("classification", "sequence_to_label", "binary_classification")
 _WORDS = {**dict.fromkeys(("true", "yes", "on", "t", "y"), 1.0),
           **dict.fromkeys(("false", "no", "off", "f", "n"), 0.0)}  # fmt: skip
-# Missing numbers, in lower case.
+# Texts that mean a missing number, in lower case.
 _MISSING = frozenset(
     (
         "", "na", "n/a", "<na>", "#n/a", "#na", "#n/a n/a", "nan", "-nan", "1.#ind", "-1.#ind",
@@ -172,7 +172,7 @@ def _number(wanted: Mapping[str, Any], value: Any) -> Any:
 
 
 def _seconds(wanted: Mapping[str, Any], value: Any) -> float:
-    """Return the seconds since 1970; a time without a zone is taken as UTC."""
+    """Return the seconds since 1970; a time without a zone is read as UTC."""
     if _is_missing(value) or (isinstance(value, str) and value.strip().lower() in _MISSING):
         return np.nan
     if isinstance(value, int | float | np.number):
@@ -191,7 +191,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _arrays(wanted: Mapping[str, Any], values: Sequence[Any], tensorflow: Any) -> list[Any]:
-    """Return an array for each row: of lists, also JSON in texts, or of encoded images."""
+    """Return an array for each row: of lists, including JSON in texts, or of encoded images."""
     shape, found = wanted["shape"], []
     for value in values:
         if wanted["type"] == "image" and isinstance(value, bytes | bytearray):
@@ -227,7 +227,7 @@ def _pad(wanted: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
 
 
 def _pixels(data: bytes, shape: Sequence[int], tf: Any) -> Any:
-    """Decode a PNG or a JPEG, turned as its camera was, to the size of the model."""
+    """Decode a PNG or a JPEG, rotated by its EXIF orientation, to the size of the model."""
     from PIL import Image, ImageOps
 
     height, width, channels = shape

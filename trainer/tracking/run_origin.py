@@ -1,4 +1,4 @@
-"""Where a run and its data come from, in the words of MLflow: user, commit, dataset."""
+"""The origin of a run and its data, in MLflow's terms: user, commit, dataset."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _ask_git(*words: str) -> str:
 
 
 def describe_dataset(uri: str) -> dict[str, Any]:
-    """Return the fields of MLflow's `Dataset` for a published dataset; empty if it is gone."""
+    """Return the fields of MLflow's `Dataset` for a published dataset, if it exists."""
     try:
         fields = storage.read_manifest(uri).fields
     except UserError:

@@ -1,8 +1,8 @@
 """Write the events of a run to MLflow, from a separate thread.
 
 Errors here never end a run, and do not delay it. While the tracker is unavailable, a limited number
-of values wait; the end of a run waits for them for some seconds. MLflow's own queue drops the
-values that an unavailable server did not take, and keeps the process from ending.
+of values is kept; the end of a run waits some seconds for them. MLflow's own queue drops values
+while the server is unavailable, and prevents the process from ending.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from flotilla.trainer.tracking.mlflow_run import (
     list_parameters,
 )
 
-# How long the end of a run waits for the tracker.
+# Seconds that the end of a run waits for the tracker.
 CLOSE_SECONDS = 3.0 * REQUEST_SECONDS
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2.0, 60.0
 MISSING = (
     "MLFLOW_TRACKING_URI is set, and the package for it is not installed: nothing is tracked; "
     "install the extra mlflow: pip install 'kfp-flotilla[mlflow]'"
 )
-# The most points of a curve, as many as the rows of a history.
+# The maximum number of points of a curve, which is the number of rows of a history.
 MOST_POINTS = 2000
 _LONGEST_TAG = 4000
 _TEST = "evaluation"
 # The events that a tracker reads.
 _TRACKED = (AttemptBegin, Progress, Validation, Restart, StepEnd)
-#: The file of a local run, or of a sweep, that MLflow may lack something of.
+#: The file that marks a local run or sweep whose data in MLflow may be incomplete.
 UNSENT = "mlflow.json"
-# Attempts of later commands to send what is missing, of one run.
+# The number of later commands that try to send the missing data of one run.
 MOST_SENDINGS = 5
 # MLflow's words for how a run ended; a refused run is finished.
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED"}
@@ -73,7 +73,7 @@ class Reader:
         pending = Pending()
         self._state.take(event)
         if isinstance(event, AttemptBegin):
-            # The tracker ignores the repeated points of a stretch.
+            # The tracker ignores repeated points within an interval.
             self._last = min(self._last, event.global_step)
             pending.tags["flotilla.attempt_from"] = str(event.global_step)
         elif isinstance(event, Progress):
@@ -123,7 +123,7 @@ class Reader:
 
 
 def _add(pending: Pending, prefix: str, values: Mapping[str, Any], step: int, time: float) -> None:
-    """Add a point of each curve; without a prefix they are of training."""
+    """Add a point of each curve; names without a prefix are curves of training."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             _add(pending, f"{prefix}{name}/", value, step, time)
@@ -175,7 +175,10 @@ class Tracker:
             self._warn(error)
 
     def close(self, end: Pending | None = None, seconds: float | None = None) -> bool:
-        """Write `end` and the pending values within `seconds`; return whether all is written."""
+        """Write `end` and the pending values within `seconds`.
+
+        Return whether everything was written.
+        """
         seconds = CLOSE_SECONDS if seconds is None else seconds
         with self._changed:
             self._is_closing = True
@@ -221,7 +224,7 @@ class Tracker:
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _again(self, batch: Pending, error: Exception, pause: float, *, is_last: bool) -> bool:
-        """Put back unwritten values, and wait; return whether to try again."""
+        """Put back unwritten values and wait; return whether to try again."""
         self._warn(error)
         with self._changed:
             self._pending = self._pending.merge(batch)
@@ -241,7 +244,7 @@ class Tracker:
         words = " ".join(mask(f"{type(error).__name__}: {error}").split())[:160]
         log.warning(
             "MLflow at %s does not accept the data of this run (%s); the run continues, and "
-            "sends the missing data when MLflow answers again, or the next run sends it",
+            "sends the missing data later, or the next run sends it",
             self._target.url,
             words,
         )
@@ -253,7 +256,7 @@ class Unsent:
 
     Attributes:
         parent: the id of the sweep that a trial belongs to, or empty.
-        sendings: attempts of later commands to send the rest.
+        sendings: number of attempts of later commands to send the missing data.
     """
 
     tracker: str
@@ -264,7 +267,7 @@ class Unsent:
 
     @classmethod
     def read(cls, folder: Path) -> Unsent | None:
-        """Return the content of the file in a folder; None if it is missing, or of no use here."""
+        """Return the content of the file in a folder; None if it is missing or unusable."""
         with suppress(OSError, ValueError):
             found = read_record(cls, (folder / UNSENT).read_bytes())
             if found and found.tracker == _digest_tracker():
@@ -272,7 +275,7 @@ class Unsent:
         return None
 
     def write(self, folder: Path) -> None:
-        """Write the file; without it, a killed run stays as it is in MLflow."""
+        """Write the file; without it, a killed run would remain incomplete in MLflow."""
         with suppress(OSError):
             (folder / UNSENT).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
@@ -285,7 +288,7 @@ def _digest_tracker() -> str:
 class LocalRun:
     """A run or a sweep on this machine: it passes events to the caller and to the tracker.
 
-    Its folder has the file `UNSENT` until the tracker has all of it.
+    Its folder has the file `UNSENT` until the tracker has all of its data.
     """
 
     def __init__(
@@ -297,10 +300,11 @@ class LocalRun:
         *,
         parent: str = "",
     ) -> None:
-        """Replay the earlier starts in the file `history`, which the tracker may lack.
+        """Replay the earlier starts in the file `history`, which may be missing in the tracker.
 
         Args:
-            config: has the parameters, and names the experiment; None for one that was left unsent.
+            config: has the parameters and the name of the experiment; None if only missing data is
+                sent.
             run_id: the run, or the sweep.
             history: the file of its events, in its folder.
             on_event: called with each event.
@@ -331,23 +335,23 @@ class LocalRun:
             self._tracker.hear(event)
 
     def hear(self, event: Event) -> None:
-        """Pass an event on."""
+        """Pass an event to the caller and to the tracker."""
         if self._tracker:
             self._tracker.hear(event)
         if self._on_event:
             self._on_event(event)
 
     def tag(self, **tags: object) -> None:
-        """Set tags of Flotilla."""
+        """Set tags of the run."""
         if self._tracker:
             self._tracker.note(
                 Pending(tags={f"flotilla.{k}": _tag(str(v)) for k, v in tags.items()})
             )
 
     def end(self, status: str, message: str, *, word: str = "", ended: float = 0) -> bool:
-        """Write how the run ended, in a few seconds at most; return whether all is written.
+        """Write how the run ended, within a few seconds; return whether everything was written.
 
-        `word` is MLflow's, if it is not that of `status`.
+        `word` is MLflow's status if it differs from `status`.
         """
         if not self._tracker:
             return True

@@ -145,7 +145,7 @@ def await_validation(
             return
         if len(rows) > measured:
             measured, since = len(rows), time.monotonic()
-            log.info("waiting for the evaluator, which has measured %d checkpoints", measured)
+            log.info("waiting for the evaluator, which has evaluated %d checkpoints", measured)
         elif time.monotonic() - since > EVALUATION_SECONDS:
             reason = f"no evaluation for {EVALUATION_SECONDS:g} s"
             events.emit(events.EvaluatorLeft(reason=reason))

@@ -161,12 +161,12 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
         raise ConfigError(
             f"{name}: it has a custom train_step, which {' and '.join(OWN_STEP)} run, and not "
             f"training.strategy {strategy}: each step there is made of parts; write a "
-            "compute_loss instead, which counts under every strategy"
+            "compute_loss instead, which applies under every strategy"
         )
     if config.training.jit_compile:
         raise ConfigError(
-            f"training.jit_compile: {name} has a custom train_step, which runs as it is; set "
-            "it to false"
+            f"training.jit_compile: {name} has a custom train_step, which runs unchanged; "
+            "set it to false"
         )
     own = [key for key, value in vars(model).items() if isinstance(value, keras.Optimizer)]
     if own:
@@ -209,12 +209,12 @@ def require_metrics(config: Config, objective: Objective) -> None:
         if metric not in known:
             hint = present_name(metric, known) or f" (measured: {', '.join(sorted(known))})"
             task = objective.task.name
-            raise ConfigError(f"{key}: {task} and the model measure no {metric!r}{hint}")
+            raise ConfigError(f"{key}: {task} and the model do not measure {metric!r}{hint}")
     compared = compared or objective.main_metric
     direction, better = known.get(compared), config.gate.champion.better
     if better and direction and better != direction:
         raise ConfigError(
-            f"gate.champion.better: {compared} is better when {direction}; leave it out"
+            f"gate.champion.better: {compared} is better when {direction}: leave it out"
         )
     if main and not known[main]:
         raise ConfigError(

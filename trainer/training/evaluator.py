@@ -78,11 +78,11 @@ def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, 
         # recur with every checkpoint.
         if not isinstance(error, storage.Corrupt) and storage.is_published(uri):
             raise
-        log.warning("passed over %s: %s", uri, error)
+        log.warning("skipped %s: %s", uri, error)
         return {}
     if all(map(math.isfinite, metrics.values())):
         return metrics
-    log.warning("passed over %s: its validation gives %s", uri, metrics)
+    log.warning("skipped %s: its validation returned %s", uri, metrics)
     return {}
 
 

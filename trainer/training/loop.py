@@ -164,7 +164,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
         strategy.begin_visits(open_stream(problem, found))
         strategy.build(problem)
     if strategy.barrier(start, -start) != (start, -start):
-        raise ClusterLostError("the workers found different checkpoints: all have to begin again")
+        raise ClusterLostError("the workers found different checkpoints: all of them must restart")
     kept = recovery.restore(found)
     begun = read_origin(found)
     if warm:
@@ -357,7 +357,7 @@ class _OuterLoop:
         if time.monotonic() - self._stepped_at > seconds:
             raise ClusterLostError(
                 f"no progress for {seconds:g} s: training.strategy {self._training.strategy} runs, "
-                f"and applies no step after global step {step}"
+                f"but applies no step after global step {step}"
             )
 
     def _record(self, before: int, result: _InnerResult) -> None:
@@ -413,7 +413,7 @@ class _OuterLoop:
         main = self._early_stopping.main
         if main.name not in metrics and not self._goes_by_loss:
             self._goes_by_loss = True
-            log.info("validations are compared by loss: they do not measure %s", main.name)
+            log.info("comparing validations by loss, since they do not measure %s", main.name)
         return {f"{VALIDATION}{name}": value for name, value in metrics.items()}
 
     def _note_validation(self, row: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Stall detection: it ends a process whose training makes no step for `training.stall_timeout`.
 
 A stopped task keeps its connections, and TensorFlow waits on them for ever. Progress is read from
-the exact counter, so a long inner loop of slow steps is no stall.
+the exact counter, so a long inner loop of slow steps is not a stall.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class StallWatch:
                 self._end(f"every task answers; {_REMEDY}", self._waits * self._seconds)
 
     def _is_warm(self) -> bool:
-        """Say whether all graphs have been traced and compiled, or had enough time for it."""
+        """Return whether all graphs have been traced and compiled, or had enough time for it."""
         warm = self._has_stepped and not self._strategy.warming
         return warm or time.monotonic() - self._began > STARTING_SECONDS
 

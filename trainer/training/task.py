@@ -192,4 +192,4 @@ def _enter(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder)
     except OSError as error:
-        raise ConfigError(f"--workdir: cannot work in {folder}: {error.strerror}") from None
+        raise ConfigError(f"--workdir: cannot use {folder}: {error.strerror}") from None

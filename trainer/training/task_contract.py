@@ -58,7 +58,7 @@ def require_task(task: Task, features: Mapping[str, FeatureSpec]) -> None:
 
 
 def is_built_in(task: Task) -> bool:
-    """Say whether a task is built in."""
+    """Return whether a task is built in."""
     return type(task).__module__.startswith(BUILT_IN)
 
 
@@ -79,7 +79,7 @@ def call_user_code(what: str, call: Callable[..., Any], *args: Any) -> Any:
         raise
     # A user's code may raise any exception.
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what} fails: {user_code.format_error(error)}") from error
+        raise ConfigError(f"{what} failed: {user_code.format_error(error)}") from error
 
 
 def _require(holds: Any, otherwise: str) -> None:
@@ -232,7 +232,7 @@ def _require_plain(what: str, tree: Any) -> None:
         json.dumps(tree, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{what} has to be plain data, with finite numbers of Python's own: {error}"
+            f"{what} must be plain data with finite Python numbers: {error}"
         ) from error
 
 

@@ -373,7 +373,9 @@ class Watch(threading.Thread):
                     return
                 self._version = ""
             except UnreachableError as error:
-                log.warning("the watch of %s broke off, retrying: %s", self._resource.plural, error)
+                log.warning(
+                    "the watch of %s was interrupted, retrying: %s", self._resource.plural, error
+                )
                 self.stopped.wait(max(self._wait, error.retry_after))
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
 

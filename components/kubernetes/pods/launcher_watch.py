@@ -88,7 +88,7 @@ def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
     try:
         api = Api(connect(), watched["namespace"])
     except UserError as error:
-        log.warning("the launcher is not watched: %s", error)
+        log.warning("cannot watch the launcher: %s", error)
         return
     _watch_for_stop(guard, api, watched["job"])
     limit = float(watched["seconds"])
@@ -111,7 +111,9 @@ def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
             guard.end_job("")
 
     def refuse(error: Exception) -> None:
-        log.warning("a cancel ends this job at once, perhaps without a last checkpoint: %s", error)
+        log.warning(
+            "a cancellation ends this job at once, possibly without a last checkpoint: %s", error
+        )
 
     watch = Watch(api, LEASES, {"fieldSelector": f"metadata.name={job}"}, see, refuse)
     watch.start()
@@ -144,7 +146,7 @@ def _look(guard: Ending, api: Any, job: str, limit: float, age: HeartbeatAge) ->
             return False
     except RefusedError as error:
         if error.code == HTTPStatus.FORBIDDEN:
-            log.warning("the launcher is not watched: %s", error)
+            log.warning("cannot watch the launcher: %s", error)
             return False
         age.unreadable()
     except UnreachableError:

@@ -143,7 +143,7 @@ class TaskProcess:
             try:
                 self.start()
             except OSError as error:
-                log.warning("%s cannot be started again: %s", self._name, error)
+                log.warning("cannot restart %s: %s", self._name, error)
                 return code
 
     def start(self) -> None:
@@ -174,7 +174,7 @@ class TaskProcess:
 
     def _report(self, code: int, following: NextAttempt) -> None:
         if not following.is_counted:
-            log.warning("the cluster was lost at the start: a new attempt begins in this pod")
+            log.warning("lost the cluster during startup: starting a new attempt in this pod")
             return
         events.emit(
             events.Restart(
@@ -212,4 +212,4 @@ def _await_group(group: int) -> None:
                     pass
             os.killpg(group, 0)
             time.sleep(_POLL_SECONDS)
-        log.warning("children of the task do not end although they were killed")
+        log.warning("child processes of the task are still running after SIGKILL")

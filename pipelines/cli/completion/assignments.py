@@ -46,7 +46,7 @@ def _inner(field: FieldInfo) -> type[BaseModel] | None:
     from pydantic import BaseModel
 
     kinds = [each for each in _kinds(field.annotation) if isinstance(each, type)]
-    # A mapping is written with its type, which is no class.
+    # A mapping is written with its type, which is not a class.
     return next((each for each in kinds if issubclass(each, BaseModel)), None)
 
 

@@ -117,7 +117,7 @@ def follow_logs(
     if follower.refused and not follower.has_found:
         step, _ = next(iter(follower.refused.values()))
         raise UserError(
-            f"{client.access.endpoint} gives no log of the run {run.run_id}; "
+            f"{client.access.endpoint} returns no log of the run {run.run_id}; "
             f"{_instead(client, last, step)}"
         )
     view.require_task(run.run_id, sorted(each for each in view.labels if each[-1:].isdigit()))

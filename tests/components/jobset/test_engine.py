@@ -100,7 +100,7 @@ def expanded(tree, role, index):
 def schema():
     found = crd.schema("jobset.x-k8s.io_jobsets")
     if not found:
-        pytest.skip("the CRD of JobSet is absent: it is no part of Flotilla")
+        pytest.skip("the CRD of JobSet is absent: it is not part of Flotilla")
     return found
 
 

@@ -46,7 +46,7 @@ def test_a_full_quota_is_said_and_waited_for(kube, caplog):
     attempt = watching_attempt(kube, operator=1)
     kube.store.wait(lambda: len(events_are_read(kube)) > 2)
     assert attempt.is_alive()
-    [warning] = [each for each in caplog.messages if "cannot make all pods" in each]
+    [warning] = [each for each in caplog.messages if "cannot create all pods" in each]
     assert "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1" in warning
     kube.store.delete("resourcequotas", NAMESPACE, "team")
     kube.run_all()

@@ -175,7 +175,7 @@ def test_where_jobs_may_not_be_deleted_a_lost_pod_comes_back_later(kube, caplog)
     evict(kube, "worker-0")
     pods.running(kube.store, kube.pod("worker-0", but=before))
     finish(kube, attempt)
-    assert "worker-0 comes back only after a back-off of Kubernetes" in caplog.text
+    assert "Kubernetes delays the restart of worker-0 (back-off)" in caplog.text
 
 
 def test_a_pod_that_does_not_come_back_is_said_with_its_controller(kube, caplog, monkeypatch):
@@ -186,7 +186,9 @@ def test_a_pod_that_does_not_come_back_is_said_with_its_controller(kube, caplog,
     kube.install_jobset(replicas=0)
     evict(kube, "worker-0")
     kube.store.wait(lambda: "worker-0 has no new pod after" in caplog.text)
-    assert "the JobSet controller is away, or refused the pod; see: kubectl get" in caplog.text
+    assert (
+        "the JobSet controller is not running, or refused the pod; see: kubectl get" in caplog.text
+    )
     kube.install_jobset()
     pods.running(kube.store, kube.pod("worker-0", but=before))
     finish(kube, attempt)
@@ -390,8 +392,8 @@ class TestRefused:
         Api(connect(), NAMESPACE).create(engine.kind.resource, job)
         message = Attempt(job_of(tree_of())).failure()
         assert message == (
-            f"the JobSet {job['metadata']['name']} does not belong to Flotilla, and was not "
-            "changed: delete it, or give the model another name"
+            f"the JobSet {job['metadata']['name']} does not belong to Flotilla and was not "
+            "changed: delete it, or rename the model"
         )
         assert kube.jobsets()
 
@@ -408,7 +410,7 @@ class TestRefused:
             finish(kube, attempt)
             return
         message = Attempt(job_of(tree_of())).failure()
-        assert message.startswith(f"the Service {name} is there already and of no JobSet: no task")
+        assert message.startswith(f"the Service {name} already exists and belongs to no JobSet, so")
         assert f"kubectl delete service {name}" in message
         assert not kube.jobsets()
 

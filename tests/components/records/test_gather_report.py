@@ -115,7 +115,7 @@ def test_a_blessed_run(run):
         assert word in page.text
     assert "async_parameter_server" in page.text
     assert "progress" not in page.words
-    # The first attempt is no incident.
+    # The first attempt is not an incident.
     assert page.words.count("attempt 2 begins") == 1
 
 
@@ -382,7 +382,7 @@ def test_a_damaged_line_of_the_history_leaves_the_others(run, caplog):
     path.write_text(path.read_text(encoding="utf-8") + '{"global_step": 8\n', encoding="utf-8")
     run.evaluated()
     assert run.report("FAILED").heads() == ["Test metrics", "Training"]
-    assert "passed over what is no row of " in caplog.text
+    assert "skipped lines that are not rows of " in caplog.text
 
 
 def test_without_a_root_there_is_a_report_of_the_events(run):

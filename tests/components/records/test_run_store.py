@@ -115,15 +115,15 @@ def test_a_champion_whose_checkpoint_is_gone_is_one_line(root, tmp_path):
     with pytest.raises(UserError) as caught:
         warm("champion", root)
     assert str(caught.value) == (
-        "training.warm_start: the checkpoint of digits's champion, version 1, is not there any "
-        f"more ({checkpoint}): name another checkpoint, or leave it empty"
+        "training.warm_start: the checkpoint of digits's champion, version 1, no longer exists "
+        f"({checkpoint}): give another checkpoint, or leave it empty"
     )
 
 
 @pytest.mark.usefixtures("folder")
 def test_a_champion_that_names_no_checkpoint_is_one_line(root, tmp_path):
     crowned(root, tmp_path / "made", "one", checkpoint="")
-    with pytest.raises(UserError, match=r"is not there any more \(it names none\)"):
+    with pytest.raises(UserError, match=r"no longer exists \(it names none\)"):
         warm("champion", root)
 
 

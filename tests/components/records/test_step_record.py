@@ -220,7 +220,7 @@ def test_a_damaged_record_is_passed_over_and_replaced(disk, caplog, text):
     uri = storage.join(disk, "steps", "train_model.json")
     storage.write_bytes(uri, text.encode(errors="surrogateescape"))
     assert read(disk, well=False) == []
-    assert "is no record of a step" in caplog.text
+    assert "is not the record of a step" in caplog.text
     with record_stage("train_model", disk):
         pass
     assert written(disk, "train_model")["earlier"] == []

@@ -60,7 +60,7 @@ def variables(tree, role):
 @pytest.fixture(scope="module")
 def schema():
     if not CRD.is_file():
-        pytest.skip(f"{CRD} is absent: the schema of the training operator is no part of Flotilla")
+        pytest.skip(f"{CRD} is absent: the schema of the training operator is not part of Flotilla")
     crd = yaml.load(CRD.read_text(encoding="utf-8"), yaml.CSafeLoader)
     return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 

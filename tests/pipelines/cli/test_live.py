@@ -199,9 +199,7 @@ def test_tasks_that_are_silent_or_given_up_are_reported(lines_of):
 
 def test_a_damaged_checkpoint_is_reported_on_one_line(lines_of):
     uri, reason = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
-    assert lines_of(CheckpointPassedOver(uri=uri, reason=reason)) == [
-        f"passed over {uri}: {reason}"
-    ]
+    assert lines_of(CheckpointPassedOver(uri=uri, reason=reason)) == [f"skipped {uri}: {reason}"]
 
 
 def test_a_lost_server_is_reported_with_what_goes_back(lines_of):
@@ -328,7 +326,7 @@ class TestWork:
 @pytest.mark.parametrize(
     ("step", "line"),
     [
-        ("train_model", "stopping, saving the last checkpoint"),
+        ("train_model", "stopping: saving the last checkpoint"),
         ("prepare_data", "stopping"),
     ],
 )
@@ -339,7 +337,7 @@ def test_a_run_that_was_asked_to_end_says_what_it_still_does(lines_of, step, lin
 @pytest.mark.usefixtures("terminal")
 def test_on_a_terminal_it_says_so_until_the_end(lines_of):
     text = "".join(lines_of(begun("train_model"), progress(20, 1.0), Interrupted()))
-    assert "train_model  stopping, saving the last checkpoint" in text
+    assert "train_model  stopping: saving the last checkpoint" in text
 
 
 def trial(number, status, *values):
@@ -409,7 +407,7 @@ class TestSweep:
 
     def test_a_request_to_end_is_said(self, display):
         display(trial(1, "running"), Interrupted())
-        assert display._work().what == "sweep: stopping, saving the last checkpoints"
+        assert display._work().what == "sweep: stopping: saving the last checkpoints"
 
 
 def test_a_remote_step_that_starts_says_every_half_minute_for_what(capsys, monkeypatch):

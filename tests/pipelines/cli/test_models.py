@@ -85,7 +85,7 @@ def test_a_manifest_without_a_step_is_one_line(checkpoints, tmp_path, capsys, st
     storage.publish(tmp_path / "20", uri, kind="checkpoint", fields={"global_step": step})
     code, _, err = show(capsys, uri)
     assert code == 1
-    assert err.splitlines()[-1].endswith("names no global step: use another checkpoint")
+    assert err.splitlines()[-1].endswith("has no global step: use another checkpoint")
 
 
 def test_bytes_are_those_of_the_type():

@@ -97,7 +97,7 @@ def test_a_file_is_written_once(flotilla):
     Path("plants.yaml").write_text("name: mine\n")
     code, said = flotilla("init", "plants.csv", "--label", "kind")
     assert code == 2
-    assert "plants.yaml exists and says something else" in said
+    assert "plants.yaml exists with different content" in said
     assert Path("plants.yaml").read_text() == "name: mine\n"
 
 

@@ -61,7 +61,7 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"model": {"name": "blocks:table"}},
             "fail",
-            "model blocks:table: it has 1,600,000,000,170 parameters, and this machine has",
+            "model blocks:table: it has 1,600,000,000,170 parameters, but this machine has",
         ),
     ],
 )

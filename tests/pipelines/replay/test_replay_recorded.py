@@ -78,7 +78,7 @@ def test_what_is_no_step_of_the_run(root, find):
     )
     assert "no run 'other' below" in refused(find, run="other")
     assert refused(find, settings=["name=digits"]) == (
-        "--set: a replay takes storage.root=URI alone"
+        "--set: a replay accepts only storage.root=URI"
     )
 
 
@@ -90,7 +90,7 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     storage.write_bytes(uri, b"{}")
     assert "given/prepare_data.json is damaged" in refused(find, settings=settings)
     storage.delete(uri)
-    assert "is not recorded" in refused(find, settings=settings)
+    assert "are not recorded" in refused(find, settings=settings)
     storage.write_bytes(uri, json.dumps({**tree, "in_pod": True}).encode())
     assert find(settings=settings).given.version
     # One of nine steps.
@@ -161,7 +161,7 @@ def test_what_the_instance_does_not_know_is_one_line(instance, run_id, tmp_path)
     with pytest.raises(UserError, match=r"export_model never began in the run [0-9a-f-]{36}; the"):
         found("nightly", "export_model")
     instance.store.workflows[run_id].nodes.clear()
-    with pytest.raises(UserError, match=r"is not known: add --set storage.root=URI"):
+    with pytest.raises(UserError, match=r"is unknown: add --set storage.root=URI"):
         found("nightly")
 
 

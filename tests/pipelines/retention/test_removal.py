@@ -414,7 +414,7 @@ def test_what_is_no_root_is_refused(root, capsys, what):
         manifest(root, "dataset", 90)
     code, found, _, _ = gc(capsys, root, "--keep-runs", "30d", "--yes")
     assert code == 2
-    assert "no storage root" in found["message"]
+    assert "not a storage root" in found["message"]
 
 
 @pytest.mark.slow

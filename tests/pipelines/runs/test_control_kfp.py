@@ -171,7 +171,7 @@ def test_a_log_that_is_gone_is_reported_and_the_others_are_printed(
     instance.store.end_run(started, "SUCCEEDED")
     answer = remote("logs", started)
     assert answer.code == 0
-    # The instance's error is no log.
+    # The instance's error is not a log.
     assert "error_message" not in answer.out
     assert "train_model     done in 1.5 s" in answer.out
     [line] = [line for line in answer.err.splitlines() if "no log of prepare_data" in line]
@@ -208,7 +208,8 @@ def test_without_an_archive_it_is_one_line_where_the_record_is(instance, remote,
     assert (answer.code, answer.out) == (1, "")
     records = f"{workflow.root}/{started}/steps"
     assert answer.err.splitlines()[-1] == (
-        f"flotilla: {instance.url} gives no log of the run {started}; KFP removes pods with their "
+        f"flotilla: {instance.url} returns no log of the run {started}; KFP removes pods with "
+        f"their "
         f"logs an hour after the end; what the step reported is below {records}"
     )
 

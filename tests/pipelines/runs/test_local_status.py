@@ -251,7 +251,7 @@ def test_open_of_a_run_without_a_report(flotilla, folder):
     answer = flotilla("open", folder.name, "--workdir", folder.parent)
     assert (answer.code, answer.out) == (1, "")
     assert answer.err.startswith(f"flotilla: run {folder.name} has no report: it is ")
-    assert answer.err.endswith(f"; see what it says by: flotilla logs {folder.name}\n")
+    assert answer.err.endswith(f"; read its log with: flotilla logs {folder.name}\n")
 
 
 def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, going):

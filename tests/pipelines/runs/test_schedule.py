@@ -130,7 +130,7 @@ def test_a_namesake_of_another_pipeline_is_left_alone(instance, remote):
     the_schedule(instance)["pipeline_version_reference"]["pipeline_id"] = "another"
     answer = remote(*NIGHTLY)
     assert answer.code == 1
-    assert "the schedule 'digits' is there for another pipeline" in answer.err
+    assert "the schedule 'digits' already exists for another pipeline" in answer.err
     assert len(instance.store.recurring) == 1
 
 
@@ -184,7 +184,7 @@ def test_a_schedule_of_before_is_made_again(instance, remote):
     answer = remote("reschedule", "digits", "--json")
     assert answer.code == 0, answer.err
     assert "schedule digits was made again: cron '0 30 2 * * *'" in answer.err
-    assert "step_memory=16Gi is no run parameter any more: now --memory of" in answer.err
+    assert "step_memory=16Gi is no longer a run parameter: now --memory of" in answer.err
     made = the_schedule(instance)
     assert made["recurring_run_id"] != old["recurring_run_id"]
     for kept in ("trigger", "experiment_id", "no_catchup", "max_concurrency", "service_account"):
@@ -312,25 +312,25 @@ def test_a_time_that_is_now_comes_again():
         ("* * * *", "has 4 fields: give five"),
         ("* * * * * * *", "has 7 fields"),
         ("@reboot", "has 1 fields"),
-        ("60 * * * *", "'60' is no minute (0 to 59"),
-        ("0 24 * * *", "'24' is no hour (0 to 23"),
-        ("0 0 0 * *", "'0' is no day of the month (1 to 31"),
-        ("0 0 * 13 *", "'13' is no month"),
-        ("0 0 * * 7", "'7' is no day of the week (0 to 6"),
-        ("5-1 * * * *", "'5-1' is no minute"),
-        ("*/0 * * * *", "'*/0' is no minute"),
-        ("a * * * *", "'a' is no minute"),
-        ("1,,2 * * * *", "'' is no minute"),
-        ("* * * foo *", "'foo' is no month"),
-        ("-1 * * * *", "'-1' is no minute"),
-        ("1--3 * * * *", "'1--3' is no minute"),
+        ("60 * * * *", "'60' is not a valid minute (0 to 59"),
+        ("0 24 * * *", "'24' is not a valid hour (0 to 23"),
+        ("0 0 0 * *", "'0' is not a valid day of the month (1 to 31"),
+        ("0 0 * 13 *", "'13' is not a valid month"),
+        ("0 0 * * 7", "'7' is not a valid day of the week (0 to 6"),
+        ("5-1 * * * *", "'5-1' is not a valid minute"),
+        ("*/0 * * * *", "'*/0' is not a valid minute"),
+        ("a * * * *", "'a' is not a valid minute"),
+        ("1,,2 * * * *", "'' is not a valid minute"),
+        ("* * * foo *", "'foo' is not a valid month"),
+        ("-1 * * * *", "'-1' is not a valid minute"),
+        ("1--3 * * * *", "'1--3' is not a valid minute"),
         # Syntax that cronsim supports and KFP does not.
-        ("0 0 L * *", "'L' is no day of the month"),
-        ("0 0 LW * *", "'LW' is no day of the month"),
-        ("0 0 * * 5L", "'5L' is no day of the week"),
-        ("0 0 * * 5#2", "'5#2' is no day of the week"),
-        ("0 0 * * 5-7", "'5-7' is no day of the week"),
-        ("0 0 31 2 1#1", "'1#1' is no day of the week"),
+        ("0 0 L * *", "'L' is not a valid day of the month"),
+        ("0 0 LW * *", "'LW' is not a valid day of the month"),
+        ("0 0 * * 5L", "'5L' is not a valid day of the week"),
+        ("0 0 * * 5#2", "'5#2' is not a valid day of the week"),
+        ("0 0 * * 5-7", "'5-7' is not a valid day of the week"),
+        ("0 0 31 2 1#1", "'1#1' is not a valid day of the week"),
     ],
 )
 def test_what_is_no_cron(text, message):

@@ -177,7 +177,7 @@ def test_an_instance_that_stays_away_leaves_it_disabled(instance, remote, fire, 
     looks += [nothing, lambda: instance.faults.add(r"GET .*/runs\?", 500)]
     answer = remote("unschedule", "digits")
     assert answer.code == 1
-    assert "the schedule is disabled and not removed: repeat the command" in answer.err
+    assert "the schedule is disabled but not removed: repeat the command" in answer.err
     [made] = instance.store.recurring.values()
     assert made["mode"] == "DISABLE"
 

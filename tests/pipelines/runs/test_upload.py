@@ -251,7 +251,7 @@ def test_what_is_no_pipeline(remote, tmp_path, content):
     (tmp_path / "p.yaml").write_text(content)
     found = remote("upload", tmp_path / "p.yaml")
     assert (found.code, found.err.count("\n")) == (2, 1)
-    assert "holds no compiled pipeline" in found.err
+    assert "does not contain a compiled pipeline" in found.err
 
 
 def test_an_image_for_what_is_compiled(remote, tmp_path):

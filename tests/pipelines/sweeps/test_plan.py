@@ -22,15 +22,15 @@ def test_each_trial_has_a_run_of_its_own():
     ("named", "message"),
     [
         ({"parallel": 0}, "--parallel 0"),
-        ({"seed": 3}, "--seed 3 is for --random"),
+        ({"seed": 3}, "--seed 3 applies to --random"),
         ({"seed": -1, "random": 3}, "--seed -1: from 0 to"),
         ({"seed": 1 << 32, "tpe": 3}, "--seed 4294967296: from 0 to"),
         ({"random": 3, "tpe": 3}, "take one"),
         ({"random": 0}, "--random 0"),
         ({"tpe": 1001}, "--tpe 1001"),
         ({"better": "up"}, "--better 'up'"),
-        ({"random": 1}, "has one trial"),
-        ({"settings": ("training.batch_size=16,16",)}, "has one trial"),
+        ({"random": 1}, "has only one trial"),
+        ({"settings": ("training.batch_size=16,16",)}, "has only one trial"),
         ({"settings": BATCHES[1:], "config": "/no/such.yaml"}, "cannot read"),
     ],
 )

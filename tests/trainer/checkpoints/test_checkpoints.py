@@ -211,7 +211,7 @@ def test_it_is_said_which_one_was_passed_over_and_why(folder, tmp_path, monkeypa
     passed = [each for each in events.read(file) if isinstance(each, CheckpointPassedOver)]
     assert [each.uri for each in passed] == [uris[2], uris[1]]
     assert all(f"{DATA} has crc32c" in each.reason for each in passed)
-    assert f"passed over {uris[2]}: " in caplog.text
+    assert f"skipped {uris[2]}: " in caplog.text
     made = [each for each in events.read(file) if isinstance(each, CheckpointPublished)]
     assert [(each.uri, each.global_step) for each in made] == [
         *zip(uris, (10, 20, 30), strict=True)
@@ -291,7 +291,7 @@ def test_a_checkpoint_of_another_model_does_not_fit(folder):
     with refusal() as caught:
         restored(found, size=4)
     assert str(caught.value).startswith(
-        f"the checkpoint {found.uri} does not fit model and optimizer of the configuration ("
+        f"the checkpoint {found.uri} does not match the model and optimizer of the configuration ("
     )
     assert "(model/dense/kernel is float32 [3] there and float32 [4] here)" in str(caught.value)
     with refusal() as caught:
@@ -338,7 +338,7 @@ def test_no_attempt_resumes_with_other_data(tmp_path):
     variables = {"global_step": tf.Variable(10, dtype=tf.int64)}
     checkpoints("aa").save(variables, io_device=None, fields={})
     assert checkpoints("aa").newest().global_step == 10
-    with pytest.raises(UserError, match="step-00000010 was trained on other data") as caught:
+    with pytest.raises(UserError, match="step-00000010 was trained on different data") as caught:
         checkpoints("bb").newest()
     assert len(str(caught.value).splitlines()) == 1
 
@@ -461,7 +461,9 @@ def test_another_model_does_not_fit(published, tmp_path, other, said):
     with pytest.raises(UserError) as caught:
         restore_model(uri, model_of(**{"name": "mlp", **other}), tmp_path / "scratch")
     message = str(caught.value)
-    assert message.startswith(f"the checkpoint {uri} does not fit model and optimizer of the conf")
+    assert message.startswith(
+        f"the checkpoint {uri} does not match the model and optimizer of the conf"
+    )
     assert said in message
     assert len(message.splitlines()) == 1
 

@@ -207,7 +207,7 @@ class TestSelectedCheckpoint:
         assert passed.uri.endswith("step-00000020")
         assert "variables.index" in passed.reason
         assert event.uri == found.uri
-        assert "passed over" in caplog.text
+        assert "skipped" in caplog.text
 
     def test_the_last_that_was_not_validated_is_better_than_none(self, run):
         found = select_checkpoint(run({10: 0.3, 20: None}, damaged=[10]), "best")

@@ -98,7 +98,7 @@ def test_one_that_is_not_there(run, before):
     uri = checkpoint_of(before, 31)
     assert refused(run, uri) == (
         f"training.warm_start: {uri} is not published (no MANIFEST.json there): check the URI, or "
-        "make it again"
+        "create it again"
     )
 
 
@@ -142,8 +142,8 @@ def published(folder, variables):
 def test_one_of_another_model_names_the_first_variable_that_differs(run, tmp_path, variables, said):
     uri = published(tmp_path, variables)
     assert refused(run, uri) == (
-        f"training.warm_start: {uri} is the checkpoint of another model: {said}; name one of the "
-        "same model section, choose variables by {from, include, exclude}, or leave it empty"
+        f"training.warm_start: {uri} is the checkpoint of another model: {said}; give one with "
+        "the same model section, choose variables by {from, include, exclude}, or leave it empty"
     )
 
 
@@ -293,11 +293,11 @@ def test_another_shape_names_the_glob_that_leaves_it(begin, checkpoint):
     [
         (
             {"include": ["hiden/*"]},
-            "include: 'hiden/*' fits no variable of the model; did you mean",
+            "include: 'hiden/*' matches no variable of the model; did you mean",
         ),
         (
             {"exclude": ["outt/kernel"]},
-            "exclude: 'outt/kernel' fits no variable of the model; did ",
+            "exclude: 'outt/kernel' matches no variable of the model; did ",
         ),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_trial_that_was_killed_says_nothing_of_the_model(ends, caplog):
     ends(-9)
     fitting.require(Config())
     assert (
-        "whether model and dataset fit is not known: the trial of the model: ended by "
+        "cannot check whether model and dataset fit: the trial of the model: ended by "
         "SIGKILL; is there enough memory?" in caplog.text
     )
 

@@ -294,7 +294,7 @@ def test_abandoned_leases_are_removed_and_no_others(uri, clock, place):
     old.acquire("digits-0", elsewhere)
     place.put(storage.join(elsewhere, ".lock", "000000.json"), b"{")
     removed = remove_expired(elsewhere)
-    # A file that is no lease may belong to anyone.
+    # A file that is not a lease may belong to anyone.
     assert [storage.name_of(each) for each in removed] == ["000001.json"]
     assert holders(elsewhere) == {0: None}
 

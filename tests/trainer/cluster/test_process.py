@@ -187,7 +187,7 @@ def test_a_real_task_writes_why_it_ends(process):
         assert one.start().wait() == FAILED
     expected = (
         f"ps-0 cannot serve on {address}: Address already in use; "
-        "end the process that holds the port, or give the task another one"
+        "end the process that uses the port, or give the task another port"
     )
     assert one.termination_message() == expected
     assert one.last_line() == f"flotilla: {expected}"

@@ -63,7 +63,7 @@ def test_a_process_is_kept_to_its_cores(monkeypatch):
         process.pin_to_cores(child.pid, CLUSTER, worker(0))
         assert os.sched_getaffinity(child.pid) == {first}
         child.communicate(b"\n")
-    # An ended process is no error.
+    # An ended process is not an error.
     process.pin_to_cores(child.pid, CLUSTER, worker(0))
 
 
@@ -96,7 +96,7 @@ def present(monkeypatch):
 def test_gpus_that_this_machine_has_not_are_refused(present):
     present(0)
     process.require_gpus(config_of(0))
-    with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are requested, and this"):
+    with pytest.raises(ConfigError, match=r"^cluster.gpus_per_worker: 2 are requested, but this"):
         process.require_gpus(config_of(2))
     present(1)
     # The GPUs are assigned in turn.
@@ -185,7 +185,9 @@ def test_a_gpu_that_was_asked_for_and_is_not_seen_is_one_line(seen):
         configure_gpus(config_of(2), task("worker", 3))
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("worker-3 was given 2 GPUs (cluster.gpus_per_worker) and sees 1: ")
+    assert message.startswith(
+        "worker-3 was assigned 2 GPUs (cluster.gpus_per_worker) but finds 1: "
+    )
     configure_gpus(config_of(2), task("ps"))
 
 

@@ -230,7 +230,9 @@ def test_a_changed_manifest_does_not_help(made):
     [entry] = [each for each in tree["files"] if each["path"] == "blocks.py"]
     entry["crc32c"] = checksum(place / "blocks.py").crc32c
     (place / "MANIFEST.json").write_bytes(Manifest.from_json(json.dumps(tree)).to_json())
-    with pytest.raises(UserError, match=r"was changed after it was published: its content is not"):
+    with pytest.raises(
+        UserError, match=r"was changed after it was published: its content does not"
+    ):
         bundle.enter(made)
     assert user_code.bundle() == ""
     # No file of it remains for the next process.

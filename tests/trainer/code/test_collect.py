@@ -64,7 +64,7 @@ def test_a_link_inside_the_folder_is_followed(folder):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("/etc/hostname", "again.py is a link that leaves the folder, to /etc/hostname"),
+        ("/etc/hostname", "again.py is a link to /etc/hostname, outside the folder"),
         ("nowhere", "a link that leads nowhere"),
         ("sub", "again.py is a link to a folder"),
         ("again.py", "a link that leads nowhere"),
@@ -84,15 +84,15 @@ def test_a_pipe_is_not_waited_for(folder):
 
 def test_a_name_that_no_store_takes_is_refused(folder):
     (folder / "a\nb.py").touch()
-    assert "'a\\nb.py' is no name for a store: rename it" in refusal(folder)
+    assert "'a\\nb.py' is not a valid name in a store: rename it" in refusal(folder)
 
 
 def test_a_folder_that_is_none_is_refused(folder, tmp_path):
-    assert "No such file or directory; name a folder" in refusal(tmp_path / "absent")
-    assert "it is a file; name the folder that has it" in refusal(folder / "blocks.py")
+    assert "No such file or directory; give a folder" in refusal(tmp_path / "absent")
+    assert "it is a file; give its folder" in refusal(folder / "blocks.py")
     assert "no name of a folder" in refusal(tmp_path / "a\0b")
     (tmp_path / "empty").mkdir()
-    assert "there is no module (*.py) in it; name the folder" in refusal(tmp_path / "empty")
+    assert "there is no module (*.py) in it; give the folder" in refusal(tmp_path / "empty")
 
 
 def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):

@@ -180,7 +180,7 @@ def test_a_value_of_ones_own_is_in_the_settings(name):
     assert values[SETTINGS] == {key[0]: {key[1]: "own.module:Part"}}
     assert from_form(values) == config
     said = refused(**{name: SETTINGS})
-    assert said == (f"{name}: settings say no {'.'.join(key)}: write it there, or choose another")
+    assert said == (f"{name}: settings have no {'.'.join(key)}: write it there, or choose another")
 
 
 @pytest.mark.parametrize("field", [each for each in FIELDS if each.key], ids=lambda each: each.name)
@@ -220,7 +220,7 @@ def test_whole_numbers_arrive_as_doubles():
         ({"settings": {"training": 3}}, "settings.training: 3 is not a section"),
         ({"settings": {"gates": {}}}, "gates: no such key; did you mean 'gate'?"),
         ({"settings": {"gate": {"mim": {}}}}, "gate.mim: no such key"),
-        ({"settings": {WHOLE: "{"}}, "settings.json is not the text of a configuration"),
+        ({"settings": {WHOLE: "{"}}, "settings.json does not contain the text of a configuration"),
         ({"workers": 9}, "cluster.workers: 9 workers cannot share 8 shards"),
     ],
 )

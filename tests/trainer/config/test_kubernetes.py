@@ -29,15 +29,18 @@ from flotilla.trainer.runtime.errors import ConfigError
         ({"ps": {"resources": {"limits": {"cpu": "4g"}}}}, "limits.cpu: '4g' is not a quantity"),
         ({"pod": {"shared_memory": "2"}}, "pod.shared_memory: '2' is less than 1Mi"),
         ({"pod": {"image": "Not_An_Image"}}, "pod.image: 'Not_An_Image' is not the name of an"),
-        ({"pod": {"tolerations": [{"keys": "a"}]}}, "'keys' is no field of a toleration; did you"),
+        (
+            {"pod": {"tolerations": [{"keys": "a"}]}},
+            "'keys' is not a field of a toleration; did you",
+        ),
         ({"pod": {"security": "none"}}, "pod.security: 'none' is not allowed"),
         (
             {"pod": {"security_context": {"fsgroup": 1}}},
-            "fsgroup is no field of a pod's securityContext; did you mean 'fsGroup'?",
+            "fsgroup is not a field of a pod's securityContext; did you mean 'fsGroup'?",
         ),
         (
             {"ps": {"security_context": {"readOnlyRootFilesystem": False}}},
-            "readOnlyRootFilesystem is no field of a pod's securityContext; security sets",
+            "readOnlyRootFilesystem is not a field of a pod's securityContext; security sets",
         ),
         ({"pod": {"imag": "x"}}, "pod.imag: no such key; did you mean 'image'?"),
         (

@@ -168,8 +168,8 @@ def test_several_mistakes_stand_in_one_line():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("- a\n- b\n", "has to hold sections with keys, not a list"),
-        ("training\n", "has to hold sections with keys, not a str"),
+        ("- a\n- b\n", "must contain sections with keys, not a list"),
+        ("training\n", "must contain sections with keys, not a str"),
         ("training: [\n", "is not valid YAML at line 2, column 1: "),
         ("a: b: c\n", "is not valid YAML at line 1, column 5: mapping values are not allowed here"),
         ("\ttraining: 1\n", "is not valid YAML at line 1, column 1: "),
@@ -277,7 +277,9 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 def test_aliases_that_fill_the_memory_are_one_line(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(LAUGHS)
-    with pytest.raises(ConfigError, match=r"its aliases make more than 100000 values$") as error:
+    with pytest.raises(
+        ConfigError, match=r"its aliases expand to more than 100000 values$"
+    ) as error:
         load_config(path)
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"^--set .* is not a YAML value$"):

@@ -105,7 +105,7 @@ def test_a_toleration(tree):
     ("tree", "words"),
     [
         ("spot", "'spot' is not a toleration"),
-        ({"keys": "a"}, "'keys' is no field of a toleration; did you mean 'key'?"),
+        ({"keys": "a"}, "'keys' is not a field of a toleration; did you mean 'key'?"),
         ({"key": "a", "operator": "exists"}, "operator: 'exists' is not known to Kubernetes; did"),
         ({"key": "a", "effect": "Never"}, "effect: 'Never' is not known to Kubernetes"),
         ({"key": "a", "operator": "Exists", "value": "b"}, "has no value: leave it out"),

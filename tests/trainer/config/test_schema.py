@@ -55,7 +55,7 @@ BAD = [
     ("data.shards=0", "data.shards: 0 is not allowed: input should be greater than or equal to 1"),
     ("data.shards=100001", "less than or equal to 100000"),
     ("data.validation=-0.1", "data.validation: -0.1 is not allowed"),
-    ("data.validation=1.5", "1.5 is not allowed: a count of examples has to be a whole number"),
+    ("data.validation=1.5", "1.5 is not allowed: a count of examples must be a whole number"),
     ("data.seed=-1", "data.seed: -1 is not allowed"),
     ("data.seed=2147483648", "data.seed: 2147483648 is not allowed: input should be less than"),
     ("cluster.gpu_memory_fraction=1.5", "cluster.gpu_memory_fraction: 1.5 is not allowed"),
@@ -92,13 +92,13 @@ BAD = [
     ("data.partition=shuffle", "data.partition: 'shuffle' is not allowed"),
     ("data.image={channels: 1}", "size: set [height, width]; all images are resized to it"),
     ("data.image={size: [8]}", "write it as [height, width]"),
-    ("data={buckets: [4], partition: dynamic}", "buckets: they mix the examples of shards"),
+    ("data={buckets: [4], partition: dynamic}", "buckets: they mix the examples of several shards"),
     ("data.buckets=[8, 4]", "write the lengths in ascending order"),
     ("cluster.gpus_per_worker=-1", "cluster.gpus_per_worker: -1 is not allowed"),
     ("cluster.placement={'*': 'ps0'}", "cluster.placement: '*' is on 'ps0'; write the server as"),
     (
         "cluster.placement={'*': 'ps:1'}",
-        "cluster.placement: '*' is on 'ps:1'; it has to be ps:0 to ps:0",
+        "cluster.placement: '*' is on 'ps:1'; it must be ps:0 to ps:0",
     ),
     ("cluster.placement={'*': 0}", "cluster.placement.*: 0 is not allowed"),
     ("training.schedule.name=cosin", "'constant', 'cosine', 'exponential' or 'piecewise'"),
@@ -110,10 +110,13 @@ BAD = [
     ("training.accumulate=0", "training.accumulate: 0 is not allowed"),
     ("training.ema=1", "training.ema: 1 is not allowed: input should be less than 1"),
     ("training.warm_start={form: champion}", "training.warm_start: no key 'form' in it; did you"),
-    ("training.warm_start={include: [a]}", "training.warm_start: say where the weights are: {from"),
+    (
+        "training.warm_start={include: [a]}",
+        "training.warm_start: give the URI of the weights: {from",
+    ),
     (
         "training.warm_start={from: 5}",
-        "training.warm_start: say where the weights are: {from: URI}",
+        "training.warm_start: give the URI of the weights: {from: URI}",
     ),
     ("training.warm_start={from: champ}", "training.warm_start: neither champion nor the URI of a"),
     (
@@ -218,7 +221,7 @@ def test_memory_of_a_gpu_is_limited_in_one_way():
 
 def test_nccl_is_refused_where_workers_have_no_gpus():
     assert refused("cluster.communication=nccl") == (
-        "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or choose ring or "
+        "cluster.communication: nccl needs GPUs; set cluster.gpus_per_worker, or choose ring or "
         "auto"
     )
     nccl = load_config(None, ["cluster.communication=nccl", "cluster.gpus_per_worker=1"])
@@ -263,7 +266,7 @@ def test_shards_are_counted_only_where_workers_part_them(enough):
         ),
         (
             "data.disk=1GB",
-            "data.disk: with data.partition dynamic a worker may be given any example",
+            "data.disk: with data.partition dynamic a worker may be assigned any example",
         ),
     ],
 )
@@ -331,7 +334,11 @@ def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value)
     [
         ("training.strategy=multi_worker_mirrored", "multi_worker_mirrored has no servers"),
         ("training.strategy=single", "single has no servers"),
-        ("cluster.in_process=true", "leave cluster.in_process out; it starts its own servers"),
+        (
+            "cluster.in_process=true",
+            "it cannot be combined with cluster.in_process, which starts servers; leave one of "
+            "them out",
+        ),
     ],
 )
 def test_servers_that_run_are_joined_where_servers_are_used(other, said):

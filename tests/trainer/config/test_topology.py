@@ -295,7 +295,7 @@ def test_a_port_on_which_someone_listens_is_refused(family, host):
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
         f"ps-0 cannot serve on 127.0.0.1:{port}: Address already in use; "
-        "end the process that holds the port, or give the task another one"
+        "end the process that uses the port, or give the task another port"
     )
 
 

@@ -176,32 +176,32 @@ def test_supervised_keys_may_name_several_labels(selected):
         ),
         (
             {"label": "price", "inputs": ("price", "sold")},
-            "data.inputs: 'price' of made is its label as well; set data.label to another feature, "
-            "or take it out of one of the two",
+            "data.inputs: 'price' of made is also its label; set data.label to another feature, or "
+            "remove it from one of them",
         ),
         (
             {"weight": "sold"},
-            "data.weight: 'sold' of made is its label as well; set data.label to another feature, "
-            "or take it out of one of the two",
+            "data.weight: 'sold' of made is also its label; set data.label to another feature, or "
+            "remove it from one of them",
         ),
         (
             {"weight": "shop"},
-            "data.weight: 'shop' of made is string of shape (), and it has to be one number an "
+            "data.weight: 'shop' of made is string of shape (), but it must be one number per "
             "example",
         ),
         (
             {"weight": "rows/name", "inputs": ("sold",), "label": "price"},
-            "data.weight: 'rows/name' of made is string of shape (), and it has to be one number "
-            "an example",
+            "data.weight: 'rows/name' of made is string of shape (), but it must be one number "
+            "per example",
         ),
         (
             {"group": "words"},
-            "data.group: 'words' of made is int64 of shape (None,), and it has to be one value an "
+            "data.group: 'words' of made is int64 of shape (None,), but it must be one value per "
             "example",
         ),
         (
             {"label": "shop"},
-            "data.label: 'shop' of made is a text, and a label is a class or a number; set "
+            "data.label: 'shop' of made is a text, but a label must be a class or a number; set "
             "data.label to one or several of its features (rows/age, rows/fare, price, sold, "
             "times, words)",
         ),
@@ -224,7 +224,7 @@ def test_a_wrong_role_is_named_with_its_remedy(section, message, tmp_path):
         ),
         (("x", "z"), "data.label: made has no label (its supervised_keys ('x', 'z') name none); "),
         (("z", "y"), "data.inputs: the supervised_keys ('z', 'y') of made name no input; set "),
-        (("x", "x"), "data.inputs: 'x' of made is its label as well; set data.label to another "),
+        (("x", "x"), "data.inputs: 'x' of made is also its label; set data.label to another "),
     ],
 )
 def test_a_dataset_that_leaves_a_role_open_asks_for_its_key(keys, message, tmp_path):
@@ -240,7 +240,7 @@ def test_a_dataset_of_texts_alone_needs_a_builder(tmp_path):
 
 
 def test_a_label_alone_is_no_dataset(tmp_path):
-    with pytest.raises(UserError, match="nothing but label is in made, so that no input is left"):
+    with pytest.raises(UserError, match="made has only label, so no input remains"):
         of({"label": np.int64}, None, tmp_path)
 
 

@@ -228,7 +228,7 @@ def test_a_label_without_any_value_is_refused(tmp_path: Path) -> None:
 
 def test_files_without_a_row_are_one_line(tmp_path: Path) -> None:
     write(tmp_path, "a,label\n")
-    with pytest.raises(UserError, match=r"has no row in any file; name files that have"):
+    with pytest.raises(UserError, match=r"has no row in any file; give files that have"):
         opened(tmp_path)
 
 

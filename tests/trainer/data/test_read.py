@@ -47,7 +47,7 @@ def numbers(batches, count):
 def test_every_epoch_has_each_example_once(numbered, buffer, examples):
     spec, files = numbered(examples)
     found = numbers(train(spec, files, buffer=buffer), 5 * examples)
-    # 23 is no multiple of the batch size: no example is skipped between epochs.
+    # 23 is not a multiple of the batch size: no example is skipped between epochs.
     for start in range(0, 5 * examples, examples):
         assert sorted(found[start : start + examples]) == list(range(examples))
 

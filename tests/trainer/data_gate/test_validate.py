@@ -78,10 +78,10 @@ def test_a_value_that_is_no_number_is_written_as_a_text():
 @pytest.mark.parametrize(
     ("gate", "says"),
     [
-        ({"rules": {"drfit": "off"}}, "'drfit' is no rule; did you mean 'drift'?"),
+        ({"rules": {"drfit": "off"}}, "'drfit' is not a rule; did you mean 'drift'?"),
         ({"rules": {"drift": "on"}}, "refuse"),
         ({"limits": {"drift": 2}}, "drift: 2 is not between 0 and 1"),
-        ({"limits": {"drfit": 0.1}}, "'drfit' is no limit"),
+        ({"limits": {"drfit": 0.1}}, "'drfit' is not a limit"),
         ({"limits": {"significance": 0}}, "significance: 0 is not between 1e-12 and 0.1"),
     ],
 )

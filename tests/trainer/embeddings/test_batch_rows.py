@@ -255,7 +255,7 @@ def sparse(ids):
         (drawn, "draws ids at random"),
         (drawn_by_keras, "computes ids from variables"),
         (walking, "computes ids from rows"),
-        (tied, "uses a table otherwise than by a lookup"),
+        (tied, "uses a table in another way than a lookup"),
         (branched, "looks up in a branch or a loop"),
     ],
 )
@@ -276,7 +276,7 @@ def test_rows_that_are_not_known_beforehand_are_looked_up_in_their_place(made, w
 def test_a_batch_that_is_not_dense_is_looked_up_in_its_place(ids):
     given = keras.Input((None,), dtype="int32")
     model = keras.Model(given, keras.layers.Embedding(20, 4)(given))
-    with pytest.raises(Unforeseen, match="takes a batch of ragged or sparse tensors"):
+    with pytest.raises(Unforeseen, match="accepts ragged or sparse tensors"):
         of_rows(model)((ids(), tf.constant([1.0, 2.0])))
 
 

@@ -328,7 +328,7 @@ def test_a_table_without_a_row_is_exported_with_a_warning(caplog, min_count, why
     trained(layer, [1, 2])
     with caplog.at_level(logging.WARNING):
         layer.shrink()
-    assert f"table {layer.name} has no row, so that all ids get one: {why}" in caplog.text
+    assert f"table {layer.name} has no rows, so every id gets the shared row: {why}" in caplog.text
     assert known(layer, [1, 2]) == [False, False]
 
 
@@ -351,12 +351,12 @@ def test_it_draws_new_rows_by_the_initializer_and_never_twice():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"capacity": 0}, "capacity: 0 is not allowed; it has to be at least 2"),
-        ({"min_count": 0}, "min_count: 0 is not allowed; it has to be at least 1"),
-        ({"min_count": 256}, "min_count: 256 is not allowed; it has to be at most 255"),
-        ({"max_age": 2**31}, "max_age: 2147483648 is not allowed; it has to be at most"),
-        ({"capacity": 10**30}, "is not allowed; it has to be at most 1099511627776"),
-        ({"max_age": 16}, "max_age: 16 is not allowed; it has to be above min_age"),
+        ({"capacity": 0}, "capacity: 0 is not allowed; it must be at least 2"),
+        ({"min_count": 0}, "min_count: 0 is not allowed; it must be at least 1"),
+        ({"min_count": 256}, "min_count: 256 is not allowed; it must be at most 255"),
+        ({"max_age": 2**31}, "max_age: 2147483648 is not allowed; it must be at most"),
+        ({"capacity": 10**30}, "is not allowed; it must be at most 1099511627776"),
+        ({"max_age": 16}, "max_age: 16 is not allowed; it must be above min_age"),
         ({"initializer": "glorot_uniform"}, "initializer: GlorotUniform needs the size of the"),
         ({"keys": "float32"}, "keys: 'float32' is not one of int64, string"),
     ],

@@ -144,7 +144,7 @@ def test_an_unknown_id_is_an_error_that_names_it(wrong):
         tf.function(layer)(tf.constant([0, wrong], tf.int64))
     # Then the line of the user's code: here, of this file.
     message, _, place = str(caught.value).partition(" (")
-    assert message == f"the model refused its input: items: ids outside of 0 to 10: {wrong}"
+    assert message == f"the model does not accept its input: items: ids outside of 0 to 10: {wrong}"
     assert place.startswith("tests/trainer/embeddings/test_sharded_embedding.py:")
 
 
@@ -165,9 +165,9 @@ def test_ids_are_whole_numbers_of_any_size(dtype):
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ({"rows": 0}, "rows: 0 is not allowed; it has to be at least 1"),
-        ({"dimension": -1}, "dimension: -1 is not allowed; it has to be at least 1"),
-        ({"shards": 0}, "shards: 0 is not allowed; it has to be at least 1"),
+        ({"rows": 0}, "rows: 0 is not allowed; it must be at least 1"),
+        ({"dimension": -1}, "dimension: -1 is not allowed; it must be at least 1"),
+        ({"shards": 0}, "shards: 0 is not allowed; it must be at least 1"),
         ({"shards": 12}, "shards: 11 rows cannot be split over 12 shards"),
         ({"unknown": "zero"}, "unknown: 'zero' is not one of error, wrap"),
     ],

@@ -158,14 +158,14 @@ def test_a_blessing_of_another_checkpoint_does_not_count(run, blessed, tmp_path)
     other = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model, step=8)
     later = dataclasses.replace(run, checkpoint=other)
     assert small_run.refused_export(later, blessed, tmp_path) == (
-        f"nothing is exported: {blessed} was taken on another checkpoint ({run.checkpoint}); "
+        f"nothing is exported: {blessed} was made for another checkpoint ({run.checkpoint}); "
         f"evaluate and check {other} first"
     )
 
 
 def test_something_else_in_the_place_of_a_decision(run, tmp_path):
     assert small_run.refused_export(run, run.checkpoint, tmp_path) == (
-        f"{run.checkpoint} is a checkpoint and not a decision: pass on what the gate wrote"
+        f"{run.checkpoint} is a checkpoint and not a decision: pass the decision of the gate"
     )
 
 

@@ -84,7 +84,8 @@ def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, mo
     monkeypatch.setitem(FORMATS, form, replaced)
     message = small_run.refused_export(run, blessed, tmp_path)
     assert message.startswith(
-        f"nothing is exported: as {form} the model's answers to 97 test examples differ by up to "
+        f"nothing is exported: as {form} the model's predictions for 97 test examples differ by up "
+        f"to "
     )
 
 
@@ -377,13 +378,13 @@ class TestSmoke:
         with pytest.raises(UserError) as error, fresh_process(folder) as process:
             answer_in_process(subject, folder, "served", process)
         message = str(error.value)
-        assert message.startswith("nothing is exported: a fresh process ")
+        assert message.startswith("nothing is exported: a new process ")
         assert "\n" not in message
         return message
 
     def test_it_notices_other_weights(self, subject, folder):
         other = dataclasses.replace(subject, model=lambda x, training: -subject.model(x))  # noqa: ARG005
-        assert "otherwise than the original" in self.failed(other, folder)
+        assert "from the original" in self.failed(other, folder)
 
     def test_it_notices_a_truncated_file(self, subject, folder):
         path = folder / "served" / "saved_model.pb"

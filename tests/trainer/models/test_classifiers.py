@@ -259,23 +259,23 @@ def test_a_single_number_is_an_input_too():
         (
             "mlp",
             {"hidden_units": 100},
-            "model mlp: hidden_units: 100 is not allowed; it has to be a list of whole numbers of "
+            "model mlp: hidden_units: 100 is not allowed; it must be a list of whole numbers of "
             "at least 1",
         ),
         (
             "mlp",
             {"dropout": 1},
-            "model mlp: dropout: 1 is not allowed; it has to be a number from 0 to below 1",
+            "model mlp: dropout: 1 is not allowed; it must be a number from 0 to below 1",
         ),
         (
             "cnn",
             {"kernel_size": 0},
-            "model cnn: kernel_size: 0 is not allowed; it has to be a whole number of at least 1",
+            "model cnn: kernel_size: 0 is not allowed; it must be a whole number of at least 1",
         ),
         (
             "cnn",
             {"augment": 1},
-            "model cnn: augment: 1 is not allowed; it has to be true or false",
+            "model cnn: augment: 1 is not allowed; it must be true or false",
         ),
     ],
 )

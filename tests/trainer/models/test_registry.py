@@ -227,8 +227,8 @@ def test_module_that_one_of_pythons_own_hides():
 
 def test_own_function_without_an_argument(own):
     message = _refusal(own, "without_arguments")
-    assert message.startswith("model own_models:without_arguments: it takes no argument (")
-    assert message.endswith("own_models.py:79); its first is the `InputSpec`")
+    assert message.startswith("model own_models:without_arguments: it accepts no argument (")
+    assert message.endswith("own_models.py:79); its first argument must be the `InputSpec`")
 
 
 def test_unknown_function_names_the_nearest(own):
@@ -239,7 +239,9 @@ def test_unknown_function_names_the_nearest(own):
 
 
 def test_something_that_cannot_be_called(own):
-    assert "NOT_A_FUNCTION is of the type int, no function" in _refusal(own, "NOT_A_FUNCTION")
+    assert "NOT_A_FUNCTION has the type int and is not a function" in _refusal(
+        own, "NOT_A_FUNCTION"
+    )
 
 
 def test_a_model_in_place_of_a_function(own):
@@ -281,7 +283,7 @@ def test_probabilities_in_the_place_of_logits(own, function):
 
 def test_wrong_number_of_classes(own):
     assert _refusal(own, "wrong_classes") == (
-        "model own_models:wrong_classes: its output has to be floats of shape (batch, 3) for "
+        "model own_models:wrong_classes: its output must be floats of shape (batch, 3) for "
         "classification of 'label' (one int64 of 3 classes), not float32 of shape (None, 4)"
     )
 
@@ -381,12 +383,12 @@ def test_a_layer_in_a_model_in_the_model():
 @pytest.mark.parametrize(
     ("glob", "said"),
     [
-        ("hiden/*", "'hiden/*' fits no variable; did you mean 'hidden/bias'?"),
-        ("hidden", "'hidden' fits no variable; did you mean 'hidden/bias'?"),
+        ("hiden/*", "'hiden/*' matches no variable; did you mean 'hidden/bias'?"),
+        ("hidden", "'hidden' matches no variable; did you mean 'hidden/bias'?"),
         (
             "norm/moving_*",
-            "'norm/moving_*' fits only norm/moving_mean, state that no gradient trains; it stays "
-            "as it is where its whole layer is frozen: 'norm/*'",
+            "'norm/moving_*' fits only norm/moving_mean, state that no gradient trains; to keep "
+            "it unchanged, freeze its whole layer: 'norm/*'",
         ),
     ],
 )

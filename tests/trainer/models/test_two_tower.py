@@ -139,23 +139,23 @@ def test_a_dataset_that_does_not_fit_is_refused(spec, message):
     [
         (
             {"rows": {"user": 7}},
-            "rows: {'user': 7} is not allowed; it has to be {item: COUNT, user: COUNT}",
+            "rows: {'user': 7} is not allowed; it must be {item: COUNT, user: COUNT}",
         ),
         (
             {"rows": {"user": 7, "item": 0}},
-            "rows of item: 0 is not allowed; it has to be a whole number of at least 1",
+            "rows of item: 0 is not allowed; it must be a whole number of at least 1",
         ),
         (
             {"rows": ROWS, "dimension": 0},
-            "dimension: 0 is not allowed; it has to be a whole number of at least 1",
+            "dimension: 0 is not allowed; it must be a whole number of at least 1",
         ),
         (
             {"rows": ROWS, "shards": 1.5},
-            "shards: 1.5 is not allowed; it has to be a whole number of at least 1",
+            "shards: 1.5 is not allowed; it must be a whole number of at least 1",
         ),
         (
             {"rows": ROWS, "hidden_units": 8},
-            "hidden_units: 8 is not allowed; it has to be a list of whole numbers of at least 1",
+            "hidden_units: 8 is not allowed; it must be a list of whole numbers of at least 1",
         ),
         (
             {"rows": ROWS, "unknown": "zero"},
@@ -207,12 +207,12 @@ def test_its_tables_may_grow():
         ),
         (
             {"tables": {"user": {"capacity": 5}}},
-            "rows: None is not allowed; it has to be {item: COUNT, user: COUNT} where tables "
+            "rows: None is not allowed; it must be {item: COUNT, user: COUNT} where tables "
             "({'user': {'capacity': 5}}) has no {capacity: COUNT}",
         ),
         (
             {"rows": {"item": 5}, "tables": {"user": {"capacity": 1}}},
-            "tables.user.capacity: 1 is not allowed; it has to be at least 2",
+            "tables.user.capacity: 1 is not allowed; it must be at least 2",
         ),
     ],
 )

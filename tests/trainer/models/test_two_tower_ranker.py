@@ -209,10 +209,10 @@ def test_it_learns_what_is_clicked_and_what_is_found():
     [
         (
             {"tables": {"user": {"capacity": 7}}},
-            "tables: {'user': {'capacity': 7}} is not allowed; it has to be {user: {capacity: "
+            "tables: {'user': {'capacity': 7}} is not allowed; it must be {user: {capacity: "
             "COUNT}, item: {capacity: COUNT}}",
         ),
-        ({"tables": None}, "tables: None is not allowed; it has to be {user: {capacity: COUNT}"),
+        ({"tables": None}, "tables: None is not allowed; it must be {user: {capacity: COUNT}"),
         ({"tables": {**TABLES, "item": {"capacity": 0}}}, "tables.item.capacity: 0 is not allowed"),
         (
             {"tables": {**TABLES, "item": {"rows": 5}}},
@@ -227,9 +227,9 @@ def test_it_learns_what_is_clicked_and_what_is_found():
         ({"item_attributes": ["shown"]}, "'shown' is named twice"),
         (
             {"user_attributes": "segment"},
-            "user_attributes: 'segment' is not allowed; it has to be a",
+            "user_attributes: 'segment' is not allowed; it must be a",
         ),
-        ({"retrieval": -1}, "retrieval: -1 is not allowed; it has to be 0 or more"),
+        ({"retrieval": -1}, "retrieval: -1 is not allowed; it must be 0 or more"),
         ({"dimension": 0}, "dimension: 0 is not allowed"),
     ],
 )

@@ -127,7 +127,7 @@ def test_the_learning_rate_has_a_key_of_its_own():
 )
 def test_wrong_types_are_named(name, argument, value, allowed):
     assert _refusal(name, **{argument: value}) == (
-        f"training.optimizer.args.{argument}: {value!r} is not allowed; it has to be {allowed}"
+        f"training.optimizer.args.{argument}: {value!r} is not allowed; it must be {allowed}"
     )
 
 
@@ -240,7 +240,7 @@ def test_a_model_that_is_not_compiled_has_none():
         ),
         (
             {"optimizer": {"name": "model"}, "schedule": {"warmup_steps": 3}},
-            "training.schedule: the optimizer of the model has its own; leave it out",
+            "training.schedule: the optimizer of the model sets it; leave it out",
         ),
     ],
 )
@@ -453,8 +453,16 @@ def test_every_name_has_its_arguments():
         ("piecewise", {}, "args.boundaries of piecewise: Field required"),
         ("piecewise", {"boundaries": [], "factors": [1, 1]}, "args.boundaries of piecewise"),
         ("piecewise", {"boundaries": [1.5], "factors": [1, 1]}, "args.boundaries.0 of piecewise"),
-        ("piecewise", {"boundaries": [0], "factors": [1, 1]}, "have to rise from 1 on"),
-        ("piecewise", {"boundaries": [9, 9], "factors": [1, 1, 1]}, "have to rise from 1 on"),
+        (
+            "piecewise",
+            {"boundaries": [0], "factors": [1, 1]},
+            "must increase and start at 1 or more",
+        ),
+        (
+            "piecewise",
+            {"boundaries": [9, 9], "factors": [1, 1, 1]},
+            "must increase and start at 1 or more",
+        ),
         ("piecewise", {"boundaries": [9], "factors": [1, 1, 1]}, "one more than boundaries"),
         ("piecewise", {"boundaries": [9], "factors": [1, -1]}, "have to be 0 or more"),
     ],

@@ -70,7 +70,7 @@ def test_images_as_pixels_have_their_size_or_are_broken(tmp_path):
     write_images(tmp_path / "photos", [(8, 8), (8, 9)])
     with pytest.raises(UserError, match=r"1.png: 'image' does not decode: its size is \[8, 9\]"):
         asked(model, [tmp_path / "photos"], tmp_path / "out.csv")
-    with pytest.raises(ConfigError, match="--columns: images have none"):
+    with pytest.raises(ConfigError, match="--columns: images have no columns"):
         asked(model, [tmp_path / "photos"], tmp_path / "out.csv", columns=("id",))
     rows = [{"image": np.full((8, 8, 1), value).tolist()} for value in (7, 300)]
     path = tmp_path / "in.jsonl"

@@ -237,7 +237,9 @@ def test_columns_to_copy_have_to_be_there_and_not_to_be_those_of_the_answers(mod
     path = write_csv(tmp_path / "in.csv", [{**row, "prediction": 1} for row in ROWS])
     with pytest.raises(ConfigError, match=r"--columns: .*in.csv has no column 'idd'; did you mean"):
         asked(model, [path], tmp_path / "out.csv", columns=("idd",))
-    with pytest.raises(ConfigError, match=r"--columns: the answers have a column 'prediction'"):
+    with pytest.raises(
+        ConfigError, match=r"--columns: the predictions also have a column 'prediction'"
+    ):
         asked(model, [path], tmp_path / "out.csv", columns=("prediction",))
 
 
@@ -360,7 +362,7 @@ def test_what_the_model_says_of_an_input_it_refuses_is_one_line(tmp_path):
 
     model = made_model.published(tmp_path / "m", {"age": made_model.AGE}, answer)
     path = write_csv(tmp_path / "in.csv", [{"age": 1}, {"age": 101}])
-    with pytest.raises(UserError, match=r"refused its input: .*nobody is so old") as caught:
+    with pytest.raises(UserError, match=r"does not accept its input: .*nobody is so old") as caught:
         asked(model, [path], tmp_path / "out.csv")
     assert "\n" not in str(caught.value)
 

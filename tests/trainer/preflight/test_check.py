@@ -47,8 +47,8 @@ def test_the_model_is_tried_once_the_source_is_right(tmp_path, tried):
         ({"splits": {"column": "part"}}, "data.splits.column: there is no column 'part' in "),
         ({"splits": {"group": "user"}}, "data.splits.group: there is no column 'user' in "),
         ({"spans": "all"}, "data.spans: all, and no file of data.source has a span"),
-        ({"label": "town", "inputs": ["town"]}, "data.inputs: 'town' of .* is its label as well"),
-        ({"drop": ["age", "town"]}, r"data.inputs: .* has no column left to predict from"),
+        ({"label": "town", "inputs": ["town"]}, "data.inputs: 'town' of .* is also its label"),
+        ({"drop": ["age", "town"]}, r"data.inputs: .* has no remaining column to predict from"),
         ({"format": "parquet"}, "is not a readable parquet file"),
     ],
 )

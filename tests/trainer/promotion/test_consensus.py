@@ -150,5 +150,5 @@ def test_a_damaged_note_is_named(tmp_path: Path, content: bytes) -> None:
     folder.mkdir()
     (folder / "000001-aa-accepted").write_bytes(content)
     proposal: dict[str, Any] = {"by": "me"}
-    with pytest.raises(storage.Corrupt, match="000001-aa-accepted is damaged: it holds no propo"):
+    with pytest.raises(storage.Corrupt, match="000001-aa-accepted is damaged: it does not con"):
         consensus.decide(storage.uri_of(folder), proposal)

@@ -176,7 +176,7 @@ def test_nothing_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["0.9", True, [0.9], {"mean": 0.9}])
 def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
     evaluation = evaluated(tmp_path, {"accuracy": value})
-    with pytest.raises(UserError, match="which no threshold can be compared with"):
+    with pytest.raises(UserError, match="which cannot be compared with a threshold"):
         gate.check(config_of({"accuracy": 0.5}), evaluation, "file:///x")
 
 
@@ -209,7 +209,7 @@ def test_something_else_than_an_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("metrics", [None, [], 3])
 def test_an_evaluation_without_metrics(tmp_path: Path, metrics: Any) -> None:
-    with pytest.raises(UserError, match=r"metrics\.json holds no metrics"):
+    with pytest.raises(UserError, match=r"metrics\.json contains no metrics"):
         gate.check(Config(), evaluated(tmp_path, metrics), "file:///x")
 
 
@@ -337,8 +337,8 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path, rule: str, message: s
     [
         ("@label", "'@label' names no metric: write it as accuracy, or accuracy@label"),
         ("my metric", "'my metric' names no metric"),
-        ("accuracy@", "'accuracy@' names no slice: write accuracy@feature=value"),
-        ("accuracy@=3", "'accuracy@=3' names no slice"),
+        ("accuracy@", "'accuracy@' has no slice: write accuracy@feature=value"),
+        ("accuracy@=3", "'accuracy@=3' has no slice"),
     ],
 )
 def test_a_wrong_rule_is_refused_by_the_configuration(rule: str, message: str) -> None:
@@ -560,7 +560,7 @@ def test_the_keys_of_an_earlier_version_say_what_to_write_instead(old: dict[str,
     with pytest.raises(ConfigError) as error:
         parse_config({"gate": old})
     text = str(error.value)
-    assert text.startswith(f"gate: {next(iter(old))}: the gate compares by a margin now; write ")
+    assert text.startswith(f"gate: {next(iter(old))}: the gate now compares by a margin; write ")
     assert "champion: {margin: 0.02, confidence: 0.95}" in text
 
 

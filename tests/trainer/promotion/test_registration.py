@@ -397,7 +397,7 @@ def test_a_champion_that_is_gone_is_named_with_the_remedy(run: Run) -> None:
     with pytest.raises(UserError) as error:
         run.register(second)
     assert str(error.value).startswith(
-        "the champion does not exist any more: digits has no version 1 below "
+        "the champion no longer exists: digits has no version 1 below "
     )
     assert str(error.value).endswith("with `flotilla models promote`")
 

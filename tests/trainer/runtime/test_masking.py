@@ -128,7 +128,7 @@ def test_a_placeholder_of_the_platform_is_refused(value):
 
 
 def test_an_option_of_a_root_that_is_none_is_refused_without_its_value():
-    with pytest.raises(ConfigError, match="'foo' is no option") as caught:
+    with pytest.raises(ConfigError, match="'foo' is not an option") as caught:
         load_config(None, ["storage.root=minio://bucket/x?foo=sW0rdf1sh"])
     assert "sW0rdf1sh" not in str(caught.value)
 

@@ -156,7 +156,7 @@ def test_a_link_to_another_version_is_one(tmp_path):
 def test_a_manifest_without_its_saved_model_is_refused(tmp_path, place):
     uri = storage.uri_of(tmp_path / "made")
     storage.publish(model(tmp_path), uri, kind="model", fields={"saved_model": place})
-    with pytest.raises(storage.Corrupt, match="names no SavedModel"):
+    with pytest.raises(storage.Corrupt, match="lists no SavedModel"):
         registry.register(storage.uri_of(tmp_path), "digits", uri, lineage={}, scratch=tmp_path)
 
 
@@ -198,7 +198,7 @@ def test_a_manifest_that_was_not_signed_is_refused(tmp_path, how):
         config.set_hashing_config(signing._hashing()).sign(folder, folder / SIGNATURE)
         uri = storage.uri_of(tmp_path / "files-alone")
         storage.publish(folder, uri, kind="model", fields=FIELDS)
-    with pytest.raises(UnsignedError, match="does not say what was signed"):
+    with pytest.raises(UnsignedError, match="its manifest is not signed, although"):
         signing.verify(uri)
 
 

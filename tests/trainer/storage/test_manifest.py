@@ -61,7 +61,7 @@ def test_same_content_means_the_same_json_but_for_the_time(one: Manifest, two: M
 
 @given(st.binary(max_size=200))
 def test_whatever_bytes_are_read_end_in_an_error_that_names_them(data: bytes) -> None:
-    with pytest.raises(Corrupt, match=r"^here is damaged \(.*\): delete it and make it again$"):
+    with pytest.raises(Corrupt, match=r"^here is damaged \(.*\): delete it and create it again$"):
         Manifest.from_json(data, where="here")
 
 

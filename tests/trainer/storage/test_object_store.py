@@ -175,7 +175,9 @@ def test_an_address_that_is_none_is_one_line(
 ) -> None:
     for name in VARIABLES.values():
         monkeypatch.setenv(name, text)
-    with pytest.raises(ConfigError, match=r"is no address of a store: write it as http://host"):
+    with pytest.raises(
+        ConfigError, match=r"is not the address of a store: write it as http://host"
+    ):
         storage.names(bucket.root)
 
 

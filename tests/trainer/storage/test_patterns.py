@@ -79,13 +79,13 @@ def test_the_files_of_a_split_are_below_the_source_or_elsewhere():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ftp://x/y", "no path, nor a URI"),
+        ("ftp://x/y", "neither a path nor a URI"),
         ("gs://B_/y", "no name of a bucket"),
         ("gs://bucket/{a", "a brace is not closed"),
         ("gs://bucket/{span}", "{span} is unknown"),
         ("gs://bucket/{SPAN}/{SPAN}", "once"),
         ("gs://bucket/{SPAN}/{DATE}", "once"),
-        ("gs://bucket/[z-a]", "is no pattern"),
+        ("gs://bucket/[z-a]", "is not a pattern"),
         ("gs://bucket/../x", "'..'"),
         ("~nobody-of-this-name/x", "home folder"),
     ],

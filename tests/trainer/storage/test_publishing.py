@@ -369,9 +369,9 @@ def test_published_passes_over_what_it_cannot_read_and_says_so(
     with caplog.at_level(logging.WARNING):
         assert [uri for uri, _ in storage.list_published(root)] == [storage.join(root, "c")]
     assert sorted(record.getMessage().split(" (")[0] for record in caplog.records) == [
-        f"passed over: {storage.join(root, 'a')}: MANIFEST.json is damaged",
-        f"passed over: {storage.join(root, 'b')}: MANIFEST.json has schema 2 and this version "
-        "reads 1: use the version that wrote it, or make it again",
+        f"skipped: {storage.join(root, 'a')}: MANIFEST.json is damaged",
+        f"skipped: {storage.join(root, 'b')}: MANIFEST.json has schema 2 and this version "
+        "reads 1: use the version that wrote it, or create it again",
     ]
 
 

@@ -148,7 +148,7 @@ def test_a_copy_that_differs_from_its_source_is_not_published(
 
     monkeypatch.setattr(shutil, "copyfile", copy)
     uri = storage.join(root, "a")
-    with pytest.raises(UserError, match=r"a\.bin changed meanwhile, or was copied wrongly"):
+    with pytest.raises(UserError, match=r"a\.bin changed during the copy, or the copy is damaged"):
         storage.publish(make(), uri, kind="x")
     assert list(path_of(root).iterdir()) == []
 
@@ -193,7 +193,7 @@ def test_a_folder_in_the_files_place(make: Make, root: str) -> None:
 
 
 def test_a_name_that_is_too_long(make: Make, root: str) -> None:
-    with pytest.raises(UserError, match="its path is too long; use shorter names"):
+    with pytest.raises(UserError, match="its path is too long: use shorter names"):
         storage.publish(make(), storage.join(root, "a" * 300), kind="x")
 
 

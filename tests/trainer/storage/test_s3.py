@@ -55,7 +55,7 @@ def test_a_manifest_that_always_arrives_damaged_is_not_published(
 ) -> None:
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
     place.plan.add(Fault("mangle", method="PUT", path=MANIFEST, times=1000))
-    with pytest.raises(storage.Unavailable, match=r"was damaged on its way to the store"):
+    with pytest.raises(storage.Unavailable, match=r"was damaged during the upload"):
         storage.publish(make(), uri_in(place), kind="x")
     assert MANIFEST not in place.content(uri_in(place))
     assert not storage.is_published(uri_in(place))
@@ -232,16 +232,16 @@ def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     ("uri", "reason"),
     [
         ("gs://", "write it as"),
-        ("gs://B/k", "'B' is no name of a bucket"),
-        ("gs://a/k", "'a' is no name of a bucket"),
+        ("gs://B/k", "'B' is not the name of a bucket"),
+        ("gs://a/k", "'a' is not the name of a bucket"),
         ("s3://bucket//k", "empty part"),
         ("s3://bucket/a/../k", "empty part, '.' or '..'"),
         ("s3://bucket/./k", "empty part, '.' or '..'"),
         ("gs://bucket/\udcff", "not UTF-8"),
         ("gs://bucket/k?endpoint=x", "gs:// takes no options"),
         ("s3://bucket/k?enpoint=x", "did you mean 'endpoint'"),
-        ("minio://bucket/k?secret=hush", "'secret' is no option"),
-        ("minio://bucket/k?endpoint=http://me:hush@store", "no credentials in a URI"),
+        ("minio://bucket/k?secret=hush", "'secret' is not an option"),
+        ("minio://bucket/k?endpoint=http://me:hush@store", "must not contain credentials"),
     ],
 )
 def test_what_is_no_uri_is_refused(uri: str, reason: str) -> None:

@@ -104,14 +104,14 @@ def test_a_large_variable_goes_first_wherever_it_is():
 @pytest.mark.parametrize("server", ["ps:2", "ps:-1", "ps:", "ps", "worker:0", "0", "", "ps:\u00b2"])
 def test_a_server_that_is_not_there_is_refused(server):
     assert refused({"a/*": server}) == (
-        f"cluster.placement: 'a/*' is on {server!r}; it has to be ps:0 to ps:1"
+        f"cluster.placement: 'a/*' is on {server!r}; it must be ps:0 to ps:1"
     )
 
 
 def test_a_glob_that_fits_nothing_is_refused_with_the_nearest_path():
     message = refused({"a/kernl": "ps:0"})
-    assert message == ("cluster.placement: 'a/kernl' fits no variable; did you mean 'a/kernel'?")
-    assert "fits no variable" in refused({"A/*": "ps:0"})
+    assert message == ("cluster.placement: 'a/kernl' matches no variable; did you mean 'a/kernel'?")
+    assert "matches no variable" in refused({"A/*": "ps:0"})
 
 
 def test_the_device_of_a_server():
@@ -151,7 +151,7 @@ def test_a_model_is_the_same_wherever_its_variables_stand(devices):
 
 
 def test_a_glob_is_held_against_the_paths_of_the_model():
-    with pytest.raises(ConfigError, match="'embedding' fits no variable"):
+    with pytest.raises(ConfigError, match="'embedding' matches no variable"):
         placed_on(two_layers, 2, {"embedding": "ps:1"})
 
 

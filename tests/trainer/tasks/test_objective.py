@@ -168,7 +168,7 @@ def last(layer):
     ],
 )
 def test_probabilities_without_a_loss_for_them_are_refused(model):
-    with pytest.raises(ConfigError, match="it has to return logits; remove the softmax from its"):
+    with pytest.raises(ConfigError, match="it must return logits; remove the softmax from its"):
         accepted(model())
 
 
@@ -181,7 +181,10 @@ def test_logits_for_a_loss_of_probabilities_are_refused():
     ("compiled", "message"),
     [
         ({"loss": "mse", "steps_per_execution": 8}, "it is compiled with steps_per_execution=8, "),
-        ({"loss": "mse", "run_eagerly": True}, "it is compiled with run_eagerly=True, and steps "),
+        (
+            {"loss": "mse", "run_eagerly": True},
+            "it is compiled with run_eagerly=True, but the tasks ",
+        ),
         ({"loss": "mean_sqared_error"}, "its compile(loss=...) does not fit: "),
         ({"loss": {"other": "mse"}}, "its compile(loss=...) does not fit: "),
     ],
@@ -343,10 +346,13 @@ def test_metrics_and_losses_of_the_users_own():
         ("acuracy", "task.metrics: no metric 'acuracy'; did you mean 'accuracy'?"),
         ("xyzzy", "task.metrics: no metric 'xyzzy' (a name of keras.metrics, or package.module:"),
         ("Mean", "task.metrics: no metric 'Mean'"),
-        ("MeanIoU", "task.metrics: MeanIoU cannot be made without arguments: TypeError: "),
+        ("MeanIoU", "task.metrics: MeanIoU cannot be created without arguments: TypeError: "),
         ("own_named:thrid", "task.metrics: own_named has no metric 'thrid'; did you mean 'third'?"),
         ("own_named:NUMBER", "task.metrics: own_named:NUMBER is a int, not a metric"),
-        ("own_named:broken", "task.metrics: own_named:broken cannot be made without arguments: "),
+        (
+            "own_named:broken",
+            "task.metrics: own_named:broken cannot be created without arguments: ",
+        ),
         ("no_such:thing", "task.metrics: cannot import no_such: "),
     ],
 )

@@ -204,7 +204,8 @@ def test_a_positive_class_that_there_is_not_is_refused(config, words):
         (
             {"name": "classification"},
             feature("float32"),
-            "task classification: it takes one whole number that names a class, not 'label' (one "
+            "task classification: it needs one whole number per example, the class, not 'label' "
+            "(one "
             "float32)",
         ),
         (
@@ -233,7 +234,7 @@ def test_numbers_below_zero_are_no_classes():
         (
             {"train": [4, 4, 0], "test": [0, 3]},
             "task classification: all examples of the split 'test' have one 'label', '1': a model "
-            "that knows nothing else would be perfect there",
+            "that always predicts it would be perfect there",
         ),
         (
             {"train": [4, 4, 0], "test": [1, 1, 2]},

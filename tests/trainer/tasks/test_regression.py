@@ -102,7 +102,11 @@ def test_an_untrained_model_costs_a_blind_guess():
     ("labels", "args", "words"),
     [
         (np.array([b"a"]), {}, "it takes numbers, not 'label' (one string)"),
-        (np.zeros(2), {"standardize": 1}, "standardize: 1 is not allowed; it is true or false"),
+        (
+            np.zeros(2),
+            {"standardize": 1},
+            "standardize: 1 is not allowed; it must be true or false",
+        ),
     ],
 )
 def test_a_label_or_an_argument_that_it_does_not_take_is_refused(labels, args, words):

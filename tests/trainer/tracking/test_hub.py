@@ -244,7 +244,7 @@ def test_a_version_of_another_registry_is_left_as_it_is(server):
         ((401, {"code": "Unauthorized", "message": "no token"}), "401 no token"),
         ((200, b"<html>hello</html>"), "not a JSON object"),
         ((200, b"[1, 2]"), "not a JSON object"),
-        ((200, {"items": 3}), "a list of registered_models that is none"),
+        ((200, {"items": 3}), "an invalid list of registered_models"),
         ((302, b""), "302"),
     ],
 )

@@ -92,9 +92,13 @@ def configured(tree):
 @pytest.mark.parametrize(
     ("model", "tree", "message"),
     [
-        ("frozen", {}, "it has nothing to train: all of its variables are frozen"),
-        ("frozen layers", SAVED_ALONE, "it has nothing to train: all of its variables are frozen"),
-        ("without variables", {}, "it has nothing to train: it has no variables"),
+        ("frozen", {}, "it has no trainable variables: all of its variables are frozen"),
+        (
+            "frozen layers",
+            SAVED_ALONE,
+            "it has no trainable variables: all of its variables are frozen",
+        ),
+        ("without variables", {}, "it has no trainable variables: it has no variables"),
         ("lambda", {}, "its layer half (Lambda) cannot be written in the format keras and read "),
         ("own", {}, "its layer kept (Kept) cannot be written in the format keras and read back: "),
     ],
@@ -114,7 +118,7 @@ def test_without_the_format_keras_nothing_has_to_be_read_back(model):
 def test_a_glob_that_fits_no_variable_is_refused():
     tree = {"cluster": {**SERVERS, "placement": {"hidden/*": "ps:1"}}}
     model = net()
-    with pytest.raises(ConfigError, match=r"^cluster.placement: 'hidden/\*' fits no variable"):
+    with pytest.raises(ConfigError, match=r"^cluster.placement: 'hidden/\*' matches no variable"):
         require(configured(tree), model)
     require(configured({**tree, "training": {"strategy": "single"}}), model)
 
@@ -182,7 +186,8 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
         (
             {"strategy": "single", "jit_compile": True},
             None,
-            "training.jit_compile: model some:model has a custom train_step, which runs as it ",
+            "training.jit_compile: model some:model has a custom train_step, which runs unchanged; "
+            "",
         ),
         (
             {"strategy": "single"},
@@ -236,7 +241,7 @@ def test_a_metric_that_nothing_measures_is_refused():
     with pytest.raises(ConfigError) as error:
         dry_run.require(configured(tree), net(), objective)
     assert str(error.value) == (
-        "gate.min.accuracy: classification and the model measure no 'accuracy' (measured: "
+        "gate.min.accuracy: classification and the model do not measure 'accuracy' (measured: "
         "loss, r2_score)"
     )
 
@@ -244,8 +249,11 @@ def test_a_metric_that_nothing_measures_is_refused():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("acuracy", "classification and the model measure no 'acuracy'; did you mean 'accuracy'?"),
-        ("accuracy@label=2", "classification and the model measure no 'accuracy@label=2'"),
+        (
+            "acuracy",
+            "classification and the model do not measure 'acuracy'; did you mean 'accuracy'?",
+        ),
+        ("accuracy@label=2", "classification and the model do not measure 'accuracy@label=2'"),
         (
             "share",
             "it is not known which value of 'share' is better; set gate",
@@ -504,7 +512,7 @@ def refused(tmp_path, monkeypatch):
         (
             ("a", "b", "c"),
             {"model": {"name": "own_models:seven"}},
-            "model own_models:seven: its output has to be floats of shape (batch, 3) for class",
+            "model own_models:seven: its output must be floats of shape (batch, 3) for class",
         ),
     ],
 )
@@ -549,11 +557,11 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ({"model": {"name": "own_models:leaves"}}, "model own_models:leaves: SystemExit: 3 ("),
         (
             {"model": {"name": "own_models:seven"}, "task": {"name": "binary_classification"}},
-            "model own_models:seven: its output has to be floats of shape (batch, 1) for binary_",
+            "model own_models:seven: its output must be floats of shape (batch, 1) for binary_",
         ),
         (
             {"model": {"name": "own_models:chance"}, **SAVED_ALONE},
-            "export.formats: read back from saved_model the model answers otherwise (by ",
+            "export.formats: the model read from saved_model gives different predictions (by ",
         ),
         (
             {"task": {"name": "own_models:Failing"}},

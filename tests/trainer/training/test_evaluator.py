@@ -42,7 +42,7 @@ def test_a_loss_that_is_not_finite_is_passed_over(uri, tmp_path, loss):
 
 def test_a_damaged_checkpoint_is_passed_over(uri, tmp_path, caplog):
     assert evaluate_checkpoint(measuring(storage.Corrupt("a bit")), uri, tmp_path) == {}
-    assert f"passed over {uri}: a bit" in caplog.text
+    assert f"skipped {uri}: a bit" in caplog.text
 
 
 def test_a_checkpoint_that_has_gone_meanwhile_is_passed_over(uri, tmp_path):

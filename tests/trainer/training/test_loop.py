@@ -295,7 +295,7 @@ def test_inner_loops_without_a_step_are_a_stall(run):
     with pytest.raises(ClusterLostError) as caught:
         run.train(Idle(), steps=100, stall_timeout=1)
     assert str(caught.value) == (
-        "no progress for 1 s: training.strategy async_parameter_server runs, and applies no step "
+        "no progress for 1 s: training.strategy async_parameter_server runs, but applies no step "
         "after global step 20"
     )
     assert run.steps() == [0, 10, 20]

@@ -303,6 +303,8 @@ def test_a_checkpoint_of_something_else_is_not_trained_on(run):
             return {"model/other": self.weight, "global_step": self.counter}
 
     run.train(steps=10)
-    with pytest.raises(UserError, match="does not fit model and optimizer of the configuration"):
+    with pytest.raises(
+        UserError, match="does not match the model and optimizer of the configuration"
+    ):
         run.train(Other(), steps=20)
     assert run.steps() == [0, 10]

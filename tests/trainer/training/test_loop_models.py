@@ -263,7 +263,10 @@ def test_another_list_thaws_with_new_slots_and_keeps_the_others(tmp_path, caplog
     anew = [path for path in values if path not in before]
     assert len(anew) == 4
     assert all("hidden" in path and not values[path].any() for path in anew)
-    assert "training.freeze has changed: 4 of 8 slots of the optimizer begin anew" in caplog.text
+    assert (
+        "training.freeze has changed: 4 of 8 slots of the optimizer are initialized again"
+        in caplog.text
+    )
     train_frozen(run, 40, NORM)
     after = saved(run, 40)
     assert all(changed(before, after, "hidden").values())
@@ -284,5 +287,5 @@ def test_slots_that_a_number_tells_apart_begin_anew(tmp_path):
 def test_another_optimizer_is_refused_all_the_same(tmp_path):
     run = Run(tmp_path)
     train_frozen(run, 10, HIDDEN)
-    with pytest.raises(UserError, match="does not fit model and optimizer"):
+    with pytest.raises(UserError, match="does not match the model and optimizer"):
         train_frozen(run, 20, (), "lion")

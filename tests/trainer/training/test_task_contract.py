@@ -174,12 +174,12 @@ BROKEN = {
     ),
     "cells of numpy": (
         {"described": gives({"label": np.float32(1), "predicted": 0.0})},
-        "described() has to be plain data, with finite numbers of Python's own: ",
+        "described() must be plain data with finite Python numbers: ",
     ),
     "details that raise": ({"details": fails}, "details() fails: ValueError: not today ("),
     "details that are not finite": (
         {"details": gives({"tables": [], "worst": float("nan")})},
-        "details() has to be plain data, with finite numbers of Python's own: ",
+        "details() must be plain data with finite Python numbers: ",
     ),
     "a chart": (
         {"details": gives({"charts": [{"title": "a", "x": "b", "y": "c"}]})},

@@ -96,7 +96,7 @@ class Arriving:
             return None
         (length,) = _LENGTH.unpack_from(self._data)
         if length > _MOST_BYTES:
-            raise OSError("the request is damaged, or another program sent it")
+            raise OSError("the request is damaged or comes from another program")
         text = self._data[_LENGTH.size :]
         if len(text) < length:
             return None
@@ -104,7 +104,7 @@ class Arriving:
             request = Request(**json.loads(text[:length]))
             are_there = len(self._descriptors) == 1 + len(request.descriptors)
         except (ValueError, TypeError) as error:
-            raise OSError("the request is damaged, or another program sent it") from error
+            raise OSError("the request is damaged or comes from another program") from error
         if not are_there:
             raise OSError("descriptors are missing")
         return request, self._descriptors
@@ -136,7 +136,7 @@ def _whole(connection: socket.socket, length: int, begun: bytes = b"") -> bytes:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Say whether the other end is a process of this user."""
+    """Return whether the other end is a process of this user."""
     own = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", own)
     return bool(user == os.getuid())

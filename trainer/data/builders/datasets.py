@@ -70,12 +70,12 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
 
 
 def is_folder(found: tfds.core.DatasetBuilder) -> bool:
-    """Say whether a builder reads a folder in place, as `tfds.ImageFolder` does."""
+    """Return whether a builder reads a folder in place, as `tfds.ImageFolder` does."""
     return _reads_a_folder(type(found))
 
 
 def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
-    """Say whether a builder generates any range of a split on demand, by `sizes` and `columns`.
+    """Return whether a builder generates any range of a split on demand, by `sizes` and `columns`.
 
     TFDS then writes no files: see `examples/clicks_large`.
     """
@@ -83,7 +83,7 @@ def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
 
 
 def uses_beam(found: tfds.core.DatasetBuilder) -> bool:
-    """Say whether a builder generates its examples with Apache Beam."""
+    """Return whether a builder generates its examples with Apache Beam."""
     return isinstance(found, tfds.core.BeamBasedBuilder)
 
 
@@ -107,7 +107,7 @@ def _reads_a_folder(make: Any) -> bool:
 
 def _check_version(config: DataConfig, found: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
     if config.version and is_folder(found) and str(found.version) != config.version:
-        raise ValueError(f"it has version {found.version} alone")
+        raise ValueError(f"its only version is {found.version}")
     return found
 
 

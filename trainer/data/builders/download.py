@@ -207,7 +207,9 @@ def _folder(manual_dir: str) -> Path | None:
         return None
     folder = Path(manual_dir).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"data.manual_dir: {folder} is not a folder; name the one with the files")
+        raise ConfigError(
+            f"data.manual_dir: {folder} is not a folder; give the folder with the files"
+        )
     return folder
 
 

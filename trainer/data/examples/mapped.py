@@ -101,7 +101,7 @@ class MappedSource(Source):
             if len(first) == FIRST:
                 break
         if not first:
-            raise UserError(f"{self.name} leaves out every example: it always returns None")
+            raise UserError(f"{self.name} leaves out every example: it returns None for every row")
         names = list(first[0].example)
         for row in first:
             self._require_names(row, names)
@@ -186,11 +186,13 @@ class MappedSource(Source):
         if row.example.keys() != set(names):
             name = sorted(row.example.keys() ^ set(names))[0]
             what = "no" if name in names else "a"
-            raise UserError(f"{self.name} gives {what} {name!r}, unlike for others ({row.place})")
+            raise UserError(
+                f"{self.name} returns {what} {name!r}, unlike for other rows ({row.place})"
+            )
 
     def _store(self, row: _Row, name: str, selection: Selection) -> Any:
         if name not in row.example:
-            raise UserError(f"{self.name} gives no {name!r}, unlike for others ({row.place})")
+            raise UserError(f"{self.name} returns no {name!r}, unlike for other rows ({row.place})")
         with self._locate_errors(row.place):
             value = convert_value(name, row.example[name], self._config.types.get(name, ""))
             return store_value(name, value, selection.specs[name], selection.fits.get(name))
@@ -331,7 +333,7 @@ def make_example(result: Any) -> Example:
     if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
         raise UnsuitableError(f"gives {_kind(result)}, not a dict of values by name")
     if not result:
-        raise UnsuitableError("gives an empty dict; return None to leave an example out")
+        raise UnsuitableError("returns an empty dict; return None to leave an example out")
     return {name: make_value(name, value) for name, value in result.items()}
 
 
@@ -473,7 +475,8 @@ def _classes(name: str, value: Value, spec: FeatureSpec) -> Value:
         if each not in known:
             text = each.decode(errors="replace")
             raise UnsuitableError(
-                f"gives the new class {text!r} of {name!r}: it has to give the same for the same"
+                f"returns the new class {text!r} of {name!r}: it must return the same result for "
+                f"the same row"
             )
     flat = [known[each] for each in np.ravel(value)]
     return np.array(flat, np.int64).reshape(value.shape)

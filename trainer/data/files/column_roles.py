@@ -86,7 +86,7 @@ def _guess_label(config: DataConfig, left: Sequence[str]) -> tuple[str, ...]:
 
 def _check(config: DataConfig, roles: ColumnRoles, dropped: Sequence[str]) -> None:
     if not roles.inputs:
-        raise ConfigError(f"data.inputs: {config.source} has no column left to predict from")
+        raise ConfigError(f"data.inputs: {config.source} has no remaining column to predict from")
     require_apart(config.source, roles)
     used = {
         "inputs": roles.inputs, "label": roles.targets,
@@ -95,5 +95,5 @@ def _check(config: DataConfig, roles: ColumnRoles, dropped: Sequence[str]) -> No
     for key, names in used.items():
         if both := [name for name in names if name in dropped and getattr(config, key)]:
             raise ConfigError(
-                f"data.drop: {both[0]!r} is in data.{key}; take it out of one of the two"
+                f"data.drop: {both[0]!r} is also in data.{key}; remove it from one of them"
             )

@@ -124,7 +124,7 @@ class ColumnScan:
         self._gather(other.values, many=other.many)
 
     def fits(self, dtype: str) -> bool:
-        """Say whether a float type holds all whole numbers, and resolves the range."""
+        """Return whether a float type holds all whole numbers, and resolves the range."""
         if self.lowest > self.highest:
             return True
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
@@ -167,7 +167,7 @@ class ColumnScan:
         self.whole = self.whole and whole
 
     def is_doubtful(self, kind: str, *, required: bool) -> bool:
-        """Say whether some rows may be broken if the values are read as a type."""
+        """Return whether some rows may be broken if the values are read as a type."""
         if required and self.missing:
             return True
         if kind == "image":
@@ -326,7 +326,7 @@ def _decode_texts(array: pa.Array) -> pa.Array:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Say whether a value of a type is a list."""
+    """Return whether a value of a type is a list."""
     return bool(
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
@@ -346,12 +346,12 @@ def get_kind(kind: pa.DataType) -> str:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Say whether a value of a type is a text."""
+    """Return whether a value of a type is a text."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def is_list_of_texts(kind: pa.DataType) -> bool:
-    """Say whether a value of a type is a list, or lists, of texts."""
+    """Return whether a value of a type is a list, or lists, of texts."""
     if not is_list(kind):
         return False
     inner = kind.value_type

@@ -298,7 +298,7 @@ def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]
                 f"data.source: {files[0].path} cannot be read; write the table as CSV or Parquet"
             )
         if not first and ending in (".zip", ".tar", ".tgz", ".7z", ".rar"):
-            raise UserError(f"data.source: {files[0].path} is an archive; unpack it")
+            raise UserError(f"data.source: {files[0].path} is an archive; extract it")
         several = " and ".join(f"{form} ({path})" for form, path in sorted(first.items()))
         found = several or f"names such as {files[0].path!r}"
         raise ConfigError(

@@ -69,7 +69,7 @@ class FileSource(Source):
         scan = self._scan = self._scan or self._scan_files()
         roles = self._roles = self._files.roles(self._config, scan.names, scan.index)
         if not scan.broken.rows:
-            raise UserError(f"{self.name} has no row in any file; name files that have some")
+            raise UserError(f"{self.name} has no row in any file; give files that have rows")
         self._check_families(roles, scan)
         self._columns = {
             name: decide(
@@ -444,7 +444,7 @@ class FileSource(Source):
             lowest, highest = scan.columns[name].lowest, scan.columns[name].highest
             raise UserError(
                 f"data.label: the values of {name!r} are between {lowest:.17g} and "
-                f"{highest:.17g}, too close for the 7 digits of a model's predictions; "
+                f"{highest:.17g}, too close together for predictions with 7 digits; "
                 "subtract an offset, in the files or by data.map"
             )
 

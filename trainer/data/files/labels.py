@@ -80,7 +80,7 @@ def _note_times(name: str) -> str:
 
 
 def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> bool:
-    """Say whether a label holds numbers with a few mistakes, not classes."""
+    """Return whether a label holds numbers with a few mistakes, not classes."""
     if spellings.are_numbers and not are_texts:
         return True
     numbers = sum(scan.kinds.get(each, 0) for each in _NUMBERS)

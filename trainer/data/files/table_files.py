@@ -42,12 +42,12 @@ def drop_documents(files: Sequence[Any]) -> list[Any]:
 
 
 def may_lack_label(file: Any) -> bool:
-    """Say whether a file, by its name, may lack a label, like the test file of a contest."""
+    """Return whether a file, by its name, may lack a label, like the test file of a contest."""
     return _find_split(file.path) not in ("", "train") or answers_only(file)
 
 
 def answers_only(file: Any) -> bool:
-    """Say whether a file, by its name, holds answers without examples."""
+    """Return whether a file, by its name, holds answers without examples."""
     return bool(_ANSWERS.search(file.path.lower()))
 
 

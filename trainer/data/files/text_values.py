@@ -99,12 +99,12 @@ def is_missing(array: pa.Array) -> pa.Array:
 
 
 def may_be_missing(text: str) -> bool:
-    """Say whether people write a text for a missing value; it counts only among numbers."""
+    """Return whether people write a text for a missing value; it counts only among numbers."""
     return text.lower() in _DOUBTFUL
 
 
 def is_null(text: str) -> bool:
-    """Say whether a tool wrote a trimmed text for a missing value: such a text is not a class."""
+    """Return whether a tool wrote this trimmed text for a missing value; it is not a class."""
     return text in _WRITTEN
 
 

@@ -142,13 +142,13 @@ def list_units(writing: Mapping[str, int]) -> list[str]:
 
 
 def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
-    """Say whether per cent is mixed with other numbers; `plain` ones are unformatted."""
+    """Return whether per cent is mixed with other numbers; `plain` ones are unformatted."""
     others = plain or writing.get(_BARE) or list_units(writing)
     return bool(others and f"{_UNIT_OF}{PER_CENT}" in writing)
 
 
 def is_amount(writing: Mapping[str, int]) -> bool:
-    """Say whether some values are money, per cent, or numbers without a unit."""
+    """Return whether some values are money, per cent, or numbers without a unit."""
     units = list_units(writing)
     return not units or PER_CENT in "".join(writing) or any(map(_MONEY.fullmatch, units))
 

@@ -209,7 +209,8 @@ def require_reachable(config: DataConfig, root: str) -> None:
             raise ConfigError(f"{workers} {place}; set data.source to a URI of a bucket")
     if not config.source and not os.environ.get("TFDS_DATA_DIR"):
         raise ConfigError(
-            f"{workers} what TFDS makes of {config.dataset} here; set TFDS_DATA_DIR to a folder "
+            f"{workers} the files of {config.dataset} that TFDS writes here; set TFDS_DATA_DIR to "
+            f"a folder "
             "that they mount at the same path"
         )
 

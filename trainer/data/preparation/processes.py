@@ -119,7 +119,7 @@ def _take_answer(
             raise UserError(
                 f"a process that prepared part {left[0].number} was ended by "
                 f"{_cause(process.exitcode or 0)}; finished parts are kept: run it again, "
-                "with fewer data.runner.processes if memory was short"
+                "with fewer data.runner.processes if memory ran out"
             ) from None
         return False
     if isinstance(answer, Exception):

@@ -83,15 +83,15 @@ def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streamin
     if config.cluster.in_process:
         raise ConfigError(
             "data.disk: with cluster.in_process all workers share one folder, and shards "
-            "cannot stream; use only one of the two"
+            "cannot stream; use only one of them"
         )
     largest = max(train)
     other = max([*sorted(train)[:-1], *measured], default=0)
     if largest + other > limit:
         count = math.ceil(2.2 * sum(train) / limit)
         raise ConfigError(
-            f"data.disk: {config.data.disk} is too little: a shard of {_megabytes(largest)} is "
-            f"read while one of {_megabytes(other)} comes; set data.disk to "
+            f"data.disk: {config.data.disk} is too small: a shard of {_megabytes(largest)} is "
+            f"read while one of {_megabytes(other)} is downloaded; set data.disk to "
             f"{_megabytes(largest + other)} or more, or data.shards to {count} or more"
         )
     # While some shards are read, as many are fetched, and there is always room for one more.

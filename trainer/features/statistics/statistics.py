@@ -36,7 +36,7 @@ _FEW_VALUES, _TIMES = 20, 10
 
 
 def are_repeated(distinct: int, examples: int) -> bool:
-    """Say whether the values of a text repeat, like names of towns."""
+    """Return whether the values of a text repeat, like names of towns."""
     return distinct <= max(_FEW_VALUES, examples // _TIMES)
 
 

@@ -13,5 +13,5 @@ LETTER = f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])"
 
 
 def is_letter(text: str) -> bool:
-    """Say whether a text begins with a letter of a script without spaces."""
+    """Return whether a text begins with a letter of a script without spaces."""
     return bool(re.match(LETTER, text))

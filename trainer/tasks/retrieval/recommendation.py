@@ -69,11 +69,11 @@ class Recommendation(Ranking):
         if not group:
             raise ConfigError("it needs the feature that names the user: set data.group")
         if not isinstance(k, Sequence) or isinstance(k, str) or not k:
-            raise ConfigError(f"k: {k!r} is not allowed; it has to be numbers, as [10, 100]")
+            raise ConfigError(f"k: {k!r} is not allowed; it must be numbers, as [10, 100]")
         for each in k:
             if type(each) is not int or each < 1:
                 raise ConfigError(
-                    f"k: {each!r} is not allowed; it has to be a whole number of at least 1"
+                    f"k: {each!r} is not allowed; it must be a whole number of at least 1"
                 )
         self._taken: Counter[Any] = Counter()
         self._user, self._item, self._numbers = group, item, tuple(dict.fromkeys(k))

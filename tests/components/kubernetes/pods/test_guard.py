@@ -405,7 +405,7 @@ def test_without_permission_the_launcher_is_not_watched_and_training_continues(
     kube.faults.add("GET .*leases", 403)
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         for line in process.stdout:
-            if "the launcher is not watched" in line:
+            if "cannot watch the launcher" in line:
                 break
         process.send_signal(signal.SIGTERM)
         assert exit_code_of(process) == 130

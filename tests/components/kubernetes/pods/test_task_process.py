@@ -252,7 +252,7 @@ def test_a_task_that_cannot_be_started_again_ends_with_its_code(tmp_path):
     with guarded(tmp_path, f"{COUNTS}sys.exit(201)", also=also) as process:
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 200
-    assert "ps-0 cannot be started again: [Errno 2]" in out
+    assert "cannot restart ps-0: [Errno 2]" in out
 
 
 @pytest.mark.cluster

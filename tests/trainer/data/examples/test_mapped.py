@@ -189,7 +189,7 @@ def test_an_error_names_the_example_and_the_line():
     [
         ("turns_into_text", "gives 'x' as string, and the first examples as float32"),
         ("grows", "gives 'x' of shape (3,), and the first examples of shape (2,); set data.shapes"),
-        ("loses_one", "gives no 'y', unlike for others"),
+        ("loses_one", "returns no 'y', unlike for other rows"),
         ("whole_then_broken", ""),
     ],
 )
@@ -224,8 +224,8 @@ def test_what_is_no_example(function, what):
     ("name", "what"),
     [
         (f"{HERE}:tokenz", "has no function 'tokenz'; did you mean 'tokens'?"),
-        (f"{HERE}:NUMBER", "NUMBER is of the type int, no function"),
-        (f"{HERE}", "names no function; write package.module:function"),
+        (f"{HERE}:NUMBER", "NUMBER has the type int and is not a function"),
+        (f"{HERE}", "is not a function; write package.module:function"),
         ("no_such_module:f", "cannot import no_such_module"),
     ],
 )

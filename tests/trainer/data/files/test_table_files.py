@@ -52,7 +52,9 @@ def test_documents_and_empty_files_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.xlsx", "b.feather", "c.pkl", "d.tar", "e.zip"])
 def test_what_is_no_table_is_said_to_be_none(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"PK\3\4")
-    with pytest.raises(UserError, match=r"write the table as CSV or Parquet|an archive; unpack it"):
+    with pytest.raises(
+        UserError, match=r"write the table as CSV or Parquet|an archive; extract it"
+    ):
         opened(tmp_path)
 
 

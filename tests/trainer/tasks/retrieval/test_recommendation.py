@@ -132,13 +132,12 @@ def refused(group="user", **args):
 @pytest.mark.parametrize("k", [[0], [-1], [10, 0.5], [True], ["10"]])
 def test_a_number_below_one_is_refused(k):
     assert refused(k=k) == (
-        f"task recommendation: k: {k[-1]!r} is not allowed; it has to be a whole number of at "
-        "least 1"
+        f"task recommendation: k: {k[-1]!r} is not allowed; it must be a whole number of at least 1"
     )
 
 
 def test_numbers_have_to_be_a_list():
-    assert "k: 10 is not allowed; it has to be numbers, as [10, 100]" in refused(k=10)
+    assert "k: 10 is not allowed; it must be numbers, as [10, 100]" in refused(k=10)
     assert "k: [] is not allowed" in refused(k=[])
 
 

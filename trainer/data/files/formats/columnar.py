@@ -142,7 +142,7 @@ def _rows_at_once(
         if max(lists, sum(chunk.total_uncompressed_size for _, chunk in chunks)) > limit:
             raise UserError(
                 f"data.source: {path} expands to more than {MOST_RATIO} times its size; write it "
-                "again without compression if that is right"
+                "again without compression if this is intended"
             )
         total = sum(size for size, _ in sizes)
         most = min(most, BLOCK_BYTES * group.num_rows / max(total, 1))

@@ -249,7 +249,7 @@ class _Head:
         return place
 
     def _is_names(self, place: int) -> bool:
-        """Say whether a row certainly holds names: there are numbers below it."""
+        """Return whether a row certainly holds names: there are numbers below it."""
         below = [row for row in self._rows[place + 1 :] if len(row) == self._width]
         if any(text_values.is_null(cell.strip()) for cell in self._rows[place]):
             return False

@@ -68,13 +68,13 @@ def bare_name(name: str) -> str:
 
 
 def is_whole(path: Path) -> bool:
-    """Say whether a file has to be read from its beginning: it is compressed, or UTF-16."""
+    """Return whether a file has to be read from its beginning: it is compressed, or UTF-16."""
     head = _head(path)
     return bool(_kind(_COMPRESSED, head) or _kind(_WIDE, head))
 
 
 def is_compressed(path: Path) -> bool:
-    """Say whether a file is compressed."""
+    """Return whether a file is compressed."""
     return bool(_kind(_COMPRESSED, _head(path)))
 
 
@@ -207,7 +207,7 @@ class _Bounded(io.RawIOBase):
         if self.expanded > self._limit:
             raise UserError(
                 f"data.source: {self._path} expands to more than {MOST_RATIO} times its size; "
-                "unpack it if that is right"
+                "decompress it if this is intended"
             )
         buffer[: len(data)] = data
         return len(data)

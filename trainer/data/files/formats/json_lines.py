@@ -173,7 +173,7 @@ def _records(
 
 
 def _has_lines(path: Path) -> bool:
-    """Say whether each line holds one object, by the first line."""
+    """Return whether each line holds one object, by the first line."""
     with open_text(path) as file:
         head = file.read(_CHUNK).removeprefix(_BOM).lstrip()
     line = head.partition(b"\n")[0].rstrip()

@@ -86,7 +86,7 @@ class QuoteSearch:
                 yield chunk + (file.readline() if whole_lines else b"")
 
     def _has_doubtful(self) -> bool:
-        """Say whether a quoted value has a newline, or text between its quote and the delimiter."""
+        """Return whether a quoted value has a newline, or text between quote and delimiter."""
         pattern = self._pattern(rb"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+(?:[\r\n]|<q>[^<d>\r\n])")
         return any(pattern.search(chunk) for chunk in self._chunks(whole_lines=True))
 
@@ -134,7 +134,7 @@ class QuoteSearch:
         return "", is_odd
 
     def _has_rows(self, buffer: bytes, found: re.Match[bytes]) -> bool:
-        """Say whether the lines of a value look like rows of the table."""
+        """Return whether the lines of a value look like rows of the table."""
         begin = 1 + buffer.rfind(self.newline, 0, found.start())
         end = buffer.find(self.newline, found.end())
         text = buffer[begin : end if end >= 0 else len(buffer)].decode(errors="replace")
@@ -167,7 +167,7 @@ class QuoteSearch:
         return 0
 
     def _is_literal(self) -> bool:
-        """Say whether rows have equal lengths without quotes, and no value is within quotes."""
+        """Return whether rows have equal lengths without quotes, and no value is within quotes."""
         quoted = self._pattern(rb"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+<q>(?=[<d>\r\n]|\Z)")
         widths: Counter[int] = Counter()
         for chunk in self._chunks(whole_lines=True):
