@@ -24,10 +24,10 @@ _PROGRESS = ("loss", "validation_loss", "steps_per_second", "seconds")
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison:
-    """A comparison of runs: by group and name one value for each run, None if it has none.
+    """A comparison of runs: one value per run for each group and name, None if the run has none.
 
-    `best` are the runs with the best main metric; empty if their tasks use different main metrics.
-    `intervals` are those of the group `test`; `next to it` refers to the main metric.
+    `best` has the runs with the best main metric; it is empty if their tasks use different main
+    metrics. `intervals` belong to the group `test`.
     """
 
     runs: tuple[str, ...]

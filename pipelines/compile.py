@@ -39,7 +39,7 @@ def compile_all(
     """Write the pipeline, for `image`, and its components; raises `ConfigError` or `UserError`."""
     check_image(image)
     if components is not None:
-        # Checked before the first file, so that no incomplete set is written.
+        # All outputs are checked before the first file, so that no incomplete set is written.
         _make_folder(components, components)
     compile_pipeline(output, image or IMAGE, pods, config)
     if components is None:
@@ -66,7 +66,7 @@ def write_pipeline(output: Path, pipeline: object) -> None:
 def compile_components(folder: Path, image: str = IMAGE) -> None:
     """Write one YAML file for each component below `folder`; raises `UserError` if that fails."""
     for component in COMPONENTS:
-        # Quoted, since YAML reads some names, such as `12:30`, as a number.
+        # The name is quoted, since YAML reads some names, such as `12:30`, as a number.
         quoted = f"image: {json.dumps(image)}"
         text = _compile(component).replace(f"image: {IMAGE}", quoted)
         _write(folder / f"{component.name}.yaml", text)
@@ -115,7 +115,7 @@ DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SUFFIXES = (".yaml", ".yml")
 _DEFAULT_MAPPING = re.compile(rf"^(#\s+{SETTINGS}: dict) \[Default: .*\]$", re.MULTILINE)
-# A top-level key of the compiled YAML that no configuration has.
+# A top-level key of the compiled YAML that does not occur in a configuration.
 _OF_PIPELINE = re.compile(r"(pipelineInfo|deploymentSpec|schemaVersion):")
 
 
@@ -186,7 +186,7 @@ def is_compiled(file: Path) -> bool:
 
 
 def read_mark(spec: Mapping[str, Any] | None) -> str:
-    """Return the mark of the Flotilla that compiled a pipeline; empty if it has none."""
+    """Return the mark of the Flotilla version that compiled a pipeline; empty if there is none."""
     pipeline = (spec or {}).get("pipeline_spec") or spec or {}
     executors = (pipeline.get("deploymentSpec") or {}).get("executors") or {}
     for executor in executors.values():

@@ -49,7 +49,7 @@ def copy_example(name: str, folder: str | Path = ".") -> Path:
     path = Path(folder, names[name])
     content = files("flotilla").joinpath("configs", path.name).read_bytes()
     try:
-        # Exclusive, so that a user's file is never overwritten.
+        # The file is opened exclusively, so that a user's file is never overwritten.
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
         raise ConfigError(f"{path} exists; rename or remove it first") from None

@@ -29,13 +29,13 @@ from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.tensorflow_import import has_gpus
 
 _OF_STEPS = {step.name: step.loads for step in STEPS}
-# In the order in which a run needs them.
+# The modules, in the order in which a run needs them.
 _LATER = (
     "tensorflow",
     *dict.fromkeys(MODULES.values()),
     *dict.fromkeys(filter(None, _OF_STEPS.values())),
 )
-# Pipelines that certainly need TensorFlow.
+# The pipelines that always need TensorFlow.
 TRAINING = ("run", "train", "train_on")
 _SECONDS_TO_END = 5.0
 
@@ -56,7 +56,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     steps = [f"flotilla.components.{step.name}" for step in STEPS]
-    # A copy of a process that has initialized a GPU cannot use it.
+    # A forked copy of a process that has initialized a GPU cannot use the GPU.
     later = pipeline in TRAINING and not has_gpus()
     name = f"flotilla-{secrets.token_hex(8)}"
     addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
@@ -78,7 +78,7 @@ def _is_possible() -> bool:
 
 
 def _has_descriptors_of_processes() -> bool:
-    # Some containers forbid them, even if the kernel and Python support them.
+    # Some containers forbid process descriptors, even if the kernel and Python support them.
     try:
         own = os.pidfd_open(os.getpid())
     except (AttributeError, OSError):
@@ -131,7 +131,7 @@ def _server(
 
 def _environment() -> dict[str, str]:
     return {
-        # Tasks have the same variables; TensorFlow reads some of them on import.
+        # Tasks have the same environment; TensorFlow reads some variables on import.
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
         **os.environ,

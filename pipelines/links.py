@@ -22,13 +22,13 @@ _STDOUT, _STDERR = 1, 2
 
 
 def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a stream is a terminal that shows hyperlinks, as far as it tells."""
+    """Return whether a stream is a terminal that is known to show hyperlinks."""
     term = environment.get("TERM", "")
     if not stream.isatty() or environment.get("NO_COLOR") or term in ("", "dumb"):
         return False
     if forced := environment.get("FORCE_HYPERLINK"):
         return forced != "0"
-    # They pass on links if they are set up for them, and drop or show them otherwise.
+    # Multiplexers pass links on if they are configured for it; otherwise they drop or print them.
     if term.startswith(("screen", "tmux")):
         return False
     vte = environment.get("VTE_VERSION", "")
@@ -43,13 +43,13 @@ def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) ->
 def link_address(path: Path) -> str:
     """Return the address of a file for a hyperlink, with the name of this machine.
 
-    A terminal that shows another machine by SSH would look for the file on its own.
+    A terminal that is connected by SSH would otherwise look for the file on the local machine.
     """
     return f"file://{quote(socket.gethostname())}{quote(os.fsencode(path.absolute()))}"
 
 
 def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Open a page in the browser of the user; return whether there is one."""
+    """Open a page in the user's browser; return whether there is a browser."""
     has_choice = bool(environment.get("BROWSER"))
     is_elsewhere = "SSH_CONNECTION" in environment and "DISPLAY" not in environment
     if is_elsewhere and not has_choice:
@@ -58,7 +58,7 @@ def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool
         browser = webbrowser.get()
     except webbrowser.Error:
         return False
-    # A browser in the terminal, of which Python is the parent.
+    # This is a browser in the terminal, started as a child of Python.
     is_of_terminal = type(browser) is webbrowser.GenericBrowser
     if is_of_terminal and not has_choice:
         return False
@@ -68,7 +68,7 @@ def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool
 
 @contextmanager
 def _output_to_stderr() -> Iterator[None]:
-    """Let programs that are started write to standard error: the answer is a document."""
+    """Let child programs write to standard error, since standard output is a document."""
     before = os.dup(_STDOUT)
     try:
         os.dup2(_STDERR, _STDOUT)

@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ModelVersion:
-    """One registered version of a model; its verdict is `promoted` if it ever was champion.
+    """One registered version of a model; its verdict is `promoted` if it was ever the champion.
 
-    `problem` says why the champion of the model is unknown, or is empty.
+    `problem` is the reason why the champion of the model is unknown, or empty.
     """
 
     name: str
@@ -72,7 +72,7 @@ class ModelDetails:
 
 
 def choose_root(root: str, workdir: str | Path) -> str:
-    """Return the given storage root, else that of the local runs; raises `ConfigError`."""
+    """Return the given storage root, or the root of the local runs; raises `ConfigError`."""
     if root:
         require_uri("--root", root)
     return root or storage.uri_of(workdir)
@@ -81,7 +81,7 @@ def choose_root(root: str, workdir: str | Path) -> str:
 def list_models(
     name: str = "", *, workdir: str | Path = "runs", root: str = ""
 ) -> tuple[ModelVersion, ...]:
-    """Return every version of one model, or of all; raises `UserError`.
+    """Return every version of one model or of all models; raises `UserError`.
 
     An unknown champion of one model does not hide the other models.
 
@@ -190,7 +190,7 @@ def _version(name: str, version: registry.Version, made: Sequence[Promotion]) ->
         main_metric=main.name,
         better=main.better,
         metrics=metrics,
-        # A version registered before these fields existed only has its metrics.
+        # A version that was registered before these fields existed has only its metrics.
         measured=lineage.get("measured")
         or {"metric": main.name, "value": metrics.get(main.name), "better": main.better},
         global_step=fields.get("global_step", 0),

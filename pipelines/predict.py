@@ -29,7 +29,7 @@ from flotilla.trainer.storage.uri import require_uri
 FORMS = {".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 STANDARD_OUTPUT = "-"
 _VERSION = re.compile(r"(?P<name>.+)@(?P<number>[1-9][0-9]{0,8})")
-# Seconds that an interrupted process has to end by itself.
+# Seconds that an interrupted process may take to end.
 _GRACE = 5.0
 _POLL = 0.1
 EVENTS, _SUMMARY = "events.jsonl", "summary.json"
@@ -64,7 +64,7 @@ class Prediction:
 
     @property
     def rows_per_second(self) -> float:
-        """Rows written per second, without the time to load the model."""
+        """Return the rows written per second, without the time to load the model."""
         return self.rows / self.seconds if self.seconds else 0.0
 
     def __repr__(self) -> str:
@@ -104,8 +104,8 @@ def predict(
         format: the format of the inputs, if their names do not imply it.
         split: of the model's dataset, if there are no inputs.
         columns: input columns to copy to the rows, as a list or comma-separated; `*` for all.
-        batch_size: examples per batch; 0 means that of the evaluation.
-        skip_bad: whether to leave out unreadable rows.
+        batch_size: examples per batch; 0 means the batch size of the evaluation.
+        skip_bad: whether to skip unreadable rows.
         workdir: the folder of local runs.
         root: the storage root of the registry; `workdir` when empty.
         on_event: called with each event of the process, about its work or the data.
@@ -155,7 +155,7 @@ def _find_model(model: str | RunResult, workdir: str | Path, root: str) -> str:
 @contextmanager
 def _write_inputs(inputs: Any) -> Iterator[tuple[str, ...]]:
     """Yield the paths and URIs of the inputs; write rows to a temporary file."""
-    # A data frame.
+    # This is a data frame.
     rows = inputs.to_dict("records") if hasattr(inputs, "to_dict") else inputs
     if isinstance(rows, str | os.PathLike):
         yield (os.fspath(rows),)

@@ -14,7 +14,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-# As in `flotilla.pipelines.cli.exit`, which cannot be imported during another import.
+# The same value is in `flotilla.pipelines.cli.exit`, which cannot be imported during another
+# import.
 INTERRUPTED = 130
 _OWN: list[tuple[int, str]] = []
 ANSWER = (
@@ -38,7 +39,8 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
 def _catch() -> None:
     handlers = {signal.SIGINT: _end, signal.SIGTERM: _end, signal.SIGHUP: _hang_up}
     for number, handler in handlers.items():
-        # A process that ignores them (`nohup`, background job of a shell) keeps ignoring them.
+        # A process that ignores these signals (`nohup`, background job of a shell) continues to
+        # ignore them.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -89,7 +91,8 @@ def _open_closed_streams() -> None:
 def _require_utf8() -> None:
     """Restart with UTF-8 for file names and texts if the locale has another encoding.
 
-    A working folder, a column or a class may have any name, and all processes have to agree.
+    Working folders, columns and classes may have any name, and all processes must read it in the
+    same way.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"

@@ -23,7 +23,7 @@ app = typer.Typer(
     help="Declarative training pipelines on Kubeflow Pipelines: laptop and cluster alike.",
     cls=Group,
     context_settings=HELP_OPTIONS,
-    # Typer's options guess the shell from the process tree; `completion` takes its name.
+    # Typer's options guess the shell from the process tree; `completion` expects its name.
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -75,7 +75,7 @@ def call(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     mask_libraries()
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
-        # An option of `flotilla` itself, which has no others.
+        # This is the only option of `flotilla` itself.
         arguments = ["--version"]
     if wrong := _argument_with_credentials(arguments) or _refuse_removed(arguments):
         return fail(wrong, USAGE, as_json=as_json)
@@ -104,7 +104,7 @@ def call(arguments: list[str]) -> int:
     except SystemExit as ended:
         # The code of a completion tells fish whether to complete the names of files.
         code = ended.code if VARIABLE in os.environ else DONE
-        # Otherwise the reader of a help has closed the stream.
+        # Otherwise the reader of the help text has closed the stream.
         if VARIABLE not in os.environ:
             discard(sys.stdout)
     return int(code or DONE)

@@ -1,4 +1,4 @@
-"""The table of commands: what each calls, its place and examples in the help, its JSON.
+"""The table of commands: the function, the help panel, the examples and the JSON of each.
 
 A command is a function in the file of its concept, and an option is a parameter of the function.
 """
@@ -37,7 +37,7 @@ from flotilla.pipelines.cli.run import configs, init, prepare, replay, run, trai
 from flotilla.pipelines.cli.runs import cancel, compare, list_runs, logs, open_, status
 from flotilla.pipelines.cli.sweep import sweep
 
-# The panels of `flotilla --help`, in the order of the first command of each.
+# The panels of `flotilla --help`, in the order of their first commands.
 RUN, CLUSTER, MODELS, DATA, HOUSEKEEPING = (
     "Run on this machine, and look at runs",
     "Run on a cluster",
@@ -336,7 +336,7 @@ class _PlainFlags:
     """A command or group whose help leaves out the type of a flag, which takes no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters, with that of the help."""
+        """Return the parameters, including the help option."""
         found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for each in found:
             if getattr(each, "is_flag", False):
@@ -349,12 +349,12 @@ class Group(_PlainFlags, TyperGroup):
 
 
 class _Explained(_PlainFlags, TyperCommand):
-    """A command whose help ends with examples, which can be copied."""
+    """A command whose help ends with examples."""
 
     examples: tuple[str, ...] = ()
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help, and the examples without a frame and without line breaks."""
+        """Print the help, then the examples without a frame and without line breaks."""
         super().format_help(ctx, formatter)
         write("".join([" Examples:\n\n", *(f"   {each}\n" for each in self.examples)]))
 

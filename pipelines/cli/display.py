@@ -42,9 +42,10 @@ _COLOURS = {
 
 
 class Terminal(Console):
-    """A console whose reader may close it: the run continues, and ends with its own exit code.
+    """A console whose reader may close it.
 
-    All text is escaped: it cannot control the terminal, be markup, or start a line.
+    The run then continues and ends with its usual exit code. All text is escaped, so that it cannot
+    control the terminal, contain markup or start a line.
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
@@ -52,18 +53,18 @@ class Terminal(Console):
         super().__init__(stderr=stderr, highlight=False, emoji=False, markup=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print lines unwrapped, however long, so that their content can be copied."""
+        """Print lines of any length without wrapping, so that their content can be copied."""
         super().print(*objects, **{"soft_wrap": True, **options})
 
     @property
     def can_redraw(self) -> bool:
-        """Whether lines can be redrawn in place: not in a file, and not with TERM=dumb."""
+        """Return whether lines can be redrawn in place: not in a file, and not with TERM=dumb."""
         return self.is_terminal and not self.is_dumb_terminal
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Draw all text through `escape_controls`; printed and live output both pass here."""
+        """Escape all text with `escape_controls`; printed and live output both use this method."""
         if isinstance(renderable, str | Text):
             renderable = escape_controls(renderable)
         return super().render(renderable, options)
@@ -116,7 +117,7 @@ def show_result(console: Console, result: RunResult) -> None:
         console.print()
     width = max((len(name) for name, _ in where), default=0)
     for name, text in where:
-        # To be copied: never truncated and never folded.
+        # URIs are copied by users, so they are never truncated or folded.
         console.print(f"{name:<{width}}  {text}")
 
 
@@ -124,9 +125,9 @@ _GOOD, _BAD = ("blessed", "done"), ("refused", "failed")
 
 
 def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) -> None:
-    """Print how a run ended in sentences, wrapped between words on a terminal, and the report.
+    """Print how a run ended, in sentences that are wrapped on a terminal, and the report.
 
-    If its failure `is_said` before, the headline is left out.
+    If the failure was already printed (`is_said`), the headline is left out.
     """
     room = console.width if console.file.isatty() else sys.maxsize
     for line in verdict_lines(result)[1 if is_said else 0 :]:
@@ -137,7 +138,7 @@ def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) 
 
 
 def verdict_lines(result: RunResult) -> list[Text]:
-    """Return how a run ended, with colour: its headline, its notes, and reasons of a refusal."""
+    """Return how a run ended, with colour: its headline, its notes and the reasons of a refusal."""
     notes = result.notes
     colour = "red" if result.status in _BAD else "yellow"
     if result.status in _GOOD and not notes:
@@ -151,7 +152,7 @@ def verdict_lines(result: RunResult) -> list[Text]:
 
 
 def display_path(uri: str) -> str:
-    """Return a path if there is one, relative to the current folder if it is below it."""
+    """Return a path, if any, relative to the current folder if it is below that folder."""
     path = storage.local_path(uri) if uri else None
     if path is None:
         return uri
@@ -160,7 +161,7 @@ def display_path(uri: str) -> str:
 
 
 def _link(console: Console, uri: str) -> Text:
-    """Return the path of a page, as a hyperlink where the terminal shows them."""
+    """Return the path of a page, as a hyperlink if the terminal supports hyperlinks."""
     path = storage.local_path(uri)
     is_linked = path is not None and takes_links(console.file)
     style = Style(link=link_address(path)) if path is not None and is_linked else ""
@@ -173,7 +174,7 @@ def _metrics(metrics: Mapping[str, Any]) -> Text:
     return found
 
 
-# States for which our word differs from KFP's.
+# States for which Flotilla's word differs from KFP's.
 _STATUS = {
     "PENDING": "waiting",
     "RUNTIME_STATE_UNSPECIFIED": "waiting",
@@ -234,8 +235,8 @@ def runs_table(runs: Iterable[RunResult]) -> Table:
                 "constant": describe_constant(run.measured),
             }
         )
-    # Columns to drop in a narrow terminal: a run's name has the model and the date, and the metric
-    # matters most.
+    # The columns to drop in a narrow terminal: the name of a run contains the model and the date,
+    # and the metric matters most.
     spare = ("constant", "model", "began UTC", "duration")
     return Table(rows=rows, spare=spare, right=("duration", "constant"), words=("metric",))
 

@@ -1,7 +1,6 @@
 """The end of a command: its answer as JSON if requested, its exit code, its one error.
 
-`pipelines/runs/outcome.py` makes the line of a run that failed permanently, from the events of the
-failed step.
+`pipelines/runs/outcome.py` composes the line of a failed run from the events of the failed step.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, and
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of a command: the keys that scripts rely on, and the command's `more`.
+    """The answer of a command: the keys that scripts rely on, and `more` keys of the command.
 
     Attributes:
         status: see `docs/reference/command-line.md`.
@@ -66,7 +65,7 @@ def failure(message: str, code: int, run_id: str = "") -> Answer:
 
 
 class DetachedError(RunInterruptedError):
-    """The user stopped watching a run that continues; `run_id` is empty if not known yet."""
+    """The user stopped watching a run that continues; `run_id` is empty if it is not yet known."""
 
     def __init__(self, message: str, run_id: str) -> None:
         """Store the line and the run."""
@@ -133,7 +132,7 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
 
 
 def warn(text: str) -> None:
-    """Print a warning in one line, which differs from that of an error."""
+    """Print a warning in one line, with a prefix that differs from that of an error."""
     say(f"flotilla: warning: {text}")
 
 
@@ -153,7 +152,7 @@ def print_json(answer: Answer) -> None:
 def write(text: str) -> None:
     """Write text to standard output; raises a `UserError` if that fails."""
     if text:
-        # Python would write an empty text too, which a full disk refuses.
+        # Python would also write an empty text, which fails on a full disk.
         with output():
             sys.stdout.write(printable(text))
 
@@ -175,7 +174,7 @@ def output() -> Iterator[None]:
 
 @contextmanager
 def detaching(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Raise a `DetachedError` at once at SIGINT or SIGTERM in this block; the run continues."""
+    """Raise a `DetachedError` immediately on SIGINT or SIGTERM in this block; the run continues."""
     try:
         with handle_interrupts(_interrupt):
             yield

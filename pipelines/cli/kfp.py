@@ -91,7 +91,7 @@ def upload(
 def _package_to_upload(
     file: str | None, settings: list[str], image: str, pods: Any, label: list[str]
 ) -> Package:
-    """Return the pipeline in a compiled `file`, or our pipeline with a configuration."""
+    """Return the pipeline in a compiled `file`, or Flotilla's pipeline with a configuration."""
     from flotilla.pipelines.compile import is_compiled, load_package, own_package
     from flotilla.pipelines.runs.local import form_configuration
 
@@ -376,6 +376,6 @@ def manifest(config: Config = None, label: Label = None, assignments: Assignment
     tree = render_job(configuration(config, assignments or (), label or ()))
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     if printable(text) != text:
-        # With YAML escapes it is the same document.
+        # YAML escapes do not change the document.
         text = yaml.safe_dump(tree, sort_keys=False)
     return Answer(more={"manifest": tree}, text=text)

@@ -56,7 +56,7 @@ _FEWEST = 2
 
 
 class LiveView:
-    """The progress on standard error while something runs; use it as a context manager.
+    """The progress of a command on standard error; use it as a context manager.
 
     On a terminal the view is redrawn in place, otherwise lines are written at intervals.
     """
@@ -75,7 +75,7 @@ class LiveView:
                 get_renderable=self._view,
                 refresh_per_second=_REFRESHES_PER_SECOND,
                 transient=True,
-                # The run's own output does not pass through this process.
+                # The output of the run does not pass through this process.
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
@@ -100,15 +100,15 @@ class Steps(LiveView):
     """Shows the steps of one run of a KFP instance while it is running."""
 
     def __init__(self) -> None:
-        """Set up before the first query of the run."""
+        """Initialize the view before the first query of the run."""
         super().__init__()
         self._run: RemoteRun | None = None
         self._seen: dict[str, Text] = {}
-        # When there was a line of how far each step is.
+        # The time of the last progress line of each step.
         self._said_at: dict[str, float] = {}
 
     def show(self, run: RemoteRun) -> None:
-        """Show the changes."""
+        """Show the changes since the last call."""
         self._run = run
         if self._live:
             self._live.refresh()
@@ -122,7 +122,7 @@ class Steps(LiveView):
             self._show_progress(step.name)
 
     def _show_progress(self, step: str) -> None:
-        """Print every 30 seconds how far a step is, or what it waits for, from its record."""
+        """Print the progress of a step, or what it waits for, from its record every 30 seconds."""
         at = self._run.doing.get(step) if self._run else None
         now = time.monotonic()
         if at and at.metrics and now - self._said_at.get(step, 0.0) >= LOG_SECONDS:
@@ -140,7 +140,7 @@ class Display(LiveView):
     """Follows the events of one run."""
 
     def __init__(self, command: str = "") -> None:
-        """Begin with `command` if the followed process has no steps."""
+        """Begin with `command` if the process has no steps."""
         super().__init__()
         self._step: StepBegin | None = StepBegin(step=command) if command else None
         # The stages that have ended, in this order.
@@ -177,7 +177,7 @@ class Display(LiveView):
                 self.say(line)
 
     def _say_in_log(self, text: str) -> None:
-        """Write the lines that a view shows by itself."""
+        """Write the lines that a live view would show."""
         if not self._console.can_redraw:
             self.say(text)
 
@@ -187,7 +187,8 @@ class Display(LiveView):
         self._left = TimeLeft()
         what = event.step
         if what == FIRST_STAGE and what in self._ended:
-            # It runs in parallel with the next stages, and its mistakes count as the first stage's.
+            # This stage runs in parallel with the next stages, and its mistakes count as those of
+            # the first stage.
             what = "the check of the configuration"
         self._ended.append(event.step)
         status = mark(event.status)
@@ -257,7 +258,7 @@ class Display(LiveView):
 
     def _time_left(self) -> str:
         left = self._left.seconds(time.time())
-        # At the end of training, and in a long validation, it would stay zero.
+        # At the end of training and in a long validation, the time left would remain zero.
         return f"{duration(left)} left" if left else ""
 
     def _metric_lines(self) -> list[str]:
@@ -273,7 +274,7 @@ class Display(LiveView):
         if found := self._validation:
             values = [f"{name} {round_value(value)}" for name, value in found.metrics.items()]
             end = f"at {found.global_step}"
-            # The metrics that fit; the main one is the first.
+            # The metrics that fit; the main metric comes first.
             while (
                 len(values) > 1 and _line_width("  validation", *values, end) > self._console.width
             ):
@@ -304,7 +305,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
 
 
 def _lines_of_failure(event: TaskFailed) -> Sequence[str]:
-    """Return how a task ended, with its last lines if the end of the run shows others."""
+    """Return how a task ended, with its last lines unless the end of the run shows them."""
     said = f"{event.task} ended with {event.cause}"
     if not event.last_lines or event.last_lines[-1].startswith(_ERROR):
         return [said]
@@ -326,7 +327,7 @@ class SweepDisplay(LiveView):
         """Store the sweep, new or resumed."""
         super().__init__()
         self._sweep = sweep
-        # For each active trial: the state of its run, and the share of its rung.
+        # The state of the run and the completed share of the rung, for each active trial.
         self._running: dict[int, tuple[str, float]] = {}
         self._began, self._before = time.time(), sweep.share({})
         self._said_at, self._what = self._began, "sweep"
@@ -381,7 +382,7 @@ class SweepDisplay(LiveView):
             total=len(trials),
             share=min(share, 0.999),
             seconds=seconds,
-            # The first seconds, before anything trains, tell nothing.
+            # The first seconds, before training starts, say nothing about the rate.
             seconds_left=(1 - share) * seconds / gain if gain > _LITTLE and share < 1 else -1.0,
             detail="  ".join(parts),
         )

@@ -51,7 +51,7 @@ Assignments = Annotated[
 def local_path(given: str | Path) -> Path:
     """Return the path of an option; an empty text or a URI is a usage error."""
     text = str(given)
-    # An unset shell variable is empty, and would mean the current folder.
+    # An unset shell variable is an empty text, which would mean the current folder.
     if not text.strip():
         raise typer.BadParameter("it is empty: give a path, or leave the option out")
     if "://" in text:
@@ -241,7 +241,7 @@ def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., An
 
     def called(**named: Any) -> Any:
         given = named["label"] or ()
-        # Before labels were columns, `--label KEY=VALUE` was a label of the pods.
+        # In earlier versions, `--label KEY=VALUE` set a label of the pods.
         add_pod_options = [each for each in given if "=" in each]
         named["labels"] = [*(named["labels"] or ()), *add_pod_options]
         named["label"] = [each for each in given if "=" not in each]

@@ -74,7 +74,7 @@ def train(
     resume: Resume = None,
     code: Code = None,
 ) -> Answer:
-    """Train on the dataset, which is prepared when it is not published yet."""
+    """Train on the dataset; prepare it first if it is not yet published."""
     return _run("train", config, label, assignments, workdir, resume, dataset, code=code)
 
 
@@ -178,7 +178,7 @@ def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> l
     if failure is None:
         return [f"all output is in {run.folder / 'pipeline.log'}"]
     if result.exit_code == USAGE and not failure.frame:
-        # A mistake is reported in one line.
+        # A mistake of the user is reported in one line.
         return []
     place = [] if options.workdir == RUNS else ["--workdir", str(options.workdir)]
     replayed = ["flotilla", "replay", run.run_id, failure.step, "--pdb", *place]
@@ -194,14 +194,15 @@ def find_remedy(options: RunOptions, run: LocalRun, result: RunResult) -> str:
     resume = ["flotilla", options.pipeline, "--workdir", str(options.workdir)]
     resume += ["--resume", run.run_id]
     if options.resume is not None:
-        # The run only has its resume settings once its training has begun.
+        # The settings for a resume exist only after training has begun.
         resume += [each for text in options.settings for each in ("--set", text)]
         resume += [str(options.config)] if isinstance(options.config, str | Path) else []
         resume += [each for column in options.label for each in ("--label", column)]
     if options.dataset:
         resume += ["--dataset", options.dataset]
     if options.code:
-        # The present modules; without this option the run keeps the modules of its first start.
+        # The option passes the current modules; without it, the run uses the modules of its first
+        # start.
         resume += ["--code", str(options.code)]
     # An interrupted preparation published nothing to resume from.
     if result.exit_code == INTERRUPTED and options.pipeline != "prepare":
@@ -245,9 +246,9 @@ def replay(
     ] = False,
     workdir: Workdir = RUNS,
 ) -> Answer:
-    """Run a step of a run again on this machine, with what it had; change nothing of the run.
+    """Run a step of a run again on this machine with the same inputs, without changing the run.
 
-    A run of a cluster is found by --set storage.root=URI, or by --endpoint.
+    To replay a run of a cluster, add --set storage.root=URI or --endpoint.
     """
     from flotilla.pipelines.replay.replay import find
     from flotilla.pipelines.replay.replay import replay as replayed
@@ -319,12 +320,12 @@ def init(
         ),
     ] = None,
 ) -> Answer:
-    """Write the configuration for files, as `run` would propose it; nothing is run."""
+    """Write the configuration that `run` would propose for files, without running it."""
     from flotilla.trainer.preflight.proposal import propose
 
     labels = label or _ask_label(source, assignments or [])
     proposal = propose(source, labels, assignments or ())
-    # A mistake in --set is reported now.
+    # Report a mistake in --set now.
     config = proposal.config
     path = output or Path(proposal.file_name)
     text = proposal.text(path.parent)

@@ -40,7 +40,7 @@ def list_runs(
     limit: Annotated[int, typer.Option(help="The maximum number of runs to list.", min=1)] = 20,
     workdir: RunsDir = RUNS,
 ) -> Answer:
-    """List runs, newest first: those of the KFP instance that is named, else of this machine."""
+    """List the runs of a KFP instance, or of this machine if no instance is given, newest first."""
     if experiment or is_named(instance.endpoint):
         return _list_remote(instance, experiment, limit)
     from flotilla.pipelines.cli.display import Terminal, runs_table
@@ -144,7 +144,7 @@ def logs(
     ] = False,
     workdir: RunsDir = RUNS,
 ) -> Answer:
-    """Show what a run has said: its steps, losses and warnings, and what your code prints."""
+    """Show the log of a run: its steps, losses, warnings and the output of your code."""
     from flotilla.pipelines.runs import control
     from flotilla.trainer.runtime.json_records import make_time
 
@@ -203,9 +203,9 @@ def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
 @answers
 @add_instance_options
 def open_(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
-    """Open the report of a run in the browser; of a run on a KFP instance its page.
+    """Open the report of a run, or the KFP page of a remote run, in the browser.
 
-    The address is printed, and nothing is opened where there is no browser.
+    The address is also printed; without a browser, it is only printed.
     """
     from flotilla.pipelines.links import open_page
     from flotilla.pipelines.runs import control
@@ -254,7 +254,7 @@ def _comparison_table(found: Comparison) -> Table:
 
     lines = []
     for group, rows in found.groups.items():
-        # Loss is measured in training and on the test split.
+        # Loss is measured both in training and on the test split.
         before = f"{group}: " if group in ("test", "training") else ""
         after = f": {spell_metric(found.main_metric)}" if group == "next to it" else ""
         for name, row in rows.items():

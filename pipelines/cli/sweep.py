@@ -129,7 +129,7 @@ def sweep(
     output_file: Output = None,
     image: Image = "",
 ) -> Answer:
-    """Try settings, choose the best by validation, and promote that one."""
+    """Train trials with different settings, choose the best by validation, and promote it."""
     from flotilla.pipelines.step_settings import NO_SETTINGS
     from flotilla.pipelines.sweeps.plan import SweepOptions
 

@@ -1,7 +1,6 @@
-"""The one table format: fitted to a terminal, complete in a file or a pipe.
+"""The format of all tables: fitted to a terminal, complete in a file or a pipe.
 
-No cell is truncated or wrapped within a word, so that an id or a URI can be copied from every
-table.
+Cells are never truncated or wrapped within a word, so that ids and URIs can be copied.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from flotilla.trainer.runtime.masking import unbroken
 
-# Between two columns, so that a program can tell them from words.
+# The gap between two columns, which programs can distinguish from the space between words.
 _GAP = 2
 _NOTHING = "-"
 Row = Mapping[str, str | Text]
@@ -44,7 +43,7 @@ class Table:
     has_heads: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """Draw what fits on a terminal, or everything elsewhere."""
+        """Draw the columns that fit on a terminal, or all columns in a file or a pipe."""
         yield from self.lines(options.max_width if console.file.isatty() else None)
 
     def lines(self, width: int | None) -> list[Text]:
@@ -65,7 +64,7 @@ class Table:
         lines: list[Text] = []
         for number, titles in enumerate(blocks):
             lines += [Text()] if lines else []
-            # Below the first block, a row is only shown if it adds something.
+            # Below the first block, a row is shown only if it has a value.
             adding = [row for row in self.rows if not number or any(row[t] for t in titles[1:])]
             table = replace(self, rows=adding)
             part = {title: table._column(title, width) for title in titles}
@@ -91,7 +90,7 @@ class Table:
                 for each, last in zip(cells, before, strict=False)
             ]
         head = Text(title, style="bold")
-        # Characters at the sides of a text, which rich keeps next to it.
+        # The characters around a text that rich keeps next to it.
         for each in (head, *cells):
             each.justify = "right" if title in self.right else "left"
         return [head, *cells]

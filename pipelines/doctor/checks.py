@@ -53,7 +53,7 @@ KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
 # Connecting, failing and removing take seconds each.
 STORAGE_SECONDS = 16.0
-# The champion is downloaded.
+# This check downloads the champion.
 SIGNATURE_SECONDS = 60.0
 
 
@@ -235,8 +235,8 @@ def _engine_checks(
         title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
         look = partial(resources.present, cluster, job, resource)
         yield _cluster_check(title, look, "kubectl get nodes")
-    # The secret of the store may lack any key, or be absent: only objects in the configuration are
-    # required.
+    # The secret of the store is optional, and so are its keys: only objects in the configuration
+    # are required.
     objects = named_objects.list_named_objects(
         clusters.plan(one, config, PodDefaults(store_secret=""))
     )
@@ -248,7 +248,7 @@ def _engine_checks(
             titles.append(title)
             yield _present(cluster, each, some, title)
     yield from _step_checks(options)
-    # Another check reports the absence.
+    # Another check reports a missing object.
     yield Check(
         name="admission",
         look=lambda: permissions.admits(cluster, job),

@@ -1,4 +1,4 @@
-"""The cluster of the job: its API, namespace and engine, and their versions.
+"""Checks the cluster of the job: its API, namespace and engine, and their versions.
 
 `docs/reference/versions.md` lists the versions with which Flotilla was tested.
 """
@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A program that Flotilla works with: the `oldest` version, if known, and the `seen` ones."""
+    """A program that Flotilla depends on: its `oldest` supported version and `seen` versions."""
 
     name: str
     oldest: str = ""
@@ -45,7 +45,7 @@ class Part:
 KFP = Part(name="Kubeflow Pipelines", oldest="2.17", seen=("2.17.0",))
 ARGO = Part(name="Argo Workflows", seen=("4.0.5",))
 OPERATOR = Part(name="training operator", oldest="1.9", seen=("1.9.3", "1.9.4"))
-# Before 0.9 its pods lack the label with the uid of their JobSet.
+# Before 0.9, pods do not have the label with the uid of their JobSet.
 JOBSET = Part(name="JobSet", oldest="0.9", seen=("0.12.0",))
 KUBERNETES = Part(name="Kubernetes", seen=("1.33",))
 KUBECTL = Part(name="kubectl", oldest="1.27", seen=("1.32",))
@@ -135,7 +135,7 @@ class PlannedJob:
 
     @property
     def name(self) -> str:
-        """Return its name."""
+        """Return the name of the job."""
         return str(self.tree["metadata"]["name"])
 
 
@@ -208,7 +208,7 @@ CONTROLLERS: Mapping[Launcher, Controller] = {
             "https://github.com/kubernetes-sigs/jobset/releases/"
             f"download/v{JOBSET.seen[-1]}/manifests.yaml"
         ),
-        # Its releases before 0.11 have only the image in common with it.
+        # Releases before 0.11 share only the image with it.
         marks=("jobset-controller", "jobset/jobset"),
     ),
 }
@@ -283,7 +283,7 @@ IS_HERE = Finding(
 
 
 def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
-    """Return the engine that `auto` selects on this cluster, or none, and a finding."""
+    """Return the engine that `auto` selects on this cluster, if any, and a finding."""
     absent: list[str] = []
     for name in ENGINES:
         one = engine(name)
@@ -302,7 +302,7 @@ def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
 
 
 def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Finding:
-    """Return the selected engine and the reason, and settings that it lacks."""
+    """Return the selected engine, the reason, and the settings that it does not support."""
     launcher = config.cluster.launcher
     but = f", and no {' and no '.join(absent)}" if absent else ""
     message = f"auto takes {one.name}: the cluster serves {one.kind.kind}s{but}"
@@ -317,7 +317,7 @@ def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Findi
 
 
 def check_services(cluster: Cluster, config: Config, one: Engine) -> Finding:
-    """Check that no Service of someone else has a name that a job of the model may have."""
+    """Check that no foreign Service has a name that a job of the model may use."""
     where = cluster.namespace
     found = cluster.api.read(f"/api/v1/namespaces/{where}/services")["items"]
     taken = [

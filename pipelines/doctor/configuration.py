@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 
 
 def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
-    """Check the keys against each other; `elsewhere`: the steps may run in pods."""
+    """Check the keys against each other; `elsewhere` means that the steps may run in pods."""
     for message, remedy in _contradictions(config):
         return Finding("fail", message, remedy)
     folder = config.data.manual_dir

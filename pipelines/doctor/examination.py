@@ -32,9 +32,9 @@ class Check:
     """One check.
 
     Attributes:
-        look: performs the check; a `UserError` or an error of the Kubernetes API is a finding too.
+        look: performs the check; a `UserError` or an error of the Kubernetes API is also a finding.
         needs: names of the checks that have to succeed first.
-        trace: what the check writes and removes again.
+        trace: the object that the check creates and removes.
         show: the command that shows more if the check does not finish.
     """
 
@@ -48,7 +48,7 @@ class Check:
 
 # Seconds to remove the traces of checks that were interrupted or did not finish.
 TIDY_SECONDS = 8.0
-# Of these, the seconds for the check to remove them itself.
+# The part of these seconds in which the check itself may remove them.
 ENDING_SECONDS = 2.0
 OnFinding = Callable[[Check, Finding], None]
 
@@ -129,7 +129,7 @@ class _Look:
             return ""
         self._thread.join(min(ENDING_SECONDS, max(0.0, until - time.monotonic())))
         if trace.is_left:
-            # The check itself hangs in another request; this one may succeed.
+            # The check hangs in another request, but this request may succeed.
             second = threading.Thread(target=_remove_trace, args=(trace,), daemon=True)
             second.start()
             second.join(max(0.0, until - time.monotonic()))

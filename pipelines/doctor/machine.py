@@ -14,7 +14,8 @@ from flotilla.trainer.cluster import loopback as ports
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.storage.uri import speaks_s3
 
-# With less a run of the example dataset does not finish; with less than the second it is soon full.
+# Below the first limit, a run of the example dataset does not finish; below the second, the disk is
+# soon full.
 LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30
 # NCCL fails with the 64 MiB that a container has by default.
 SHARED_MEMORY = Path("/dev/shm")

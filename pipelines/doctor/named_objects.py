@@ -40,7 +40,7 @@ class Named:
 
 
 def list_named_objects(job: PlannedJob) -> frozenset[Named]:
-    """Return all objects that the pods of a job and its pod group refer to."""
+    """Return all objects that the pods of a job or its pod group refer to."""
     group = job.tree["spec"].get("runPolicy", {}).get("schedulingPolicy", {})
     found = {Named(CLASSES, group["priorityClass"])} if "priorityClass" in group else set()
     if queue := job.tree["metadata"].get("labels", {}).get(names.KUEUE):
@@ -143,7 +143,7 @@ _REMEDIES = {
     ),
     ACCOUNTS: "kubectl create serviceaccount {name} --namespace {namespace}",
     CLASSES: "kubectl create priorityclass {name} --value=1000",
-    # A missing Kueue installation looks the same.
+    # A missing Kueue installation has the same effect.
     QUEUES: "kubectl get localqueues --namespace {namespace}",
 }
 
@@ -166,7 +166,10 @@ def image_names(job: PlannedJob) -> set[str]:
 
 
 def judge_images(images: Iterable[str]) -> Finding:
-    """Check that every node can pull the images; an empty one is not configured."""
+    """Check that every node can pull the images.
+
+    An empty text means that no image is configured.
+    """
     names = sorted(images)
     if "" in names:
         message = (

@@ -74,7 +74,7 @@ def _judge_permissions(
     return Finding("fail" if fatal else "warn", message, granting(where, user, role))
 
 
-# The account of a single-team KFP instance; that of a profile is `default-editor`.
+# The account of a single-team KFP instance. The account of a profile is `default-editor`.
 USUAL = "pipeline-runner"
 
 
@@ -144,7 +144,7 @@ def _pod(job: PlannedJob, role: Role) -> Tree:
 def _try_create(
     cluster: Cluster, job: PlannedJob, what: str, create: Callable[[], Tree]
 ) -> Finding | None:
-    """Return why it is refused; None if it would be created, or exists already."""
+    """Return the reason of a refusal; None if the object would be created or already exists."""
     where = cluster.namespace
     try:
         create()

@@ -31,9 +31,9 @@ def format_quantity(number: Decimal) -> str:
 
 
 def room(cluster: Cluster, job: PlannedJob, *, has_step: bool = True) -> Finding:
-    """Check the sum of all pods against every `ResourceQuota` and what is used of it.
+    """Check the sum of all pods against the free part of every `ResourceQuota`.
 
-    The pod of the step that makes the job counts as well, where it `has_step` in its namespace.
+    The pod of the step that creates the job also counts if it is in this namespace (`has_step`).
     """
     where = cluster.namespace
     quotas = cluster.api.read(f"/api/v1/namespaces/{where}/resourcequotas")["items"]
@@ -82,9 +82,9 @@ def _is_of_pods(key: str) -> bool:
 
 
 def _objects(job: PlannedJob, steps: int) -> dict[str, int]:
-    """Return how many objects of each kind the job makes, by the names of quotas.
+    """Return how many objects of each kind the job creates, by the names of quotas.
 
-    Of pods there is that of its step too.
+    The pods include the pod of the step.
     """
     kind, tasks = job.engine.kind, sum(each.count for each in job.roles)
     # The lease is the heartbeat of the launcher.
@@ -92,13 +92,13 @@ def _objects(job: PlannedJob, steps: int) -> dict[str, int]:
     made[f"{kind.resource.plural}.{kind.resource.group}"] = 1
     # Child Jobs share one headless service; the operator creates a service for every pod.
     made |= {"services": 1, "jobs.batch": tasks} if kind.has_child_jobs else {"services": tasks}
-    # The oldest quotas name these without `count/`.
+    # The oldest quotas use these names without `count/`.
     short = {key: made[key] for key in ("pods", "services")}
     return {**{f"count/{key}": count for key, count in made.items()}, **short}
 
 
 def _count_requested(key: str, job: PlannedJob, objects: Mapping[str, int]) -> Decimal:
-    """Return how much the job requests of the quota's `key`."""
+    """Return the amount of the quota's `key` that the job requests."""
     if key in objects:
         return Decimal(objects[key])
     resource = key.removeprefix("limits.").removeprefix("requests.")
@@ -126,7 +126,7 @@ def devices(job: PlannedJob) -> list[str]:
 
 
 def present(cluster: Cluster, job: PlannedJob, resource: str) -> Finding:
-    """Check that nodes which accept the pods offer enough of a resource, in use or not."""
+    """Check that the nodes that accept the pods have enough of a resource, even if in use."""
     path = ".status.allocatable." + resource.replace(".", "\\.")
     show = f"kubectl get nodes --output 'custom-columns=NAME:.metadata.name,HAS:{path}'"
     nodes = cluster.api.read(NODES)["items"]
@@ -180,7 +180,7 @@ def _is_tolerated(taint: Tree, role: Role) -> bool:
 
 
 def _count(node: Tree, resource: str) -> int:
-    """Return how much a node offers; nothing if it is drained."""
+    """Return the amount that a node offers; 0 if it is drained."""
     if node.get("spec", {}).get("unschedulable"):
         return 0
     return int(amount(node.get("status", {}).get("allocatable", {}).get(resource, 0)))

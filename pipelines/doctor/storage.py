@@ -36,7 +36,7 @@ _POLICY = (
 
 
 def usable(root: str, probe: Probe) -> Finding:
-    """Probe `root`, and report what is missing: the bucket, a permission, an answer."""
+    """Probe `root`, and report a missing bucket, permission or answer."""
     try:
         probe.examine()
     except Unfit as unfit:
@@ -111,12 +111,12 @@ def _s3_remedy(location: Location, trouble: str) -> str:
     return f"aws s3 ls s3://{location.bucket}{at}"
 
 
-# The third one is only about passing credentials.
+# The third action only passes credentials.
 _PAIR = frozenset(BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
-    """Check that the secret holds a complete key pair; a role may replace an absent secret."""
+    """Check that the secret has a complete key pair; a role may replace a missing secret."""
     where, lacking = cluster.namespace, "has no pair of keys for this store"
     pairs = [_PAIR]
     root = config.storage.root

@@ -71,14 +71,14 @@ REPLAYS, CALL, STORAGE, LOG = "replays", "replay.json", "storage", "replay.log"
 _END_SECONDS = 20
 _MOST_SERVERS, _MOST_NAMED = 2, 3
 _WITH_CHAMPION = (PREPARE, EVALUATE, EXPORT)
-# Names under which the stages of the first step record their data.
+# The names under which the stages of the first step record their data.
 _VERSIONS = ("data_version", "version")
 OnLine = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """How each stage ended, up to a killed one; the folder; and the differences found."""
+    """How each stage ended, up to a killed stage; the folder; and the differences found."""
 
     stages: tuple[StepEnd, ...]
     is_killed: bool
@@ -87,7 +87,7 @@ class ReplayResult:
 
     @property
     def replayed(self) -> StepEnd | None:
-        """How the step ended; None if it was killed."""
+        """Return how the step ended; None if it was killed."""
         return None if self.is_killed else self.stages[-1]
 
 
@@ -147,7 +147,7 @@ def evaluate(
         run: a run, its id, or its name on an instance.
         settings: override the configuration of the run, for example slices or the gate.
         workdir: the folder of local runs, below which the evaluation is written.
-        root: the storage root of the run, if it is not that of the workdir.
+        root: the storage root of the run, if it differs from that of the workdir.
         instance: the KFP instance of the run.
         sections: of the configuration; they override `settings`.
 
@@ -264,7 +264,7 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
 
 
 def code_remark(given: Given) -> str:
-    """Return how the code here differs from that of the step, or an empty text."""
+    """Return how the current code differs from the code of the step, or an empty text."""
     pairs = {
         "version": (version("kfp-flotilla"), given.version),
         "commit": (lineage.commit()[:12], given.commit[:12]),
@@ -287,7 +287,7 @@ def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: 
     """Copy the values that the step looks up below its root; return the differences."""
     config = find_config(arguments)
     if config is None:
-        # The step itself reports the error.
+        # The step reports this error.
         return []
     if config.data.source and config.data.version:
         with suppress(storage.NotPublished):
@@ -320,7 +320,7 @@ def _copy(root: str, folder: Path, *names: str) -> None:
 
 
 def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[str, str]:
-    # Trackers are notified of a run once, not of its replays.
+    # Trackers are notified of a run, but not of its replays.
     left = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
     for name in (STOPPING, HUB, "KFP_POD_NAME"):
         left.pop(name, None)
@@ -334,7 +334,7 @@ def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[s
         **({DEBUGGER: "1"} if debug else {}),
     }
     if storage.local_path(recorded.source) is None:
-        # For the URIs in manifests, which have no options.
+        # The URIs in manifests have no options.
         endpoint = locate(recorded.source).option("endpoint")
         here |= {"AWS_ENDPOINT_URL": endpoint} if endpoint else {}
     return {**left, **here}
@@ -391,7 +391,7 @@ def _end(child: subprocess.Popen[Any], *, group: bool) -> None:
 
 
 class OutputArtifact:
-    """A stand-in for the KFP artifact of a step, without the UI that would show it."""
+    """A stand-in for the KFP artifact of a step, which is not shown in a UI."""
 
     def __init__(self, uri: str, path: Path) -> None:
         """Set the name of the artifact, and the file that represents it."""
@@ -408,7 +408,7 @@ def main() -> None:
     """Run the step that the folder `argv[1]` describes; with `debug`, stop where it fails."""
     folder = Path(sys.argv[1])
     tree = json.loads((folder / CALL).read_text(encoding="utf-8"))
-    # The code that ran the pipeline has checked its mark.
+    # The run has already checked the mark of the pipeline.
     sys.argv = [tree["step"], contract.OPTION, contract.mark()]
     try:
         _call(tree["step"], tree["arguments"], tree["artifacts"], folder)
@@ -456,8 +456,8 @@ class RecordedStep:
     Attributes:
         stages: the records, in the order of the table.
         stage: the requested name, if it is the name of one of the stages.
-        root: the storage root as the run used it.
-        source: the storage root, as this machine reads it.
+        root: the storage root that the run used.
+        source: the URI at which this machine reads the storage root.
         pinned: the file with the pinned values of a local run; None if it has none.
     """
 
@@ -471,13 +471,13 @@ class RecordedStep:
 
     @property
     def data_version(self) -> str:
-        """The version of the dataset, or the listing of the files, that the step has used."""
+        """Return the version of the dataset, or the listing of the files, that the step used."""
         said = [each.metrics.get(name) for each in self.stages for name in _VERSIONS]
         return str(next(filter(None, said), ""))
 
     @property
     def step(self) -> str:
-        """The name of the step."""
+        """Return the name of the step."""
         return self.given.step
 
 
@@ -485,7 +485,7 @@ def find(
     run: str, step: str, *, settings: Sequence[str], workdir: Path, instance: Instance
 ) -> RecordedStep:
     """Find a step of a run: on this machine, at `storage.root=URI` in `settings`, or on KFP."""
-    # The exit step reports results, and computes nothing.
+    # The exit step only reports results.
     rows = [row for row in STEPS if not row.is_exit_step]
     name, _ = select_step(step, rows)
     found = _find(name, run, settings, workdir, instance)
@@ -537,7 +537,7 @@ def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     newest = {each.step: each for each in records}
     found = _make_step(storage.uri_of(folder), run, step, list(newest.values()))
     pinned = folder / PINNED
-    # The root may be elsewhere: it is that of the run.
+    # The root is that of the run, which may be elsewhere.
     return replace(found, source=found.root, pinned=pinned if pinned.is_file() else None)
 
 

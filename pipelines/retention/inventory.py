@@ -1,8 +1,8 @@
 """The inventory of a storage root and its references, from one listing and the manifests.
 
-A reference is any text in a record that ends with the path of an item below the root, or is the
-digest of a listing or of code: a false reference keeps too much and loses nothing. The trials of a
-sweep are runs next to it, and stay as long as it does.
+A reference is any text in a record that ends with the path of an item below the root, or that is
+the digest of a listing or of code. A false reference keeps an item too long, but never loses one.
+The trials of a sweep are runs next to it and are kept as long as the sweep.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def is_changed(root: str, workdir: Path, run: Item) -> bool:
             folder.changed = max(folder.changed, each.changed)
     now = _Reader(root, workdir).run(run.path, folder).get(run.path)
     if now is None:
-        # It was removed, or is no longer a run.
+        # The folder was removed, or is no longer a run.
         return bool(folder.files)
     return now.busy or (now.last is not None and run.last is not None and now.last > run.last)
 
@@ -203,7 +203,7 @@ class _Reader:
         return storage.join(self._root, *path.split("/"))
 
     def _read_item(self, path: str, kind: str, files: Mapping[str, int]) -> Item | None:
-        """Return the item of a published directory; None if it was removed meanwhile."""
+        """Return the item of a published directory; None if it was removed in the meantime."""
         size = sum(files.values())
         try:
             manifest = storage.read_manifest(self._uri(path))
@@ -214,7 +214,7 @@ class _Reader:
         except UserError as error:
             return Item(path=path, kind=kind, bytes=size, damaged=str(error))
         if manifest.kind != (_MODEL if kind == VERSION else kind):
-            # Not written by Flotilla.
+            # Flotilla did not write this file.
             return None
         # The source of a version is not needed, since the version is a copy.
         fields = {name: each for name, each in manifest.fields.items() if name != "source"}
@@ -249,7 +249,7 @@ class _Reader:
         try:
             parse_mapping(text)
         except ValueError:
-            # The bundle that it needs is unknown.
+            # The bundle that the run needs is unknown.
             text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
             damaged = f"{self._uri(path)} is damaged; as long as it is there, all code stays"
         self.texts[path] = _words(text)
@@ -335,7 +335,7 @@ class _Reader:
         return text, {}
 
     def _text(self, path: str) -> str:
-        # A record may be damaged or removed: every legible one counts.
+        # A record may be damaged or removed, so every readable record counts.
         try:
             return storage.read_bytes(self._uri(path)).decode(errors="replace")
         except storage.Unavailable:
@@ -455,7 +455,7 @@ def _is_locked(folder: Path) -> bool:
         try:
             descriptor = os.open(folder / "lock", os.O_RDONLY)
         except PermissionError:
-            # It belongs to another user, and its state is unknown.
+            # The process belongs to another user, so its state is unknown.
             return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -497,7 +497,7 @@ def _sweep(folder: Path) -> tuple[Item, list[str]]:
     """Return a local sweep and the runs of its trials."""
     size, last, trials, damaged = 0, 0.0, list[str](), ""
     for each in folder.iterdir():
-        # It may be replaced at this moment.
+        # The file may be replaced at this moment.
         with suppress(OSError):
             found = each.stat()
             size, last = size + found.st_size, max(last, found.st_mtime)

@@ -1,7 +1,7 @@
 """Decides what to delete: a pure function of the inventory, its references and the current time.
 
 The roots are the newest versions of each model, the champion with the versions that a rollback and
-the gate need, young or active runs, and recently used items. Any other item stays only if a root
+the gate need, young or active runs, and recently used items. Any other item is kept only if a root
 references it.
 """
 
@@ -16,14 +16,14 @@ from datetime import datetime, timedelta
 from flotilla.trainer.runtime.errors import ConfigError
 
 RUN, VERSION, CHECKPOINT, SWEEP = "run", "version", "checkpoint", "sweep"
-#: A record outside of runs: it keeps the items it names, and is never deleted.
+#: A record outside of runs. It keeps the items that it names and is never deleted.
 NOTE = "note"
 #: The kind of the items in each folder below the root.
 SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
-#: The order of removal: an item goes before the items that it refers to.
+#: The order of removal: an item is removed before the items that it refers to.
 ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
-# A step may be silent for hours, and clocks differ.
+# A step may write nothing for hours, and clocks differ.
 LEAST = timedelta(days=1)
 _MOST = timedelta(days=36500)
 _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
@@ -31,7 +31,10 @@ _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How long runs and their data, and how many versions, are kept; None means all."""
+    """The age up to which runs and their data are kept, and the number of kept versions.
+
+    None keeps all.
+    """
 
     runs: timedelta | None = None
     versions: int | None = None
@@ -56,14 +59,14 @@ def policy(keep_runs: str, keep_versions: int | None) -> Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """An item below a root that is removed as a whole, or stays.
+    """An item below a root, which is removed or kept as a whole.
 
     Attributes:
         path: below the root, such as `datasets/digits-1` or `RUN/checkpoints/step-00000100`.
-        kind: `run`, `version`, `dataset`, ...; for outputs of a run, that of the manifest.
+        kind: `run`, `version`, `dataset`, ...; for outputs of a run, the kind in the manifest.
         last: when it was last published, used or active; None if unknown.
-        busy: for a run: it is or may be active.
-        damaged: why its manifest is unreadable; such an item stays.
+        busy: whether a run is or may be active.
+        damaged: why its manifest is unreadable; such an item is kept.
     """
 
     path: str
@@ -114,7 +117,7 @@ class Inventory:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The items to remove, in order, and remarks on old items that stay."""
+    """The items to remove, in order, and remarks on old items that are kept."""
 
     going: tuple[Item, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -129,7 +132,7 @@ def make_plan(found: Inventory, wanted: Policy, now: datetime) -> Plan:
     """Return the removals that a policy allows."""
     items, remarks = found.items, []
     kept = {path for model in found.models for path in find_kept_versions(model, wanted.versions)}
-    # The opponents of active runs.
+    # These versions are the opponents of active runs.
     kept |= {path for item in items.values() if item.busy for path in item.refs}
     unsure = [each for model in found.models for each in model.damaged]
     # A dataset is made from listings and code; a run may need anything.
@@ -176,7 +179,7 @@ def _order(going: list[Item]) -> tuple[Item, ...]:
 
 
 def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
-    """Yield the paths of the versions that are roots; `count` of the newest are."""
+    """Yield the paths of the versions that are roots; the newest `count` versions are roots."""
     numbers = sorted(model.versions)
     wanted = numbers if count is None or model.damaged else numbers[-count:]
     left, seen = [*wanted, *_find_fallbacks(model)], set[int]()
@@ -191,18 +194,18 @@ def find_kept_versions(model: Model, count: int | None) -> Iterator[str]:
 
 
 def _find_fallbacks(model: Model) -> Iterator[int]:
-    """Yield the champion, and versions that may become champion or its opponent next."""
+    """Yield the champion, and the versions that may become the champion or its opponent next."""
     yield from model.claimed
     made = {each.number: each for each in model.promotions}
     if not made:
         return
     newest = made[max(made)]
     yield newest.version
-    # For a rollback.
+    # A rollback needs this version.
     before = [number for number in made if number < (newest.restores or newest.number)]
     if before:
         yield made[max(before)].version
-    # For a resumed run that made the champion.
+    # A resumed run that made the champion needs this version.
     others = [number for number, each in made.items() if each.version != newest.version]
     if others:
         yield made[max(others)].version
@@ -214,12 +217,12 @@ def find_run(path: str) -> str:
 
 
 def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
-    """Return whether an item other than a version is a root."""
+    """Return whether an item is a root; the item is not a version."""
     if item.kind == NOTE:
         return True
     if item.kind in (RUN, SWEEP, *SHARED.values()):
         return item.busy or bool(item.damaged) or item.last is None or item.last >= since
-    # The outputs of a run stay with it.
+    # The outputs of a run are kept with it.
     run = items.get(find_run(item.path))
     return bool(item.damaged) or (run is not None and _stays(run, items, since))
 
@@ -249,10 +252,11 @@ def _needs(origin: Item, target: Item) -> bool:
 
 
 def _goes(item: Item, runs: set[str]) -> bool:
-    """Return whether an unneeded item is removed; `runs` are those with a kept item."""
+    """Return whether an unneeded item is removed; `runs` are the runs with a kept item."""
     if item.kind == RUN:
         return item.path not in runs
     if item.kind == CHECKPOINT:
-        # With or without its run. The small records of a run stay as long as any of its items.
+        # The item is removed with or without its run. The small records of a run are kept as long
+        # as any of its items.
         return find_run(item.path) in runs
     return item.kind in (SWEEP, *SHARED.values())

@@ -1,8 +1,8 @@
 """Removes the items of a plan one by one, and the orphans of dead writers.
 
-An item goes before the items that it refers to, and the manifest is the first file of a directory
-to go: if the removal stops at any point, no remaining item looks complete without its inputs. Each
-item is checked again just before its removal.
+An item is removed before the items that it refers to, and the manifest is the first file of a
+directory to be removed. If the removal stops at any point, no remaining item looks complete without
+its inputs. Each item is checked again just before its removal.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.retry import run_parallel
 
-# These files of a run go last, since a later removal needs them to tell the age of the rest.
+# These files of a run are removed last, since a later removal needs them to determine the age of
+# the other files.
 _LAST = ("config.json", "events.jsonl", "lock")
 _RECORDS, _PART = "steps", "part"
 _log = logging.getLogger(__name__)
-# A part takes minutes, so a preparation without a new part for this long has ended.
+# A part takes minutes, so a preparation that writes no part for this long has ended.
 FORSAKEN = timedelta(days=7)
 
 
 def remove(
     root: str, workdir: Path, plan: Plan, wanted: Policy, done: Callable[[Item], None]
 ) -> tuple[Item, ...]:
-    """Remove the items of `plan` that may still go; return the items that stay after all.
+    """Remove the items of `plan` that may still be removed; return the items that are kept.
 
     `done` is called with each removed item. Raises `UserError` if an item cannot be removed; all
-    others are complete.
+    other items are complete.
     """
     # Time has passed since the plan was made, perhaps at a prompt.
     found = read(root, workdir)
@@ -60,7 +61,7 @@ def remove(
     stays = {each.path: each for each in plan.going if each.path not in now}
     going = [now[each.path] for each in plan.going if each.path in now]
     stays |= _retire_versions(root, [each for each in going if each.kind == VERSION], wanted)
-    # An item that stays after all keeps the items it needs.
+    # An item that is kept also keeps the items that it needs.
     needed = find_reachable(
         found.items, [found.items[path] for path in stays if path in found.items]
     )
@@ -85,7 +86,7 @@ def remove(
 
 
 def _remove(root: str, workdir: Path, item: Item) -> bool:
-    """Remove an item if it may still go; return whether it was removed."""
+    """Remove an item if it may still be removed; return whether it was removed."""
     with _may_go(root, workdir, item) as free:
         if free:
             uri = _uri(root, item)
@@ -101,7 +102,7 @@ def _uri(root: str, item: Item) -> str:
 
 def _remove_run(uri: str) -> None:
     if storage.local_path(uri) is not None:
-        # The folder is renamed away as a whole.
+        # The whole folder is renamed first.
         return
     names = set(storage.names(uri)) - {_RECORDS}
     for some in (names - set(_LAST), names & set(_LAST)):

@@ -1,8 +1,9 @@
 """A run by its id, on this machine or on a KFP instance: list, status, logs, its page and cancel.
 
-A run with a folder below the workdir is local; any other run is on the instance. Only then the KFP
-client is imported, which takes a second. A cancelled run stops its own cluster: in
-`trainer/cluster/supervisor.py` on this machine, in `components/kubernetes/launcher.py` elsewhere.
+A run with a folder below the workdir is local; any other run is on the instance. The KFP client is
+imported only for a remote run, since the import takes a second. A cancelled run stops its own
+cluster: in `trainer/cluster/supervisor.py` on this machine, in `components/kubernetes/launcher.py`
+elsewhere.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _REFUSED = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Cancellation:
-    """The result of a request to cancel; `was_running` is false if the run had already ended."""
+    """The result of a cancellation; `was_running` is false if the run had already ended."""
 
     run_id: str
     was_running: bool
@@ -44,7 +45,7 @@ class Cancellation:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """The page of a run: its report, or for a run on a KFP instance its URL there."""
+    """The page of a run: its report, or the KFP page of a run on an instance."""
 
     run_id: str
     report: Path | None = None
@@ -136,8 +137,8 @@ def logs(
         run: id or name of the run.
         on_line: called with each line: its time, stage or training task, and text.
         on_note: called with a line about each missing log.
-        step: the one step to read, or one of its stages; all when empty.
-        task: the one training task to read, such as `chief-0`; all when empty.
+        step: the step or stage to read; all when empty.
+        task: the training task to read, such as `chief-0`; all when empty.
         follow: whether to continue until the run ends.
         verbose: whether to pass all lines, including those of KFP and of TensorFlow's start.
         workdir: the folder of local runs.

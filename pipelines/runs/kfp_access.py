@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.masking import HIDDEN, is_sent_openly
 
-# The first is the variable of the SDK, the others are those of its command line.
+# The first is the variable of the SDK, the others are variables of its command line.
 ENDPOINT = ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT")
 NAMESPACE = ("KFP_NAMESPACE",)
 TOKEN = ("KFP_EXISTING_TOKEN",)
@@ -39,8 +39,8 @@ class Instance:
         token_file: file with a bearer token; else KFP_EXISTING_TOKEN, KF_PIPELINES_SA_TOKEN_PATH.
         cookies_file: file with the session's Cookie header; else KFP_COOKIES.
         ca_file: PEM of the authority that signed its certificate; else KFP_CA_FILE.
-        ui: URL of its user interface, for links; else FLOTILLA_KFP_UI, else the endpoint's if it
-            serves the interface.
+        ui: URL of its user interface, for links; else FLOTILLA_KFP_UI, else the endpoint if it
+        serves the interface.
     """
 
     endpoint: str = ""
@@ -213,5 +213,5 @@ def _read_secret(path: str, what: str) -> str:
 
 
 def describe_no_page(endpoint: str) -> str:
-    """Return the line in place of a link, which would lead nowhere."""
+    """Return the line that replaces a broken link."""
     return f"no link: {endpoint} is the API alone; name the user interface by --ui or {UI[0]}"

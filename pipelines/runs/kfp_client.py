@@ -50,7 +50,7 @@ _REDIRECTED = 3
 _SERVER = 500
 
 
-#: Answers of an instance: there is no such thing, and there is one already.
+#: The statuses for an object that does not exist and an object that already exists.
 ABSENT, CONFLICT = 404, 409
 
 
@@ -64,12 +64,12 @@ class InstanceError(UserError):
 
     @property
     def passing(self) -> bool:
-        """Whether the failure is transient: the same request may succeed later."""
+        """Return whether the failure is transient, so that the same request may succeed later."""
         return self.status in (0, 429) or self.status >= _SERVER
 
     @property
     def is_of_absent_workflow(self) -> bool:
-        """Whether what the database still has is gone from the cluster."""
+        """Return whether an object of the database no longer exists in the cluster."""
         return self.status >= _SERVER and "not found" in str(self)
 
 
@@ -152,7 +152,7 @@ def _words(access: Access, error: Any) -> str:
     try:
         tree = json.loads(text)
     except ValueError:
-        # Some refusals are plain text, also those of a proxy.
+        # Some refusals, such as those of a proxy, are plain text.
         tree = {} if text.lstrip().startswith("<") else {"message": text}
     if not isinstance(tree, dict):
         return ""
@@ -173,7 +173,7 @@ READ_SECONDS = 8.0
 WHOLE_SECONDS = 22.0
 LOG_SECONDS = 300.0
 PAGE_SECONDS = 5.0
-# A mark of the page with which the user interface answers unknown paths.
+# A mark of the page that the user interface returns for unknown paths.
 _UI = b"Kubeflow Pipelines"
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
@@ -192,7 +192,7 @@ class Client(_OwnClient):  # type: ignore[misc]
         """Configure the client without sending a request."""
         self.access = access
         with warnings.catch_warnings():
-            # It warns about the server versions that it supports.
+            # The SDK warns about the server versions that it supports.
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(host=access.endpoint)
         self.set_user_namespace(access.namespace)
@@ -205,7 +205,7 @@ class Client(_OwnClient):  # type: ignore[misc]
         config = kfp_server_api.Configuration()
         config.host = self.access.endpoint
         config.ssl_ca_cert = self.access.ca_file or None
-        # A request that timed out is not repeated, and a write is sent once.
+        # A request that timed out is not repeated, and a write is sent only once.
         config.retries = urllib3.Retry(
             total=2,
             read=0,
@@ -225,7 +225,7 @@ class Client(_OwnClient):  # type: ignore[misc]
         return config
 
     def _fresh_token(self, config: kfp_server_api.Configuration) -> None:
-        # Read for each request, since the kubelet renews the file.
+        # The token is read for each request, since the kubelet renews the file.
         config.api_key["authorization"] = self.access.read_token()
 
     def page(self, path: str) -> str:
@@ -234,7 +234,7 @@ class Client(_OwnClient):  # type: ignore[misc]
 
     @functools.cached_property
     def _ui(self) -> str:
-        """The address of the user interface: as given, else the endpoint if it serves it."""
+        """Return the given address of the user interface, or the endpoint if it has one."""
         if self.access.ui:
             return self.access.ui
         with suppress(InstanceError):
@@ -284,14 +284,14 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         return answer
 
     def text(self, method: str, url: str, **named: Any) -> Any:
-        """Return a response that is not a web page, and may be long."""
+        """Return a response that is not a web page; it may be long."""
         answer, where = self._answered(method, url, LOG_SECONDS, **named)
         if "html" in (answer.getheader("content-type") or ""):
             raise no_json(self._access, where, answer)
         return answer
 
     def page(self, method: str, url: str, **named: Any) -> Any:
-        """Return any response within a short time, since a link is not worth waiting for."""
+        """Return any response within a short time, since it is only needed for a link."""
         return self._answered(method, url, PAGE_SECONDS, **named)[0]
 
     def _answered(self, method: str, url: str, seconds: float, **named: Any) -> tuple[Any, str]:
@@ -337,7 +337,7 @@ def connect(access: Access) -> Client:
 def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a method of the client without its output; every failure is an `InstanceError`."""
     try:
-        # It prints links to pages.
+        # The client prints links to pages.
         with redirect_stdout(io.StringIO()):
             return call(*arguments, **named)
     except (ApiException, TypeError, ValueError) as error:
@@ -346,7 +346,7 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 def create_or_find(create: Callable[[], Any], key: str, find: Callable[[], str]) -> str:
-    """Return the id of what is created, or found where another client has just created it."""
+    """Return the id of the object, created here or just now by another client."""
     try:
         return str(getattr(create(), key))
     except InstanceError as error:
@@ -389,7 +389,7 @@ def health(access: Access) -> Health:
     client = connect(access)
     found = ask(client.get_json, _HEALTH[0])
     if not any(found.get(key) for key in _VERSION_KEYS):
-        # An older path, which returns more fields if it still exists.
+        # This is an older path, which returns more fields if it still exists.
         with suppress(InstanceError):
             found |= ask(client.get_json, _HEALTH[1])
     version = next((str(found[key]) for key in _VERSION_KEYS if found.get(key)), "")

@@ -2,10 +2,10 @@
 
 A run of KFP 2 is an Argo workflow, which `GET /apis/v1beta1/runs/RUN` returns completely from a
 database, even after its pods are deleted. The newer list of nodes (v2beta1) lacks messages and pod
-names. KFP 3 drops this path: then a run has no steps and no logs here.
-A task `x` is a node `x`, and a node `x(0)` is its first attempt. The name of a node is made of the
-names of the enclosing tasks, joined by dots. A step `train-model` is next to `train-model-driver`,
-which is KFP's; its pod is its task `executor`.
+names. KFP 3 removes this path, so its runs have no steps and no logs here.
+A task `x` is a node `x`, and a node `x(0)` is its first attempt. The name of a node consists of the
+names of the enclosing tasks, joined by dots. Next to a step `train-model` is KFP's
+`train-model-driver`; the pod of the step is its task `executor`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _TRY = re.compile(r"\(\d+\)$")
 _DRIVER, _OF_STEPS = "-driver", "container-driver"
 _EXECUTOR = "executor"
 _PATCH, _INPUT = "pod-spec-patch", "--executor_input"
-# Argo truncates the name of a pod to make room for its hash.
+# Argo truncates the name of a pod so that the hash fits.
 _MOST_PREFIX = 242
 # Argo's message for a task between two attempts.
 _PAUSE = "Backoff for "
-# A log is streamed, so an error has status 200: the header was sent before.
+# A log is streamed, so an error has status 200, which was sent before.
 _NO_LOG = '{"error_message":'
 
 # Names in the user interface, by the scheme of a URI.
@@ -64,7 +64,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The duration, until now for a running step."""
+        """Return the duration; for a running step, the time until now."""
         if self.began is None:
             return 0.0
         return max(((self.ended or datetime.now(UTC)) - self.began).total_seconds(), 0.0)
@@ -72,7 +72,10 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """The last attempt of a pod; `message` is Argo's, `step` is empty for a group's driver."""
+    """The last attempt of a pod.
+
+    `message` is Argo's, and `step` is empty for the driver of a group.
+    """
 
     name: str
     step: str
@@ -87,7 +90,7 @@ class Nodes:
     """The nodes of a run on the instance; empty before Argo has started it.
 
     Attributes:
-        root: where the run publishes, from a step's arguments; empty if none has any.
+        root: the URI that the run publishes below, from a step's arguments; empty if unknown.
         artifact: URI of a step's output, which contains the pipeline root; empty before a step
             begins.
         message: why the workflow failed as a whole, or empty.
@@ -206,7 +209,7 @@ def _is_refused(node: Tree) -> bool:
 
 
 def _whole(tries: Sequence[Tree]) -> Tree | None:
-    """Return the node of a task itself, not of its attempts, which have longer names."""
+    """Return the node of a task, not of its attempts, which have longer names."""
     return min(tries, key=lambda each: len(str(each["name"])), default=None)
 
 
@@ -290,7 +293,7 @@ def read_log(client: Client, run_id: str, created: datetime | None, pod: str) ->
 
 
 def read_object(client: Client, uri: str) -> bytes:
-    """Return an object through the user interface, which has own keys; raises `InstanceError`."""
+    """Return an object through the user interface, which has the keys; raises `InstanceError`."""
     scheme, _, path = uri.partition("://")
     source = _SOURCES.get(scheme)
     if not source or "?" in path:

@@ -1,7 +1,7 @@
-"""The result of a run on a KFP instance: from the records of its stages, else from its nodes.
+"""The result of a run on a KFP instance, from the records of its stages or from its nodes.
 
 KFP reports whether a run has ended; the records below its root say how its stages ended. They are
-read with this machine's keys, else through the user interface. Without them the states of the nodes
+read with this machine's keys, or through the user interface. Without them, the states of the nodes
 show the failed step, but not whether the model was promoted. Argo's messages say why a pod failed
 or does not start.
 """
@@ -41,11 +41,11 @@ GATE, REGISTRY = find_maker("decision"), find_maker("registration")
 _Rows = Mapping[str, Sequence[StepRecord]]
 # Status, exit code and message.
 _Verdict = tuple[str, int, str]
-# Steps of earlier versions that are stages now.
+# Steps of earlier versions that are now stages.
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
-# Seconds that a store may fail; there is a result without it.
+# Seconds for which requests to a store are retried; the result does not depend on it.
 STORE_SECONDS = 10.0
-# How Argo says the termination message of a step, see `record`: stage and cause.
+# Argo's form of the termination message of a step (see `record`): stage and cause.
 _TERMINATED = re.compile(r"main: Error \(exit code (?P<code>\d+)\): (?P<words>[a-z_]+: .+)")
 # States of a step; see `kfp_nodes`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
@@ -53,7 +53,10 @@ _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDI
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """The published records of a run's steps; `unread` says why they are unknown, or is empty."""
+    """The published records of a run's steps.
+
+    `unread` is the reason why they are unknown, or empty.
+    """
 
     records: Mapping[str, StepRecord] = field(default_factory=dict)
     unread: str = ""
@@ -101,7 +104,7 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
 
 
 def _explain_loss(client: Client, run: RemoteRun) -> str:
-    """Explain the loss of a run whose Workflow was deleted, so that its end is not reported.
+    """Explain the loss of a run whose Workflow was deleted and whose end is therefore not reported.
 
     The instance keeps the last reported state. Deleting a schedule deletes its Workflows.
     """
@@ -126,7 +129,7 @@ def _is_deleted(client: Client, schedule_id: str) -> bool:
 
 
 def _has_log(client: Client, run: RemoteRun, pod: Pod) -> bool | None:
-    """Return whether a pod has a log; None if none is readable from here."""
+    """Return whether a pod has a log; None if no log is readable from here."""
     try:
         read_log(client, run.run_id, run.created, pod.name)
     except InstanceError as error:
@@ -172,7 +175,7 @@ def _read_through_page(client: Client, at: str) -> list[StepRecord]:
 def _rows(run: RemoteRun, published: _Published) -> _Rows:
     """Return the known stages of each step; KFP decides how the step ended."""
     if not run.steps:
-        # An instance without nodes.
+        # The instance reports no nodes.
         return {name: [record] for name, record in published.records.items()}
     is_old = _has_old_steps(run)
     return {
@@ -190,15 +193,15 @@ def _list_stages(step: str) -> tuple[str, ...]:
     try:
         return tuple(stage.name for stage in find_step(step).stages)
     except LookupError:
-        # A step of another pipeline.
+        # The step belongs to another pipeline.
         return (step,)
 
 
 def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list[StepRecord]:
     """Return the stages of a step up to the current one, or one row for the step itself.
 
-    A recreated pod begins with the first stage: until rewritten, the records of later stages belong
-    to an earlier attempt.
+    A recreated pod begins with the first stage. Until they are rewritten, the records of later
+    stages belong to an earlier attempt.
     """
     found = [record for name in stages if (record := published.find_record(name))]
     if not found or step.state not in ("RUNNING", "SUCCEEDED", "FAILED"):
@@ -223,7 +226,7 @@ def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list
 
 
 def _done(step: Step, stage: str, published: _Published) -> StepRecord:
-    """Return the record of a finished stage; without its results if it is of another attempt."""
+    """Return the record of a finished stage; without results if another attempt wrote it."""
     said = published.find_record(stage)
     if said and said.ended is not None and said.status == "done":
         return said
@@ -312,7 +315,7 @@ def _and(message: str, more: str) -> str:
 
 
 def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows) -> tuple[int, str]:
-    """Return exit code and cause: from the first failed step, else from KFP."""
+    """Return exit code and cause from the first failed step, or from KFP."""
     pods = find_failed_pods(run.nodes)
     # The exit step runs after the failure, and may fail because of it.
     first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
@@ -325,11 +328,11 @@ def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows)
         return FAILED, explain_pod(first, _last_words(client, run, first))
     at = next(reversed(rows.get(first.step, ())), None)
     if at and at.error:
-        # KFP's message only adds to that of a stopped step.
+        # KFP's message only extends the message of a stopped step.
         more = first.message if at.exit_code == INTERRUPTED else ""
         return _exit_code(at), _and(f"{at.step}: {at.error}", more)
     if left := _TERMINATED.fullmatch(first.message):
-        # The record could not be written, and the pod has ended with the line of its stage.
+        # The record could not be written, and the pod has ended with the message of its stage.
         return USAGE if int(left["code"]) == USAGE else FAILED, left["words"]
     pod = replace(first, step=at.step) if at else first
     return FAILED, _and(explain_pod(pod), published.unread)
@@ -340,7 +343,7 @@ def _exit_code(record: StepRecord) -> int:
 
 
 def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
-    """Return the last line of the log of KFP's driver, which alone has the cause; or nothing."""
+    """Return the last line of the log of KFP's driver, which has the cause, or an empty text."""
     try:
         lines = read_log(client, run.run_id, run.created, pod.name).splitlines()
     except InstanceError:
@@ -364,7 +367,7 @@ class Cause:
 
     Attributes:
         blocks: whether a pod with this message usually does not start by itself.
-        at_once: whether that is certain, so that waiting is pointless.
+        at_once: whether this is certain, so that waiting is useless.
         of_image: whether the image cannot be pulled.
     """
 
@@ -433,7 +436,7 @@ def explain_message(message: str) -> Cause | None:
 
 
 def explain_pod(pod: Pod, more: str = "") -> str:
-    """Return the line for a pod that failed or waits; `more` is the end of its log."""
+    """Return the line about a pod that failed or waits; `more` is the end of its log."""
     cause, step = explain_message(pod.message), pod.step or "the run"
     what = "KFP's own driver of it failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":

@@ -1,4 +1,4 @@
-"""A run on a KFP instance: its state, its nodes, and the URI where it publishes."""
+"""A run on a KFP instance: its state, its nodes, and the URI that it publishes below."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class RemoteRun:
 
     Attributes:
         state: KFP's word; CANCELED also for a terminated run, which KFP calls FAILED.
-        at: URI below which its steps publish; empty if unknown.
-        impasse: why it cannot continue although it has not ended, or empty.
-        schedule_id: of the recurring run that started it, or empty.
+        at: URI that its steps publish below; empty if unknown.
+        impasse: why it cannot continue although it has not ended; empty if it can.
+        schedule_id: the id of the recurring run that started it, or empty.
         doing: the current stage by step, if its record is known.
     """
 
@@ -48,12 +48,12 @@ class RemoteRun:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Its steps, in the order in which they began."""
+        """Return its steps in the order in which they began."""
         return self.nodes.steps
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has ended."""
+        """Return whether the run has ended."""
         return self.state in ENDED
 
 
@@ -99,12 +99,12 @@ def _state(state: str, history: Iterable[Any]) -> str:
     before = [str(each.state) for each in history if str(each.state) not in ENDED]
     if state == "FAILED" and before[-1:] == ["CANCELING"]:
         return "CANCELED"
-    # A run that has just been created has no state yet.
+    # A run that was just created has no state yet.
     return state or "PENDING"
 
 
 def _find_uri(run: Any, nodes: Nodes) -> str:
-    """Return the URI below which a run publishes, as its steps find it; empty if unknown."""
+    """Return the URI that a run publishes below, as its steps find it; empty if unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
     # Defaults of the pipeline version are not among the parameters of the run.

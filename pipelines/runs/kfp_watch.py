@@ -25,9 +25,9 @@ from flotilla.trainer.runtime.errors import UserError
 LOOK_SECONDS = 3.0
 # Seconds between two reads of the stages' records, and after a failed read.
 STAGE_SECONDS, UNREAD_SECONDS = 10.0, 300.0
-# An instance may be upgraded during a run of hours; the run continues meanwhile.
+# An instance may be upgraded during a long run, which continues meanwhile.
 RETRY_SECONDS = 120.0
-# A registry may be briefly unavailable, and an image may be pushed while its pod waits.
+# A registry may be briefly unavailable, and an image may be pushed while a pod waits for it.
 START_SECONDS = 60.0
 # Argo and KFP take some seconds between the end of a pod and the next one.
 STALL_SECONDS = 60.0
@@ -45,8 +45,8 @@ def follow(
 ) -> RunResult:
     """Wait until a run on a KFP instance has ended or cannot continue.
 
-    An interrupt does not stop the run, and a run that cannot continue is left as it is, since the
-    cause may be temporary.
+    An interrupt does not stop the run. A run that cannot continue is not changed, since the cause
+    may be temporary.
 
     Args:
         run: id or name of the run.
@@ -92,7 +92,7 @@ class Outage:
     """The duration of an instance's outage."""
 
     def __init__(self, on_note: OnNote) -> None:
-        """Take the function to call with one line when an outage begins."""
+        """Store the function that is called with one line when an outage begins."""
         self._on_note = on_note
         self._since: float | None = None
 
@@ -122,7 +122,8 @@ class _Stages:
         is_running = any(step.state == "RUNNING" for step in run.steps)
         if is_running and time.monotonic() >= self._next:
             found = find_running_stages(self._client, run)
-            # Usually the records are unreadable from here permanently, sometimes only for now.
+            # The records are usually unreadable from here permanently, but sometimes only
+            # temporarily.
             pause = STAGE_SECONDS if found is not None else UNREAD_SECONDS
             self._next = time.monotonic() + pause
             self._doing = found or {}
@@ -138,7 +139,7 @@ class _Obstacles:
         self._said: set[tuple[str, str]] = set()
 
     def look(self, run: RemoteRun) -> str:
-        """Return why the run cannot continue; empty while it may."""
+        """Return why the run cannot continue; empty if it can."""
         if run.state != "RUNNING":
             return ""
         found: dict[str, str] = {}

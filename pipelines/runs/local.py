@@ -58,7 +58,7 @@ _PIPELINES = ("run", "prepare", "train")
 
 
 class Loaded(NamedTuple):
-    """A configuration, and the proposal it came from if the user gave files instead."""
+    """A configuration, and the proposal that it came from if the user gave files instead."""
 
     config: Config
     proposal: Proposal | None = None
@@ -77,7 +77,7 @@ class RunOptions:
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         dataset: URI of a published dataset to train on, or empty.
-        code: folder of the user's modules, of which the run gets the present state, or empty.
+        code: folder of the user's modules, which are copied for the run, or empty.
         label: column of the files to predict, or several.
     """
 
@@ -123,7 +123,7 @@ def run(
     on_event: OnEvent | None = None,
     **sections: Unpack[Sections],
 ) -> RunResult:
-    """Run the whole pipeline on this machine, to its end.
+    """Run the whole pipeline on this machine and wait for its end.
 
     In the main thread SIGINT and SIGTERM stop the run with a last checkpoint; use `cancel` from any
     other thread or process.
@@ -135,7 +135,7 @@ def run(
             `section.key=value` texts.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
-        code: folder of your modules, of which the run gets the present state; see `submit`.
+        code: folder of your modules, which are copied for the run; see `submit`.
         label: column of the files to predict, or several.
         on_event: called with every event, in this thread.
         sections: of the configuration; they override `settings`.
@@ -166,7 +166,7 @@ def train(
     on_event: OnEvent | None = None,
     **sections: Unpack[Sections],
 ) -> RunResult:
-    """Train on the dataset at URI `dataset`; without one, prepare it first. See `run`.
+    """Train on the dataset at URI `dataset`, or prepare one first. See `run`.
 
     Example:
         dataset = flotilla.prepare("configs/digits.yaml").artifacts["dataset"]
@@ -215,14 +215,14 @@ def configuration(
 def form_configuration(
     config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = ""
 ) -> Config:
-    """Return the defaults of a form: from a file, or the default of every key without one."""
+    """Return the defaults of a form: from a file, or the default of every key without a file."""
     if config is None and not label:
         return load_config(None, settings)
     return configuration(config, settings, label)
 
 
 def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[str] = "") -> Loaded:
-    """Return a configuration, or the one proposed for files; see `configuration`."""
+    """Return a configuration, or the proposed configuration for files; see `configuration`."""
     labels = [label] if isinstance(label, str) and label else [*label]
     of_label = [f"data.label={json.dumps(labels, ensure_ascii=False)}"] if labels else []
     if isinstance(config, Mapping):
@@ -230,7 +230,7 @@ def loaded(config: GivenConfig, settings: Sequence[str], label: str | Sequence[s
     if isinstance(config, Config):
         return Loaded(override(config, [*of_label, *settings]))
     if config is None:
-        # The last one counts.
+        # The last assignment counts.
         given = [each.partition("=") for each in settings]
         sources = [value for key, _, value in given if key.strip() == _SOURCE and value.strip()]
         if sources:
@@ -260,7 +260,7 @@ def list_runs(workdir: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     # A folder with another name is not a run, and a table cannot show it.
     for name in filter(str.isprintable, folders):
-        # Any of them may be damaged.
+        # Any of the files may be damaged.
         for file in (CONFIG, EVENTS):
             with suppress(OSError):
                 found.setdefault(name, os.lstat(workdir / name / file).st_mtime)
@@ -275,8 +275,8 @@ class LocalRun:
         config: the configuration, with a storage root.
         lock: descriptor of a file, locked until the run or this process has ended.
         begin: offset of this start in the file of events, where its `RunBegin` is.
-        bundle: of the user's modules, if this start has published one.
-        written: the file with the configuration that was proposed for files, if one was.
+        bundle: the bundle of the user's modules, if this start has published one.
+        written: the file with the configuration that was proposed for files, if any.
         parent: the id of the sweep that a trial belongs to, or empty.
         saved: content of `config.json` once training has begun; a refused resume changes nothing.
     """
@@ -331,7 +331,7 @@ def _write_proposal(proposal: Proposal, folder: Path) -> Path:
 
 
 def require_current_folder() -> None:
-    """Raise a `ConfigError` if it was removed: the steps import the user's modules from it."""
+    """Raise a `ConfigError` if the current folder was removed: steps import modules from it."""
     storage.uri_of(Path())
 
 
@@ -368,7 +368,7 @@ def check_run_id(workdir: Path, run_id: str) -> None:
 
 
 def find_root(config: Config, workdir: Path) -> str:
-    """Return the URI below which a local run publishes."""
+    """Return the URI that a local run publishes below."""
     return config.storage.root or storage.uri_of(workdir)
 
 
@@ -475,7 +475,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
         "TMPDIR": str(run.folder / "tmp"),
     }
     found = child_process.environment(own)
-    # It may still be set from the interrupt of another run.
+    # The event may still be set by the interrupt of another run.
     found.pop(STOPPING, None)
     return found
 

@@ -30,7 +30,7 @@ _is_over = threading.Event()
 
 
 def main() -> None:
-    """Run pipeline `argv[1]` with the arguments in the folder `argv[2]`, new or `resumed`."""
+    """Run pipeline `argv[1]` with the arguments in folder `argv[2]`, new or `resumed`."""
     name, folder, *is_resumed = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     signals.end_with_parent()
     # The steps read their parent's PID from here, since a shell runs between the two processes.
@@ -58,7 +58,10 @@ def main() -> None:
 
 
 def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool) -> None:
-    """Try the model in parallel with the steps; a mistake ends the run as one of its first step."""
+    """Try the model in parallel with the steps.
+
+    A mistake ends the run like a failure of its first step.
+    """
     config = from_form(arguments)
     if is_resumed:
         # A resumed run begins with its own checkpoints.
@@ -85,7 +88,7 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
 
 
 def _await_first_stage(folder: Path) -> bool:
-    """Wait for the newest end of the first stage; return False if a stage has failed.
+    """Wait for the end of the first stage; return False if a stage has failed.
 
     A training task may have found the same mistake before.
     """

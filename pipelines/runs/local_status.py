@@ -37,7 +37,7 @@ def is_local(workdir: Path, run_id: str) -> bool:
 
 
 def is_name(run_id: str) -> bool:
-    """Return whether a text is the name of a folder, and no path to another one."""
+    """Return whether a text is the name of a folder and not a path."""
     return run_id not in ("", "..") and Path(run_id).name == run_id
 
 
@@ -49,7 +49,8 @@ def run_ids(workdir: Path) -> list[str]:
 
 def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
     """Return the result of each run, or its progress; `unknown` if it cannot be determined."""
-    # Read before the events: a run that ends meanwhile has written all of them.
+    # The processes are read before the events, since a run that ends meanwhile has written all of
+    # its events.
     working = {folder for _, folder in _run_processes()}
     folders = [(workdir / run).absolute() for run in runs]
     return [_status(folder, str(folder) in working) for folder in folders]

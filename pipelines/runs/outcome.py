@@ -46,7 +46,7 @@ class RunResult:
             before its end; for a run on a KFP instance also `canceled` or `unknown`.
         exit_code: of the command line.
         message: the reason of a failure or refusal in one line, or empty.
-        steps: the last record of every step, in order of start.
+        steps: the last record of every step, in the order of their start.
         folder: the folder of a local run.
         state: KFP's word for the state of a run on an instance, else empty.
         states: KFP's word for the state of each step, by its name.
@@ -82,18 +82,18 @@ class RunResult:
         return {name: value for name, value in self.metrics.items() if is_number(value)}
 
     def find_metrics(self, output: Output) -> dict[str, Any]:
-        """Return the metrics of the step that makes this output; empty if it is not done."""
+        """Return the metrics of the step that makes this output; empty if it has not ended."""
         step = self.find_step(output)
         return dict(step.metrics) if step else {}
 
     def find_step(self, output: Output) -> StepRecord | None:
-        """Return the step that makes this output; None if it has not begun."""
+        """Return the step that makes this output; None if it has not started."""
         name = find_maker(output).name
         return next((each for each in self.steps if each.step == name), None)
 
     @property
     def main_metric(self) -> MainMetric | None:
-        """The metric that models are compared by; None if it was not evaluated."""
+        """Return the metric that models are compared by; None if it was not evaluated."""
         step = self.find_step("evaluation")
         if not step or not step.metrics:
             return None
@@ -101,7 +101,7 @@ class RunResult:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """The main metric with all comparisons, see `headline.describe_metric`."""
+        """Return the main metric with all comparisons; see `headline.describe_metric`."""
         said, main = self.find_metrics("decision").get("measured"), self.main_metric
         if isinstance(said, dict) and said:
             return said
@@ -110,7 +110,7 @@ class RunResult:
 
     @property
     def headline(self) -> str:
-        """The result of the run in one sentence."""
+        """Return the result of the run in one sentence."""
         said = [each.metrics.get("headline") for each in self.steps]
         if self.status in ("blessed", "refused") and any(said):
             return str([each for each in said if each][-1])
@@ -123,12 +123,12 @@ class RunResult:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader has to know about a judged model, in sentences."""
+        """Return notes for the reader about an evaluated model, in sentences."""
         return list(map(str, self.find_metrics("decision").get("notes") or ()))
 
     @property
     def reasons(self) -> list[str]:
-        """Why the run was refused, one line for each reason."""
+        """Return the reasons of a refusal, one line each."""
         if self.status != "refused":
             return []
         said = self._judge.metrics.get("reasons") if self._judge else None
@@ -136,42 +136,42 @@ class RunResult:
 
     @property
     def _judge(self) -> StepRecord | None:
-        """The step that has refused the data or the model."""
+        """Return the step that has refused the data or the model."""
         return next(
             (each for each in self.steps if each.metrics.get("decision") == "refused"), None
         )
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The metrics of the model on the test split; empty if it was not evaluated."""
+        """Return the metrics of the model on the test split; empty if it was not evaluated."""
         return self.find_metrics("evaluation")
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """The URI of each step's output, by the name of the artifact."""
+        """Return the URI of each step's output by the name of the artifact."""
         uris = {output_kind(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
 
     @property
     def report(self) -> str:
-        """The URI of the report page, empty if there is none."""
+        """Return the URI of the report page; empty if there is none."""
         return self.artifacts.get("report", "")
 
     @property
     def global_step(self) -> int | None:
-        """The number of updates that training applied; None if there was no training."""
+        """Return the number of updates that training applied; None if there was no training."""
         return self.find_metrics("checkpoint").get("global_step")
 
     @property
     def handed_on_step(self) -> int | None:
-        """The global step of the evaluated model; None if there was no training."""
+        """Return the global step of the evaluated model; None if there was no training."""
         return self.find_metrics("checkpoint").get("handed_on_step")
 
 
 def judge_outcome(state: RunState, returncode: int | None, *, interrupted: bool) -> RunResult:
     """Judge a run by the state of its newest start and the exit code of the local runner.
 
-    The code of a killed runner may be unknown: None.
+    The code is None if the runner was killed and its code is unknown.
     """
     interrupted = interrupted or state.interrupted
     steps = step_records(state)
@@ -191,7 +191,7 @@ def judge_outcome(state: RunState, returncode: int | None, *, interrupted: bool)
 
 
 def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:
-    """Return why a run ended in which no step has failed."""
+    """Return why a run ended although no step failed."""
     if lost := lost_stage(steps):
         return f"the run did not finish: its process ended before {lost} began"
     if returncode is None:
@@ -232,7 +232,7 @@ def join_reasons(reasons: object) -> str:
 
 
 def add_full_disk(result: RunResult, folder: Path) -> RunResult:
-    """Add to the message of a failed run that the disk is full."""
+    """Add a remark to the message of a failed run if the disk is full."""
     if result.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
         return result
     message = f"{result.message}; there is no space left at {folder}"
@@ -242,7 +242,7 @@ def add_full_disk(result: RunResult, folder: Path) -> RunResult:
 def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
     """Return when a run began, and its seconds until its last step ended, without idle time.
 
-    The exit step is not counted: the report, which says the same, is made by it.
+    The exit step is not counted, since it writes the report, which contains this duration.
     """
     steps = [each for each in run.steps if each.step != EXIT_STEP.name]
     tries = [(step.step, step.began, step.ended or step.began + step.seconds) for step in steps]

@@ -79,7 +79,7 @@ _PART = re.compile(r"(?P<from>[*?]|\d+|[a-z]{3})(?P<to>-(\d+|[a-z]{3}))?(?P<step
 
 @dataclass(frozen=True, kw_only=True)
 class Cron:
-    """A schedule: the six fields for KFP, and as parsed by cronsim."""
+    """A schedule: the six fields for KFP, and the expression parsed by cronsim."""
 
     text: str
     known: str
@@ -200,11 +200,11 @@ class Scheduled:
     """The current state of a schedule on the instance.
 
     Attributes:
-        action: what was done, such as `was created` or `is there already`.
+        action: what was done, such as `was created` or `already exists`.
         next: the next time in UTC; empty for an interval.
         removed: number of other schedules of this name that were removed.
-        version: that of all its runs; with `Timing.latest` the newest one now.
-        remarks: settings that were not taken over, and where they are set now.
+        version: the version of all its runs; with `Timing.latest`, the current newest version.
+        remarks: settings that were not copied, and where they are set now.
     """
 
     name: str
@@ -241,7 +241,7 @@ def schedule(
     code: str | Path = "",
     **target: Unpack[Target],
 ) -> Scheduled:
-    """Start runs on a KFP instance regularly: one schedule of each name.
+    """Schedule regular runs on a KFP instance. Each name has one schedule.
 
     Args:
         config: with `settings` and `code`, as for `submit`.
@@ -249,7 +249,7 @@ def schedule(
         cron: five fields, or six with seconds first.
         every: in place of `cron`: 90s, 30m, 6h or 1d.
         timezone: the time zone of `cron` on the instance.
-        name: of the schedule; that of the model if empty.
+        name: of the schedule; the name of the model if empty.
         latest: whether each run uses the newest version at its start.
         catch_up: whether missed runs are started later.
         at_once: maximum number of concurrent runs.
@@ -286,16 +286,17 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
     wanted = _make_wanted(client, submission, timing, version)
     bundle, known_as = submission.config.code, _schedule_key(access, submission.name)
     if bundle:
-        # Before the schedule exists, so that nothing it needs is ever unreferenced.
+        # The reference is written before the schedule exists, so that the bundle is never
+        # unreferenced.
         note_schedule(bundle, known_as)
     same, others = _find(client, submission.name, wanted)
     if same is not None:
-        action, schedule_id = "is there already", str(same.recurring_run_id)
+        action, schedule_id = "already exists", str(same.recurring_run_id)
         if not _is_enabled(same):
             ask(client.enable_recurring_run, schedule_id)
             action = "was disabled, and is enabled again"
     else:
-        # The new one first, so that nothing is lost if the instance refuses it.
+        # The new schedule is created first, so that nothing is lost if the instance refuses it.
         schedule_id = str(_create(client, wanted).recurring_run_id)
         action = "was changed" if others else "was created"
     removed, remarks = _replace(client, others, known_as, bundle)
@@ -315,8 +316,9 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
 def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Scheduled:
     """Recreate a schedule for the newest version with the steps of this code.
 
-    All settings but the version stay, including the configuration, which may be of the time before
-    the form. The image is that of the version, or `image`, since another one has other steps.
+    All settings except the version are kept, including the configuration, which may be older than
+    the form. The image is the image of the version, or `image`, since other images have other
+    steps.
     """
     check_image(image)
     client = connect(access)
@@ -346,7 +348,7 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
     return Scheduled(
         name=name,
         schedule_id=str(made.recurring_run_id),
-        action="is there already" if is_same else "was made again",
+        action="already exists" if is_same else "was recreated",
         timing=f"cron {when['cron']!r}" if when["cron"] else f"every {when['interval']} s",
         next="",
         removed=removed,
@@ -409,7 +411,7 @@ def unschedule(
     """Remove every schedule of this name, and return their number; raises `ConfigError` if none.
 
     A schedule owns its KFP Workflows: deleting it also deletes its active runs, whose end is never
-    reported. So the schedule is first disabled, then its runs end, then it is deleted.
+    reported. So the schedule is disabled first, and deleted after its runs have ended.
 
     Args:
         access: the instance.
@@ -435,7 +437,7 @@ def unschedule(
 def _wait_for_runs(
     client: Client, schedules: Sequence[Any], on_note: Callable[[str], None], *, cancel: bool
 ) -> None:
-    """Return once no run of these schedules, which are disabled, is active."""
+    """Wait until these disabled schedules have no active run."""
     seen, lost, outage = set[str](), set[str](), kfp_watch.Outage(on_note)
     while True:
         try:
@@ -461,7 +463,7 @@ def _wait_for_runs(
 
 
 def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
-    """Return the line about a run that has to end before its schedule is deleted."""
+    """Return the line about a run that must end before its schedule is deleted."""
     what = f"the schedule is disabled, and removed when its run {run.run_id} has ended"
     if cancel:
         return f"{what}, which is being cancelled"
@@ -470,7 +472,7 @@ def _describe_wait(access: Access, run: RemoteRun, *, cancel: bool) -> str:
 
 
 def _terminate(client: Client, run_id: str) -> bool:
-    """Cancel a run that may be ending already; return whether it will end."""
+    """Cancel a run, which may already be ending; return whether it will end."""
     try:
         ask(client.terminate_run, run_id)
     except InstanceError as error:
@@ -482,13 +484,13 @@ def _terminate(client: Client, run_id: str) -> bool:
 
 
 def _disable(client: Client, schedules: Sequence[Any]) -> None:
-    """Disable schedules; return when the runs that had begun to start are visible."""
+    """Disable schedules; return when the runs that were about to start are visible."""
     enabled = [each for each in schedules if _is_enabled(each)]
     for each in enabled:
         try:
             ask(client.disable_recurring_run, each.recurring_run_id)
         except InstanceError as error:
-            # Someone else has removed it, or its object in the cluster.
+            # Another client has removed the schedule or its object in the cluster.
             if error.status != ABSENT and not error.is_of_absent_workflow:
                 raise
     if enabled:
@@ -511,7 +513,7 @@ def _replace(
 ) -> tuple[int, tuple[str, ...]]:
     """Remove schedules, but only disable those with active runs; see `unschedule`.
 
-    Returns the number of removed ones, and a remark about each of the others.
+    Returns the number of removed schedules, and a remark about each of the others.
     """
     _disable(client, schedules)
     active = {each.recurring_run_id: _active_runs(client, [each]) for each in schedules}
@@ -541,7 +543,7 @@ def _schedule_key(access: Access, name: str) -> str:
 
 
 def _when(timing: Timing) -> tuple[str, str]:
-    """Return a timing in words, and its next time; raises `ConfigError`."""
+    """Return a timing in words and its next time; raises `ConfigError`."""
     if timing.cron is None:
         return f"every {timing.interval} s", ""
     zone = find_zone(timing.zone)
@@ -562,7 +564,7 @@ def _make_wanted(
     client: Client, submission: Submission, timing: Timing, version: Version
 ) -> V2beta1RecurringRun:
     what = f"version {version.name} of {version.pipeline}"
-    # Parameters first, so that a refusal leaves no empty experiment.
+    # The parameters are checked first, so that a refusal leaves no empty experiment.
     parameters = run_parameters(submission.config, submission.image, version.spec, what)
     if timing.cron:
         trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
@@ -604,10 +606,10 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
     same = [
         each
         for each in named
-        # The instance fills in its default if none is given.
+        # The instance uses its default if no value is given.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
-    # An enabled one is preferred to a disabled one.
+    # An enabled schedule is preferred to a disabled one.
     same.sort(key=_is_enabled, reverse=True)
     kept = same[0] if same else None
     return kept, [each for each in named if each is not kept]
@@ -641,21 +643,24 @@ def _meaning(each: Any) -> dict[str, Any]:
 
 
 def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "") -> int:
-    """Remove schedules, and their references to bundles other than `kept`; return their number."""
+    """Remove schedules and their references to bundles other than `kept`.
+
+    Return the number of schedules.
+    """
     for each in schedules:
         try:
-            # Since KFP 2.16 this lets a run that has begun continue; earlier versions ignore it.
+            # Since KFP 2.16, this option lets started runs continue; earlier versions ignore it.
             ask(
                 client.recurring_runs.recurring_run_service_delete_recurring_run,
                 each.recurring_run_id,
                 propagation_policy="ORPHAN",
             )
         except InstanceError as error:
-            # Another client has removed it.
+            # Another client has removed the schedule.
             if error.status != ABSENT:
                 raise
         given = _meaning(each)["parameters"]
-        # A schedule of the time before the form has the bundle as a separate parameter.
+        # In schedules that are older than the form, the bundle is a separate parameter.
         settings = given.get(SETTINGS)
         bundle = (settings if isinstance(settings, Mapping) else given).get("code", "")
         if bundle and bundle != kept:

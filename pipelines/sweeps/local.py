@@ -126,7 +126,7 @@ def sweep(
     on_trial: OnTrial | None = None,
     **sections: Unpack[Sections],
 ) -> SweepResult:
-    """Try settings, choose the best by validation, and promote that one.
+    """Train trials with different settings, choose the best by validation, and promote it.
 
     Args:
         config: with `settings` and `sections`, the common configuration of all trials; see `run`.

@@ -1,4 +1,4 @@
-"""Completion of `--set SECTION.KEY=VALUE`: the keys of the configuration, and what each may be."""
+"""Completion of `--set SECTION.KEY=VALUE`: the keys of the configuration and their values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _section(path: str) -> type[BaseModel]:
 
 
 def _inner(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that a key holds; None for any other key, such as a list of sections."""
+    """Return the section of a key; None for any other key, such as a list of sections."""
     from pydantic import BaseModel
 
     kinds = [each for each in _kinds(field.annotation) if isinstance(each, type)]
@@ -51,7 +51,7 @@ def _inner(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _kinds(kind: Any) -> Iterator[Any]:
-    """Yield the types of which a value may be one."""
+    """Yield the types that a value may have."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         yield from _kinds(args[0])
@@ -63,7 +63,7 @@ def _kinds(kind: Any) -> Iterator[Any]:
 
 
 def _values(key: str, field: FieldInfo) -> list[str]:
-    """Return the values that a key is known to take, its default first."""
+    """Return the known values of a key, with the default first."""
     from flotilla.trainer.config.base import AUTO, AUTOMATIC, OR_AUTO
 
     default = AUTO if field.default == AUTOMATIC else field.default
@@ -78,7 +78,7 @@ def _values(key: str, field: FieldInfo) -> list[str]:
 
 
 def _names(key: str) -> tuple[str, ...]:
-    """Return the names of a key that also takes a name of the user's code."""
+    """Return the names of a key that also accepts a name in the user's code."""
     from flotilla.trainer.config.base import AUTO
     from flotilla.trainer.config.model import MODELS
     from flotilla.trainer.config.optimizer import OF_MODEL, OPTIMIZERS

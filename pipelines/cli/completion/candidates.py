@@ -1,6 +1,6 @@
-"""What may come next on a command line: runs, models, versions and steps of this machine.
+"""Candidates for the completion of a command line: runs, models, versions and steps.
 
-Nothing is asked over the network, and what cannot be read is left out: a completion never fails.
+A completion looks only on this machine and never fails; it leaves out unreadable records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RUNS = "runs"
 
 
 def never_fail(complete: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Return a completion that offers nothing where it would raise an error."""
+    """Return a completion that offers nothing instead of raising an error."""
 
     @wraps(complete)
     def called(*given: Given.args, **named: Given.kwargs) -> Found:
@@ -33,7 +33,7 @@ def never_fail(complete: Callable[Given, Found]) -> Callable[Given, Found]:
 
 @never_fail
 def complete_runs(context: typer.Context) -> Found:
-    """Offer the runs below --workdir, newest first, without those that are named already."""
+    """Offer the runs below --workdir, newest first, without those already on the command line."""
     from flotilla.pipelines.runs.local_status import run_ids
 
     named = context.params.get("runs") or ()
@@ -60,13 +60,13 @@ def complete_models(context: typer.Context) -> Found:
 
 @never_fail
 def complete_versions(context: typer.Context) -> Found:
-    """Offer the versions of the model that is named before, newest first."""
+    """Offer the versions of the model on the command line, newest first."""
     return _versions(context, str(context.params["name"]))
 
 
 @never_fail
 def complete_model_versions(context: typer.Context, incomplete: str) -> Found:
-    """Offer the registered models, or after NAME@ the versions of that one."""
+    """Offer the registered models, or after NAME@ the versions of that model."""
     name, at, _ = incomplete.partition("@")
     if not at:
         return complete_models(context)
@@ -112,7 +112,7 @@ def _workdir(context: typer.Context) -> Path:
 
 
 def _root(context: typer.Context) -> str:
-    """Return the storage root on this machine; raises an error where it is elsewhere."""
+    """Return the storage root; raises an error unless it is on this machine."""
     from flotilla.pipelines.models import choose_root
     from flotilla.trainer import storage
 

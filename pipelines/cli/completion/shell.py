@@ -1,4 +1,4 @@
-"""`flotilla completion`: the script by which a shell asks this program what may come next."""
+"""`flotilla completion`: the script by which a shell requests completions from this program."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def completion(
         typer.Argument(metavar="SHELL", help="The shell: bash, zsh or fish."),
     ],
 ) -> Answer:
-    """Print the script that lets a shell complete commands, options and what they take.
+    """Print the script for shell completion of commands, options and their values.
 
-    It completes ids of runs, models and their versions, steps, keys of the configuration and their
-    values.
+    It also completes ids of runs, models and their versions, steps, and configuration keys with
+    their values.
     """
     script = _BASH.strip()
     if shell != "bash":
@@ -52,7 +52,7 @@ def completion(
 
 
 def rejoin_words(environment: MutableMapping[str, str]) -> None:
-    """Replace the words of bash by those of the line up to the cursor, if that is known."""
+    """Replace the words of bash by the words of the line up to the cursor, if the line is known."""
     line = environment.get("COMP_LINE", "")
     if not line:
         return
@@ -64,7 +64,7 @@ def rejoin_words(environment: MutableMapping[str, str]) -> None:
 
 
 def _split(line: str) -> list[str]:
-    """Return the words of a line whose last quotation may be open."""
+    """Return the words of a line, whose last quote may be open."""
     reader = shlex.shlex(line, posix=True)
     reader.whitespace_split, reader.commenters = True, ""
     words: list[str] = []

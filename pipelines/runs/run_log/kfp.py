@@ -23,7 +23,7 @@ _BEGUN = ("RUNNING", "SUCCEEDED", "FAILED")
 
 
 class LogFollower:
-    """Passes on new lines in the logs of a run."""
+    """Passes on the new lines in the logs of a run."""
 
     def __init__(
         self, client: Client, only: str, view: LogView, on_line: OnLine, on_note: OnNote
@@ -33,7 +33,7 @@ class LogFollower:
         self._only = only
         self._view, self._on_line = view, on_line
         self._on_note = on_note
-        # The position in each log, by its pod.
+        # The position in each log by pod.
         self._texts: dict[str, LogText] = {}
         self._lengths: dict[str, int] = {}
         self._done: set[str] = set()
@@ -80,7 +80,7 @@ class LogFollower:
 
     @property
     def has_found(self) -> bool:
-        """Whether there was any log."""
+        """Return whether there was any log."""
         return bool(self._lengths)
 
 

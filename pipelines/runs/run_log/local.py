@@ -47,7 +47,7 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Where a run has failed: the step to replay, the log with the cause, and the user's frame."""
+    """The place of a failure: the step to replay, the log with the cause, the user's frame."""
 
     step: str
     log: Path
@@ -55,7 +55,7 @@ class Failure:
 
 
 def find_failure(folder: Path) -> Failure | None:
-    """Return where the newest start of a run has failed; None if no step has."""
+    """Return where the newest start of a run failed; None if no step has failed."""
     ends: list[events.StepEnd] = []
     failed: events.TaskFailed | None = None
     trace = ""
@@ -119,7 +119,7 @@ class _File:
 
     @property
     def time(self) -> float:
-        """The time of the last write."""
+        """Return the time of the last write."""
         try:
             return os.stat(self._path).st_mtime
         except OSError:

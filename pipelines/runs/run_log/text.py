@@ -22,8 +22,8 @@ _TASK = re.compile(r"\[((?:chief|worker|ps|evaluator)-\d+)\] ?")
 _REDRAWN = re.compile(r"\r|\\u000d")
 # The timestamp of absl without a time zone: seconds since 1970.
 _ABSL = re.compile(r"[IWEF]\d{4} 00:00:(\d{9,}\.\d+)")
-# Noise of KFP and Argo, by program: how a line begins. A line that ends with an opening bracket, or
-# begins such a document, is followed by it up to the closing bracket.
+# The beginnings of lines that are noise of KFP and Argo, by program. A line that ends with an
+# opening bracket begins a document, which ends at the closing bracket.
 PLUMBING: tuple[tuple[str, str], ...] = (
     ("kfp/dsl/executor_main.py", r"Looking for component `|Loading KFP component \""),
     ("kfp/dsl/executor_main.py", r"--component_module_path is not specified\. "),
@@ -35,7 +35,7 @@ PLUMBING: tuple[tuple[str, str], ...] = (
     ("pip", r"\[notice\] |WARNING: Running pip as the 'root' user"),
 )
 _PLUMBING = re.compile("|".join(pattern for _, pattern in PLUMBING))
-# The end of such a document, by its beginning.
+# The end of such a document by its beginning.
 _DOCUMENTS = (
     (re.compile(r"default session config: "), re.compile(r"$")),
     (
@@ -45,11 +45,11 @@ _DOCUMENTS = (
 )
 # KFP's local runner indents the output of a step, and logs the outputs itself.
 _INDENT, _STREAMED = "    ", "Streamed logs:"
-#: The end of its traceback, which follows the failure of a step.
+#: The end of the runner's traceback, which follows the failure of a step.
 RUNNER_FAILED = re.compile(r"RuntimeError: (?:Pipeline|Task) .* finished with status ")
 _RUNNER = re.compile(r"(\d\d):(\d\d):(\d\d)\.(\d{3}) - [A-Z]+ - ")
 _HALF_A_DAY = 43200.0
-# The event of the step's end says the same.
+# The event at the end of the step has the same content.
 _ERROR_OF_STEP = re.compile(r"flotilla: [a-z_]+: ")
 
 
@@ -61,7 +61,7 @@ class Line:
         time: Unix timestamp; None if neither the line nor an earlier one has one.
         label: the step or training task that wrote it; empty for the current step.
         text: without the timestamp.
-        begins: whether it has its own timestamp, and so begins a record.
+        begins: whether it has a timestamp and therefore begins a record.
         level: of its logger; empty for printed text.
         event: the event in it, if any.
         is_noise: whether it is irrelevant to the run.
@@ -94,7 +94,7 @@ class LogText:
             line = of_task.take(text[task.end() :])
             self._time = line.time or self._time
             return replace(line, time=self._time)
-        # The document of a killed process may have no end.
+        # The document of a killed process may be incomplete.
         if self._closes and not (_EXECUTOR.match(text) or split_stamp(text)[0]):
             self._closes = None if self._closes.match(text) else self._closes
             return self._line(text, is_noise=True)
@@ -130,7 +130,7 @@ class RunnerText(LogText):
     """Parses the log of KFP's local runner, which contains those of the steps."""
 
     def __init__(self, since: float) -> None:
-        """Take the time at which the run began, since the runner's timestamps have no date."""
+        """Store the time at which the run began, since the runner's timestamps have no date."""
         super().__init__()
         self._time = since
         self._is_of_step = self._is_output = False
@@ -165,7 +165,7 @@ def _plain(raw: str) -> str:
 
 
 def split_times(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:
-    """Yield lines with a time each; lines before the first time get that one."""
+    """Yield lines with their times; lines before the first time get the first time."""
     waiting: list[Line] = []
     for line in lines:
         if line.time is None:

@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.user_code import is_users_file
 
-# A repeating line is shown at most once in this share of the time so far.
+# A repeating line is shown at most once per this share of the elapsed time.
 _SHARE = 0.1
 _FRAME = re.compile(r'( *)File "([^"]+)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
@@ -65,29 +65,29 @@ class LogView:
     ) -> None:
         """Show these stages, or all, one training task or all; with `verbose` every line."""
         self.stages, self.task, self._verbose = tuple(stages), task, verbose
-        # The task of training events that name none.
+        # The task of training events that do not name one.
         self.leader = ""
         self._stage = self._pod = ""
-        # By pod, since the lines of several logs may alternate.
+        # The state is kept by pod, since the lines of several logs may alternate.
         self._stage_in: dict[str, str] = {}
         self._begin: Line | None = None
         self._words = LogLines()
         self._paces: dict[type[Event], _Pace] = {}
         self._traceback: list[Line] = []
         self._tracebacks: set[str] = set()
-        # Text and label.
+        # The newest lines as text and label.
         self._recent: deque[tuple[str, str]] = deque(maxlen=_RECENT)
         self._by_library = ""
         self.labels: set[str] = set()
 
     def require_task(self, run_id: str, tasks: Collection[str]) -> None:
-        """Raise a `ConfigError` if the selected task is not one of the run's."""
+        """Raise a `ConfigError` if the run has no such task."""
         if self.task and self.task not in tasks:
             known = nearest(self.task, tasks) or f" (there is {', '.join(tasks) or 'none yet'})"
             raise ConfigError(f"--task: the run {run_id} has no task {self.task!r}{known}")
 
     def enter(self, step: str) -> None:
-        """Treat the lines that follow as those of the pod of a step."""
+        """Treat the following lines as lines of the pod of a step."""
         self._pod, self._stage = step, self._stage_in.get(step, step)
 
     def take(self, line: Line) -> Iterator[LogLine]:
@@ -101,12 +101,12 @@ class LogView:
             yield from self._text(line)
 
     def flush(self) -> Iterator[LogLine]:
-        """Yield the lines that wait for a next line, since there is none for now."""
+        """Yield the lines that wait for a next line, since there is currently none."""
         yield from self._close_traceback()
         yield from self._began()
 
     def end(self) -> Iterator[LogLine]:
-        """Yield the lines that were held back: the run has ended, or is not followed."""
+        """Yield the lines that were held back, at the end of the run or of the log."""
         yield from self.flush()
         yield from self._flush_held()
 
@@ -132,7 +132,7 @@ class LogView:
         return any(each == text and by != label for each, by in self._recent)
 
     def _close_traceback(self) -> Iterator[LogLine]:
-        """Yield a traceback, unless it was shown: the log of a step repeats that of its task."""
+        """Yield a traceback unless the log of the task has already shown it."""
         lines, self._traceback = self._traceback, []
         whole = "\n".join(each.text.strip() for each in lines if each.text.strip())
         is_known = whole in self._tracebacks or RUNNER_FAILED.search(whole) is not None
@@ -206,7 +206,7 @@ class LogView:
     def _make_line(self, line: Line, text: str) -> Iterator[LogLine]:
         label = line.label or self._stage
         self.labels.add(label)
-        # For a short stage, its end is enough.
+        # The end of a short stage is enough.
         yield from self._began()
         self._recent.append((text, label))
         if self._is_selected(label):
@@ -219,7 +219,7 @@ class LogView:
 
 
 def _filter_traceback(lines: Sequence[Line]) -> Iterator[Line]:
-    """Yield a traceback with the user's frames only; all of it if there are none."""
+    """Yield a traceback with only the user's frames, or all frames if there are none."""
     parts: list[tuple[str, list[Line]]] = []
     indent = 0
     for line in lines:
@@ -294,5 +294,5 @@ def _describe_end(event: StepEnd) -> Iterator[str]:
 
 
 def merge_lines(lines: Iterable[Line]) -> list[Line]:
-    """Merge lines of several logs by time; those of one log stay in order."""
+    """Merge lines of several logs by time; the lines of each log remain in order."""
     return sorted(lines, key=lambda line: line.time or 0.0)

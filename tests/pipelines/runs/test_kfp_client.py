@@ -419,7 +419,7 @@ def test_a_schedule_of_the_newest_version_is_recognised(instance, remote, upload
     del uploaded
     words = ("schedule", "--every", "6h", "--latest", *account)
     assert remote(*words).code == 0
-    assert "is there already" in remote(*words).err
+    assert "already exists" in remote(*words).err
     assert len(instance.asked("POST .*recurringruns")) == 1
 
 

@@ -50,7 +50,7 @@ def test_the_same_again_changes_nothing(instance, remote):
     remote(*NIGHTLY)
     before = copy.deepcopy(instance.store.recurring)
     answer = remote(*NIGHTLY)
-    assert (answer.code, "is there already" in answer.err) == (0, True)
+    assert (answer.code, "already exists" in answer.err) == (0, True)
     assert instance.store.recurring == before
     assert len(instance.asked("POST .*recurringruns")) == 1
     assert not instance.asked("DELETE")
@@ -77,7 +77,7 @@ def test_a_change_replaces_it_once(instance, remote, words):
     assert (answer.code, "was changed" in answer.err) == (0, True)
     after = the_schedule(instance)["recurring_run_id"]
     assert after != before
-    assert "is there already" in remote("schedule", *words).err
+    assert "already exists" in remote("schedule", *words).err
     assert the_schedule(instance)["recurring_run_id"] == after
 
 
@@ -120,7 +120,7 @@ def test_names_are_found_over_pages(instance, remote):
         key = f"other-{number}"
         other = {**made, "recurring_run_id": key, "display_name": key}
         instance.store.recurring = {key: other, **instance.store.recurring}
-    assert "is there already" in remote(*NIGHTLY).err
+    assert "already exists" in remote(*NIGHTLY).err
     remote(*NIGHTLY, "--name", "nightly")
     assert len(instance.store.recurring) == 152
 
@@ -183,7 +183,7 @@ def test_a_schedule_of_before_is_made_again(instance, remote):
     old = before(instance, step_memory="16Gi", image="a/old:1")
     answer = remote("reschedule", "digits", "--json")
     assert answer.code == 0, answer.err
-    assert "schedule digits was made again: cron '0 30 2 * * *'" in answer.err
+    assert "schedule digits was recreated: cron '0 30 2 * * *'" in answer.err
     assert "step_memory=16Gi is no longer a run parameter: now --memory of" in answer.err
     made = the_schedule(instance)
     assert made["recurring_run_id"] != old["recurring_run_id"]
@@ -196,7 +196,7 @@ def test_a_schedule_of_before_is_made_again(instance, remote):
     assert "image" not in sent
     [version] = instance.store.versions
     assert made["pipeline_version_reference"]["pipeline_version_id"] == version
-    assert "is there already" in remote("reschedule", "digits").err
+    assert "already exists" in remote("reschedule", "digits").err
     assert the_schedule(instance)["recurring_run_id"] == made["recurring_run_id"]
 
 
