@@ -29,7 +29,7 @@ _LENGTH = 12
 
 @functools.cache
 def mark() -> str:
-    """Return version and digest of this code."""
+    """Return the version and the digest of this code."""
     return f"{version('kfp-flotilla')} {_digest()}"
 
 
@@ -46,7 +46,7 @@ def find_mark(arguments: Sequence[Any]) -> str:
 
 
 def is_of_this_code(compiled_by: str) -> bool:
-    """Return whether a mark, or a missing one, is that of a pipeline with this code's steps."""
+    """Return whether a mark, which may be empty, belongs to a pipeline with this code's steps."""
     return compiled_by.rpartition(" ")[2] == _digest()
 
 
@@ -58,7 +58,7 @@ def check() -> None:
 
 
 def refuse(compiled_by: str) -> NoReturn:
-    """Raise a `ConfigError`: the pipeline of this mark has other steps than this code."""
+    """Raise a `ConfigError`, since the pipeline of this mark has different steps than this code."""
     theirs, own = describe_mark(compiled_by), describe_mark(mark())
     raise ConfigError(
         f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "

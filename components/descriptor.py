@@ -78,12 +78,12 @@ def _read_descriptor(artifact: Any) -> Descriptor:
 # The UI cannot draw a larger matrix legibly, and KFP stores its cells in a database.
 MOST_CLASSES = 50
 # Kubernetes sets this variable in pods next to the service of KFP's API. Without profiles, pods run
-# there; with profiles, in the namespace of the profile.
+# in that namespace; with profiles, they run in the namespace of the profile.
 _API_HERE = "ML_PIPELINE_SERVICE_HOST"
 
 
 def scalars(found: Mapping[str, float]) -> dict[str, float]:
-    """Return all finite metrics, since KFP's database accepts no others."""
+    """Return the finite metrics, since KFP's database accepts no other values."""
     return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 

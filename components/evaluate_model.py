@@ -37,7 +37,7 @@ def evaluate_model(
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
     checkpoint_descriptor: dsl.Input[dsl.Model] = None,
 ) -> str:
-    """Return "blessed" or "refused"; `decision_uri` is the URI of the reasons."""
+    """Return "blessed" or "refused"; `decision_uri` is the URI of the decision."""
     from flotilla.components.evaluate_model import work
     from flotilla.components.records.record import run
 

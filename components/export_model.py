@@ -34,7 +34,7 @@ def export_model(
     checkpoint_descriptor: dsl.Input[dsl.Model] = None,
     decision_descriptor: dsl.Input[dsl.Artifact] = None,
 ) -> str:
-    """Export the checkpoint that the decision at its URI has blessed; return "promoted" or not."""
+    """Export the checkpoint that the decision has blessed; return "promoted" or "refused"."""
     from flotilla.components.export_model import work
     from flotilla.components.records.record import run
 
@@ -48,7 +48,7 @@ def work(step: Step) -> str:
 
 
 def export(step: Step) -> str:
-    """Export the model; raises `UserError` if it is not blessed, or if the result differs."""
+    """Export the model; raises `UserError` if it is not blessed or the exported model differs."""
     with scratch_folder() as scratch:
         descriptor.check(step.dataset_descriptor, step.dataset)
         descriptor.check(step.checkpoint_descriptor, step.checkpoint)

@@ -1,4 +1,7 @@
-"""The exit step, which runs after success, refusal and failure: ends the job and reports."""
+"""The exit step, which runs after success, refusal and failure.
+
+Ends the job and writes the report.
+"""
 
 import logging
 from contextlib import suppress
@@ -31,7 +34,7 @@ def finish(
     report: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
-    """End the rest of the training cluster; write the report of the run."""
+    """End the remaining training cluster and write the report of the run."""
     from flotilla.components.finish import work
     from flotilla.components.records.record import run
 
@@ -39,12 +42,12 @@ def finish(
 
 
 def work(step: Step) -> None:
-    """Run its one stage."""
+    """Run the only stage of the step."""
     step.stage("finish", end_and_report)
 
 
 def end_and_report(step: Step) -> None:
-    """End remaining parts of the training cluster, and write the report even if that fails."""
+    """End the remaining training cluster, and write the report even if this fails."""
     found = step.root
     # Without a root the first step has failed and reported its error.
     with suppress(UserError):

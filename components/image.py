@@ -17,7 +17,7 @@ def component(function: Callable[..., Any]) -> Any:
     return make_component(function, IMAGE)
 
 
-#: Keys of the secret; each existing one becomes an environment variable of the same name.
+#: The keys of the secret; each existing key becomes an environment variable of the same name.
 SECRET_KEYS = (*KFP_KEYS, *BOTO_KEYS)
 
 

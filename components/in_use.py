@@ -1,7 +1,7 @@
 """Marks that a dataset or a bundle is in use, so that retention does not remove it.
 
 A run writes `<root>/in_use/NAME/used.json`, then checks for a removal. A removal writes
-`removing-*.json` there, then checks for a use. So at least one of the two sees the other.
+`removing-*.json` there, then checks for a use. So at least one of them sees the other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flotilla.trainer.storage.waiting import is_recent, wait_until
 
 FOLDER = "in_use"
 _USED, _REMOVING = "used.json", "removing"
-# A removal that takes longer than this was killed.
+# A removal that takes longer than this counts as killed.
 _SECONDS = 600.0
 _POLL_SECONDS = 0.5
-# For times that were converted to a `datetime` and back.
+# The tolerance for times that were converted to a `datetime` and back.
 _ROUNDING = 1e-5
 
 
@@ -33,7 +33,7 @@ def use(uri: str) -> bool:
     """Mark `<root>/<folder>/<name>` as used; return whether it is still published."""
     root, path = storage.parent_of(storage.parent_of(uri)), _relative_path(uri)
     _write(root, path, _USED)
-    # A removal that begins from now on sees the use.
+    # A removal that begins after this point sees the use.
     wait_until(
         lambda: not any(_removals(root, path).values()),
         lambda: f"the end of `flotilla gc`, which is about to remove {uri}",
@@ -47,7 +47,7 @@ def publish_code(config: Config, folder: str | Path, root: str) -> tuple[Config,
     """Publish the user's code below `root`, marked as used; return configuration and bundle."""
     bundle = publish(Path(folder), root)
     while not use(bundle.uri):
-        # Retention has removed it at this moment.
+        # Retention has removed it in the meantime.
         bundle = publish(Path(folder), root)
     return config.model_copy(update={"code": bundle.uri}), bundle
 
@@ -55,7 +55,7 @@ def publish_code(config: Config, folder: str | Path, root: str) -> tuple[Config,
 def last_use(root: str, path: str) -> float:
     """Return the Unix time when `path` below `root` was last used; 0 for never.
 
-    A mark that is unreadable, or ahead of this clock, counts as the present.
+    A mark that is unreadable or in the future counts as the present time.
     """
     now, at = time.time(), _mark_time(root, path, _USED)
     if isinstance(at, int | float):

@@ -1,7 +1,7 @@
-"""All names of the KFP SDK that this project uses and KFP may rename without a word.
+"""All private names of the KFP SDK that this project uses and that KFP may rename without notice.
 
-Nothing of KFP is imported before it is used: a running step loads this module too.
-`tests/components/test_kfp_internals.py` names each of them, and tries it.
+KFP is imported only when it is used, since a running step also loads this module.
+`tests/components/test_kfp_internals.py` tests each name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-#: KFP reads this variable on import, and loads only what a running step needs.
+#: KFP reads this variable on import, and then loads only the modules that a running step needs.
 RUNTIME = "_KFP_RUNTIME"
 _EXECUTOR = "kfp.dsl.executor_main"
 #: The modules of a running step.
@@ -27,7 +27,7 @@ def make_component(function: Callable[..., Any], image: str) -> Any:
     """Make a KFP component from a function; inside a running step return the function."""
     from kfp import dsl
 
-    # A running step has no compiler.
+    # A running step does not load the compiler.
     if not hasattr(dsl, "component"):
         return function
     return dsl.component(function, base_image=image, install_kfp_package=False)
@@ -40,7 +40,7 @@ def add_arguments(component: Any, arguments: Sequence[str]) -> None:
 
 
 def load_without_client() -> None:
-    """Import KFP without its client and that of Kubernetes, which take most of the import."""
+    """Import KFP without its client and the Kubernetes client, which are slow to import."""
     os.environ[RUNTIME] = "true"
     import_module("kfp")
     del os.environ[RUNTIME]
@@ -48,7 +48,7 @@ def load_without_client() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCommand:
-    """The command by which KFP's local runner starts a step: its component and its arguments."""
+    """The command with which KFP's local runner starts a step: its component and its arguments."""
 
     name: str
     source: str
@@ -69,8 +69,11 @@ def parse_command(command: Sequence[str]) -> StepCommand | None:
 
 
 def replace_local_runner(run: RunCommand) -> None:
-    """Let `run` start the steps of KFP's local runner, or that runner where `run` returns None."""
-    # It takes a second to load.
+    """Let `run` start the steps of KFP's local runner.
+
+    The runner starts a step itself if `run` returns None.
+    """
+    # This module takes a second to load.
     from kfp.local import subprocess_task_handler
 
     before = subprocess_task_handler.run_local_subprocess
@@ -85,7 +88,7 @@ def replace_local_runner(run: RunCommand) -> None:
 
 
 def make_client_type() -> Any:
-    """Return the class of KFP's client that reads no file and sends no request when it is created.
+    """Return a class of KFP's client whose constructor reads no file and sends no request.
 
     A subclass has `make_configuration`, which returns the configuration of the requests.
     """
@@ -98,7 +101,8 @@ def make_client_type() -> Any:
             return self.make_configuration()
 
         def _load_context_setting_or_default(self) -> None:
-            # Not empty, or the constructor would send a request without a timeout.
+            # The value must not be empty, since the constructor would send a request without a
+            # timeout.
             self._context_setting = {"namespace": "-"}
 
         def set_user_namespace(self, namespace: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from flotilla.components.kubernetes.engine import Engine
     from flotilla.components.kubernetes.names import Tree
 
-# Set for a step in a debugger, which trains in the step's process.
+# This variable is set for a step in a debugger, which trains in the process of the step.
 DEBUGGER = "FLOTILLA_DEBUGGER"
 # The Kubernetes engines; `auto` uses the first one that the cluster serves.
 ENGINES: tuple[Launcher, ...] = ("jobset", "tfjob")
@@ -54,7 +54,7 @@ def require_shared(config: Config, root: str) -> None:
     here = storage.local_path(root)
     if not here:
         return
-    # It imports the Kubernetes client, as above.
+    # The import includes the Kubernetes client, as above.
     from flotilla.components.kubernetes.pods.template import replicas
 
     place, settings = PurePosixPath(here), config.cluster.kubernetes
@@ -104,7 +104,7 @@ def _launch_here(job: Job) -> None:
         task.train_here(job)
         return
     if os.environ.get(events.VARIABLE):
-        # The starter of the run follows the events of its tasks.
+        # The process that started the run follows the events of its tasks.
         local.launch(job)
         return
     with local.relay_logs(job.workdir, relay):
@@ -135,7 +135,7 @@ def end(settings: Mapping[str, Any], run_id: str) -> None:
         try:
             delete_jobs(engine(name), config.cluster.kubernetes, run_id)
         except UserError as error:
-            # The jobs of the other engine are ended all the same.
+            # The jobs of the other engine are still ended.
             failed.append(error)
     if failed:
         raise failed[0]

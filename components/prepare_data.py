@@ -52,9 +52,9 @@ def prepare_data(
     "Prepared",
     [("config", str), ("root", str), ("run_id", str), ("dataset_uri", str), ("Output", str)],
 ):
-    """Publish the dataset of the form; return "ready", "unchanged" or "refused", and where it is.
+    """Publish the dataset of the form; return "ready", "unchanged" or "refused", and its URI.
 
-    `published` is the URI of a dataset to train on, in place of one that is prepared. Only a whole
+    `published` is the URI of a published dataset to train on instead. Only a whole
     run returns "unchanged": an earlier run has promoted a model of the same files.
     """
     from flotilla.components.prepare_data import work
@@ -77,7 +77,7 @@ class Prepared(NamedTuple):
 
 
 def work(step: Step) -> Prepared:
-    """Run the stages until one of them ends the run without training."""
+    """Run the stages until a stage ends the run without training."""
     resolved = step.stage("resolve_config", resolve)
     run = resolved._asdict()
     if run.pop("is_unchanged"):
@@ -91,7 +91,7 @@ def work(step: Step) -> Prepared:
 
 
 def resolve(step: Step) -> resolve_config.Resolved:
-    """Make the configuration; for an unchanged run write all outputs, as KFP's UI expects."""
+    """Make the configuration; for an unchanged run, write all outputs, which KFP's UI expects."""
     resolved = resolve_config.work(step)
     if resolved.is_unchanged:
         for artifact in (step.dataset, step.validation):
@@ -104,7 +104,7 @@ def resolve(step: Step) -> resolve_config.Resolved:
 def _try_model(step: Step, config: str) -> Iterator[None]:
     """Try the model on the first rows while the block runs; a mistake ends the block and is raised.
 
-    On this machine the runner does so, in parallel with all steps.
+    On this machine, the runner does this in parallel with all steps.
     """
     if run_store.is_local_run():
         yield
@@ -115,7 +115,7 @@ def _try_model(step: Step, config: str) -> Iterator[None]:
     def end(mistake: ConfigError) -> None:
         mistakes.append(mistake)
         if not is_over.is_set():
-            # Like any stop request, this leaves no process behind.
+            # As with any stop request, no process remains.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def refuse(_stage: Step) -> None:
@@ -135,7 +135,7 @@ def _try_model(step: Step, config: str) -> Iterator[None]:
 
 
 def prepare(step: Step) -> tuple[str, str]:
-    """Publish the dataset, or reuse it; return its URI, and the configuration with its choices."""
+    """Publish or reuse the dataset; return its URI and the configuration with its choices."""
     with run_store.scratch_folder() as scratch:
         from flotilla.trainer.data import prepare
 
@@ -146,7 +146,7 @@ def prepare(step: Step) -> tuple[str, str]:
         exact = section.model_copy(update={"version": chosen})
         prepared = prepare.prepare(exact, step.root, scratch)
         while not in_use.use(prepared.uri):
-            # Retention has removed it at this moment.
+            # Retention has removed it in the meantime.
             prepared = prepare.prepare(exact, step.root, scratch)
         fields = prepared.manifest.fields
         version = fields["version"]
@@ -167,7 +167,7 @@ def prepare(step: Step) -> tuple[str, str]:
 
 def validate(step: Step) -> str:
     """Apply the data gate, with the champion's dataset; return `accepted` or `refused`."""
-    # It imports SciPy, which takes longer than an unchanged run.
+    # This module imports SciPy, which takes longer than an unchanged run.
     from flotilla.trainer.data_gate import validate
 
     settings = load_bundle(step.config)

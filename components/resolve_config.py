@@ -30,13 +30,13 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.storage import patterns
 
-# The keys under which the digest of the listing, and the source it belongs to, are pinned.
+# The keys of the pinned digest of the listing and of the source that it belongs to.
 _FILES, _LISTED = "listing of data.source", "what was listed"
 _log = logging.getLogger(__name__)
 
 
 class Resolved(NamedTuple):
-    """The arguments of the next stages; `is_unchanged` if an earlier run has done the same work."""
+    """The arguments of the next stages; `is_unchanged` if an earlier run did the same work."""
 
     config: str
     root: str
@@ -55,7 +55,7 @@ def _refuse(step: Step) -> None:
 
 
 def work(step: Step) -> Resolved:
-    """Check the form, and record a refusal; return the configuration and where to store results."""
+    """Check the form, and record a refusal; return the configuration and the place for results."""
     contract.check()
     artifact, config = step.configuration, from_form(vars(step))
     root = run_store.find_root(config.storage.root, artifact.uri, step.kfp_run_id)
@@ -124,8 +124,8 @@ def add_champion(config: Config, root: str) -> Config:
 def add_positive(config: Config, root: str) -> Config:
     """Return the configuration with the champion's positive classes if it sets none.
 
-    Of two classes of similar size, the rarer one may change from run to run, and with it the
-    meaning of an answer.
+    Of two classes of similar size, the rarer one may change between runs, and with it the meaning
+    of a prediction.
     """
     task = config.task
     if task.name not in (AUTO, *OF_TWO_CLASSES, "multi_output"):
@@ -150,7 +150,7 @@ def add_positive(config: Config, root: str) -> Config:
 def add_listing(config: Config, root: str) -> Config:
     """Return the configuration with the digest of the chosen files as its `data.version`.
 
-    The listing is stored below `root`, where preparation reads it: a file that arrives meanwhile
+    The listing is stored below `root`, where preparation reads it: a file that arrives later
     belongs to the next run. Raises `UserError`.
     """
     data = config.data
@@ -163,7 +163,7 @@ def add_listing(config: Config, root: str) -> Config:
 
 def _require_same_source(data: DataConfig) -> None:
     """Raise a `ConfigError` if the run has listed the files of another source."""
-    # Another working folder does not change which file a relative path means.
+    # Relative paths are resolved, so that another working folder does not change their files.
     asked = [data.spans, data.source, os.path.abspath(data.source)]
     # If the listing fails, the run has no files yet.
     listed = run_store.read_pinned(_LISTED) if run_store.read_pinned(_FILES) else ""
@@ -184,7 +184,7 @@ def _list_files(config: Config, root: str) -> str:
     taken = listing.select_spans(found, data.spans, before.spans)
     spans = ", ".join(taken.spans)
     if before.version and found.spans and not spans:
-        # The listing is known even if some files were removed.
+        # The listing exists even if some files were removed.
         _log.info("data.source: the champion was trained on all %d spans", len(found.spans))
         return before.version
     listing.publish(taken, root)
@@ -214,7 +214,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
     if config.model.name != AUTO:
         return config
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset), learnt_of_dataset(dataset))
-    # Another version may choose another model, which checkpoints of the run do not fit.
+    # Another version may choose a different model, which does not match the checkpoints of the run.
     name, why = choice.of_dataset(spec)
     if before := _model_before():
         name, why = before.name, "an earlier start of this run has chosen it"
@@ -226,7 +226,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
 
 
 def _model_before() -> ModelConfig | None:
-    """Return the model that was chosen when this run last trained here, if one was."""
+    """Return the model that was chosen when this run last trained here, if any."""
     with suppress(KeyError, OSError, ValueError, UserError):
         at = storage.uri_of(os.environ[run_store.RUN_FOLDER])
         started = parse_mapping(storage.read_bytes(storage.join(at, run_store.CONFIG)))
@@ -246,14 +246,14 @@ def _choose_length(config: Config, dataset: str) -> Config:
 
 
 def find_finished_run(config: Config, root: str) -> str:
-    """Return the earlier run that has finished the same work on the same files; empty if none."""
+    """Return the earlier run that finished the same work on the same files, if any."""
     if not config.data.source or config.training.when_unchanged == "train":
         return ""
     return run_store.pin_once("run that has finished", lambda: trained.find_finished(config, root))
 
 
 def _enter_bundle(code: str, root: str, run_id: str) -> dict[str, str]:
-    """Put the bundle of a run on the path, and mark it as used; do nothing without one."""
+    """Put the bundle of a run on the path and mark it as used; do nothing if there is no bundle."""
     if not code:
         return {}
     bundle.enter(code)

@@ -78,7 +78,7 @@ class StepSpec:
 
     @property
     def kfp_name(self) -> str:
-        """The name that KFP gives the component and its task."""
+        """Return the name that KFP gives the component and its task."""
         return self.name.replace("_", "-")
 
 
@@ -109,7 +109,7 @@ STEPS = (
         may_use_gpus=True,
         loads="flotilla.trainer.evaluation.evaluate",
     ),
-    # It compares the model with a champion that the gate has not seen.
+    # This stage may compare the model with a champion that the gate did not compare.
     StepSpec(
         name="export_model",
         stages=(
@@ -128,7 +128,7 @@ STEPS = (
         is_exit_step=True,
     ),
 )
-#: The steps of a sweep in place of training and the exit step; see `pipelines/sweeps/pipeline.py`.
+#: The steps of a sweep that replace training and the exit step; see `pipelines/sweeps/pipeline.py`.
 SWEEP_STEPS = tuple(
     StepSpec(name=name, stages=(StageSpec(name=name),), deadline_seconds=seconds, is_light=light)
     for name, seconds, light in (
@@ -138,7 +138,7 @@ SWEEP_STEPS = tuple(
     )
 )
 STAGES = tuple(stage for step in STEPS for stage in step.stages)
-#: The stage that reports any mistake in the configuration, whenever it is found.
+#: The stage that reports every mistake in the configuration.
 FIRST_STAGE = STAGES[0].name
 #: The step that runs at the end of every complete run.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
@@ -148,7 +148,7 @@ PREPARE, TRAIN, EVALUATE, EXPORT = (step.name for step in STEPS if not step.is_e
 
 
 def find_step(name: str) -> StepSpec:
-    """Return the row of a step, by its own name or KFP's; raises `LookupError`."""
+    """Return the row of a step by its name or KFP's name; raises `LookupError`."""
     for step in (*STEPS, *SWEEP_STEPS):
         if name in (step.name, step.kfp_name):
             return step
@@ -164,15 +164,15 @@ def find_step_of_stage(stage: str) -> StepSpec:
 
 
 def list_stages_after(stage: str, step: str) -> list[str]:
-    """Return the names of a step's stages after the given one; all if that is empty."""
+    """Return the names of a step's stages after the given stage; all stages if it is empty."""
     names = [each.name for each in find_step(step).stages]
     return names[names.index(stage) + 1 :] if stage in names else names
 
 
 def name_step_of(stage: str) -> str:
-    """Return the name of the step that runs a stage; that of a stage without a row itself.
+    """Return the name of the step that runs a stage, or the name of a stage without a row.
 
-    A record may be of another version, or of another pipeline.
+    A record may belong to another version or another pipeline.
     """
     try:
         return find_step_of_stage(stage).name
@@ -199,7 +199,7 @@ def _find_stage(name: str) -> StageSpec | None:
 
 
 def output_kind(name: str) -> Output | None:
-    """Return the kind of a stage's output; None for no output, and for an unknown stage."""
+    """Return the kind of a stage's output; None if there is no output or no such stage."""
     return next((stage.output for stage in STAGES if stage.name == name), None)
 
 

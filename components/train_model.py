@@ -39,7 +39,7 @@ def train_model(
 
 
 def work(step: Step) -> str:
-    """Run its one stage."""
+    """Run the only stage of the step."""
     return step.stage("train_model", train)
 
 
@@ -52,12 +52,12 @@ def train(step: Step) -> str:
 
     manifest = storage.read_manifest(step.dataset)
     spec = DatasetSpec.from_manifest(manifest)
-    # Checked before a cluster is requested.
+    # The check runs before a cluster is requested.
     plan_streaming(settings, manifest, settings.cluster.workers)
-    # Loaded now, since it is otherwise first used after training.
+    # The module is loaded now, since it would otherwise be loaded only after training.
     require_slices(settings, spec.features, spec.targets)
     if settings.cluster.launcher != "local":
-        # In a pod this runs before the pods of the cluster start; on this machine the chief does
+        # In a pod, this runs before the pods of the cluster start; on this machine, the chief does
         # it.
         fitting.require(settings, step.dataset)
     step.output.held = gather_report.count_resources(settings.model_dump())
@@ -87,7 +87,7 @@ def _metrics(found: SelectedCheckpoint) -> dict[str, Any]:
         **{name: value for name, value in found.validation.items() if name == by.column},
         "handed_on_as": found.why,
         **found.fields["metrics"],
-        # The manifest lacks an evaluator's metrics.
+        # The manifest does not have the metrics of an evaluator.
         **found.validation,
     }
     begun = {name: found.fields.get(name) for name in ("warmed_from", "warm_start")}

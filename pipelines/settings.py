@@ -72,7 +72,7 @@ def value_text(key: str, value: Any) -> str:
             if parse_value(text, key) == text:
                 return text
         except ConfigError:
-            # It is invalid YAML without quotes.
+            # Without quotes, the text is not valid YAML.
             pass
         value = text
     try:

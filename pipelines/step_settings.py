@@ -53,7 +53,7 @@ def check_target(pipeline_root: str, service_account: str) -> None:
 _DAY = 24 * 3600
 #: Deadline of the whole run, longer than the deadlines of all its steps together.
 RUN_SECONDS = 35 * _DAY
-#: How long the pods of an ended run, and with them their logs, are retained.
+#: Seconds for which the pods of an ended run and their logs are retained.
 RETENTION_SECONDS = 7 * _DAY
 _GPU = "nvidia.com/gpu"
 # KFP replaces this text by the run id everywhere in a compiled pipeline, before it creates pods.
@@ -207,8 +207,8 @@ class StepPods:
             kubernetes.add_pod_label(task, key, value)
         for name, value in self.variables.items():
             task.set_env_variable(name, value)
-        # A light step runs where KFP's pods run: the last one reports, even if other nodes are
-        # full.
+        # A light step runs on the nodes of KFP's pods, so that the exit step reports even if other
+        # nodes are full.
         if not step.is_light:
             self._place(task)
         if step.name == PREPARE:

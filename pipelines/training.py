@@ -23,7 +23,7 @@ from flotilla.trainer.config.form import FIELDS, SETTINGS, Field, to_form
 from flotilla.trainer.config.schema import Config
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
-#: The field of the form that is not a configuration key.
+#: The run parameter that is not a configuration key.
 IMAGE_FIELD = Field(name="image", key=(), type=str, description="image of all steps and tasks")
 # Prefix of the URI where a run publishes.
 _BEFORE = "storage_root"
@@ -81,7 +81,7 @@ class Wiring:
         row = find_step(component.name)
         task = component(**inputs)
         self._place(task, row, self.given)
-        # A dataset is identified by its key; the other steps depend on more than their inputs.
+        # Only the dataset is cached by its key; the other steps depend on more than their inputs.
         task.set_caching_options(False)
         return task
 
@@ -167,7 +167,7 @@ def training_on(wiring: Wiring, dataset: Any) -> None:
 
 
 def _leave_unchanged(_task: Any, _row: StepSpec, _given: Mapping[str, Any]) -> None:
-    """Leave a task unchanged: a local step is a process."""
+    """Leave a task unchanged, since a local step is a process."""
 
 
 def local_pipeline(wire: Any, name: str, *more: inspect.Parameter) -> Any:

@@ -54,7 +54,7 @@ KIND = JobKind(
     ),
 )
 PORT_NAME = "grpc"
-# Here Kubernetes counts the failures of one task. Flotilla counts those of all tasks.
+# Kubernetes counts the failures of one task here; Flotilla counts the failures of all tasks.
 BACKOFF_LIMIT = 1000
 
 
@@ -134,7 +134,7 @@ def _backoff_limit(settings: JobConfig) -> int:
 
 
 def _failure_policy() -> Tree:
-    """Return the policy for the exits of a pod; the rule for a lost pod has to be first."""
+    """Return the policy for the exits of a pod; the rule for a lost pod must come first."""
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     final = {
         "containerName": names.CONTAINER,
@@ -209,7 +209,7 @@ class JobSets(Engine):
         return bool(tree["spec"].get("suspend"))
 
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how a job has ended; None if it has not."""
+        """Return how a job has ended; None if it has not ended."""
         if condition(tree, "Completed"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")

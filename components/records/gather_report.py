@@ -58,7 +58,7 @@ def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:
-    """Return the task and GPU time that training used; empty if it never trained."""
+    """Return the task and GPU time that training used; empty if there was no training."""
     train = next((step for step in steps if step.step == find_maker("checkpoint").name), None)
     # The configuration of another version may lack a section, or name another strategy.
     held: Mapping[str, Any] = {}
@@ -82,8 +82,8 @@ _LINEAGE = (
     "run_id", "commit", "image", "code", "config", "dataset", "fingerprint", "checkpoint",
     "evaluation", "decision",
 )  # fmt: skip
-# A KFP instance reports `COMPLETE` or `SUCCEEDED`, depending on its version, and `RUNNING` where it
-# lost count; the local runner also reports `SUCCESS`.
+# A KFP instance reports `COMPLETE` or `SUCCEEDED`, depending on its version, and `RUNNING` if it
+# lost track of the run; the local runner also reports `SUCCESS`.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE")
 _CANCELED = ("CANCELED", "CANCELLED")
 #: The state of a run whose steps are retried after its end.
@@ -184,7 +184,7 @@ def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str,
 def _facts(step: StepRecord) -> dict[str, Any]:
     return {
         **to_tree(step),
-        # A record of an earlier version lacks it.
+        # A record of an earlier version does not have it.
         "output": output_kind(step.step) or "",
         "tries": step.tries,
         "earlier_seconds": step.earlier_seconds,
@@ -220,7 +220,7 @@ def _verdict(
         return "refused"
     if any(ends_well(each.step, each.metrics.get("decision")) for each in steps):
         return UNCHANGED
-    # Accepted data are not a blessed model.
+    # Accepted data does not imply a blessed model.
     return str(decision.get("decision", "done")).replace("accepted", "done")
 
 
@@ -259,7 +259,7 @@ def _list_published(state: str, root: str, run_id: str) -> list[StepRecord]:
 
 
 class _Made:
-    """The published results of this run's steps; otherwise the newest of each kind is used."""
+    """The published results of this run's steps; without them, the newest result of each kind."""
 
     def __init__(self, steps: list[StepRecord], root: str, run_id: str, *, every: bool) -> None:
         self._steps, self._root, self._run_id, self._every = steps, root, run_id, every
@@ -370,7 +370,7 @@ def _check_value(data: bytes, where: str, of: type[Any]) -> Any:
 
 @contextmanager
 def _skip_unreadable() -> Iterator[None]:
-    # For a failed run, a report with a gap is better than no report.
+    # For a failed run, an incomplete report is better than no report.
     try:
         yield
     except (UserError, ValueError, OSError) as error:

@@ -51,18 +51,18 @@ from flotilla.trainer.runtime.output import stamps, streams
 from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
 
-# Set by a runner that was asked to stop: then only the exit step does its work.
+# A runner that was asked to stop sets this variable; only the exit step then does its work.
 STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
-# A failing operation has already retried until its own deadline, which is minutes for a store.
+# A failing operation has already been retried until its deadline, which is minutes for a store.
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
 # Seconds between two records of a running stage.
 PROGRESS_SECONDS = 30.0
 # Errors of a full disk.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# The termination message of a pod, which Argo passes to KFP; a node keeps this many bytes of it.
+# The file of a pod's termination message, which Argo passes to KFP, and its limit in bytes.
 TERMINATION_LOG, TERMINATION_BYTES = Path("/dev/termination-log"), 2048
-# The number of the newest incidents that a record keeps.
+# The maximum number of incidents in a record; the newest are kept.
 _MOST_INCIDENTS = 200
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -89,7 +89,7 @@ class Step(SimpleNamespace):
     The arguments of a stage also include `output`, a `StepOutput`.
     """
 
-    #: The stage that began last.
+    #: The stage that started last.
     last = ""
 
     def stage(self, name: str, work: Callable[[Step], _Result], **more: Any) -> _Result:
@@ -118,7 +118,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
             _note_call(name, given, at)
             return work(step)
     except RunInterruptedError as error:
-        # Between two stages; the next one reports it.
+        # The request came between two stages; the next stage reports it.
         for stage in list_stages_after(step.last, name)[:1]:
             with record_stage(stage, at):
                 raise
@@ -127,7 +127,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
 
 def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:
     """Record the arguments of the step, so that it can be replayed."""
-    # No message: the step itself reports an unavailable store.
+    # There is no message, since the step itself reports an unavailable store.
     with step_record.harmless(""):
         run_store.write_given(run_store.record_call(name, given), at)
 
@@ -190,7 +190,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
     try:
         check_variables()
         with _interruptible(course.note_request):
-            # The exit step works even if the run was asked to stop.
+            # The exit step does its work even if the run was asked to stop.
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
@@ -212,7 +212,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         course.end("failed", FAILED, f"bug in {course.name}: {words}")
         if isinstance(error, SystemExit):
-            # The user's exit code may be that of success.
+            # The user's code may exit with 0.
             raise SystemExit(FAILED) from error
         raise
     course.end("done", DONE)
@@ -229,7 +229,7 @@ def _full_disk(error: BaseException) -> str:
 
 
 def _leave_message(message: str) -> None:
-    """Write the termination message of the pod, the only trace if the record cannot be written.
+    """Write the termination message of the pod, which is needed if the record cannot be written.
 
     The file exists only in a container.
     """
@@ -265,7 +265,7 @@ class _Course:
 
     @contextmanager
     def publishing_progress(self) -> Iterator[None]:
-        """Publish the progress of the stage in its record at intervals, if others read it there."""
+        """Publish the progress of the stage in its record at intervals, if others read it."""
         if not self.at:
             yield
             return
@@ -284,7 +284,7 @@ class _Course:
             yield
         finally:
             loop.stop()
-            # The record of the end comes after all progress.
+            # The record of the end is written after all progress.
             loop.join()
 
     def fail(self, error: str, code: int, trace: str) -> None:

@@ -129,13 +129,16 @@ def read_pinned(key: str) -> str:
 def pin(key: str, value: str) -> None:
     """Pin the value of `key` for this run; raises `UserError` if it cannot be written."""
     if folder := os.environ.get(RUN_FOLDER):
-        # An atomic write: earlier values have to survive a full disk.
+        # The write is atomic, since earlier values must survive a full disk.
         uri = storage.join(storage.uri_of(folder), PINNED)
         storage.write_bytes(uri, json.dumps({**_read_all_pinned(), key: value}).encode())
 
 
 def pin_once(key: str, find: Callable[[], str]) -> str:
-    """Return the value that the run has pinned for `key`; if none, pin the result of `find`."""
+    """Return the value that the run has pinned for `key`.
+
+    If there is none, pin the result of `find`.
+    """
     values = _read_all_pinned()
     if key not in values:
         pin(key, values.setdefault(key, find()))
@@ -143,7 +146,7 @@ def pin_once(key: str, find: Callable[[], str]) -> str:
 
 
 def _read_all_pinned() -> dict[str, str]:
-    # Nothing is pinned yet, or the file was damaged.
+    # No value is pinned yet, or the file is damaged.
     with suppress(KeyError, OSError, ValueError):
         tree = parse_mapping(Path(os.environ[RUN_FOLDER], PINNED).read_bytes())
         return {str(key): str(value) for key, value in tree.items()}
@@ -155,8 +158,8 @@ class Given:
     """The arguments of a step at its last start.
 
     Attributes:
-        arguments: the plain ones, by name.
-        artifacts: the others: `uri`, and for an input `tree`, the content of its file.
+        arguments: the plain arguments by name.
+        artifacts: the other arguments: `uri`, and for an input `tree`, the content of its file.
         code: digest by name of each of the user's modules in the configuration.
     """
 
@@ -170,7 +173,7 @@ class Given:
 
 
 def record_call(step: str, call: Mapping[str, Any]) -> Given:
-    """Return the record of a step that begins now; `call` holds its arguments by name."""
+    """Return the record of a step that begins now; `call` has its arguments by name."""
     plain = {name: value for name, value in call.items() if isinstance(value, _PLAIN)}
     others = {name: _describe_argument(value) for name, value in call.items() if name not in plain}
     return Given(
@@ -195,7 +198,7 @@ def _describe_argument(value: Any) -> dict[str, Any]:
 def find_config(arguments: Mapping[str, Any]) -> Config | None:
     """Return the configuration among a step's arguments; None if it is missing or invalid."""
     try:
-        # The first step takes the form.
+        # The first step has the form as its arguments.
         if "storage_root" in arguments:
             return from_form(arguments)
         return Config.model_validate_json(str(arguments.get("config", "")))
@@ -218,7 +221,7 @@ def _digest(module: str) -> str:
     try:
         return user_code.digest("code", module)
     except ConfigError:
-        # The step itself reports it.
+        # The step itself reports this error.
         return ""
 
 

@@ -39,8 +39,8 @@ from flotilla.trainer.storage.retry import run_parallel, shorter_retry
 log = logging.getLogger(__name__)
 # The events from which the records and the outcome of a run are made.
 OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
-# Seconds that a store may fail before a step continues without its record. A step that is asked to
-# stop has about a second.
+# Seconds for which requests to a store are retried before a step continues without its record. A
+# step that is asked to stop has about a second.
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
@@ -79,24 +79,24 @@ class StepRecord(StepResult):
 
     @property
     def main(self) -> MainMetric | None:
-        """The metric by which models are compared, if the step reports one."""
+        """Return the metric that models are compared by, if the step reports one."""
         if not self.main_metric:
             return None
         return MainMetric(name=self.main_metric, better=self.better)
 
     @property
     def tries(self) -> int:
-        """The number of attempts, including the last."""
+        """Return the number of attempts, including the last one."""
         return len(self.earlier) + 1
 
     @property
     def earlier_seconds(self) -> float:
-        """The seconds of all attempts before the last."""
+        """Return the seconds of all attempts before the last one."""
         return round(sum(each.seconds for each in self.earlier), 2)
 
     @property
     def spent(self) -> float:
-        """The seconds of all attempts."""
+        """Return the seconds of all attempts."""
         return self.seconds + self.earlier_seconds
 
 
@@ -117,7 +117,7 @@ def step_records(state: RunState) -> tuple[StepRecord, ...]:
 
 
 def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
-    """Return `step_records`, and as skipped the steps that only earlier starts have reached."""
+    """Return `step_records`, and as skipped the steps that only earlier starts reached."""
     earlier, last = _split_by_start(state)
     reached = {each.step for each in last}
     missed = {each.step: each for each in earlier if each.step not in reached}
@@ -130,7 +130,7 @@ def all_step_records(state: RunState) -> tuple[StepRecord, ...]:
 def lost_stage(steps: Sequence[StepRecord]) -> str:
     """Return the stage that a killed step did not reach; empty if it reached all.
 
-    A process that is killed between two stages leaves no message.
+    A process that is killed between two stages writes no message.
     """
     reached = [each for each in steps if each.step != EXIT_STEP.name and each.status != "skipped"]
     with suppress(LookupError, IndexError):
@@ -180,7 +180,7 @@ class PublishedRecord:
     def __init__(self, step: str, at: str) -> None:
         """Publish below `at`, the URI of the run; publish nothing if it is empty."""
         self.at, self._has_failed = at, False
-        # Set by the exit step, if it ran before this step began.
+        # The exit step sets this, if it ran before this step began.
         self.reported: StepRecord | None = None
         self._record = StepRecord(step=step, status="running", began=now())
 
@@ -230,14 +230,17 @@ class PublishedRecord:
 
     @contextmanager
     def _never_in_the_way(self) -> Iterator[None]:
-        # One line is enough: the end is attempted all the same.
+        # One line is enough, since the end is published in any case.
         what = "" if self._has_failed else f"the record of {self._record.step}"
         with harmless(what) as failures:
             yield
         self._has_failed = self._has_failed or bool(failures)
 
     def _attempt_seconds(self, before: StepRecord) -> float:
-        """Return the duration of an earlier attempt; a killed one lasted until it was last seen."""
+        """Return the duration of an earlier attempt.
+
+        A killed attempt lasted until it was last seen.
+        """
         if before.ended is not None:
             return before.ended - before.began
         seen = self.reported.began if self.reported else 0.0
@@ -292,7 +295,7 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
 
 
 def _is_missed(record: StepRecord, began: Mapping[str, float]) -> bool:
-    """Return whether the step of a stage has started again since, with an earlier stage."""
+    """Return whether the step of a stage has restarted since then with an earlier stage."""
     with suppress(LookupError):
         names = [each.name for each in find_step_of_stage(record.step).stages]
         earlier = names[: names.index(record.step)]
@@ -331,7 +334,7 @@ def _read_record(uri: str) -> StepRecord | None:
 def harmless(what: str) -> Iterator[list[Exception]]:
     """Log store failures in this block to standard error, and raise none of them."""
     failed: list[Exception] = []
-    # The step itself has to report its end, whatever fails here.
+    # The step must report its end, whatever fails here.
     try:
         with shorter_retry(_RETRY_SECONDS):
             yield failed

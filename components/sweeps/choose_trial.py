@@ -42,7 +42,7 @@ class Chosen(NamedTuple):
 
 
 def work(step: Step) -> Chosen:
-    """Run its one stage."""
+    """Run the only stage of the step."""
     return step.stage("choose_trial", choose)
 
 
@@ -55,7 +55,7 @@ def choose(step: Step) -> Chosen:
         here.get(each.number) or run_trial.read_trial(step.root, step.run_id, each)
         for each in plan.trials
     ]
-    # If all trials of a rung failed, earlier results still count.
+    # If all trials of a rung failed, earlier results are used.
     best = find_best(every, plan.objective)
     if best is None:
         error = next((each.error for each in every if each.error), "none has ended")

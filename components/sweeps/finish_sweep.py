@@ -1,4 +1,4 @@
-"""The exit step of a sweep: ends the jobs of all trials, writes their table, finishes the run."""
+"""The exit step of a sweep: ends the jobs of all trials and writes their table and the report."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -33,7 +33,7 @@ def finish_sweep(
     summary: dsl.Output[dsl.Markdown],
     trials: dsl.Output[dsl.Markdown],
 ) -> None:
-    """End what is left of the training jobs; write the table of the trials and the report."""
+    """End the remaining training jobs; write the table of the trials and the report."""
     from flotilla.components.sweeps.finish_sweep import run_step
 
     run_step(locals())

@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.json_records import parse, read_record, tree_of
 from flotilla.trainer.sweeps.sweep import FAILED, Sweep, Trial
 
-#: The result of the step of a place without a trial.
+#: The result of a step whose place has no trial.
 EMPTY = "{}"
 # Fields that training does not accept.
 _OWN = ("sweep", "place", "rung")
@@ -74,7 +74,7 @@ def run_step(call: Mapping[str, Any]) -> str:
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:
-        # It has reported its error; the run as a whole was asked to stop.
+        # The stage has reported its error: the whole run was asked to stop.
         if ended.code == INTERRUPTED:
             raise
         record = _find_record(root, trial.run_id)
@@ -111,7 +111,7 @@ def trial_run_id(run_id: str, number: int) -> str:
 
 
 def read_trial(root: str, run_id: str, planned: Trial) -> Trial:
-    """Return a trial as last published, or as planned if it has not ended yet."""
+    """Return the published trial, or the planned one if it has not ended yet."""
     with suppress(storage.Missing):
         text = storage.read_bytes(_uri(root, run_id, planned.number))
         return read_record(Trial, text) or planned

@@ -48,7 +48,7 @@ KIND = JobKind(
         "tfjobs.kubeflow.org, is not installed; flotilla doctor shows how to install it"
     ),
 )
-# The operator's names of the roles, and of the port that it expects.
+# The operator's names for the roles and for the port that it expects.
 REPLICAS = {"chief": "Chief", "ps": "PS", "worker": "Worker", "evaluator": "Evaluator"}
 PORT_NAME = "tfjob-port"
 INDEX_LABEL = "training.kubeflow.org/replica-index"
@@ -188,7 +188,7 @@ class TFJobs(Engine):
         return bool(tree["spec"].get("runPolicy", {}).get("suspend"))
 
     def end(self, tree: Tree) -> JobEnd | None:
-        """Return how a job has ended; None if it has not."""
+        """Return how a job has ended; None if it has not ended."""
         if condition(tree, "Succeeded"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")
@@ -223,7 +223,7 @@ class TFJobs(Engine):
         return Stop(KIND, tree, Task(role=role.lower(), index=0), template)
 
     def bring_back(self, api: Api, pod: Tree) -> None:
-        """Do nothing: the operator replaces a pod itself."""
+        """Do nothing, since the operator replaces a pod itself."""
 
     def reporters(self, _api: Api, tree: Tree) -> Sequence[str]:
         """Return the uid of the job, whose events the operator writes."""

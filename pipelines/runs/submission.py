@@ -114,7 +114,7 @@ def submit(
     code: str | Path = "",
     **target: Unpack[Target],
 ) -> Submitted:
-    """Start a run on a KFP instance and return at once; see `follow`.
+    """Start a run on a KFP instance and return without waiting; see `follow`.
 
     Args:
         config: a configuration, its YAML file, a mapping, or None for the default.
@@ -122,7 +122,8 @@ def submit(
         instance: the KFP instance; from the environment by default.
         file: a compiled pipeline to run instead of an uploaded version.
         name: of the run; from the configuration and the time when empty.
-        code: folder of your modules, which the steps import; those of the image if empty.
+        code: folder of your modules, which the steps import; if empty, they import the modules of
+        the image.
         target: see `Target`.
 
     Raises:
@@ -176,7 +177,7 @@ def package_to_send(file: str | Path | None, version: str) -> Package | None:
 
 
 def start(client: Client, submission: Submission) -> Submitted:
-    """Check a run, as far as this machine can, and start it; raises `UserError`."""
+    """Check a run as far as this machine can, and start it; raises `UserError`."""
     for note in check(submission.config, is_remote=True).notes:
         log.info("%s", note)
     version = None

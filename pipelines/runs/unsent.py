@@ -1,7 +1,7 @@
-"""Sends to MLflow what earlier runs of this machine could not send, and ends killed ones there.
+"""Sends the missing data of earlier runs on this machine to MLflow, and ends killed runs there.
 
-A run has the file `UNSENT` in its folder until MLflow has all of it. The rest is read from the
-run's own records, so that the file stays small.
+A run has the file `UNSENT` in its folder until MLflow has all of its data. The data is read from
+the records of the run, so that the file remains small.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from flotilla.trainer.runtime.errors import DONE, UserError
 from flotilla.trainer.tracking import addresses, mlflow_run
 from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun, Unsent
 
-# How many of the newest runs one command completes.
+# The maximum number of runs that one command completes, newest first.
 MOST_RUNS = 20
-# The end of a command waits so long for the rest of earlier runs.
+# Seconds that the end of a command waits for the data of earlier runs.
 CLOSE_SECONDS = 5.0
 CONFIG, EVENTS = "config.json", "events.jsonl"
 log = logging.getLogger(__name__)
@@ -36,18 +36,18 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
-    """Send the rest of earlier runs below `workdir`, and the champion of a model, meanwhile."""
+    """Send the missing data of earlier runs and the champion of a model in the background."""
     if not addresses.is_tracked():
         yield
         return
 
     def work() -> None:
         try:
-            # Whether the tracker is away is found out, and said, by the run itself.
+            # The run itself detects and reports an unavailable tracker.
             mlflow_run.health()
             send_unsent(workdir)
             registration.announce_again(root, model)
-        # A tracker that fails never fails a run; the next one tries again.
+        # A failing tracker never fails a run; the next run tries again.
         except Exception as error:
             log.debug("not sent to the tracker: %s", error)
 
@@ -60,7 +60,7 @@ def sending_unsent(workdir: Path, root: str, model: str) -> Iterator[None]:
 
 
 def send_unsent(workdir: Path) -> None:
-    """Send the rest of the runs below `workdir` that have ended, newest first."""
+    """Send the missing data of the ended runs below `workdir`, newest first."""
     places = sorted(workdir.glob(f"*/{UNSENT}"), key=_modified, reverse=True)
     for place in places[:MOST_RUNS]:
         with _locked(place.parent) as is_free:
@@ -94,7 +94,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _send(folder: Path, left: Unsent) -> bool:
-    """Send the rest of one run; return whether MLflow has it, or it is given up."""
+    """Send the missing data of one run; return whether nothing remains to be sent."""
     if left.sendings >= MOST_SENDINGS:
         with suppress(OSError):
             (folder / UNSENT).unlink()
@@ -102,7 +102,7 @@ def _send(folder: Path, left: Unsent) -> bool:
     replace(left, sendings=left.sendings + 1).write(folder)
     history = folder / EVENTS
     try:
-        # A sweep has no configuration in its folder, and needs none to end.
+        # A sweep has no configuration in its folder, and its end does not need one.
         if not (folder / CONFIG).exists():
             sent = LocalRun(None, folder.name, history)
             return sent.end("interrupted", "its process was killed")
@@ -122,6 +122,6 @@ def _judge(history: Path) -> RunResult:
 
 
 def _is_killed(result: RunResult) -> bool:
-    """Return whether a run has ended without a step that failed: one that was lost has no end."""
+    """Return whether a run was killed: it has ended, but no step has failed."""
     failed = [each for each in result.steps if each.status == "failed"]
     return result.status == "failed" and all(each.ended is None for each in failed)

@@ -28,7 +28,7 @@ from flotilla.pipelines.runs.kfp_client import (
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 NEWEST = "created_at desc"
-# A version includes its whole spec, 80 kB for ours.
+# A version includes its whole spec, which is 80 kB for Flotilla's pipeline.
 _VERSIONS = 5
 # Maximum number of names searched for a similar one.
 _SOME = 20
@@ -47,12 +47,12 @@ class Version:
 
     @property
     def is_of_this_code(self) -> bool:
-        """Whether it has the steps of this code."""
+        """Return whether it has the steps of this code."""
         return contract.is_of_this_code(read_mark(self.spec))
 
     @property
     def origin(self) -> str:
-        """Its origin in words."""
+        """Return its origin in words."""
         mark = read_mark(self.spec)
         if mark:
             return f"was compiled by {contract.describe_mark(mark)}"
@@ -150,7 +150,7 @@ def find_version(client: Client, name: str, wanted: str) -> Version:
 
 
 def newest_version(client: Client, name: str) -> Version:
-    """Return the newest version of the pipeline `name`; raises `ConfigError` without one."""
+    """Return the newest version of the pipeline `name`; raises `ConfigError` if there is none."""
     newest = next(versions(client, name, _find_pipeline(client, name), most=1), None)
     if newest is None:
         raise _no_version(name)
@@ -233,8 +233,8 @@ def _find_wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Ve
 
 
 def _create(client: Client, name: str) -> str:
-    # Without a version, since the first one would get the name of the pipeline, not that of its
-    # content.
+    # The pipeline is created without a version, since the first version would get the name of the
+    # pipeline.
     body = V2beta1Pipeline(name=name, display_name=name, namespace=client.access.namespace or None)
     create = partial(ask, client.pipelines.pipeline_service_create_pipeline, pipeline=body)
     return create_or_find(create, "pipeline_id", partial(find_pipeline_id, client, name))

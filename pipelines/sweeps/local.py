@@ -57,7 +57,7 @@ from flotilla.trainer.tracking.tracker import LocalRun
 
 OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
-# Seconds until a stop request is passed on, at most.
+# The maximum number of seconds until a stop request is passed on.
 LOOK_SECONDS = 0.2
 #: The configuration of the best trial, in the folder of a sweep.
 BEST = "best.yaml"
@@ -66,7 +66,7 @@ _CODES = {"blessed": DONE, "done": DONE, "unchanged": DONE, "refused": REFUSED}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SweepResult:
-    """How a sweep ended.
+    """The result of a sweep.
 
     Attributes:
         status: of the best run: `blessed` or `refused`; `failed` or `interrupted`.
@@ -85,17 +85,17 @@ class SweepResult:
 
     @property
     def sweep_id(self) -> str:
-        """The id with which a sweep is resumed."""
+        """Return the id to resume the sweep with."""
         return self.sweep.sweep_id
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """All trials, in the order of their numbers."""
+        """Return all trials in the order of their numbers."""
         return self.sweep.trials
 
     @property
     def best(self) -> Trial | None:
-        """The best trial by validation; None until it is chosen."""
+        """Return the best trial by validation; None until it is chosen."""
         return self.sweep.chosen
 
     def __repr__(self) -> str:
@@ -159,7 +159,7 @@ def sweep(
 
 
 def make_result(sweep: Sweep, run: RunResult) -> SweepResult:
-    """Return the result of a sweep, from the run of its best trial."""
+    """Return the result of a sweep from the run of its best trial."""
     return SweepResult(
         sweep=sweep, status=run.status, exit_code=run.exit_code, message=run.message,
         metrics=dict(sweep.test), artifacts=run.artifacts,
@@ -167,7 +167,7 @@ def make_result(sweep: Sweep, run: RunResult) -> SweepResult:
 
 
 def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
-    """Create a new sweep, or return the one to resume; raises `UserError`."""
+    """Create a new sweep, or return the sweep to resume; raises `UserError`."""
     if resume is None:
         return start(options, workdir)
     if options != SweepOptions(parallel=options.parallel):
@@ -256,7 +256,7 @@ def _execute(begun: Study, parallel: int, on_trial: OnTrial, hear: OnEvent) -> R
 
 
 def write_best(begun: Study) -> None:
-    """Write the configuration of the best trial so far next to the journal, if there is one."""
+    """Write the configuration of the best trial so far, if any, next to the journal."""
     if best := begun.sweep.chosen or find_best(begun.sweep.trials, begun.sweep.objective):
         config = make_config(begun.sweep.base, best.settings).model_dump(mode="json")
         text = f"# Trial {best.number} of {begun.sweep.sweep_id}.\n" + yaml.safe_dump(
@@ -310,7 +310,7 @@ class _Workers:
         self._passed_on: dict[str, int] = {}
 
     def train(self) -> bool:
-        """Train; return whether it was interrupted."""
+        """Train all trials; return whether training was interrupted."""
         with ThreadPoolExecutor(self._parallel) as pool, handle_interrupts(self._interrupt):
             try:
                 self._begin(pool)
@@ -319,7 +319,7 @@ class _Workers:
                     self._begin(pool)
             finally:
                 was_interrupted = bool(self._requests)
-                # Any exit from the loop ends the trials too.
+                # Any exit from the loop also ends the trials.
                 self._requests = self._requests or 1
                 while self._running:
                     self._wait(keep=False)
@@ -394,7 +394,7 @@ class _Workers:
         elif result.status == "interrupted" and (self._requests or self._is_over()):
             self._keep(replace(known, status=trials.INTERRUPTED, error=""))
         else:
-            # A cancelled trial would otherwise be restarted for ever.
+            # Otherwise a cancelled trial would be restarted endlessly.
             error = known.error or f"its run ended as {result.status}"
             self._keep(replace(known, status=trials.FAILED, error=error))
         write_page(self._begun)
@@ -412,7 +412,7 @@ class _Workers:
         self._on_trial(self._sweep, trial)
 
     def _forward_stop(self) -> None:
-        """Ask each training run to stop; at the second request, at once."""
+        """Ask each training run to stop; the second request stops it immediately."""
         number = signal.SIGTERM if self._requests <= 1 else signal.SIGKILL
         for each in self._running.values():
             # A second SIGTERM would end the upload of the last checkpoint.

@@ -57,7 +57,7 @@ def sweep_pipeline(
     """Return the pipeline of a sweep, with its configuration as the default of each parameter."""
 
     def sweeping(wiring: Wiring, text: Any) -> None:
-        """Train the trials of a sweep; promote the best one where the gate lets it."""
+        """Train the trials of a sweep; promote the best one if it passes the gate."""
         _sweeping(wiring, sweep, parallel, text)
 
     signature = make_signature(image, to_form(sweep.base))

@@ -36,7 +36,7 @@ from flotilla.trainer.sweeps.sweep import (
 MOST_PARALLEL = 64
 # A NumPy generator takes 32 bits; a resumed sweep adds its number of trials to the seed.
 MOST_SEED = 1 << 31
-# Trials of `--auto`: their number, and their maximum if a time limit ends the sweep.
+# The number of trials of `--auto`, and their maximum number if a time limit ends the sweep.
 TRIALS, TRIALS_BY_TIME = 20, 200
 MOST_MINUTES = 60 * 24 * 365
 
