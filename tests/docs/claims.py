@@ -1,4 +1,7 @@
-"""The claims of a document: each command, setting and path exists; each check gives its reason."""
+"""Checks of the claims in a document: every command, setting and path exists.
+
+Each check returns the reason of a failure.
+"""
 
 import re
 import tomllib
@@ -25,9 +28,9 @@ FLOTILLA = {"flotilla", ".venv/bin/flotilla"}
 
 
 def refusal(words, *, whole=True):
-    """Return why the command line would refuse these words, or nothing.
+    """Return why the command line would refuse these words, or None.
 
-    Where a page only speaks of a command it need not be `whole`: arguments may be left out.
+    Unless `whole` is set, required arguments may be missing, as in prose.
     """
     command, path, rest = GROUP, "flotilla", list(words[1:])
     while below := getattr(command, "commands", None):
@@ -50,7 +53,7 @@ def refusal(words, *, whole=True):
 
 
 def wrong_space(params):
-    """Return why a sweep would refuse its search space, or nothing."""
+    """Return why a sweep would refuse its search space, or None."""
     if params["resume"]:
         return ""
     if params["auto"]:
@@ -69,11 +72,11 @@ def wrong_space(params):
 
 
 def wrong_settings(params):
-    """Return why a run would refuse its configuration, or nothing."""
+    """Return why a run would refuse its configuration, or None."""
     path = params.get("config")
     if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
         return f"there is no {path}"
-    # The page shows a file that the reader writes, and its check is there; either passes.
+    # The page shows a file that the reader writes, so its check may also pass.
     is_here = bool(path) and (ROOT / path).is_file() and str(path).endswith((".yaml", ".yml"))
     refusals = []
     for base in [ROOT / path] if is_here else [ROOT / "configs/digits.yaml", None]:
@@ -87,7 +90,7 @@ def wrong_settings(params):
 
 
 def wrong_make(words):
-    """Return which target, or variable, `make` would not know, or nothing."""
+    """Return the target or variable that `make` does not know, or None."""
     for word in words[1:]:
         name, is_variable, value = word.partition("=")
         if name not in (VARIABLES if is_variable else TARGETS):
@@ -99,7 +102,7 @@ def wrong_make(words):
 
 
 def wrong_task(words):
-    """Return why `python -m flotilla.trainer` would refuse these words, or nothing."""
+    """Return why `python -m flotilla.trainer` would refuse these words, or None."""
     try:
         _parser().parse_args(words[words.index("flotilla.trainer") + 1 :])
     except SystemExit as end:
@@ -108,7 +111,7 @@ def wrong_task(words):
 
 
 def wrong_command(words, *, whole=True):
-    """Return why a command is none, or nothing; those of other programs are not looked at."""
+    """Return why a command is invalid, or None; commands of other programs are not checked."""
     if words[0] in FLOTILLA:
         return refusal(words, whole=whole)
     if words[0] == "make":
@@ -124,7 +127,7 @@ def wrong_command(words, *, whole=True):
 
 
 def wrong_kubectl(words):
-    """Return which kustomization of this repository does not exist, or nothing."""
+    """Return the kustomization that does not exist in this repository, or None."""
     folders = [
         after
         for word, after in pairwise(words)
@@ -135,7 +138,7 @@ def wrong_kubectl(words):
 
 
 def wrong_install(words):
-    """Return which extra of the package does not exist, or nothing."""
+    """Return the extra that does not exist in the package, or None."""
     for word in words:
         package, bracket, extra = word.partition("[")
         if bracket and package == "kfp-flotilla" and extra.rstrip("]") not in EXTRAS:
@@ -146,7 +149,7 @@ def wrong_install(words):
 
 
 def wrong_key(word):
-    """Return why a key of the configuration, with a value or not, is none, or nothing."""
+    """Return why a configuration key, with or without a value, is invalid, or None."""
     key, _, value = word.partition(": ")
     if value:
         try:
@@ -168,7 +171,7 @@ def wrong_key(word):
 
 
 def missing_path(word):
-    """Say whether a word looks like a path of this repository and is none."""
+    """Return whether a word looks like a path of this repository but does not exist."""
     if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", word) or word.split("/")[0] not in TOP:
         return False
     return not any(ROOT.glob(word.rstrip("/")))

@@ -15,7 +15,7 @@ _BREAKS = {"|", "||", "&", "&&", ";", "(", ")", "$", "<", ">", ">>", ">&"}
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A block of code: its language (none where it is indented), its first line, its text."""
+    """A block of code: its language (none if it is indented), its first line, its text."""
 
     language: str
     line: int
@@ -32,14 +32,14 @@ class Page:
         return [block for block in self.blocks if block.language == language]
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield the place and the words of every command in a block of a shell."""
+        """Yield the place and the words of every command in a shell block."""
         for block in (*self.of(""), *self.of("sh")):
             for number, line in _logical(block):
                 for words in simple_commands(line):
                     yield f"{self.path}:{number}", words
 
     def inline(self) -> list[str]:
-        """Return what is set as code within the prose."""
+        """Return the inline code in the prose."""
         return _INLINE.findall(self.prose)
 
     def links(self) -> list[str]:
@@ -87,7 +87,7 @@ def page(path: Path, text: str) -> Page:
 
 
 def simple_commands(line: str) -> list[list[str]]:
-    """Return the words of each command of a line, without variables before and redirections."""
+    """Return the words of each command in a line, without leading variables and redirections."""
     lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = "#"
@@ -106,7 +106,7 @@ def fragment(heading: str) -> str:
 
 
 def _logical(block: Block) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a block, those that end with a backslash as one with the next."""
+    """Yield the lines of a block; a line that ends with a backslash is joined to the next line."""
     pending, begin = "", block.line
     for number, line in enumerate(block.text.splitlines(), start=block.line):
         begin = begin if pending else number

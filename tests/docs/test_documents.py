@@ -1,4 +1,4 @@
-"""The documents are true: the commands, settings, paths, links and targets in them exist."""
+"""Tests that the commands, settings, paths, links and targets in the documents exist."""
 
 import ast
 import importlib
@@ -24,7 +24,7 @@ from tests.house_rules.source import files, python_files, text
 from tests.house_rules.test_sizes import BUDGETS
 
 PAGES = [read(ROOT / path, ROOT) for path in files() if path.suffix == ".md"]
-# The changes name what was removed.
+# The changelog names removed commands and settings.
 NOT_OF_THE_PAST = pytest.mark.parametrize(
     "document",
     [each for each in PAGES if each.path.name != "CHANGELOG.md"],
@@ -67,7 +67,7 @@ def test_every_snippet_of_a_configuration_is_valid(document):
         tree = yaml.load(block.text, yaml.CSafeLoader)
         assert isinstance(tree, dict), block.line
         if "apiVersion" not in tree:
-            # The check includes the job: a setting that the engine lacks is rejected.
+            # The check includes the job, so a setting that the engine does not support is rejected.
             config = parse_config(tree)
             kind = "JobSet" if config.cluster.launcher == "jobset" else "TFJob"
             assert render_job(config)["kind"] == kind
@@ -82,7 +82,7 @@ def test_every_key_of_the_configuration_is_one(document):
 
 
 def is_module(word):
-    """Say whether a word such as `storage.newest` or `training.py` names a module, or a file."""
+    """Return whether a word such as `storage.newest` or `training.py` is a module or a file."""
     package, _, name = word.partition(".")
     return name in {"html", "py", "yaml"} or (ROOT / "trainer" / package / f"{name}.py").exists()
 
@@ -152,7 +152,7 @@ def test_every_call_of_the_public_interface_is_one(document):
 
 
 def public_name(node):
-    """Return the name below `flotilla` that a page calls, or nothing."""
+    """Return the name below `flotilla` that a page calls, or None."""
     words = ast.unparse(node)
     return words.removeprefix("flotilla.") if re.fullmatch(r"flotilla(\.\w+)+", words) else ""
 
@@ -323,7 +323,7 @@ ANOTHER = {
 
 
 def refused_keys():
-    """Return the first cells of the table of what is left out."""
+    """Return the first cells of the table of settings to leave out."""
     part = MOVE.read_text(encoding="utf-8").partition("| leave out |")[2].partition("\n\n")[0]
     return re.findall(r"^\| `([\w.]+)`", part, re.MULTILINE)
 
@@ -379,7 +379,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def behaviours_of(folder):
-    """Return the lines of the list: a behaviour, and its test."""
+    """Return the lines of the list, each with a behaviour and its test."""
     lines = (TESTS / folder / "README.md").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.startswith("- ")]
 

@@ -194,7 +194,7 @@ def guide(name):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A user's folder: the files that three guides ask for, and the table of the first."""
+    """Create a user's folder with the files of three guides and the table of the first guide."""
     for name, module in MODULES.items():
         block, *_ = guide(name).of("python")
         assert f"`{module}.py`" in guide(name).prose
@@ -230,7 +230,7 @@ def test_own_dataset_model_and_strategy_make_a_blessed_model(folder):
 
 @pytest.fixture
 def fine_tuned(tmp_path):
-    """A user's folder with the files of the guide to fine-tuning, and what it pretrains."""
+    """Create a user's folder with the files and the pretrained model of the fine-tuning guide."""
     (block,), (configuration,) = guide("fine-tuning").of("python"), guide("fine-tuning").of("yaml")
     (tmp_path / "photographs.py").write_text(block.text)
     (tmp_path / "fine-tuned.yaml").write_text(configuration.text)
@@ -296,7 +296,7 @@ LABELS = RANDOM.normal(150, 80, 60).astype("float32")
 
 @pytest.fixture
 def task_folder(tmp_path, monkeypatch):
-    """A user's folder with the files of the page."""
+    """Create a user's folder with the files of the page."""
     (tmp_path / "quantiles.py").write_text(CODE.text)
     (tmp_path / "quantiles.yaml").write_text(CONFIGURATION.text)
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
@@ -361,7 +361,7 @@ def test_what_it_does_not_take_is_refused(module, dtype, quantiles, words):
 
 
 def fitted(task_folder):
-    """Try the page's run, without preparing its dataset."""
+    """Try the run of the page without preparing its dataset."""
     return dry_run.fit(load_config(task_folder / "quantiles.yaml"), task_folder / "scratch")
 
 

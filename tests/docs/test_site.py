@@ -1,4 +1,4 @@
-"""The site is built without a warning, asks no other host, and its search has every page."""
+"""The site is built without warnings, contacts no other host, and its search has every page."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 pytest.importorskip("mkdocs", reason="the extra docs is not installed")
 
-# What a user types into the search, and a page whose entries in the index have the words.
+# A query that a user types, and a page whose index entries have these words.
 QUESTIONS = {
     "tensorflow serving": "start/predictions.html",
     "exit code": "start/failures.html",

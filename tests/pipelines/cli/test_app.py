@@ -23,7 +23,7 @@ KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """Be in an empty folder: what is written by default would be written there."""
+    """Change to an empty folder, which receives all files that are written by default."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
@@ -47,7 +47,7 @@ def flotilla(monkeypatch, capsys):
 
 @pytest.fixture
 def refused(flotilla):
-    """Run what has to be refused, with and without `--json`; return the one line."""
+    """Run a command that must be refused, with and without `--json`; return its error line."""
 
     def call(*arguments, code=2):
         assert flotilla(*arguments)[:2] == (code, "")
@@ -73,7 +73,7 @@ def test_a_run_that_was_spelled_wrong(refused, here, command):
     assert refused(command, "--resume", "digits-20250101-000000-aaab").endswith(
         "below runs; did you mean 'digits-20250101-000000-aaaa'?"
     )
-    # The newest run by time, not by name.
+    # The newest run is determined by time, not by name.
     assert refused(command, "--resume", "?").endswith(" (newest: a-b-20250102-000000-bbbb)")
     assert refused(command, "--resume", "../runs").startswith("no run '../runs' below runs")
 

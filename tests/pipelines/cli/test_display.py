@@ -86,7 +86,7 @@ def test_elsewhere_it_shows_the_whole_path(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert where("file:///elsewhere/runs/x%20y") == "/elsewhere/runs/x y"
-    # A name with the same prefix is not below it.
+    # A path with the same prefix is not below the folder.
     assert where(storage.uri_of(tmp_path / "here-too")) == f"{tmp_path}/here-too"
 
 

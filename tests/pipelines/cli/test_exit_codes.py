@@ -40,14 +40,13 @@ ENDPOINT = "--endpoint http://127.0.0.1:9"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How a command is called, and how it is made to end in another way.
-
-    Attributes:
-        words: what follows the command where all is well.
-        mistake: the same with a mistake of the user.
-        calls: what does the work, in place of which an error is raised.
-        returns: what that returns where the work itself is tested elsewhere; by default it is done.
-        also: what else is replaced.
+    """How a command is called, and how a test makes it end differently. Attributes:
+    words: the arguments of a successful call.
+    mistake: the arguments with a mistake of the user.
+    calls: the function that does the work, which a test replaces by an error.
+    returns: the value that replaces the work if other tests cover it; by default the work is
+    done.
+    also: other replaced names.
     """
 
     words: str = ""
@@ -211,7 +210,7 @@ ROWS = {
         returns=Contents(uri="u", global_step=1, created="", bytes=1, parts=(1,), variables={}),
     ),
 }
-# The commands that end as refused if the data, the model or all trials are refused.
+# The commands that end with `refused` if the data, the model or all trials are refused.
 JUDGING = {
     **dict.fromkeys(("run", "prepare", "train", "sweep"), result_of("refused", REFUSED)),
     "replay": replay_of("refused", REFUSED),
@@ -221,7 +220,7 @@ COMMANDS = [name for name, _ in flat(typer.main.get_command(app.app).commands)]
 
 @pytest.fixture
 def called(tmp_path, monkeypatch, capsys):
-    """Call a command where two runs have begun, and a model has two versions."""
+    """Call a command in a folder with two started runs and a model with two versions."""
     monkeypatch.chdir(tmp_path)
     for name in ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
@@ -250,7 +249,10 @@ def called(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def ends(monkeypatch, called):
-    """Call a command so that it ends in one way, and again for a program; return the message."""
+    """Call a command so that it ends in a given way, then again with `--json`.
+
+    Return the message.
+    """
 
     def end(name, words, code, does=None):
         row = ROWS[name]

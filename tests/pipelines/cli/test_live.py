@@ -43,7 +43,7 @@ def progress(step, time, **fields):
 
 @pytest.fixture
 def lines_of(capsys):
-    """Show events, and return the lines on standard error; nothing goes to standard output."""
+    """Show events and return the lines on standard error; standard output must be empty."""
 
     def show(*events):
         with Display() as display:
@@ -141,7 +141,7 @@ def test_progress_with_a_terminal_is_a_bar(lines_of):
     assert "150/300" in text
     assert "loss 0.25 " in text
     assert "━" in text
-    # The cursor is hidden while it draws, and shown again afterwards.
+    # The cursor is hidden while the view is drawn, and shown again afterwards.
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 
@@ -272,7 +272,7 @@ def work(share=0.43, time=1000.0, **fields):
 
 
 class TestWork:
-    """How far a piece of work is: below its step on a terminal, a line every half minute else."""
+    """The progress of work: below its step on a terminal, otherwise a line every 30 seconds."""
 
     def test_without_a_terminal_it_is_a_line_every_half_minute(self, lines_of):
         assert lines_of(
@@ -356,7 +356,7 @@ def sweep_of(*trials, rungs=(0,)):
 
 
 class TestSweep:
-    """The sweep as a whole: trials by their state, the best so far, and the time left."""
+    """The view of a sweep: trials by state, the best trial so far, and the time left."""
 
     @pytest.fixture
     def display(self, monkeypatch):
@@ -398,7 +398,8 @@ class TestSweep:
     def test_of_each_rung_a_third_goes_on(self):
         trials = [trial(1, "running", 0.8), *(trial(each, "done", 0.7) for each in range(2, 10))]
         found = sweep_of(*trials, rungs=(100, 300, 900))
-        # 9 of 100 steps, 3 of 200, 1 of 600; the first is half of the way to its second rung.
+        # Trials with 9 of 100 steps, 3 of 200 and 1 of 600; the first is half way to its second
+        # rung.
         assert found.share({}) == pytest.approx(900 / 2100)
         at_work = replace(trials[0], rung=1)
         assert sweep_of(at_work, *trials[1:], rungs=(100, 300, 900)).share({1: 0.5}) == (

@@ -1,4 +1,4 @@
-"""The console script from its start: signals while it loads, and closed streams."""
+"""The start of the console script: signals while it loads, and closed streams."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from flotilla.pipelines.cli.__main__ import ANSWER, INTERRUPTED
 from flotilla.pipelines.cli.exit import failure
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
-# Modules in the order in which `flotilla prepare` loads them, the first of them after the handlers.
+# Modules in the order in which `flotilla prepare` loads them after the handlers are set.
 FIRST, COMMANDS, LAST = (
     "flotilla.pipelines.cli.app",
     "flotilla.pipelines.cli.kfp",
@@ -24,7 +24,7 @@ FIRST, COMMANDS, LAST = (
 
 @pytest.fixture(autouse=True)
 def heard():
-    """Have the children hear SIGHUP, which those of `nohup` ignore."""
+    """Let child processes receive SIGHUP, which children of `nohup` ignore."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -32,10 +32,13 @@ def heard():
 
 @pytest.fixture
 def interrupted(tmp_path):
-    """Send a signal once a module is being loaded; return code and streams of the command."""
+    """Send a signal while a module is being loaded.
+
+    Return the exit code and the streams of the command.
+    """
 
     def send(module, number, *arguments):
-        # Each module that Python finds is a line on standard error.
+        # Python writes a line to standard error for each module that it finds.
         command = [sys.executable, "-v", "-m", "flotilla.pipelines.cli", *arguments]
         with subprocess.Popen(
             command,
@@ -43,13 +46,13 @@ def interrupted(tmp_path):
             env={
                 **os.environ,
                 "PYTHONPATH": str(Path(__file__).parents[3]),
-                # No file may be left there.
+                # No file may remain there.
                 "TMPDIR": str(tmp_path),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Otherwise it may finish before its position is read.
+            # Otherwise the process may finish before its position is read.
             pipesize=4096,
         ) as process:
             place = f"{module.replace('.', '/')}."
@@ -195,7 +198,8 @@ def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, co
 
 
 TIMED = "import time:"
-# Bytes that it may write unread, so that it does not finish before the signal.
+# The number of unread bytes that the process may write, so that it does not finish before the
+# signal.
 AHEAD = 4096
 
 

@@ -23,7 +23,7 @@ FIELDS = {
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    """Return the URI of checkpoints at the steps 10, of an older version, and 20."""
+    """Return the URI of checkpoints at the steps 10 (of an older version) and 20."""
     uri = storage.uri_of(tmp_path / "runs" / "digits-1" / "checkpoints")
     for step, fields in ((10, {"global_step": 10}), (20, FIELDS)):
         folder = tmp_path / f"{step}"

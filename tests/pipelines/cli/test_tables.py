@@ -1,4 +1,4 @@
-"""A table shows what fits; the rest is left out or wraps: no cell is cut."""
+"""A table shows the columns that fit and drops or wraps the others; no cell is truncated."""
 
 import io
 

@@ -24,7 +24,7 @@ Prepare = Callable[..., PreparedDataset]
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory):
-    """The `digits` dataset, prepared once for all tests; to be read only."""
+    """Prepare the `digits` dataset once for all tests, which may only read it."""
     folder = tmp_path_factory.mktemp("digits")
     return prepare(DataConfig(), storage.uri_of(folder / "root"), folder / "scratch")
 

@@ -1,4 +1,4 @@
-"""The data in the package: its contents, the same on every machine, with planted patterns."""
+"""The data in the package: its contents are equal on every machine and have planted patterns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flotilla.trainer.data.read import evaluation_batches
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks import registry
 
-# Examples for training and for the test, and the task that each one gets.
+# The number of training and test examples, and the expected task.
 CONTENT = {
     "brackets": (4000, 1000, "binary_classification"),
     "breast_cancer": (455, 114, "binary_classification"),
@@ -31,7 +31,7 @@ CONTENT = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
-    """The published dataset of each name, and its folder."""
+    """Publish the dataset of each name, and return its folder."""
     known = {}
 
     def make(name):
@@ -95,7 +95,7 @@ def test_places_are_as_deep_as_brackets_are_open(tmp_path):
 
 
 def rate_by(column, count):
-    """Return how often each user, or item, of the training examples saw a click."""
+    """Return the click rate of each user or item in the training examples."""
     _, _, labels = generated.draw()
     train = slice(0, generated.TRAINING)
     seen = np.bincount(column[train], minlength=count)
@@ -103,7 +103,7 @@ def rate_by(column, count):
 
 
 def accuracy_by(column, count):
-    """Return how often one is right who goes by one column alone."""
+    """Return the accuracy of predictions from a single column."""
     _, _, labels = generated.draw()
     test = slice(generated.TRAINING, None)
     return ((rate_by(column, count)[column[test]] > 0.5) == labels[test]).mean()

@@ -1,4 +1,4 @@
-"""Which features are kept, which is the label, and which are rejected before a download."""
+"""Tests which features are kept, which is the label, and which are rejected at once."""
 
 import logging
 
@@ -23,7 +23,7 @@ def selected(tmp_path):
 
 
 def of(features, keys, tmp_path, **section):
-    """Select from features that no builder of ours has."""
+    """Select from features that no test builder has."""
 
     class Made(builders.Small, skip_registration=True):
         def features(self):

@@ -10,14 +10,14 @@ from flotilla.trainer.data.shards.block_index import TOGETHER
 from flotilla.trainer.data.shards.windows import MIXED
 
 ROWS, BATCH = 4, 32
-# As many windows as a split of a few million rows has, of shorter blocks.
+# The number of windows of a split with a few million rows, but with shorter blocks.
 EXAMPLES = 16 * MIXED * ROWS
 PLACES = EXAMPLES // ROWS // TOGETHER
 
 
 @pytest.fixture(params=["all", "little"])
 def epochs(numbered, request):
-    """The numbers of the examples in two epochs, drawn from all blocks or a sixteenth of them."""
+    """Return the numbers of the examples in two epochs, drawn from all or 1/16 of the blocks."""
     spec, files = numbered(EXAMPLES, shards=4, rows=ROWS)
     held = {"all": EXAMPLES - 1, "little": EXAMPLES // 16}[request.param]
     batches = training_batches(spec, files, batch_size=BATCH, seed=5, shuffle_buffer=held)
@@ -26,7 +26,7 @@ def epochs(numbered, request):
 
 
 def test_no_epoch_correlates_with_the_files_or_with_another_epoch(epochs):
-    # Ranks of independent orders of n places correlate by 1 / sqrt(n) at random.
+    # The rank correlation of two random orders of n places is about 1 / sqrt(n).
     bound = 4 / np.sqrt(PLACES)
     ranks = np.argsort(epochs, axis=1)
     in_order = np.arange(EXAMPLES)
@@ -37,17 +37,17 @@ def test_no_epoch_correlates_with_the_files_or_with_another_epoch(epochs):
 def test_neighbours_in_a_file_are_no_neighbours_in_an_epoch(epochs):
     for epoch in epochs:
         next_to = np.abs(np.diff(epoch)) == 1
-        # In a window of n rows a row has two neighbours among n - 1.
+        # In a window of n rows, a row has two neighbours among n - 1 rows.
         assert next_to.mean() < 3 / (MIXED * ROWS) * 2
-        # And as many of its block as chance gives.
+        # The number of rows from its block is also as expected by chance.
         assert (epoch[1:] // ROWS == epoch[:-1] // ROWS).mean() < 2 / MIXED
 
 
 def test_a_batch_of_sorted_examples_is_a_sample_of_all(epochs):
     means = epochs.reshape(-1, BATCH).mean(axis=1)
-    # The standard deviation of the mean of 32 numbers that are drawn from all.
+    # This is the standard deviation of the mean of 32 numbers drawn from all.
     chance = EXAMPLES / np.sqrt(12 * BATCH)
     assert means.std() < 1.5 * chance
-    # No eighth of an epoch is of one part of the files.
+    # No eighth of an epoch comes from one part of the files.
     parts = epochs.reshape(16, -1).mean(axis=1) / EXAMPLES
     assert np.abs(parts - 0.5).max() < 0.12

@@ -1,4 +1,4 @@
-"""Images in their original bytes, and examples of `data.map`, in prepared datasets."""
+"""Prepared datasets with the original bytes of images and with examples of `data.map`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ SIZE = {"size": [4, 5]}
 
 
 class Photographs(builders.Small):
-    """Files as a camera leaves them, of several sizes, below another feature."""
+    """Camera files of several sizes in a nested feature."""
 
     keys = ("photo", "label")
     sizes = {"train": 12, "test": 4}  # noqa: RUF012
@@ -100,7 +100,7 @@ class Torn(Photographs):
 
 
 class PictureOfLabels(builders.Small):
-    """A mask is the label."""
+    """A dataset whose label is a mask."""
 
     keys = ("x", "mask")
 
@@ -150,7 +150,7 @@ def test_files_of_several_sizes_are_stored_as_they_came(prepared, contents):
 
 
 def builder_bytes(number):
-    # Not an instance of the builder, for which TFDS needs a folder.
+    # The class is used, since TFDS needs a folder for an instance of the builder.
     return Photographs.example(Photographs, number)["photo"]["picture"].getvalue()
 
 

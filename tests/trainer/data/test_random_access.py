@@ -1,4 +1,4 @@
-"""Examples by index: in the order of the files, however they are stored."""
+"""Examples by index are in the order of the files in every storage mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flotilla.trainer.data.read import evaluation_batches
 
 @pytest.fixture
 def in_place(numbered, monkeypatch):
-    """The examples of a split in order, and how its files are read where the graph runs."""
+    """Return the examples of a split in order, and the way in which the graph reads its files."""
 
     def read(examples, *, in_memory, rows=4):
         spec, files = numbered(examples, rows=rows)

@@ -22,7 +22,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data import made_builders as builders
 
-# Held in memory as a whole; streamed through a small buffer; streamed without any shuffling.
+# The modes: whole split in memory; streamed through a small buffer; streamed without shuffling.
 BUFFERS = {"memory": None, "stream": 7, "one": 1}
 
 
@@ -36,7 +36,7 @@ def train(spec, files, *, batch_size=4, seed=0, buffer=None):
 
 
 def numbers(batches, count):
-    """The numbers of the first `count` examples."""
+    """Return the numbers of the first `count` examples."""
     taken = itertools.chain.from_iterable(
         values.numpy().tolist() for values, _ in batches.take(-(-count // 4))
     )
@@ -145,7 +145,7 @@ def test_an_example_stays_together(numbered, buffer):
 def test_one_input_is_a_tensor(numbered, buffer):
     spec, files = numbered(12)
     values, label = train(replace(spec, inputs=("image",)), files, buffer=buffer).element_spec
-    # Bytes go to the model as they are: four times less to move, and it knows how to scale.
+    # Bytes go to the model unchanged: this is a quarter of the data, and the model scales it.
     assert values == tf.TensorSpec((4, 2, 2), tf.uint8)
     assert label == tf.TensorSpec((4,), tf.int64)
 
@@ -200,7 +200,7 @@ def test_a_part_of_the_shards(numbered, buffer):
 
 
 def test_all_of_it_is_a_graph(numbered, buffer, monkeypatch):
-    """No Python of ours runs where a worker runs it."""
+    """The graph does not call Python code of this project."""
     spec, files = numbered(12)
     monkeypatch.chdir(files[0].parents[1])
 
@@ -213,14 +213,14 @@ def test_all_of_it_is_a_graph(numbered, buffer, monkeypatch):
     kinds = {node.op for node in nodes}
     assert not {kind for kind in kinds if "PyFunc" in kind}
     assert kinds & {"MatchingFilesDataset", "ListFilesDataset", "MatchingFiles"}
-    # There is also no op that searches for files while the graph is built.
+    # No operation searches for files while the graph is built.
     values, _ = first()
     assert values.shape == (4,)
 
 
 def test_how_much_is_held_follows_the_size_of_an_example(numbered, monkeypatch):
     spec, _ = numbered(100)
-    # One int64 is an input and another a label.
+    # One int64 feature is an input, and another one is a label.
     monkeypatch.setattr(read, "SHUFFLE_BYTES", 16 * 99)
     assert read._fitting(spec) == 99
     assert read._fitting(replace(spec, inputs=("image",))) == 16 * 99 // 12
@@ -290,7 +290,7 @@ def test_a_damaged_record_is_an_error(numbered):
 
 @pytest.mark.parametrize("of_graph", [0, 5])
 def test_a_seed_of_a_worker_is_a_tensor_in_a_graph(numbered, of_graph):
-    """A graph whose seed is 0 compared the tensor with 0, and failed."""
+    """With a seed of 0, a graph compared the tensor with 0 and failed."""
     spec, files = numbered(30)
 
     @tf.function
@@ -305,7 +305,7 @@ def test_a_seed_of_a_worker_is_a_tensor_in_a_graph(numbered, of_graph):
 
 @pytest.fixture
 def batches(prepared):
-    """All training examples of a builder as one batch, read in both ways."""
+    """Return all training examples of a builder as one batch, read in both ways."""
 
     def read(name, **section):
         dataset = prepared(name, validation=0, **section)

@@ -1,4 +1,4 @@
-"""One shape for examples that differ: configured shapes, rejected ones, padding and cropping."""
+"""One shape for examples of several shapes: configured, rejected, padded and cropped."""
 
 import logging
 
@@ -14,7 +14,7 @@ from flotilla.trainer.data.shapes import Fit
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
 
-# Every feature of `Ragged` in one shape; a set of tags becomes one bool per class.
+# The shapes of all features of `Ragged`; a set of tags becomes one bool per class.
 SHAPES = {
     "picture": (4, 2, 3),
     "mask": (4, 2, 1),
@@ -197,7 +197,7 @@ def test_an_image_keeps_its_brightness_and_its_type():
     large = fit_value(fit, tf.constant(image)).numpy()
     assert (large.shape, large.dtype) == ((14, 10, 3), np.uint8)
     assert abs(large.mean() - image.mean()) < 2
-    # Four times smaller: each pixel is the mean of sixteen pixels.
+    # At a quarter of the size, each pixel is the mean of sixteen pixels.
     checks = np.indices((16, 16)).sum(0)[..., None] % 2 * np.uint8(255)
     fit = Fit(method="resize", shape=(4, 4, 1), dtype="uint8")
     small = fit_value(fit, tf.constant(checks.astype(np.uint8))).numpy()

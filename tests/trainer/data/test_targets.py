@@ -36,7 +36,7 @@ def test_moments_are_those_of_all_training_examples():
 
 
 def test_a_large_mean_hides_no_deviation():
-    """Seconds since 1970: their squares have no digit left for a deviation of one."""
+    """The values are seconds since 1970; their squares leave no digits for a deviation of one."""
     values = 1.7e9 + np.random.default_rng(0).normal(0, 1, 5000)
     found = target("float64")
     for part in np.array_split(values, 5):

@@ -17,7 +17,7 @@ from tests.trainer.data.files.sources import opened
 
 Column = tuple[str, list[Any]]
 Table = dict[str, Column]
-# Bytes by file name, and the keys of `data` that the table needs.
+# The bytes by file name, and the keys of `data` that the table needs.
 Written = tuple[dict[str, bytes], dict[str, Any]]
 
 TEXTS = (

@@ -1,4 +1,4 @@
-"""Thirty ways in which a delivery of data goes wrong, each with the rules that name it.
+"""Thirty kinds of errors in delivered data, each with the rules that detect it.
 
 A skew takes a generator and the splits of a clean dataset, and returns the skewed splits.
 """

@@ -17,7 +17,7 @@ CLASSES = ("no", "yes")
 
 
 def question(dataset, champion=None, gate=None, **config):
-    """Return the question of a dataset, and of the champion's."""
+    """Return the `Question` for a dataset and the champion's dataset."""
     return Question(
         dataset=dataset,
         champion=champion,
@@ -27,12 +27,12 @@ def question(dataset, champion=None, gate=None, **config):
 
 
 def rules_of(dataset, champion=None, **config):
-    """Return the rules that find something."""
+    """Return the rules that have findings."""
     return {each.rule for each in find_all(question(dataset, champion, **config))}
 
 
 def split_of(columns):
-    """Part the rows into train, validation and test, in their order."""
+    """Split the rows into train, validation and test, in this order."""
     size = len(columns["label"])
     ends = np.cumsum([round(share * size) for _, share in SHARES])[:-1]
     parts = {name: np.split(np.asarray(column), ends) for name, column in columns.items()}

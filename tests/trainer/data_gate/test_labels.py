@@ -86,5 +86,5 @@ def test_it_is_gone_where_little_is_left_of_it():
     assert gone(0.02, 0.6)
     assert not gone(0.5, 0.6)
     assert not gone(0.0, 0.1)
-    # So few rows are not evidence.
+    # Such a small number of rows is not evidence.
     assert not gone(0.1, 0.3, size=100)

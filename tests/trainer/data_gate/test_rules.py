@@ -1,4 +1,4 @@
-"""What the rules of structure, values, whole examples and drift take for news, and what not."""
+"""The differences that rules of structure, values, examples and drift report or ignore."""
 
 from dataclasses import replace
 
@@ -162,7 +162,7 @@ def test_a_share_is_compared_by_the_exact_test():
 
 
 def ordinary(seed):
-    """Return a table without any mistake: columns of many kinds that say nothing of the label."""
+    """Return a table without errors: columns of many kinds that are independent of the label."""
     rng = np.random.default_rng(seed)
     size = int(rng.choice([150, 400, 1500]))
     kinds = [

@@ -23,7 +23,7 @@ def clean(seed=0, size=1000):
 def test_every_rule_is_one_of_the_configuration():
     said = {rule for _, rules in SKEWS.values() for rule in rules}
     assert said <= set(RULES)
-    # The schema file is the one rule that needs a file.
+    # The schema rule is the only rule that needs a file.
     assert set(RULES) - said == {"schema", "new_class"}
 
 

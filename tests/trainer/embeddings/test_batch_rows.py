@@ -32,7 +32,7 @@ def loss(_model, batch, outputs):
 
 
 def model_of():
-    """A table that is used twice, one of Keras, state, and units that are dropped."""
+    """Return a model with a table that is used twice, a Keras table, state and dropout."""
     reset_uids()
     keras.utils.set_random_seed(0)
     several, one = keras.Input((3,), dtype="int64"), keras.Input((), dtype="int32")
@@ -55,7 +55,7 @@ def refused(_batch, why):
 def of_rows(model, **named):
     lookups = find_lookups(model)
     found = build_rows_gradient(model, loss, lookups, otherwise=refused, **named)
-    # Without AutoGraph, which takes most of the time.
+    # AutoGraph is off, since it takes most of the time.
     return tf.function(found, autograph=False)
 
 
@@ -68,7 +68,7 @@ def test_the_gradient_is_that_of_lookups_one_by_one():
         np.testing.assert_allclose(
             tf.convert_to_tensor(one), tf.convert_to_tensor(other), atol=1e-6
         )
-    # The moving averages and the seed too.
+    # This includes the moving averages and the seed.
     for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -78,7 +78,7 @@ def test_the_gradients_of_an_id_are_summed_before_they_are_sent():
     found = of_rows(model)(BATCH)[1]
     by_path = dict(zip([each.path for each in model.trainable_variables], found, strict=True))
     rows = {path: each.indices.numpy().tolist() for path, each in by_path.items() if "sh" in path}
-    # 50 wraps to 0, and -1 to 49; 2 is looked up three times.
+    # The id 50 wraps to 0, and -1 to 49; the id 2 is looked up three times.
     assert {path: sorted(each) for path, each in rows.items()} == {
         "shared/shard_0": [0, 1],
         "shared/shard_1": [0, 2, 16],
@@ -109,7 +109,7 @@ def test_one_message_holds_all_tables_of_a_server(monkeypatch):
 
 
 class Turned(keras.layers.Layer):
-    """Turns each example by itself, by a branch over a tensor."""
+    """Rotates each example separately, with a branch on a tensor."""
 
     def call(self, examples):
         def turned(example):
@@ -148,7 +148,7 @@ def walking(ids):
 
 
 class Tied(keras.layers.Layer):
-    """Multiplies with all rows of a table."""
+    """A layer that multiplies by all rows of a table."""
 
     def __init__(self, table):
         super().__init__()
@@ -182,7 +182,7 @@ def branched(ids):
 
 
 class Routed(keras.layers.Layer):
-    """Finds the row by weights of its own."""
+    """A layer that chooses the row by its weights."""
 
     def build(self, _shape):
         self.weight = self.add_weight(shape=(1, 4), initializer="random_normal")
@@ -197,7 +197,7 @@ def routed(ids):
 
 
 class Drawn(keras.layers.Layer):
-    """Draws ids, by a seed of Keras or of TensorFlow."""
+    """A layer that draws ids with a Keras or a TensorFlow seed."""
 
     def __init__(self, seed=None):
         super().__init__()
@@ -221,7 +221,7 @@ def drawn_by_keras(ids):
 
 
 class Bag(keras.layers.Layer):
-    """Looks up what it makes of ids, ragged or sparse."""
+    """A layer that looks up ragged or sparse ids."""
 
     def __init__(self, made):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A growing table: which ids get a row, which lose it, and what the other ids get."""
+"""A growing table: the ids that get a row or lose it, and the result for other ids."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ids_of(layer, ids):
 
 @lru_cache(maxsize=4)
 def step_of(layer, rank, _trainable):
-    """Return what looks up ids as a step of training does: in a graph."""
+    """Return a function that looks up ids in a graph, as a training step does."""
     dtype = tf.int64 if layer.keys == "int64" else tf.string
     signature = [tf.TensorSpec([None] * rank, dtype)]
     return tf.function(lambda ids: layer(ids, training=True), input_signature=signature)
@@ -51,7 +51,7 @@ def trained(layer, ids):
 
 
 def known(layer, ids):
-    """Say which ids have rows of their own."""
+    """Return which ids have separate rows."""
     return layer(ids_of(layer, ids), training=False).numpy().any(axis=-1).tolist()
 
 
@@ -307,7 +307,7 @@ def test_a_file_with_another_form_of_the_sieve_is_read():
         values[f"{number}"] = np.ones(1024, np.int32) if is_sieve else each.numpy()
     second.load_own_variables(values)
     assert known(second, [1, 2, 3, 7]) == [True, True, False, False]
-    # Only the row of 7 is left; unreadable rows are dropped.
+    # Only the row of 7 remains; unreadable rows are dropped.
     trained(second, [3, 7])
     assert known(second, [3, 7]) == [False, True]
     del values["0"]
@@ -407,7 +407,7 @@ def test_a_table_that_no_memory_has_room_for_is_one_line():
     spec = InputSpec(
         shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
     )
-    # Beyond the address space, so that no memory is allocated.
+    # The size exceeds the address space, so that no memory is allocated.
     tables = {name: {"capacity": 2**40} for name in ("user", "item")}
     config = ModelConfig(name="two_tower", args={"tables": tables, "dimension": 2**14})
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Lazy updates move the rows of a batch by Keras's formula, and no other row."""
+"""Lazy updates change the rows of a batch by Keras's formula, and no other row."""
 
 import json
 
@@ -29,7 +29,7 @@ LAZY = [
     ("adam", {"amsgrad": True, "epsilon": 1e-3, "global_clipnorm": 0.1}),
     ("adamw", {"weight_decay": 0.1}),
     ("adagrad", {}),
-    # Here TensorFlow's kernel differs much from Keras.
+    # TensorFlow's kernel differs strongly from Keras here.
     ("adagrad", {"initial_accumulator_value": 0.0, "epsilon": 0.01}),
     ("ftrl", {}),
     (
@@ -69,7 +69,7 @@ def made(name, args, dtype="float32"):
 
 
 def moved(optimizer, table, other, *, dense=False, batches=BATCHES):
-    """Return the table, its slots, and all else after a step for each batch."""
+    """Return the table, its slots and all other variables after a step for each batch."""
 
     def step(ids, values, rest):
         gradient = tf.IndexedSlices(values, ids, tf.constant([ROWS, DIMENSION]))
@@ -156,7 +156,7 @@ def test_an_optimizer_without_a_lazy_form_stays_as_it_is(name):
 def test_what_is_derived_from_one_keeps_its_own_formula():
     class Still(keras.optimizers.Adam):
         def update_step(self, gradient, variable, learning_rate):
-            """Move nothing."""
+            """Change no variable."""
 
     table = keras.Variable(np.ones((2, 1)), dtype="float32")
     optimizer = Still(0.1)
@@ -183,7 +183,7 @@ def test_keras_embedding_reads_rows_alone_and_returns_the_same(dtype):
 
 
 def tables(regularizer=None):
-    """Return a model with a table of Keras and one in parts, behind one id."""
+    """Return a model with a Keras table and a sharded table for the same ids."""
     reset_uids()
     keras.utils.set_random_seed(0)
     ids = keras.Input((), dtype="int64")

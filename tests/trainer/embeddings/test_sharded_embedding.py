@@ -31,7 +31,7 @@ def sharded(shards, rows=ROWS, dimension=DIMENSION, **named):
 
 
 def gradients(layer, ids):
-    """Return the gradient of each variable for a loss that weighs every number otherwise."""
+    """Return the gradient of each variable for a loss that weights every number differently."""
 
     @tf.function
     def found():
@@ -142,7 +142,7 @@ def test_an_unknown_id_is_an_error_that_names_it(wrong):
         layer(np.array([0, wrong]))
     with pytest.raises(UserError) as caught, report_bad_input():
         tf.function(layer)(tf.constant([0, wrong], tf.int64))
-    # Then the line of the user's code: here, of this file.
+    # Then the message has the line of the user's code, which is in this file.
     message, _, place = str(caught.value).partition(" (")
     assert message == f"the model does not accept its input: items: ids outside of 0 to 10: {wrong}"
     assert place.startswith("tests/trainer/embeddings/test_sharded_embedding.py:")

@@ -12,7 +12,7 @@ from tests.trainer.embeddings.test_embedding_table import known, table
 
 
 class Counter:
-    """A number that its branch adds to, and how often that was traced."""
+    """A number that its branch increments, and the number of traces of the branch."""
 
     traced = 0
 
@@ -105,7 +105,7 @@ def test_work_of_another_kind_is_another_branch():
 
 
 def grown(*tables):
-    """Return how many functions insert ids where each of some tables looks up the same ones."""
+    """Return the number of functions that insert ids if several tables look up the same ids."""
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
     def step(ids):
@@ -117,7 +117,7 @@ def grown(*tables):
 
 
 def connected(*tables, slot=0.5):
-    """Connect tables as a strategy does, each with a slot of its own."""
+    """Connect tables as a strategy does, each with a separate slot."""
     steps = tf.Variable(0, dtype=tf.int64)
     for layer in tables:
         layer.connect(
@@ -171,7 +171,7 @@ def test_nor_do_those_of_other_initializers_or_slots():
 
 
 class Unnamed(keras.initializers.Initializer):
-    """One whose configuration says nothing of it."""
+    """A layer whose configuration does not describe it."""
 
     def __init__(self, value):
         self.value = value
@@ -181,7 +181,7 @@ class Unnamed(keras.initializers.Initializer):
 
 
 class Wide(Unnamed):
-    """One whose configuration has what no text has."""
+    """A layer whose configuration cannot be written as text."""
 
     def get_config(self):
         return {"value": np.float32(self.value)}

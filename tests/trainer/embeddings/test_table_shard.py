@@ -29,7 +29,7 @@ def in_graph(layer):
 
 
 class Truth:
-    """What a sieve would do that counts each id by itself, and the ids of a table of one shard."""
+    """The expected result: an exact count of each id, and the ids of a table with one shard."""
 
     def __init__(self, layer):
         (self._shard,) = layer._parts
@@ -58,7 +58,7 @@ def test_of_ids_that_come_once_few_get_a_row(min_count):
     for batch in ids:
         step(batch)
     assert layer.metrics()["rows"] < 0.03 * ids.size
-    # Those that come again do.
+    # Ids that occur again get rows.
     for batch in np.tile(ids[-1], (min_count - 1, 1)):
         step(batch)
     assert all(known(layer, ids[-1]))
@@ -69,7 +69,7 @@ def test_of_ids_that_come_once_few_get_a_row(min_count):
 def test_an_id_that_came_often_enough_is_never_turned_away_and_few_others_get_a_row(
     min_count, seed
 ):
-    # There is always room.
+    # There is always room for a row.
     layer = table(6000, min_count=min_count)
     truth, random, came = Truth(layer), np.random.default_rng(seed), set()
     for _ in range(150):
@@ -99,7 +99,7 @@ def test_ids_of_a_large_batch_are_not_forgotten_by_small_ones_in_between(small):
             trained(layer, ids)
             if number >= 2:
                 due.update(each for each, has in zip(ids, known(layer, ids), strict=True) if has)
-    # As many ids as there are rows at once, and other ids later.
+    # The first batch has as many ids as there are rows, and later batches have other ids.
     assert layer.metrics()["rows"] == 100
     assert len(due) > 100
 
@@ -113,7 +113,7 @@ def test_the_sieve_is_halved_by_the_ids_that_it_holds_however_often_they_come():
     layer = table(2, min_count=3)
     (shard,) = layer._parts
     limit = sieve.WINDOW * shard.noted.seen.shape[0]
-    # More occurrences than it can hold ids.
+    # There are more occurrences than ids that the sketch can hold.
     for _ in range(40):
         trained(layer, [*range(64)] * 2)
     assert 60 <= sieved(layer) <= 64
@@ -157,7 +157,7 @@ def test_rows_of_a_longer_run_grow_old_in_this_one():
     layer, steps = table(8, max_age=100), tf.Variable(5000, dtype=tf.int64)
     layer.connect(steps, lambda _: [])
     trained(layer, [1, 2])
-    # As at a warm start.
+    # The state is that of a warm start.
     steps.assign(0)
     layer.rebuild()
     steps.assign(112)
@@ -172,7 +172,7 @@ def test_rows_that_an_earlier_run_used_last_stay_longest():
         steps.assign(step)
         trained(layer, ids)
     for step in (0, 40):
-        # As at a warm start, and as where this run begins again from a checkpoint of its own.
+        # The state is that of a warm start, or of a restart from this run's checkpoint.
         steps.assign(step)
         layer.rebuild()
         trained(layer, [2])
@@ -189,7 +189,7 @@ def test_ages_go_on_where_all_rows_of_an_earlier_run_were_given_up():
         steps.assign(step)
         trained(layer, ids)
     assert layer.metrics() == {"rows": 0, "evicted": 1, "turned_away": 0}
-    # As at a warm start.
+    # The state is that of a warm start.
     steps.assign(0)
     layer.rebuild()
     for step, ids in ((10, [1, 1]), (20, [2, 2]), (115, [2])):
@@ -216,7 +216,7 @@ def test_the_step_is_read_when_the_ids_are_there():
     graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
     handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
     reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
-    # One read for all shards.
+    # There is one read for all shards.
     assert [[each.name for each in op.control_inputs] for op in reads] == [["ids"]]
 
 
@@ -251,7 +251,7 @@ def test_no_mutex_is_released_after_another_one():
     assert len(found) == 4
     for op in found:
         assert not {each.type for each in op.control_inputs} & {"ConsumeMutexLock", "MutexLock"}
-        # The lookup has ended then, and the function ends after it.
+        # The lookup has ended by then, and the function ends after it.
         assert op.control_inputs
         assert op in graph.control_outputs
 
@@ -280,7 +280,7 @@ def test_workers_that_look_up_two_tables_twice_do_not_wait_for_each_other():
         end.set()
 
     for step, end in zip(steps, ended, strict=True):
-        # The process exits with it even if it waits for ever.
+        # The thread ends with the process even if it waits forever.
         threading.Thread(target=work, args=(step, end), daemon=True).start()
     assert all(end.wait(300) for end in ended)
     known_ids = len(np.unique(ids))
@@ -322,7 +322,7 @@ def test_of_two_slots_of_an_id_the_later_one_stays():
 
 
 def branch_with(graph, kind):
-    """Return the operations by their kinds of the branch that has one of `kind`."""
+    """Return the operations, by kind, of the branch that has an operation of `kind`."""
     graphs = [graph]
     for each in graphs:
         graphs.extend(inner.graph for inner in each._functions.values())
@@ -335,7 +335,7 @@ def branch_with(graph, kind):
 
 
 def before(op):
-    """Return the names of all operations of its graph that an operation waits for."""
+    """Return the names of all operations in the graph that an operation waits for."""
     found, left = set(), [op]
     while left:
         each = left.pop()

@@ -36,9 +36,9 @@ def config_of(**training):
 
 
 def built(*, steps=0, capacity=40, dimension=3, min_count=1, **training):
-    """Return a strategy that was built, on ids 0 to 19 and their remainders by two."""
+    """Return a built strategy for ids 0 to 19 and their remainders modulo two."""
     config, objective = config_of(**training), of_classes(2)
-    # As `registry.build` does: a checkpoint finds variables by name.
+    # The layers are named as by `registry.build`, since a checkpoint finds variables by name.
     reset_uids()
     keras.utils.set_random_seed(0)
     strategy = create(config, NOBODY, CHIEF)
@@ -165,7 +165,7 @@ def test_new_rows_begin_their_averages_with_themselves():
     [
         # An average of gradients is not an average of weights.
         ({"name": "rmsprop", "args": {"centered": True, "momentum": 0.9}}, [2, 2, 2]),
-        # Of each row a number, and of each number one.
+        # One number per row, and one per column.
         ({"name": "adafactor"}, [1, 2]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which spellings are one class, which only look alike, and the name of a class."""
+"""Tests which spellings are one class, which only look similar, and the name of a class."""
 
 import unicodedata
 

@@ -1,4 +1,4 @@
-"""Which fields a reader takes from the manifest, and which manifests it rejects."""
+"""The fields that a reader takes from the manifest, and the manifests that it rejects."""
 
 import sys
 from dataclasses import replace

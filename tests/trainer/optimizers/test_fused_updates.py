@@ -104,7 +104,7 @@ def test_another_precision_stays_as_it_is():
 def test_what_is_derived_from_it_keeps_its_own_formula():
     class Still(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
-            """Move nothing."""
+            """Change no variable."""
 
     variable = keras.Variable(np.ones(3), dtype="float32")
     optimizer = Still(0.1)

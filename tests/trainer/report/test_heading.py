@@ -1,4 +1,4 @@
-"""The head of the page: what ran, the error, the next command, and the use of the model."""
+"""The heading of the page: the run, the error, the next command, and the use of the model."""
 
 import math
 from typing import Any

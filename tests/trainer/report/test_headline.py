@@ -1,4 +1,4 @@
-"""One sentence gives the outcome of a run; notes give the rest that a person must know."""
+"""One sentence gives the outcome of a run; notes give further remarks for the reader."""
 
 import math
 from typing import Any

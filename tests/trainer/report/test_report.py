@@ -403,7 +403,7 @@ def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
 
 
 def of_digits(folder: Path) -> dict[str, Any]:
-    """A blessed run with ten classes, as most are."""
+    """Return a typical blessed run with ten classes."""
     steps = [{**step, "began": 100.0 + at} for at, step in enumerate(FACTS["steps"])]
     return {
         **FACTS, **evaluated(folder, [str(digit) for digit in range(10)]), "verdict": "blessed",
@@ -416,7 +416,7 @@ def of_digits(folder: Path) -> dict[str, Any]:
 
 
 def of_odd_names(folder: Path) -> dict[str, Any]:
-    """A refused run, with names and texts as awkward as they get."""
+    """Return a refused run with unusual names and texts."""
     names = [EVIL, LONG, SPACED, "", "日本語のとても長いクラス名" * 4, "a\nb", "é", "</style>"]
     long = {"metric": LONG, "bound": "min", "threshold": 0.1, "value": 0.0, "passed": False}
     incident = {"event": LONG, "time": 5.0, "task": LONG, "last_lines": [LONG, "<script>"] * 5}
@@ -430,7 +430,7 @@ def of_odd_names(folder: Path) -> dict[str, Any]:
 
 
 def of_many_classes(folder: Path) -> dict[str, Any]:
-    """More classes than a table can show."""
+    """Return a run with more classes than a table can show."""
     return {**FACTS, **evaluated(folder, [f"class number {n}" for n in range(150)])}
 
 
@@ -457,7 +457,7 @@ def test_it_fits_and_asks_for_nothing(
     assert seen.requests == []
     assert seen.outside == []
     assert (seen.width, seen.inner) == (width, width)
-    # The size of a PNG stands behind its signature and the name of its first chunk.
+    # The size of a PNG follows its signature and the name of its first chunk.
     assert struct.unpack(">I", seen.picture[16:20]) == (width,)
     lightness = [sum(map(int, tone[4:-1].split(","))) / 3 for tone in seen.tones]
     ground, ink = lightness if scheme == "light" else reversed(lightness)

@@ -41,7 +41,7 @@ CHAMPION = {
 
 
 def pictures_of(folder: Path) -> dict[str, str]:
-    """Return the pictures of the worst examples as a report takes them."""
+    """Return the pictures of the worst examples for a report."""
     return {
         path.relative_to(folder).as_posix(): base64.b64encode(path.read_bytes()).decode()
         for path in folder.rglob("*.png")

@@ -77,7 +77,7 @@ def turned(row):
 
 
 class Turned(keras.layers.Layer):
-    """Turns each example by itself, by a branch over a tensor."""
+    """Rotates each example separately, with a branch on a tensor."""
 
     def call(self, inputs):
         return tf.map_fn(turned, inputs)

@@ -1,4 +1,4 @@
-"""The page of a sweep: axes on the scale of the space, colours by the objective, all trials."""
+"""The page of a sweep: axes with the scale of the space, colours by objective, all trials."""
 
 import json
 import math
@@ -34,7 +34,7 @@ def drawn(sweep, **more):
 
 
 def dots(html):
-    """Return place and colour of each trial of the charts."""
+    """Return the position and colour of each trial in the charts."""
     found = re.findall(r'class="dot[^>]*left:([\d.]+)%;bottom:[\d.]+%;--shade:(\d+)"', html)
     return [(float(left), int(shade)) for left, shade in found]
 

@@ -49,7 +49,7 @@ def test_draws_are_those_of_the_seed_and_within_the_range():
     assert trials != draw_trials(found, 40, seed=4)
     rates = [float(each[RATE]) for each in trials]
     assert all(0.0001 <= each <= 0.1 for each in rates)
-    # By magnitude: as many below the middle of the exponents as above.
+    # Values are drawn by magnitude: half of them are below the middle of the exponents.
     assert 10 < sum(each < 0.00316 for each in rates) < 30
     assert all(16 <= int(each["training.batch_size"]) <= 64 for each in trials)
 

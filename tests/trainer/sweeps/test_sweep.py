@@ -108,7 +108,7 @@ def test_halving_that_is_not_possible_is_refused(tree, settings, count, message)
 
 
 def reached(sweep, trial, rung, value, main=None):
-    """Return a trial that has this value of the metric by which it selects."""
+    """Return a trial with this value of the metric that selects trials."""
     trial = replace(trial, metrics={(main or BY_LOSS).column: value})
     return sweep.add_result(trial, rung, main)
 

@@ -44,7 +44,7 @@ class RefusedError(Exception):
 
 
 class Store:
-    """What is registered: resources by kind and by id; `fault` answers in place of the server."""
+    """The registered resources by kind and id; `fault` replaces the answers of the server."""
 
     def __init__(self):
         self.kinds = defaultdict(dict)
@@ -78,7 +78,7 @@ class Store:
 
 
 def place_of(path):
-    """Return the kind of what a path lists, and the id of its parent."""
+    """Return the kind of the resources that a path lists, and the id of their parent."""
     found = _PLACE.fullmatch(path)
     if not found:
         raise RefusedError(404, "404 page not found")

@@ -1,4 +1,4 @@
-"""A registered model is an MLflow model: what is written for each kind of input and output."""
+"""A registered model is an MLflow model: the files for each kind of input and output."""
 
 import json
 
@@ -141,7 +141,7 @@ def test_a_list_is_an_array_and_its_length_is_optional(tmp_path):
          ["prediction", "probability", "probabilities/0", "probabilities/1"]),
         ("regression", ["prediction"], ["prediction"]),
         ("", ["mine", "other"], ["mine", "other"]),
-        # Derived from a built-in task, with other answers.
+        # A task that is derived from a built-in one, with other outputs.
         ("classification", ["mine"], ["mine"]),
     ],
 )  # fmt: skip

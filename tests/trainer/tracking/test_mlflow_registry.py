@@ -10,7 +10,7 @@ from flotilla.trainer.tracking.mlflow_registry import register_in_mlflow
 
 
 class Registry:
-    """Numbers versions as MLflow does: a deleted one keeps its number."""
+    """Numbers versions as MLflow does: the number of a deleted version is not reused."""
 
     def __init__(self):
         self.found, self.last, self.aliases = [], 0, {}

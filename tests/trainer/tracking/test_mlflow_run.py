@@ -1,4 +1,4 @@
-"""Runs in MLflow, against its own server: made, resumed, refused, failed, nested, registered."""
+"""Runs in MLflow with a real server: created, resumed, refused, failed, nested, registered."""
 
 import os
 import re
@@ -59,7 +59,7 @@ class MlflowServer:
                 break
         else:
             raise RuntimeError("".join(lines))
-        # It would block on a full pipe.
+        # The process would block on a full pipe.
         self._drain = threading.Thread(target=self._process.stdout.read, daemon=True)
         self._drain.start()
 
@@ -91,7 +91,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", autouse=True)
 def _libraries():
-    """Import MLflow, whose own libraries warn of each other."""
+    """Import MLflow, whose dependencies emit warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import mlflow
@@ -237,13 +237,13 @@ def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias
     artifact = client.download_artifacts(found.info.run_id, "models/1", str(tmp_path))
     with open(f"{artifact}/serving/saved_model.pb", "rb") as file:
         assert file.read() == b"model"
-    # In a bucket it is not copied, and an old promotion does not move the alias.
+    # A model in a bucket is not copied, and an old promotion does not move the alias.
     bucket = "s3://models/registry/kept/000002?endpoint=http://s3:9000"
     later = promoted(bucket, 2, is_champion=False)
     assert promotions.register_in_mlflow(later) == "2"
     assert client.get_model_version("kept", "2").source == "s3://models/registry/kept/000002"
     assert client.get_model_version_by_alias("kept", "champion").version == "1"
-    # Version 3 is gone, and 4 has its number.
+    # Version 3 was deleted, and version 4 keeps its number.
     newest = promoted(f"{bucket}4", 4, is_champion=True)
     assert not mlflow_registry.is_champion_known("kept", newest.uri)
     assert promotions.register_in_mlflow(newest) == "4"

@@ -1,4 +1,4 @@
-"""The program in a registered model converts rows and answers as `flotilla predict` does."""
+"""The program in a registered model converts rows and outputs as `flotilla predict` does."""
 
 import ast
 import io
@@ -42,7 +42,7 @@ def test_the_program_imports_nothing_of_this_project():
 
 
 class Asked:
-    """A signature that keeps what it is asked, and gives these answers."""
+    """A signature that records its inputs and returns these outputs."""
 
     def __init__(self, **answers):
         self.answers, self.given = answers, []
@@ -55,7 +55,7 @@ class Asked:
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Return a function that loads a model which is written, with the answers of `Asked`."""
+    """Return a function that writes and loads a model with the outputs of `Asked`."""
 
     def make(fields, kinds, labels=(), **answers):
         asked = Asked(**answers)
@@ -72,7 +72,7 @@ def load(tmp_path, monkeypatch):
 
 
 def ours(one, values):
-    """Return the input that `flotilla predict` makes of the values of a file."""
+    """Return the input that `flotilla predict` makes from the values of a file."""
     (wanted,) = make_inputs([one])
     found = convert(wanted, values, DataConfig(), "")
     assert not found.bad.any()
@@ -187,7 +187,7 @@ def test_an_encoded_image_has_the_pixels_that_a_file_has(load, turned):
 
 
 class Model:
-    """What `make_columns` reads of a model."""
+    """The attributes of a model that `make_columns` reads."""
 
     def __init__(self, kinds, labels, thresholds):
         self.kinds, self.labels, self.thresholds = kinds, labels, thresholds

@@ -1,4 +1,4 @@
-"""What MLflow is told of the origin of a run and of its data."""
+"""The origin of a run and its data, as reported to MLflow."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The tracker's view of a run; a tracker that is absent, slow or failing never delays a run."""
+"""The data that a tracker receives; a missing, slow or failing tracker never delays a run."""
 
 import logging
 import threading
@@ -125,7 +125,7 @@ def test_how_training_ended_in_the_words_of_mlflow(error, status):
 
 
 class Target:
-    """Takes what it is given, after `faults` failures; waits while `gate` is closed."""
+    """Accepts data after `faults` failures; waits while `gate` is closed."""
 
     url = "http://mlflow"
 
@@ -185,7 +185,7 @@ def test_a_silent_tracker_makes_nobody_wait(warnings):
     follower = Tracker(target)
     follower.hear(progress(20))
     assert target.asked.acquire(timeout=120)
-    # From here on the thread hangs in the tracker.
+    # From this point, the thread hangs in the tracker.
     for step in range(21, 40):
         follower.hear(progress(step))
     assert not follower.close(describe_end("FINISHED"), seconds=0.01)
@@ -226,14 +226,14 @@ def test_nothing_begins_where_nothing_is_said():
     before = set(threading.enumerate())
     follower = Tracker(Target())
     follower.hear(events.RunBegin(run_id="r", number=1))
-    # A thread of an earlier test may end meanwhile.
+    # A thread of an earlier test may end in the meantime.
     assert before.issuperset(threading.enumerate())
     assert follower.close()
 
 
 @pytest.fixture
 def target(monkeypatch):
-    """Have what would write to MLflow write here."""
+    """Replace the writer to MLflow by a target."""
     made = Target()
     made.names = []
 

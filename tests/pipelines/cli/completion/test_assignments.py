@@ -1,4 +1,4 @@
-"""Completion of `--set`: every key of the configuration, and values that it takes."""
+"""Completion of `--set`: every key of the configuration and its possible values."""
 
 import pytest
 from pydantic import BaseModel

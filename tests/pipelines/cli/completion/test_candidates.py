@@ -1,4 +1,4 @@
-"""What is offered for runs, models, versions and steps; a completion never fails."""
+"""The candidates for runs, models, versions and steps; a completion never fails."""
 
 import os
 from pathlib import Path
@@ -16,7 +16,7 @@ RUNS = ["digits-20260101-000000-aaaa", "wine-20260102-000000-bbbb"]
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """Have two runs, a sweep, and a model with two versions, of which the first is champion."""
+    """Create two runs, a sweep, and a model with two versions; the first one is champion."""
     monkeypatch.chdir(tmp_path)
     for age, run in enumerate(reversed(RUNS)):
         Path("runs", run).mkdir(parents=True)

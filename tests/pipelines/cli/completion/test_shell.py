@@ -1,4 +1,4 @@
-"""What a shell gets when the user presses Tab, by the protocol and by bash itself."""
+"""The completions that a shell receives when the user presses Tab, by protocol and in bash."""
 
 import os
 import pty
@@ -29,7 +29,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def completed(here, monkeypatch, capsys):
-    """Return what `_FLOTILLA_COMPLETE=complete_bash` prints for a line."""
+    """Return the output of `_FLOTILLA_COMPLETE=complete_bash` for a line."""
     assert here.is_dir()
 
     def complete(line):
@@ -98,13 +98,13 @@ def test_a_script_of_before_still_works(monkeypatch, capsys):
 
 @pytest.fixture
 def typed(here):
-    """Type into an interactive bash with the script; return the line that it shows."""
+    """Type into an interactive bash that has loaded the script; return the displayed line."""
     script = here / "completion"
     with script.open("w") as file:
         subprocess.run([FLOTILLA, "completion", "bash"], stdout=file, check=True)
     process, screen = pty.fork()
     if not process:
-        # Only `exec` may follow in the copy.
+        # Only `exec` may follow in the forked child.
         variables = {"PATH": PATH, "PS1": "ready>", "TERM": "dumb", "HOME": str(here)}
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], variables)
 
@@ -116,7 +116,7 @@ def typed(here):
         return found.decode()
 
     def press(line, expected):
-        # Control-U empties the line of the test before.
+        # Control-U clears the line of the previous test.
         os.write(screen, f"\x15{line}\t".encode())
         return read(expected)
 

@@ -1,4 +1,4 @@
-"""Which builder a name selects, and which files identify its folder."""
+"""The builder that a name selects, and the files that identify its folder."""
 
 import sys
 import textwrap

@@ -45,7 +45,7 @@ def test_an_image_that_is_no_copy_of_its_own():
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """Count how often the quick way is gone."""
+    """Count the calls of the fast encoder."""
     images = []
     encode = png.encode
     monkeypatch.setattr(png, "encode", lambda image: images.append(image) or encode(image))

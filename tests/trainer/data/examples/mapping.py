@@ -1,4 +1,4 @@
-"""Map functions of a user, as `data.map` names them."""
+"""Map functions of a user for `data.map`."""
 
 import numpy as np
 

@@ -174,7 +174,7 @@ def test_buckets_hold_examples_of_like_lengths(sentences):
         assert len(found) == 4
         assert len(set(np.digitize(found, [3, 5]))) == 1
         seen += inputs.numpy().max(1).tolist()
-    # Over four epochs incomplete batches are held back, and no example is skipped.
+    # Over four epochs, incomplete batches are carried over, and no example is skipped.
     times = np.bincount(np.array(seen, int))[1:]
     held_back = 3 * 3
     assert abs(times[times > 0] - 4).sum() <= held_back

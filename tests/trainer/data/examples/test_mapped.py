@@ -37,7 +37,7 @@ HERE = "tests.trainer.data.examples.mapping"
 
 
 class Numbers(Source):
-    """Texts, numbers and images in two parts."""
+    """A source of texts, numbers and images in two parts."""
 
     def __init__(self, examples=EXAMPLES):
         self.name = "data.source: numbers.csv"
@@ -78,9 +78,9 @@ def mapped(function, examples=EXAMPLES, **options):
 
 
 def everything(source):
-    """Return the selection, and all examples as records give them back, with their splits."""
+    """Return the selection, and all examples as read from records, with their splits."""
     selection = source.select()
-    # As another process loads it.
+    # The class is loaded as in another process.
     source = pickle.loads(pickle.dumps(source))
     found, splits = [], []
     for part in source.parts():
@@ -242,7 +242,7 @@ def test_types_of_neither():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The user's folder, with a module that imports another."""
+    """Create the user's folder with a module that imports another one."""
     monkeypatch.setenv("FLOTILLA_USER_FOLDER", str(tmp_path))
     (tmp_path / "mine_a.py").write_text("import json\nimport mine_b\nfrom mine_c import f\n")
     (tmp_path / "mine_b.py").write_text("N = 1\n")
@@ -291,7 +291,7 @@ def test_an_error_names_the_file(tmp_path):
 
 
 def test_examples_of_tfds(tmp_path):
-    """Nested, of varying shapes, and with images: as TFDS gives them."""
+    """TFDS examples are nested, have varying shapes, and contain images."""
     config = DataConfig(
         dataset="tests.trainer.data.made_builders:VariableImage", map=f"{HERE}:sides"
     )

@@ -47,7 +47,7 @@ def source(folder: Path, **keys: Any) -> FileSource:
 
 
 def read(made: FileSource, selection: Selection) -> dict[str, Any]:
-    """Return all columns, and the name of the split of each example as `split`."""
+    """Return all columns, with the split name of each example as `split`."""
     batches = [each for part in made.parts() for each in made.read(part, selection)]
     columns = {
         name: np.concatenate([each.columns[name] for each in batches]) for name in selection.specs

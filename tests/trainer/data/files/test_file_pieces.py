@@ -1,4 +1,4 @@
-"""A file is read as it was when it was listed."""
+"""A file is read only if it has not changed since it was listed."""
 
 import os
 import shutil
@@ -59,7 +59,7 @@ def test_a_copy_is_what_was_listed(place, tmp_path):
 
 
 def test_an_object_that_is_replaced_while_it_is_copied(s3, tmp_path):
-    """The connection drops halfway; what is resumed is of another object."""
+    """The connection drops halfway, and the resumed download is from another object."""
     place = BucketPlace(s3, f"s3://{bucket_name()}")
     uri = storage.join(place.root, "a.csv")
     place.put(uri, table(rows=20_000))

@@ -51,7 +51,7 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def splits_of(folder: Path, **keys: Any) -> dict[str, str]:
-    """Return the split of each example by its id; one that is in two has none."""
+    """Return the split of each example by its id; None if it is in two splits."""
     _, found = opened(folder, **{"label": "churned", "types": {"id": "text"}, **KEYS, **keys})
     pairs = {*zip([each.decode() for each in found["id"]], found["split"], strict=True)}
     assert len(dict(pairs)) == len(pairs)

@@ -22,7 +22,7 @@ OUTSIDE = "outside the folder of its table"
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """The folder of a table, with images in it, and a secret next to it."""
+    """Create the folder of a table with images, and a secret file next to it."""
     folder = tmp_path / "tables"
     for path in (folder / "photos" / "ä b" / "1.png", tmp_path / "secret.png"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ TYPES = {
 
 @st.composite
 def tables(draw: st.DrawFn) -> list[Row]:
-    """Draw rows of columns of every type; each column has gaps or has none."""
+    """Draw rows with columns of every type; each column has missing values or none."""
     first = draw(st.sampled_from([0, 10**9, 2**53, 2**62]))
     values = {
         "count": st.integers(-1000, 1000) | st.integers(2**24, 2**25),
@@ -109,7 +109,7 @@ FILES = {
 
 
 def written(folder: Path, rows: Sequence[Row]) -> dict[str, Path]:
-    """Write rows in each format, each file in a folder of its own."""
+    """Write rows in each format, each file into a separate folder."""
     found = {name: folder / name.replace(".", "-") / name for name in FILES}
     for name, path in found.items():
         path.parent.mkdir(parents=True)
@@ -118,7 +118,7 @@ def written(folder: Path, rows: Sequence[Row]) -> dict[str, Path]:
 
 
 def expected(name: str, value: Any, spec: Any) -> Any:
-    """Return what a value is in a record of that spec."""
+    """Return the value as it is in a record with that spec."""
     if spec.dtype == "string":
         return as_text(value).strip().encode()
     if value is None:
@@ -186,7 +186,7 @@ def opened_in_order(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def people(count: int) -> list[Row]:
-    """Return rows with what loses digits, and with spaces."""
+    """Return rows with spaces and with numbers that may lose digits."""
     random, start = np.random.default_rng(0), datetime(2026, 5, 1)
     return [
         {
@@ -255,7 +255,7 @@ def test_a_model_answers_the_same_from_every_format_and_when_it_is_served(tmp_pa
     assert len(set(answers["t.csv"])) > 60
     for found in answers.values():
         assert found == answers["t.csv"]
-    # Some rows without the others, with other spaces around the texts.
+    # Some of the rows, with different spaces around the texts.
     few = [{**row, "city": f" {row['city'].strip()}\u3000"} for row in rows[2:4]]
     alone = probabilities(uri, written(tmp_path / "few", few)["t.jsonl"])
     np.testing.assert_allclose(alone, answers["t.csv"][2:4], rtol=1e-5)
@@ -270,6 +270,6 @@ def test_a_model_answers_the_same_from_every_format_and_when_it_is_served(tmp_pa
     }
     names = argument_names(list(columns))
     asked = signature(**{names[name]: each for name, each in columns.items()})
-    # By class as `probabilities`, or as `probability` of the second one.
+    # The probabilities by class, or the `probability` of the second class.
     first = asked["probabilities"][:, 0] if "probabilities" in asked else 1 - asked["probability"]
     np.testing.assert_allclose(first, answers["t.csv"], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Number notations: which values each accepts and rejects, and which one a column needs."""
+"""Number notations: the values that each accepts, and the notation that a column needs."""
 
 from __future__ import annotations
 

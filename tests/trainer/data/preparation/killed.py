@@ -12,7 +12,7 @@ FEW_BYTES = 10_000
 
 
 def main(source: str, root: str) -> None:
-    """Say on standard output when a part is done."""
+    """Print a line when a part is done."""
     file_pieces.PART_BYTES = FEW_BYTES
     publish = storage.publish
 

@@ -18,7 +18,7 @@ from flotilla.trainer.runtime.errors import UserError
 
 @dataclass
 class Numbers(Source):
-    """`count` parts of `size` examples; each part that is read leaves a file in `seen`."""
+    """A source of `count` parts with `size` examples; reading a part writes a file into `seen`."""
 
     seen: Path
     count: int = 5

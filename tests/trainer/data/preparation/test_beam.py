@@ -1,6 +1,6 @@
-"""Parts that Apache Beam maps make the same dataset; a failed part gives one line.
+"""Parts that Apache Beam maps produce the same dataset; a failed part gives one line.
 
-Options of a Beam pipeline are refused in one line before anything is made.
+Invalid options of a Beam pipeline are refused in one line before any work.
 """
 
 import pickle
@@ -50,14 +50,14 @@ def test_a_worker_publishes_its_part_or_why_it_has_none(source, tmp_path):
     assert [m.fields for _, m in storage.list_published(uri, "failed part")] == [
         {"message": "part 3 is broken"}
     ]
-    # A runner retries.
+    # A runner retries failed parts.
     with pytest.raises(UserError, match="part 3 is broken"):
         mapper(source.parts()[3])
     assert mapper(source.parts()[1]) == 1
 
 
 @pytest.mark.slow
-# A protobuf warning, when TFDS reads its prepared data.
+# This is a protobuf warning when TFDS reads its prepared data.
 @pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
 def test_a_builder_that_uses_beam_is_run_by_it(root, scratch, contents):
     config = DataConfig(dataset="tests.trainer.data.made_builders:ByBeam", shards=2, runner=BEAM)

@@ -1,4 +1,4 @@
-"""Mapped parts, the shards that are made from all parts, and their reading in TensorFlow."""
+"""Mapped parts, the shards that are made from them, and reading the shards in TensorFlow."""
 
 import google_crc32c
 import numpy as np
@@ -168,7 +168,8 @@ def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
     correlations = [np.corrcoef(each, straight)[0, 1] for each in drawn]
     neighbours = [np.corrcoef(each[:-1], each[1:])[0, 1] for each in drawn]
     for found in (correlations, neighbours):
-        # The mean of 200 draws of a standard deviation of 1 / sqrt(79), within 4 standard errors.
+        # The mean of 200 draws with a standard deviation of 1 / sqrt(79) is within 4 standard
+        # errors.
         assert abs(np.mean(found)) < 4 / np.sqrt(79 * 200) + 1 / 79
         assert np.std(found) == pytest.approx(1 / np.sqrt(79), rel=0.25)
 
@@ -233,7 +234,7 @@ def test_the_bytes_do_not_depend_on_how_rows_come(write):
 
 
 def test_a_thousand_shards_are_no_matter(write):
-    # More than files that a process may have open, by default.
+    # This is more than the default limit of open files of a process.
     _, paths = write(1500, 1500)
     assert len(paths) == 1500
     assert read(paths[1499]) == [1499]

@@ -1,4 +1,4 @@
-"""Numbered examples, and the feed of a worker with room for some of their shards."""
+"""Numbered examples, and the feed of a worker that has room for some of the shards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def numbered(tmp_path_factory):
 
 @pytest.fixture
 def peaks(monkeypatch, tmp_path):
-    """Return the bytes of shards on the disk whenever one has come."""
+    """Record the bytes of shards on disk after each download."""
     found, download = [], FileStore.download
 
     def measured(self, uri, target):
@@ -56,7 +56,7 @@ def peaks(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """A folder for what graphs write that end after their test; the folder of before at the end."""
+    """Set a folder for graphs that end after their test; restore the previous folder at the end."""
     before = Path.cwd()
     yield tmp_path_factory.mktemp("elsewhere")
     os.chdir(before)
@@ -64,7 +64,7 @@ def elsewhere(tmp_path_factory):
 
 @pytest.fixture
 def feed(numbered, tmp_path, elsewhere):
-    """Feed the graphs of this process, with room for so many shards."""
+    """Feed the graphs of this process, with room for this number of shards."""
     os.chdir(tmp_path)
     largest = max(entry.bytes for entry in storage.read_manifest(numbered).files)
     made = []

@@ -1,4 +1,4 @@
-"""Graphs get the requested shards, each record once, and never wait for ever."""
+"""Graphs receive the requested shards, each record once, and never wait forever."""
 
 from __future__ import annotations
 

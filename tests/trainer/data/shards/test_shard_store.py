@@ -1,4 +1,4 @@
-"""Which shards are on disk, and when they are fetched and removed."""
+"""Tests which shards are on disk, and when they are downloaded and removed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def uri(tmp_path):
 
 @pytest.fixture
 def fetched(monkeypatch):
-    """Return the names of what was fetched, in order."""
+    """Return the names of the downloaded shards in order."""
     names, download = [], FileStore.download
 
     def noted(self, uri, target):
@@ -60,7 +60,7 @@ def fetched(monkeypatch):
 
 @pytest.fixture
 def stores(uri, tmp_path):
-    """Make a store; all end with the test."""
+    """Create stores that are closed at the end of the test."""
     made = []
 
     def store(shards, **options):
@@ -195,7 +195,7 @@ MB = 10**6
 
 
 def manifest_of(train, validation=()):
-    """Return the manifest of a dataset of shards of these megabytes."""
+    """Return the manifest of a dataset whose shards have these sizes in megabytes."""
     splits = {"train": train, "validation": validation}
     return Manifest(
         kind=KIND,

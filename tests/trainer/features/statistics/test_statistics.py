@@ -1,4 +1,4 @@
-"""Statistics are read as they were written; damage is named."""
+"""Statistics are read as they were written; damaged files are reported."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Letters of scripts without spaces are told from other letters."""
+"""Letters of scripts without spaces are distinguished from other letters."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Parquet that needs far more memory than its file: read in small blocks, or rejected."""
+"""Parquet files that need far more memory than their size are read in small blocks or rejected."""
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ LONG = "x" * 100_000
 
 @pytest.fixture
 def blocks(tmp_path, monkeypatch):
-    """The rows and the most bytes of a block of a table, where one may take about 1 MB."""
+    """Return the rows and the largest size of a block of a table, with a limit of about 1 MB."""
     monkeypatch.setattr(columnar, "BLOCK_BYTES", 1 << 20)
 
     def written(values, **how):
