@@ -9,7 +9,7 @@ import pytest
 
 
 class Clock:
-    """The seconds that have passed; `each` is called at each sleep."""
+    """The elapsed seconds; `each` is called at each sleep."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.passed = 0.0

@@ -44,7 +44,7 @@ SECONDS_TO_END = 60
 
 
 def _clear_environment() -> None:
-    """Remove the machine's own settings for this process and its children."""
+    """Remove the settings of the machine for this process and its children."""
     for name in list(os.environ):
         foreign = name.startswith(FOREIGN) and name not in KEPT
         if foreign or name in TERMINAL or name.lower() in PROXIES:
@@ -58,9 +58,9 @@ def _clear_environment() -> None:
 
 
 def _stack(context: int = 0) -> list[inspect.FrameInfo]:
-    """Do what `inspect.stack` does, without the search for the module and the source of a frame.
+    """Return the frames of `inspect.stack` without looking up modules and sources.
 
-    KFP asks for all frames, 50 times a compilation, which takes a second with TensorFlow loaded.
+    KFP calls it 50 times per compilation, which takes a second if TensorFlow is loaded.
     """
     del context
     current = inspect.currentframe()
@@ -71,10 +71,10 @@ def _stack(context: int = 0) -> list[inspect.FrameInfo]:
 
 
 inspect.stack = _stack
-# Tests end processes and never the machine: what the kernel was given outlives them all, and a
-# disk that others use keeps a sync waiting for seconds.
+# Tests end processes but not the machine, so data in the page cache survives; a sync on a busy disk
+# would take seconds.
 os.fsync = lambda _descriptor: None
-# Otherwise it is rebuilt from all commands and options at each call.
+# The command is cached, since each call would rebuild it from all commands and options.
 typer.main.get_command = functools.cache(typer.main.get_command)
 # Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
 _clear_environment()
@@ -112,13 +112,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _collected() -> Iterator[None]:
-    """Collect what the tests of a file leave behind before those of the next one begin.
+    """Run the garbage collector between the tests of two files.
 
-    Some of TensorFlow's objects wait, and the thread of a later test's server would collect them.
+    Otherwise a thread of a later test's server might collect TensorFlow objects that wait.
     """
     yield
     gc.collect()
-    # The remaining objects stay alive: later collections can skip them.
+    # The remaining objects stay alive, so later collections can skip them.
     gc.freeze()
 
 
@@ -225,7 +225,7 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _started(folder: Path) -> list[psutil.Process]:
-    """Return our descendants, and the orphans that name the test's folder: no child of ours."""
+    """Return the descendants of this process, and orphans with the test's folder in the command."""
     family = psutil.Process().children(recursive=True)
     orphans = [p for p in psutil.process_iter() if p not in family and str(folder) in _command(p)]
     return [p for p in family + orphans if "resource_tracker" not in _command(p)]

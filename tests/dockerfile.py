@@ -38,7 +38,7 @@ def copied(text: str) -> list[str]:
 
 
 def is_ignored(path: str, patterns: Iterable[str]) -> bool:
-    """Say whether the last pattern of `.dockerignore` that matches keeps a path out."""
+    """Return whether `.dockerignore` excludes a path: the last matching pattern counts."""
     above = [path, *map(str, PurePosixPath(path).parents)][:-1]
     ignored = False
     for line in patterns:

@@ -72,12 +72,12 @@ def is_test(path: PurePosixPath) -> bool:
 
 
 def stem(path: PurePosixPath) -> str:
-    """Return the name that the tests of a file carry: `main` for `__main__.py`."""
+    """Return the name of a file in its tests: `main` for `__main__.py`."""
     return path.stem.strip("_")
 
 
 def mirrors(source: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
-    """Return the test files named after `source` (and no longer name), or after its package."""
+    """Return the test files named after `source` (and not after a longer name) or its package."""
     names = {stem(path) for path in files if path.parent == source.parent}
     own = [
         test

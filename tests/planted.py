@@ -51,7 +51,7 @@ def found_in(texts: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
     for name, secret in SECRETS.items():
         data = secret.encode()
         forms = {data, quote(secret, safe="").encode(), quote(secret).encode()}
-        # In base64 the bytes before a text move it by 0, 1 or 2.
+        # In base64, the preceding bytes shift a text by 0, 1 or 2.
         for before in range(3):
             encoded = base64.b64encode(b"x" * before + data)[4 if before else 0 : -4]
             forms |= {encoded, encoded.translate(bytes.maketrans(b"+/", b"-_"))}

@@ -1,4 +1,4 @@
-"""Reserved ports, for servers that start later, or for none."""
+"""Reserved ports for servers that start later or not at all."""
 
 import socket
 from collections.abc import Iterator

@@ -43,6 +43,6 @@ def test_digits_shows_every_key():
 
 
 def test_digits_shows_the_defaults():
-    # Settings for this dataset alone are left out.
+    # Settings only for this dataset are left out.
     config = load_config(FOLDER / "digits.yaml", ["model.args={}", "gate.min={}"])
     assert config == Config()

@@ -55,7 +55,7 @@ SMALL = [
 
 
 def removed() -> list[str]:
-    """Return the patterns of what the image removes, below its folder of packages."""
+    """Return the patterns of the removed files, below the image's folder of packages."""
     (command,) = [
         rest
         for name, rest in stages((ROOT / "Dockerfile").read_text())["packages"]
@@ -71,7 +71,7 @@ def removed() -> list[str]:
 
 @pytest.fixture
 def audited(tmp_path):
-    """The environment of processes that note what they open of it, and the file with the notes."""
+    """Return the environment in which processes record opened files, and the file of records."""
     packages, seen = Path(distribution("tensorflow").locate_file("")), tmp_path / "seen"
     pattern = rf"{re.escape(str(packages))}/({'|'.join(removed())})(/|$)"
     text = AUDIT.format(removed=pattern, seen=str(seen))

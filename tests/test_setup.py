@@ -1,4 +1,4 @@
-"""`make setup`: uv installs with pip's settings, and pip where uv cannot."""
+"""`make setup`: uv installs with pip's settings, and pip is the fallback."""
 
 import json
 import os

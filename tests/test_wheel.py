@@ -1,4 +1,4 @@
-"""The wheel works without a checkout, next to folders that have Flotilla's own names."""
+"""The wheel works without a checkout, next to folders with the names of Flotilla's packages."""
 
 import json
 import os
@@ -42,7 +42,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of this checkout, built from a copy: building leaves folders behind."""
+    """Build the wheel of this checkout from a copy, since building leaves folders behind."""
     source = tmp_path_factory.mktemp("source")
     for name in ("flotilla", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
@@ -58,7 +58,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flotilla(wheel, tmp_path_factory):
-    """The console script of a fresh environment, which borrows the installed dependencies."""
+    """Create an environment that uses the installed dependencies; return its console script."""
     place = tmp_path_factory.mktemp("environment")
     run([sys.executable, "-m", "venv", "--without-pip", str(place)], cwd=place)
     (packages,) = place.glob("lib/python*/site-packages")
@@ -73,7 +73,7 @@ def flotilla(wheel, tmp_path_factory):
 
 @pytest.fixture
 def own(tmp_path):
-    """A project with folders named like Flotilla's packages, and files like Python's modules."""
+    """Create a project with folders and files named like packages of Flotilla and Python."""
     folder = tmp_path / "own"
     for name in HIDING:
         (folder / name).mkdir(parents=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 RUN = "digits-20250101-000000-aaaa"
 DAMAGED = "digits-20250102-000000-bbbb"
-# Nine copies of nine copies, nested: 43 million texts.
+# Nested aliases expand to 43 million texts.
 BOMB = "".join(
     f"{name}: &{name} [{','.join([below] * 9)}]\n"
     for name, below in zip("abcdefgh", ("x", *(f"*{each}" for each in "abcdefg")), strict=True)

@@ -12,7 +12,7 @@ _VARIABLE = re.compile(r"[A-Za-z_]+=.*", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A call that must be refused: of `flotilla`, of `trainer`, or (`sh`) a line of shell."""
+    """A call of `flotilla`, `trainer` or a shell line (`sh`) that must be refused."""
 
     text: str
     program: str

@@ -68,7 +68,7 @@ def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, 
 
 
 def in_a_shell(row: Row, folder: Path) -> tuple[int, str, str]:
-    """Run a line of shell with the `flotilla` and `python` of this environment."""
+    """Run a shell line with the `flotilla` and `python` of this environment."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     ended = subprocess.run(
         ["sh", "-c", row.words[0]],

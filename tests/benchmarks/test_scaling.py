@@ -78,7 +78,7 @@ def points():
         made_up("small", workers=1),
         made_up("small", workers=4),
         made_up("small", workers=16),
-        # Too slow for turns to begin, and too fast for turns to end.
+        # The rate is too low for turns to begin, and too high for turns to end.
         made_up("small", workers=20),
         made_up("small", servers=4),
         made_up("small", looped=True),

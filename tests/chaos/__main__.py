@@ -2,8 +2,8 @@
 
 Each run is the whole pipeline, with faults injected while it trains: with the cluster on this
 machine, or as a TFJob or JobSet on the stand-in of a Kubernetes cluster, whose pods are processes.
-`--on tables` trains a recommender on this machine, whose tables grow, and looks at their rows.
-The faults follow from its seed alone; when exactly they happen depends on the machine.
+`--on tables` trains a recommender on this machine, whose tables grow, and checks their rows.
+The seed determines the faults; their exact times depend on the machine.
 """
 
 import argparse

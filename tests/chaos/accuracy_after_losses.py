@@ -4,15 +4,15 @@
     python -m tests.chaos.accuracy_after_losses $PYTHONPATH/clicks_large.yaml --steps 4000 \
         --losses 20 --set training.checkpoint_seconds=10 --seed 1 --seed 2 --seed 3
 
-For each seed two runs train the same number of steps, one after the other: an undisturbed one, and
-one of which a parameter server is killed (SIGKILL) so many times. The kills are spaced evenly over
+For each seed, two runs train the same number of steps, one after the other: an undisturbed run, and
+a run whose parameter servers are killed (SIGKILL) this many times. The kills are spaced evenly over
 the steps; the last one is as far from the end. Progress is reported about once a second, so each
 kill comes up to a second after the progress that reaches its step, drawn by the seed. A kill waits
-until the run has gone on after the one before.
+until the run has recovered from the previous kill.
 
-The newest checkpoints of both, which are those of the last step, answer the same test split. What
-they differ by has the chance of asynchronous training in it: that of undisturbed runs of several
-seeds is printed, and the same seed may be given twice.
+The last checkpoints of both runs are evaluated on the same test split. Their difference includes
+the randomness of asynchronous training, so the differences between undisturbed runs of several
+seeds are also printed. The same seed may be given twice.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tests.chaos.kills import Course, Kills
 
 METRICS = ("auc", "query_auc")
 SETTINGS = {"training.validate_every": 0, "cluster.max_restarts": 10**4}
-# The time between two reports of progress.
+# Seconds between two progress reports.
 SPREAD_SECONDS = 1.0
 Measured = Mapping[str, float]
 
@@ -77,7 +77,7 @@ def _spread(values: Sequence[float]) -> str:
 def _pair(
     options: argparse.Namespace, folder: Path, name: str, seed: int
 ) -> tuple[Measured, Measured]:
-    """Return the metrics of the undisturbed run of a seed, and of the one that loses servers."""
+    """Return the metrics of the undisturbed run of a seed and of the run that loses servers."""
     quiet, lossy = (
         _measured(options, folder, f"{name}-{kind}", seed, losses)
         for kind, losses in (("quiet", 0), ("killed", options.losses))
@@ -148,7 +148,7 @@ class EvenKills(Kills):
             seed=seed,
             limit=options.limit,
         )
-        #: How many servers were killed.
+        #: Return the number of killed servers.
         self.struck = 0
         self._due = [options.steps * each / (losses + 1) for each in range(1, losses + 1)]
 

@@ -19,7 +19,7 @@ def events_of(
     read: dict[Path, int],
     seconds: float = SECONDS,
 ) -> Iterator[Event]:
-    """Yield the events of a run as they come; `read` counts the bytes of each file."""
+    """Yield the events of a run as they are written; `read` counts the bytes of each file."""
     deadline = time.monotonic() + seconds
     ended = False
     newest: dict[type[Event], Event] = {}

@@ -1,12 +1,12 @@
-"""The share of its speed that a job keeps when it loses workers repeatedly.
+"""The share of speed that a job keeps when it repeatedly loses workers.
 
     python -m tests.chaos.goodput --launcher jobset --seconds 240 --every 60
 
 Two runs of the same length on the stand-in of a cluster, one after the other: an undisturbed one,
 and one whose workers are evicted in turn, with their grace period. The training operator fails the
-job each time, and the launcher makes it again; a JobSet loses the pod. The goodput is the step of
-the newest checkpoint of the second over that of the first: what is trained twice, or is not
-published, does not count. Without `--launcher` both engines are measured.
+job each time, and the launcher recreates it; a JobSet loses only the pod. The goodput is the ratio
+of the newest checkpoint steps of the second and the first run: repeated or unpublished steps do not
+count. Without `--launcher` both engines are measured.
 """
 
 import argparse
@@ -49,14 +49,14 @@ class Course:
 
 
 class Lost:
-    """The worker that was lost last, until its new pod takes part in training."""
+    """The worker that was lost last, until its new pod joins training."""
 
     def __init__(self) -> None:
         self._task = ""
         self._steps: float = math.inf
 
     def has_new_pod(self, task: str) -> None:
-        """Wait for this worker from now on."""
+        """Wait for this worker."""
         self._steps, self._task = math.inf, task
 
     def is_back(self, progress: Progress) -> bool:

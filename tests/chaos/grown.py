@@ -25,10 +25,10 @@ class GrownShard:
     """One shard of a table.
 
     Attributes:
-        ids: that have a row, by their slots; one that has two is there twice.
-        given: how many rows were given to ids.
-        empty: of `ids` those whose row is of zeros, which no new one is.
-        unfit: variables of rows or of the optimizer that are not finite, or of another length.
+        ids: the ids that have a row, by slot; an id with two rows occurs twice.
+        given: number of rows that were assigned to ids.
+        empty: the `ids` whose row has only zeros, which no new row has.
+        unfit: variables of rows or of the optimizer that are not finite or have the wrong length.
     """
 
     ids: npt.NDArray[np.int64]
@@ -40,7 +40,7 @@ class GrownShard:
 
     @property
     def twice(self) -> int:
-        """Return how many ids have more than one row."""
+        """Return the number of ids with more than one row."""
         return sum(count > 1 for count in Counter(self.ids.tolist()).values())
 
     @property
@@ -94,9 +94,10 @@ def _shard_of(values: Mapping[str, npt.NDArray[Any]], own: str) -> GrownShard:
 
 
 def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
-    """Describe what is wrong with the rows of one checkpoint.
+    """Describe the errors in the rows of one checkpoint.
 
-    Of `halfway` ids of a shard a step may have ended halfway; with `counts` rows and counts agree.
+    The steps of up to `halfway` ids of a shard may have ended halfway; with `counts`, rows and
+    counts must agree.
     """
     for (table, number), each in shards.items():
         where = f"shard {number} of {table}"
@@ -117,7 +118,7 @@ def faults_of(shards: Shards, *, halfway: int, counts: bool) -> Iterator[str]:
 
 
 def lost_between(earlier: Shards, later: Shards, *, halfway: int) -> Iterator[str]:
-    """Describe the ids that a later checkpoint lacks although they were not evicted."""
+    """Describe the ids that are missing in a later checkpoint although they were not evicted."""
     if earlier.keys() != later.keys():
         yield "it has other shards"
         return

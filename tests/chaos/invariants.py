@@ -1,4 +1,4 @@
-"""All invariants: conditions that hold for every run, whatever failed in it."""
+"""All invariants: conditions that hold for every run, whatever faults it had."""
 
 import signal
 from collections.abc import Iterator
@@ -33,14 +33,14 @@ class Outcome:
         ends: exit code and error lines of each try.
         by_parts: whether servers write their own parts.
         tables: the features whose tables grow.
-        halfway: how many ids of a shard a loss may leave halfway to a row.
-        struck: the kind of each fault that found what it was to hit.
-        losses: how many faults may have cost an attempt of the chief.
-        cancels: how many faults have requested the end of a try.
-        kills: how many faults have killed the command line.
-        most_failures: how many tries may fail; None where any fault may be the reason.
+        halfway: number of ids of a shard that a loss may leave halfway to a row.
+        struck: the kind of each fault that found its target.
+        losses: number of faults that may have cost an attempt of the chief.
+        cancels: number of faults that requested the end of a try.
+        kills: number of faults that killed the command line.
+        most_failures: maximum number of failed tries; None if any fault may be the reason.
         torn: the checkpoints that a fault has torn.
-        left: orphans: processes of the run that outlived it.
+        left: the orphans: processes that outlived the run.
     """
 
     checkpoints: str
@@ -62,7 +62,7 @@ class Outcome:
 
 
 class Violation(NamedTuple):
-    """An invariant that does not hold: which total counts it, and what was found."""
+    """A violated invariant: the total that counts it, and its description."""
 
     total: str
     words: str
@@ -74,14 +74,14 @@ def violations_of(outcome: Outcome) -> list[Violation]:
 
 
 def it_ends_blessed(outcome: Outcome) -> Iterator[str]:
-    """Every run ends blessed, at once or after it was resumed."""
+    """Every run ends blessed, either directly or after a resume."""
     code, words = outcome.ends[-1]
     if code != 0:
         yield f"it did not end blessed: exit code {code}, {words!r}"
 
 
 def an_end_before_is_one_line_and_can_be_resumed(outcome: Outcome) -> Iterator[str]:
-    """A try that fails says in one line why and how to resume, without a traceback."""
+    """A failed try prints one line with the reason and the way to resume, without a traceback."""
     codes = (1, 130) if outcome.cancels else (1,)
     before = [code for code, _ in outcome.ends[:-1]]
     for code, words in outcome.ends[:-1]:
@@ -101,7 +101,7 @@ def no_try_fails_for_what_is_survived(outcome: Outcome) -> Iterator[str]:
 
 
 def no_checkpoint_is_torn(outcome: Outcome) -> Iterator[str]:
-    """Every published checkpoint is whole, unless a fault has torn it."""
+    """Every published checkpoint is complete, unless a fault has damaged it."""
     for uri, _ in list_checkpoints(outcome.checkpoints):
         try:
             storage.verify(uri)
@@ -111,7 +111,7 @@ def no_checkpoint_is_torn(outcome: Outcome) -> Iterator[str]:
 
 
 def a_green_end_has_all_steps(outcome: Outcome) -> Iterator[str]:
-    """A run that ends blessed has trained all of its steps."""
+    """A run that ends blessed has trained all steps."""
     step = newest_checkpoint(outcome.checkpoints)[1]
     if outcome.ends[-1][0] == 0 and step < outcome.steps:
         yield f"the last checkpoint is of step {step}, and {outcome.steps} were asked for"
@@ -152,7 +152,7 @@ def no_published_step_is_repeated(outcome: Outcome) -> Iterator[str]:
 
 
 def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
-    """The values of lost servers go back to the newest checkpoint that is published and whole."""
+    """The values of lost servers are restored from the newest complete checkpoint."""
     for event, newest in with_newest(outcome):
         if not isinstance(event, ServersLost) or event.recovery != "partial":
             continue
@@ -162,7 +162,8 @@ def values_go_back_to_a_checkpoint_at_most(outcome: Outcome) -> Iterator[str]:
 
 def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
     """A table has allocated at least as many rows as at the step from which training continued."""
-    # Steps, and the number of rows that each table had allocated by then, evicted ones included.
+    # The steps, and the number of rows that each table had allocated by then, including evicted
+    # rows.
     before: list[tuple[int, dict[str, int]]] = []
     backs: list[int] = []
     for event in outcome.events:
@@ -183,10 +184,10 @@ def no_row_goes_back_further_than_is_said(outcome: Outcome) -> Iterator[str]:
 
 
 def rows_are_whole(outcome: Outcome) -> Iterator[str]:
-    """In a checkpoint an id has one row, in one shard, with slots, and all rows are counted.
+    """In a checkpoint, an id has one row in one shard, with slots, and all rows are counted.
 
-    A step that a loss has ended halfway may leave an id with two rows, or a row without a count:
-    its count is of another moment where values stayed on the servers.
+    A step that ended halfway may leave an id with two rows, or a row that is not counted, if values
+    remained on the servers.
     """
     most, counts = outcome.halfway * _disturbances(outcome), not _has_kept_values(outcome)
     for uri, shards in rows_of(outcome).items():
@@ -199,7 +200,7 @@ def no_row_is_lost(outcome: Outcome) -> Iterator[str]:
     most = outcome.halfway * _disturbances(outcome)
     found = rows_of(outcome)
     if _has_kept_values(outcome):
-        # Rows that were evicted while it was written are not counted.
+        # Rows that were evicted while the checkpoint was written are not counted.
         most += sum(len(each.ids) for shards in found.values() for each in shards.values())
     for (uri, earlier), (later_uri, later) in combinations(found.items(), 2):
         for words in lost_between(earlier, later, halfway=most):
@@ -207,7 +208,7 @@ def no_row_is_lost(outcome: Outcome) -> Iterator[str]:
 
 
 def rows_of(outcome: Outcome) -> dict[str, Shards]:
-    """Return the rows in each checkpoint that no fault has torn, oldest first."""
+    """Return the rows in each undamaged checkpoint, oldest first."""
     found = {}
     for uri, _ in list_checkpoints(outcome.checkpoints) if outcome.tables else ():
         if uri not in outcome.torn:
@@ -215,7 +216,7 @@ def rows_of(outcome: Outcome) -> dict[str, Shards]:
             try:
                 found[uri] = grown(uri, created, outcome.tables)
             except UserError:
-                # Another invariant covers it.
+                # Another invariant covers this case.
                 continue
     return found
 
@@ -229,7 +230,7 @@ def _has_kept_values(outcome: Outcome) -> bool:
 
 
 def no_process_is_left(outcome: Outcome) -> Iterator[str]:
-    """No process of a try outlives it."""
+    """No process outlives its try."""
     for command in outcome.left:
         yield f"a process is left: {command}"
 
@@ -258,7 +259,7 @@ def is_exact(outcome: Outcome) -> bool:
 
 
 def repeated(outcome: Outcome) -> int:
-    """Return the steps that were trained more than once, as far as events report them."""
+    """Return the number of repeated steps that events report."""
     steps, reached = 0, 0
     for event in outcome.events:
         if isinstance(event, AttemptBegin):
@@ -270,10 +271,10 @@ def repeated(outcome: Outcome) -> int:
 
 
 def restarts(outcome: Outcome) -> int:
-    """Return how often a task was restarted."""
+    """Return the number of restarts of tasks."""
     return sum(isinstance(event, Restart) for event in outcome.events)
 
 
 def attempts(outcome: Outcome) -> int:
-    """Return how often training began or was resumed."""
+    """Return the number of starts and resumes of training."""
     return sum(isinstance(event, AttemptBegin) for event in outcome.events)

@@ -36,11 +36,11 @@ class JobTarget:
         return pod if pod and runs and not pod["metadata"].get("deletionTimestamp") else None
 
     def cancel_run(self) -> None:
-        """End the run as Ctrl-C does."""
+        """End the run like Ctrl-C."""
         self._process.send_signal(signal.SIGTERM)
 
     def kill_launcher(self) -> bool:
-        """Kill the process of the step that trains; return whether there was one."""
+        """Kill the process of the training step; return whether it existed."""
         for process in processes_of(self._workdir):
             if "train_model" in process.cmdline():
                 process.kill()
@@ -82,7 +82,7 @@ class JobTarget:
 
 
 def inject_into_job(fault: Fault, target: JobTarget) -> str:
-    """Inject a fault; return what came of it, in a few words; raises `MissedError`."""
+    """Inject a fault; return its effect in a few words; raises `MissedError`."""
     if fault.task:
         with target.kube.store.changed:
             pod = target.pod(fault.task)

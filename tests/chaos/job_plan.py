@@ -12,7 +12,7 @@ STRATEGIES = (
     "in_graph",
     "multi_worker_mirrored",
 )
-# Each kind with its weight; the kinds of the first line hit a task.
+# Each kind of fault with its weight; the kinds in the first line hit a task.
 OF_TASKS = {
     "delete": 4,
     "evict": 3,

@@ -12,7 +12,7 @@ from tests.chaos.run import Run, Say
 from tests.chaos.stores import Store
 from tests.kubernetes.cluster import Cluster, real_cluster
 
-# Faults that training does not notice.
+# The faults that do not affect training.
 HARMLESS = ("API outage", "controller outage")
 
 

@@ -23,12 +23,10 @@ ENDS = (0, 130)
 
 @dataclass(kw_only=True)
 class Course:
-    """What came of a run.
-
-    Attributes:
-        progress: the seconds since the epoch and the global step of each.
-        returns: by role, the seconds from each kill until the global step was higher again.
-        memory: of all its processes together, in MB, at some moments.
+    """The result of a run. Attributes:
+    progress: Unix timestamp and global step of each progress report.
+    returns: by role, the seconds from each kill until the global step was higher again.
+    memory: the total memory of its processes in MB, at some times.
     """
 
     checkpoint: str = ""
@@ -98,7 +96,7 @@ class Kills:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the run has made no progress since the last kill."""
+        """Return whether the run has made no progress since the last kill."""
         return self._awaited is not None
 
     def kill(self, role: str) -> bool:
@@ -129,7 +127,7 @@ class Kills:
             if not self._awaited:
                 return
             role, at, before = self._awaited
-            # A progress from before the loss of a server may be read only after it.
+            # Progress from before the loss of a server may be read after the loss.
             if step > before and (role == "worker" or self._has_begun):
                 self.found.returns[role].append(time.monotonic() - at)
                 self._awaited = None

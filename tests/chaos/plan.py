@@ -8,7 +8,7 @@ EVERY = 250
 STALL_SECONDS = 15
 CLUSTERED = ("async_parameter_server", "sync_parameter_server", "in_graph")
 STRATEGIES = (*CLUSTERED, "multi_worker_mirrored", "single")
-# Each kind with its weight among the further faults of a run; the first fault takes its turn.
+# Each kind of fault with its weight; the first fault of a run is chosen in turn.
 OF_TASKS = {"kill pair": 2, "kill": 3, "stop": 2, "pause": 2}
 OUTAGES = {"outage of 15 s": 15.0, "outage of 2 min": 120.0}
 OF_THE_RUN = {
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def by_parts(self) -> bool:
-        """Return whether servers write their own parts: these models are too small."""
+        """Return whether servers write their parts; these models are too small for that."""
         return False
 
     @property
@@ -92,17 +92,17 @@ class Plan:
 
     @property
     def halfway(self) -> int:
-        """Return how many ids a loss may leave halfway to a row."""
+        """Return the number of ids that a loss may leave halfway to a row."""
         return 0
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command, with the configuration file unless it is that of digits."""
+        """Return the command, with the configuration file unless it is the one for digits."""
         return ("run",)
 
     @property
     def exits_early(self) -> bool:
-        """Return whether the model has to end its process."""
+        """Return whether the model must end its process."""
         return any(fault.kind == "lie" for fault in self.faults)
 
     def settings(self) -> dict[str, object]:
@@ -124,7 +124,10 @@ class Plan:
 
 
 def draw_plan(seed: int) -> Plan:
-    """Return the plan of a seed; 50 in a row have each kind of fault under each strategy."""
+    """Return the plan of a seed.
+
+    50 consecutive seeds have each kind of fault under each strategy.
+    """
     draw = random.Random(seed)
     turn, number = divmod(seed, len(STRATEGIES))
     shape = Plan(

@@ -37,7 +37,7 @@ def run_plan(plan: Plan, folder: Path, say: Say, store: Store) -> Outcome:
 
 
 class Run:
-    """A run on this machine; subclasses say how faults are injected and what may be left."""
+    """A run on this machine; subclasses define how faults are injected and what may remain."""
 
     def __init__(
         self, plan: Plan, folder: Path, say: Say, store: Store, variables: Mapping[str, str]
@@ -62,7 +62,7 @@ class Run:
         self._resumable: tuple[int, ...] = (1, KILLED)
 
     def to_its_end(self) -> Outcome:
-        """Start the run, and resume it while it fails and a fault may be the reason."""
+        """Start the run, and resume it as long as it fails for a possible fault."""
         root = self._store.root
         # Models with the same name would be compared with each other.
         own = {"name": f"chaos-{self._plan.seed}", "storage.root": root}
@@ -138,7 +138,7 @@ class Run:
         return inject(fault, target)
 
     def _left(self) -> list[str]:
-        """Return the processes left by a try that has ended; killed ones get time to end."""
+        """Return the remaining processes of an ended try; killed processes get time to end."""
         is_killed = self._found.ends[-1][0] == KILLED
         deadline = time.monotonic() + (SECONDS_TO_NOTICE if is_killed else 0)
         while processes_of(self._workdir) and time.monotonic() < deadline:
@@ -155,5 +155,5 @@ def _attempts_lost(plan: Plan, fault: Fault) -> int:
 
 
 def forget(folder: Path, seed: int) -> None:
-    """Remove what a run has left on this machine."""
+    """Remove the remains of a run on this machine."""
     shutil.rmtree(folder / f"run-{seed}", ignore_errors=True)

@@ -121,7 +121,7 @@ class Door:
         self._hang_up()
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
-        """Refuse connections for a while, or accept them and pass nothing on."""
+        """Refuse connections for a while, or accept them without relaying data."""
         self.end_outage()
         self._flows.clear()
         if not silent:
@@ -133,7 +133,7 @@ class Door:
         self._timer.start()
 
     def end_outage(self) -> None:
-        """Pass everything on again."""
+        """Relay all data again."""
         timer, self._timer = self._timer, None
         if timer and timer.is_alive() and timer is not threading.current_thread():
             timer.cancel()

@@ -13,8 +13,8 @@ STEPS, EVERY, BATCH = 1200, 120, 64
 STRATEGIES = {"async_parameter_server": 14, "sync_parameter_server": 3, "in_graph": 3}
 SERVERS = {2: 7, 1: 2, 3: 2}
 ROLES = {"ps": 4, "chief": 2, "worker": 3, "evaluator": 1}
-# The first fault of a run takes its turn: 20 runs in a row have each of these twice. Where no role
-# is named it hits the whole run, the leader, or two tasks.
+# The first fault of a run is chosen in turn: 20 consecutive runs have each of these twice. A fault
+# without a role hits the whole run, the leader, or two tasks.
 TURNS = (
     ("kill", "ps"), ("kill", "chief"), ("torn file", ""), ("kill pair", ""), ("outage", ""),
     ("stop", "ps"), ("full disk", "ps"), ("kill", "worker"), ("kill launcher", ""),
@@ -24,12 +24,12 @@ TURNS = (
 FURTHER = {"kill": 6, "kill pair": 2, "stop": 2, "pause": 2, "torn file": 2, "full disk": 1}
 OF_TASKS = ("kill", "stop", "pause")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "clicks_large"
-# About 2,200 users come in these events, and nearly all items: these are new for most of a run.
+# About 2,200 users and nearly all items occur in these events; users are new for most of a run.
 CLICKS = {
     "users": 6000, "items": 12_000, "new_users": 100, "new_items": 20, "segments": 64,
     "categories": 64, "zipf": 0.2, "events": 60_000, "test_events": 4000,
 }  # fmt: skip
-# Slots of a shard, of users and of items: for all of them, or so few that rows are given away.
+# The slots of a shard of users and of items: enough for all, or so few that rows are reassigned.
 ROOM, LITTLE_ROOM = (2048, 8192), (600, 2400)
 TABLES = ("user", "item", "segment", "category")
 
@@ -39,10 +39,10 @@ class TablePlan(Plan):
     """A run with tables, and its faults.
 
     Attributes:
-        parts_mb: from how much on servers write their own parts.
-        little_room: whether rows are given away.
-        min_count: how often an id has to come before it gets a row.
-        is_whole: whether the model is exported; else it is only trained, which is most of the time.
+        parts_mb: size in MB above which servers write their parts.
+        little_room: whether rows are reassigned.
+        min_count: the number of times that an id must occur before it gets a row.
+        is_whole: whether the model is exported; otherwise it is only trained, as in most plans.
     """
 
     steps: int = STEPS
@@ -91,7 +91,7 @@ class TablePlan(Plan):
 
     @property
     def halfway(self) -> int:
-        """Return how many ids a loss may leave without a complete row: those of all workers."""
+        """Return the number of ids of all workers that a loss may leave without a full row."""
         return BATCH * self.workers
 
     def settings(self) -> dict[str, object]:
@@ -103,7 +103,7 @@ class TablePlan(Plan):
             "training.batch_size": BATCH,
             "training.keep": self.keep,
             "training.checkpoint_parts_mb": self.parts_mb,
-            # At least one per server.
+            # There is at least one shard per server.
             "model.args.shards": max(2, self.servers),
             **self._growing(),
         }
@@ -123,14 +123,14 @@ class TablePlan(Plan):
             "model.args.tables": json.dumps(tables),
             "training.warm_start": "''",
             "gate.min": json.dumps({"query_auc": 0.4}),
-            # This tests survival, with models that have learnt little.
+            # The models learn little, since this only tests survival.
             "gate.constant": "reported",
             "export.formats": json.dumps(["saved_model"]),
         }
 
 
 def draw_table_plan(seed: int) -> TablePlan:
-    """Return the plan of a seed; 20 in a row have each kind of fault twice."""
+    """Return the plan of a seed; 20 consecutive seeds have each kind of fault twice."""
     draw = random.Random(seed)
     strategy = _one_of(draw, STRATEGIES)
     by_parts = draw.random() < 0.8
@@ -172,7 +172,7 @@ def _fault(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Fault:
 
 
 def _tasks(draw: random.Random, plan: TablePlan, kind: str, role: str) -> Sequence[str]:
-    """Draw the tasks that a fault hits: of the role, or of one that is drawn."""
+    """Draw the tasks that a fault hits, from the given role or from a drawn one."""
     if kind == "kill pair":
         # Two servers, or any two tasks.
         among = _of_role(plan, role) if role else plan.tasks()

@@ -1,17 +1,16 @@
-"""The share of its speed that a local run keeps while tasks are killed repeatedly.
+"""The share of speed that a local run keeps while tasks are repeatedly killed.
 
     export PYTHONPATH=examples/clicks_large
     python -m tests.chaos.task_kills $PYTHONPATH/clicks_large.yaml --seconds 1800 --every 60
 
-Three runs train one after the other, so that each has all of the machine: an undisturbed one for
-half of the seconds, one of which a task is killed (SIGKILL) every so many seconds, each role in
-turn, the task of a role drawn by the seed, and an undisturbed one for the other half, as the speed
-of a machine drifts. The goodput is the step of the newest checkpoint of the second run over those
-of the others: what is trained twice, or is not published, does not count.
-
-Where the machine drifts by more than losses cost, the second run alone says what they cost: of each
-kill, the steps that are missing up to the next one, in seconds of the run's own speed before and
-after. That speed is without the first `RECOVERY_SECONDS` after a kill.
+Three runs train one after the other, so that each has the whole machine: an undisturbed run for
+half of the seconds; a run with a task killed (SIGKILL) at intervals, each role in turn, the task
+drawn by the seed; and another undisturbed run for the other half, since the speed of a machine
+drifts. The goodput is the ratio of the newest checkpoint step of the second run and the sum of the
+others: repeated or unpublished steps do not count. If the machine drifts by more than the cost of
+the losses, the second run alone gives the cost: the steps that are missing from each kill to the
+next one, in seconds at the speed of the run before and after. This speed excludes the first
+`RECOVERY_SECONDS` after a kill.
 """
 
 import argparse
@@ -36,9 +35,9 @@ from tests.chaos.kills import Kills
 
 ROLES = ("worker", "ps", "chief")
 SETTINGS = {"training.steps": 10**8, "training.validate_every": 0, "cluster.max_restarts": 10**4}
-# The time until the speed recovers from a kill; at most half of the time between two kills.
+# Seconds until the speed recovers from a kill; at most half of the interval between two kills.
 RECOVERY_SECONDS = 15.0
-# Longer than the time between two progress events, so none spans a kill.
+# The margin is longer than the time between two progress events, so no event spans a kill.
 PROGRESS_SECONDS = 2.0
 # Before the first progress event, and after the end.
 AROUND_SECONDS = 600.0
@@ -93,10 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[float]:
-    """Return the seconds of training that each kill of a run has cost, in their order.
+    """Return the seconds of training that each kill of a run cost, in order.
 
-    The first kill comes `every` seconds after the first progress. What came after the last whole
-    stretch, and a kill around which no step was made once it was recovered, are left out.
+    The first kill is `every` seconds after the first progress. The time after the last complete
+    interval is left out, and so is a kill without any step after the recovery.
     """
     times, steps = zip(*progress, strict=True)
     recovery = min(RECOVERY_SECONDS, every / 2)
@@ -109,7 +108,7 @@ def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[fl
     for number in range(1, int((times[-1] - times[0]) / every)):
         at = times[0] + number * every
         rests = [(begin + recovery, begin + every - PROGRESS_SECONDS) for begin in (at - every, at)]
-        # A machine that slows down steadily is slower in the middle too.
+        # A machine that slows down steadily is also slower in the middle.
         speeds = [speed(*rest) for rest in rests]
         if min(speeds) > 0:
             usual = float(np.interp(at + every / 2, np.mean(rests, axis=1), speeds))
@@ -118,7 +117,7 @@ def lost_seconds(progress: Sequence[tuple[float, int]], every: float) -> list[fl
 
 
 class TimedKills(Kills):
-    """Kills a task every so many seconds, and ends the run after its time."""
+    """Kills a task at intervals, and ends the run after its time."""
 
     def __init__(
         self, options: argparse.Namespace, folder: Path, seconds: float, every: float
@@ -139,7 +138,7 @@ class TimedKills(Kills):
         self._clock: threading.Thread | None = None
 
     def progressed(self, process: subprocess.Popen[bytes]) -> None:
-        """Begin to count the seconds at the first progress."""
+        """Start counting the seconds at the first progress."""
         if self._clock is None:
             self._clock = threading.Thread(target=self._strike, args=(process,), daemon=True)
             self._clock.start()
@@ -150,7 +149,7 @@ class TimedKills(Kills):
         self._clock.join()
 
     def _strike(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill a task at each multiple of `every`, and end the run after its seconds."""
+        """Kill a task at each multiple of `every`, and end the run after its time."""
         began = time.monotonic()
         for number in itertools.count(1):
             at = number * self._every

@@ -8,7 +8,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 NOTHING = ", 0 lost, 0 unclear, 0 torn, 0 wrongly green, 0 inexact, 0 left, "
 
-# Between them: kills of a pair and of a server, a torn file, exit code 0, an outage of the store.
+# Together these have kills of a pair and of a server, a damaged file, exit code 0, and a store
+# outage.
 SEEDS = (4, 11, 17)
 
 
@@ -22,7 +23,8 @@ def test_the_invariants_hold(tmp_path, capsys, seed):
     assert NOTHING in output.splitlines()[-1]
 
 
-# Between them: a cancel, deletions and evictions of each role, a killed launcher, an outage.
+# Together these have a cancel, deletions and evictions of each role, a killed launcher, and an
+# outage.
 JOB_SEEDS = (5, 2, 16)
 
 
@@ -37,7 +39,7 @@ def test_the_invariants_hold_on_an_engine(tmp_path, capsys, engine, seed):
     assert NOTHING in output.splitlines()[-1]
 
 
-# Between them: kills of a server, of the chief and of two tasks, a damaged checkpoint.
+# Together these have kills of a server, of the chief and of two tasks, and a damaged checkpoint.
 TABLE_SEEDS = (1, 2, 3)
 
 

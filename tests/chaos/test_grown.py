@@ -1,4 +1,4 @@
-"""The rows of growing tables: each invariant finds its violation; which faults plans contain."""
+"""The rows of growing tables: each invariant detects its violation; the faults in plans."""
 
 from functools import partial
 

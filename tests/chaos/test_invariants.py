@@ -1,4 +1,4 @@
-"""Each invariant finds its violation; a plan is the same for the same seed."""
+"""Each invariant detects its violation; a seed always gives the same plan."""
 
 import socket
 
@@ -214,7 +214,7 @@ def test_values_and_steps_go_back_to_what_is_published(sound, events, words):
             ],
             40,
         ),
-        # All return to the checkpoint of an attempt, whatever was reported before.
+        # All values return to the checkpoint of an attempt, whatever was reported before.
         (
             [
                 progress(500, rows=40),
@@ -290,7 +290,7 @@ def test_fifty_seeds_have_each_kind_of_fault_under_each_strategy(first):
     plans = [draw_plan(seed) for seed in range(first, first + 50)]
     found = {(plan.strategy, fault.kind) for plan in plans for fault in plan.faults}
     everything = {(strategy, kind) for strategy in STRATEGIES for kind in KINDS}
-    # A run of one process has no pair.
+    # A run with one process has no pair of tasks.
     assert found >= everything - {("single", "kill pair")}
 
 

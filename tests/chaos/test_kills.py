@@ -27,7 +27,7 @@ def lost(step, back_to):
 
 @pytest.fixture
 def struck_at(tmp_path, monkeypatch):
-    """Return a function that plays events to a run, and returns the steps of its kills."""
+    """Return a function that sends events to a run and returns the steps of its kills."""
     monkeypatch.setattr(accuracy_after_losses, "SPREAD_SECONDS", 0.0)
 
     def play(losses, *events):

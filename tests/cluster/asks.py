@@ -1,6 +1,6 @@
 """Queries a TensorFlow server for its devices: `python -m tests.cluster.asks TARGET`.
 
-It queries once at the start and once per input line, on one channel, as a chief does.
+It queries once at the start and once per input line, on one channel like a chief.
 """
 
 import sys
@@ -14,7 +14,7 @@ from tests.cluster.lead import say
 
 
 def main() -> None:
-    """Ask until there are no more lines."""
+    """Query the server until there are no more lines."""
     signals.end_with_parent()
     liveness.find_tasks_soon()
     session = tf.compat.v1.Session(sys.argv[1])

@@ -1,4 +1,4 @@
-"""A parameter server that is killed when it is asked to publish its second part."""
+"""A parameter server that is killed at the request to publish its second part."""
 
 import os
 import signal

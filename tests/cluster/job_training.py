@@ -91,7 +91,7 @@ class Training:
         return reached
 
     def said(self, kind: type[Kind]) -> list[Kind]:
-        """Return the events of a kind that all launchers of the run have reported."""
+        """Return the events of a kind from all launchers of the run."""
         return [
             each for each in events.read(self._folder / "events.jsonl") if isinstance(each, kind)
         ]
@@ -108,7 +108,7 @@ class Training:
         self.kube.pod(task, but=pod["metadata"]["uid"])
 
     def lose_a_worker(self, lost: str = "worker-1") -> None:
-        """Kill a worker, and wait until it takes part in training again."""
+        """Kill a worker, and wait until it joins training again."""
         # Work that was dispatched to the worker before the kill counts too.
         last = [_steps_of(self.wait(Progress), lost)]
         self.lose(lost)
@@ -120,7 +120,7 @@ class Training:
         self.wait(Progress, goes_on)
 
     def require_nothing_left(self) -> None:
-        """Wait until neither an object nor a process of the run is left."""
+        """Wait until no object or process of the run remains."""
         self.kube.store.wait(lambda: not self.kube.of_jobs())
         # A forced deletion removes a pod before its processes end.
         _, alive = psutil.wait_procs(processes_of(self._folder), timeout=SECONDS_TO_END)

@@ -1,4 +1,4 @@
-"""A launched job for a test: its events as they come, its tasks, and its end."""
+"""A launched job for a test: its events as they arrive, its tasks, and its end."""
 
 import json
 import os

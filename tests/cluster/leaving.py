@@ -2,8 +2,8 @@
 
 `python -m tests.cluster.leaving SPEC`, which is a JSON file: `config` (sections that differ from
 the defaults), `uri` of the checkpoints of its run, `saved`, the global step of the newest of them
-or -1, `layers`, how many the model has more, and `torn`, whether it dies while it assigns values. A
-line of JSON says what was found and what it leaves.
+or -1, `layers`, the number of additional layers, and `torn`, whether it dies while it assigns
+values. A line of JSON describes the found and the remaining state.
 """
 
 import json
@@ -34,10 +34,10 @@ IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
 
 
 def problem(config: Config, *, layers: int = 0) -> Problem:
-    """Return a problem with a fixed table, a growing table, and layers."""
+    """Return a problem with a fixed table, a growing table and layers."""
 
     def looked_up(given: Any) -> Any:
-        # As for each model of a run.
+        # Each model of a run does the same.
         reset_uids()
         rows = ShardedEmbedding(ROWS, 4, name="table")(given)
         grown = EmbeddingTable(2 * IDS, 4, name="grown")(given)
@@ -50,7 +50,7 @@ def problem(config: Config, *, layers: int = 0) -> Problem:
 
 
 def main() -> None:
-    """Begin as the outer loop does, then kill this process."""
+    """Begin like the outer loop, then kill this process."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     # All but the smallest variables have no values before they are bound to the servers' values.
@@ -62,7 +62,7 @@ def main() -> None:
     checkpoint = RestoredCheckpoint(
         uri=spec["uri"], global_step=spec["saved"], folder=Path(), fields={}
     )
-    # Variables that are not taken over keep their initial values.
+    # Variables without values on the servers keep their initial values.
     recovery.restore = lambda *_, **__: None
     recovery.select_resumed = lambda _found, variables, _training: variables
     begins = recovery.Recovery(config, strategy, checkpoints)

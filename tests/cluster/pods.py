@@ -4,8 +4,8 @@
         cluster.lose(Task(role="worker", index=0))
 
 Names are resolved as in Kubernetes: every pod asks a name server, which answers with the address of
-the newest pod of that name: that of a lost one until there is another. A pod that is lost takes its
-address with it: nothing answers there any more, also not that nothing is there. Needs root, Linux.
+the newest pod of that name, even if it is lost. The address of a lost pod disappears: nothing
+answers there, not even with a refusal. Needs root, Linux.
 """
 
 import os
@@ -37,7 +37,8 @@ PREFIX = f"fl{os.getpid()}"
 # The start time of a new pod, as measured on Kubernetes.
 BACK_SECONDS = 1.0
 CLOSING_SECONDS = 0.3
-# As `flotilla.components.kubernetes` does before it restarts a chief that lost its cluster.
+# The pause before a chief that lost its cluster is restarted, as in
+# `flotilla.components.kubernetes`.
 PAUSE_SECONDS = 2.0
 CHIEF = Task(role="chief", index=0)
 _QUERY_A, _NO_SUCH_NAME = 1, 3
@@ -45,7 +46,7 @@ Kind = TypeVar("Kind", bound=Event)
 
 
 def why_not() -> str:
-    """Return why this machine allows no network namespaces; empty if it allows them."""
+    """Return why this machine does not allow network namespaces; empty if it does."""
     if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
         return "network namespaces need Linux, root and iproute2"
     name = f"{PREFIX}try"
@@ -223,7 +224,7 @@ class Pods:
 
     def read_events(self, pipe: Path) -> None:
         """Read the events of the chief until this process ends."""
-        # The pipe is open for writing too, because chiefs are replaced.
+        # The pipe is also open for writing, since chiefs are replaced.
         with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as lines:
             for line in lines:
                 if event := events.parse(line):

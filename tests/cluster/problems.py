@@ -47,7 +47,7 @@ def examples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def number() -> tf.Tensor:
-    """Return the number of the task that runs this graph."""
+    """Return the number of the task that executes this graph."""
     return tf.strings.to_number(tf.io.read_file("number.txt"), tf.int64)
 
 
@@ -167,7 +167,7 @@ def net(spec: InputSpec) -> keras.Model:
 
 
 class Idle(keras.layers.Layer):
-    """A model with a variable that the loss does not use."""
+    """A model with an unused variable."""
 
     def build(self, _shape: object) -> None:
         self.idle = self.add_weight(shape=(2,), name="idle")

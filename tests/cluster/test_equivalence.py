@@ -29,7 +29,7 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 RUNS = [7, 13]
 NEAR = 1e-5
-# Standardized labels with weights of examples, and two outputs with weights of losses.
+# The problems have standardized labels with example weights, and two outputs with loss weights.
 TASKS = ["regressed", "two_outputs"]
 
 
@@ -49,7 +49,7 @@ def trial(strategy: str, problem: str, *, batch_size: int, workers: int, **clust
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Callable[[str], Outcome]:
-    """A run of `single` with the batch of two workers, once per problem."""
+    """Run `single` with the batch of two workers, once per problem."""
     known: dict[str, Outcome] = {}
 
     def outcome(problem: str) -> Outcome:
@@ -185,7 +185,8 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     different = {path for path in first if first[path] != second[path]}
     (seed,) = different
     assert seed.endswith("seed_generator_state")
-    # Each worker draws as often, with its own seed; the first one, which saves, has the given seed.
+    # Each worker draws equally often with a different seed; the first worker, which saves, has the
+    # given seed.
     assert np.subtract(second[seed], first[seed]).tolist() == [1, 0]
     (moving_mean,) = (path for path in first if path.endswith("moving_mean"))
     inputs = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
@@ -193,8 +194,8 @@ def test_replicas_share_moving_averages_and_not_the_units_that_they_drop(tmp_pat
     np.testing.assert_allclose(first[moving_mean], expected, rtol=0, atol=NEAR)
 
 
-# In one graph or one process nobody else moves the state; of synchronous updates
-# `test_sync_parameter_server` compares it with that of one process.
+# In one graph or one process, no other worker changes the state; for synchronous updates,
+# `test_sync_parameter_server` compares it with one process.
 SEEN_ELSEWHERE = {"single", "in_graph", "sync_parameter_server"}
 
 
@@ -272,7 +273,7 @@ def _export(run: Launched, config: Any, dataset: str, folder: Path) -> None:
 
 
 def trial_of_towers(strategy: str, problem: str, *, workers: int = 1, **training: object) -> Trial:
-    """The batches of a problem in halves: a device takes one of them."""
+    """Return the batches of a problem in halves, one for each device."""
     config = {
         "training": {"strategy": strategy, "batch_size": BATCH, **training},
         "cluster": {"workers": workers},
@@ -348,7 +349,7 @@ def alone_of_updates(tmp_path_factory) -> Callable[..., Outcome]:
 
 @pytest.fixture(scope="module")
 def whole(alone_of_updates) -> Outcome:
-    """A run of one process with the whole batch, and the average of its weights."""
+    """Run one process with the whole batch; return its result and the average of its weights."""
     return alone_of_updates("dense", ema=0.9)
 
 

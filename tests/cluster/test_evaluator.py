@@ -1,4 +1,4 @@
-"""The evaluator during training: it measures every checkpoint, and may die without harm."""
+"""The evaluator during training evaluates every checkpoint; its death does not affect training."""
 
 import pytest
 

@@ -27,7 +27,7 @@ from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 STEPS = 1000
-# The others always use several processes, or always one.
+# The other strategies always use several processes or always one.
 IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
@@ -65,7 +65,10 @@ def test_a_thousand_steps_are_a_thousand_updates(dataset, tmp_path, strategy):
 
 
 def pairs() -> list[object]:
-    """All pairs of strategies; of the slow ones each strategy goes before and after another one."""
+    """Return all pairs of strategies.
+
+    Each slow strategy occurs first in one pair and second in another.
+    """
     several = len(STRATEGIES)
     return [
         pytest.param(
@@ -80,7 +83,7 @@ def pairs() -> list[object]:
 
 @pytest.fixture(scope="module")
 def half(dataset, tmp_path_factory) -> Callable[[str], Path]:
-    """The checkpoints of a strategy at half the steps, made once."""
+    """Return the checkpoints of a strategy at half of the steps, made once."""
     known: dict[str, Path] = {}
 
     def checkpoints(strategy: str) -> Path:
@@ -180,7 +183,7 @@ def numbers(tmp_path_factory) -> str:
 
 
 def require_once(run: Launched, batches: int, *, lost: int = 0) -> None:
-    """Check weights against position and batches: an example is repeated only where its update is.
+    """Check weights against position and batches: an example is repeated only with its update.
 
     After each of `lost` kills of a worker, a portion of `MAX_PORTION` updates at most runs again.
     The worker may have died after it had pushed a gradient and before it counted the update.
@@ -297,12 +300,12 @@ def test_each_example_is_visited_once_after_twenty_random_kills(numbers, tmp_pat
 
 
 def require_kept(run: Launched, strategy: str, names: list[str]) -> None:
-    """Check visits after kills; synchronously a killed worker costs no update."""
+    """Check visits after kills; in synchronous training, a killed worker costs no update."""
     lost = sum(name.startswith("worker") for name in names) if strategy == ASYNC else 0
     require_once(run, run.newest() * AVERAGED[strategy][0], lost=lost)
 
 
-# The time of a slow worker's step, as a multiple of the others'.
+# The step time of a slow worker, as a multiple of the others.
 SLOWER = 4
 
 
@@ -399,7 +402,7 @@ def test_with_reshuffle_every_worker_sees_everything_in_an_order_of_its_own(
 
 RUNS = [3]
 EXAMPLES = 23
-# One part on each of two workers, or both on one worker; see `problems.measured`.
+# Each of two workers evaluates one part, or one worker evaluates both; see `problems.measured`.
 ON_WORKERS = {2, 11, 20}
 
 

@@ -257,7 +257,7 @@ def test_suspended_and_resumed_training_ends_at_its_exact_step(training):
     assert (code, training.published()) == (0, 8000), message
     assert begin.global_step == last
     assert [each.is_over for each in training.said(Suspension)] == [False, True]
-    # A suspension is no failure.
+    # A suspension is not a failure.
     assert not training.said(Restart)
     training.require_nothing_left()
 
@@ -268,7 +268,7 @@ SECRET = {"pod": {"secret_env": {"AWS_ACCESS_KEY_ID": "store/accesskey"}}}
 
 
 def require_last_checkpoint(training, reached):
-    """Cancel, and check that nothing but a checkpoint is left."""
+    """Cancel the run, and check that only a checkpoint remains."""
     training.step.signal(signal.SIGTERM)
     code, message = training.end()
     assert code == INTERRUPTED, message
@@ -310,7 +310,7 @@ def test_a_launcher_killed_after_its_request_leaves_a_checkpoint_and_no_job(trai
         training.lose_a_worker()
         reached = training.wait(Progress).global_step
         training.step.signal(signal.SIGTERM)
-        # KFP may kill it a second later, and the exit step too.
+        # KFP may kill the launcher a second later, and also the exit step.
         training.kube.store.wait(training.kube.stop_is_asked)
         training.step.signal(signal.SIGKILL)
         training.end()

@@ -49,7 +49,7 @@ def launch_second(run, config, dataset, folder):
 
 
 def kill_all(run):
-    """Kill a launcher, and wait until its tasks, which could still write, have ended too."""
+    """Kill a launcher, and wait until its tasks, which could still write, have also ended."""
     tasks = run.tasks()
     run.process.kill()
     run.process.wait()
@@ -107,7 +107,7 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
 
 
 def left_elsewhere(run):
-    """Make the lease of a dead holder that of another machine; return its URI."""
+    """Change the lease of a dead holder to one of another machine; return its URI."""
     (number,) = lease.holders(run.checkpoints)
     place = lease_uri(run.checkpoints, number)
     left = json.loads(storage.read_bytes(place))
@@ -168,5 +168,5 @@ def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_pat
     assert run.events(Restart) == []
     # Only the checkpoint that was being written then may be new.
     assert len({path.parent for path in content(run)} - {path.parent for path in before}) <= 1
-    # The lease of the other holder stays.
+    # The lease of the other holder is unchanged.
     assert [each.run for each in holders(run) if each.token == "1"] == ["later"]

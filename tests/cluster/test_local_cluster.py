@@ -46,7 +46,7 @@ def settings(**training: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def trained(dataset, tmp_path_factory):
-    """A run of 300 steps on 2 parameter servers and 3 workers, and its output."""
+    """Return a run of 300 steps on 2 parameter servers and 3 workers, and its output."""
     with launched(settings(), dataset, tmp_path_factory.mktemp("trained")) as run:
         ended = run.end()
     return run, ended
@@ -273,7 +273,7 @@ def test_a_strangers_session_runs_no_graph_in_a_task(dataset, tmp_path):
 
 
 def scrape_until(port, wanted):
-    """Return the first scrape that matches: no other interface shows what a task does."""
+    """Return the first scrape that matches; no other interface shows the activity of a task."""
     until, pause = time.monotonic() + SECONDS, threading.Event()
     while not wanted(found := scrape(port)):
         assert time.monotonic() < until, found
@@ -375,8 +375,8 @@ def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path)
     assert not [each for each in lines if '{"event": "progress"' in each]
 
 
-# A mount namespace of its own, in which all that is mounted is read-only but the folder $1, the
-# memory of the machine, and the kernel's own file systems.
+# A separate mount namespace, in which all mounts are read-only except the folder $1, /dev/shm and
+# the file systems of the kernel.
 READ_ONLY = r"""
 mount --bind "$1" "$1" && mount -t tmpfs tmpfs /dev/shm || exit 77
 while read -r _ place _; do
@@ -422,7 +422,7 @@ def test_all_tasks_train_and_publish(folder, dataset):
         "PYTHONPATH": str(ROOT),
         "HOME": "/absent",
         "TMPDIR": str(folder / "tmp"),
-        # Keras imports matplotlib where it is installed, which it is not in the image.
+        # Keras imports matplotlib if it is installed; the image does not have it.
         "MPLCONFIGDIR": str(folder / "tmp"),
         events.VARIABLE: str(folder / "events.jsonl"),
     }

@@ -146,7 +146,7 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
             tasks.start(task)
         assert tasks.end_of(SECOND) == -signal.SIGKILL
         assert tasks.end_of(CHIEF) == BEGIN_AGAIN, tasks.log(CHIEF)
-        # The draft of the second one is left from a dead chief.
+        # The second draft is left over from a dead chief.
         assert storage.names(tasks.checkpoints)[-1] == "step-00000000"
         first = contents(tasks.checkpoints)
         assert (first.global_step, len(first.parts)) == (0, 2)

@@ -51,7 +51,7 @@ def test_the_next_chief_goes_on_with_what_is_there(leaving, servers):
         second = said(started, 3)
         third = said(started, 3, torn=True)
         fourth = said(started, 3)
-        # It has other variables and keeps their own values.
+        # It has different variables and keeps their values.
         fifth = said(started, 3, training={"optimizer": {"name": "adagrad", "learning_rate": 0.1}})
         more = said(started, 3, layers=1)
         fewer = said(started, 3)

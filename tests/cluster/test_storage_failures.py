@@ -40,7 +40,7 @@ def settings_of_disk(steps, **cluster):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of one megabyte, mounted at the folder of the checkpoints."""
+    """Mount a disk of one megabyte at the folder of the checkpoints."""
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]

@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 def applied(run: Launched) -> int:
-    """Return the updates that were applied over all attempts, repeated ones counted each time."""
+    """Return the number of updates that all attempts applied, including repeated ones."""
     total, reached = 0, 0
     for event in run.seen:
         if isinstance(event, AttemptBegin):
@@ -43,7 +43,7 @@ def applied(run: Launched) -> int:
     return total
 
 
-# More than any machine trains before the interrupt.
+# This is more than any machine trains before the interrupt.
 ENDLESS = {**SETTINGS, "training": {**SETTINGS["training"], "steps": 10**7}}
 
 
@@ -182,7 +182,8 @@ def die_once(job, checkpoint):
 
 
 def model(spec, end):
-    # At the last moment: all steps are done, and the last checkpoint is published.
+    # The interrupt comes at the last moment: all steps are done, and the last checkpoint is
+    # published.
     completion.record = globals()[end]
     return softmax(spec)
 """
@@ -200,7 +201,10 @@ LONG_MIRRORED = pytest.param("multi_worker_mirrored", marks=pytest.mark.long)
 
 @pytest.fixture
 def train(dataset, tmp_path, monkeypatch):
-    """Train a model that interferes with the end; return the run, its exit code and its output."""
+    """Train a model that disturbs the end of training.
+
+    Return the run, its exit code and its output.
+    """
     (tmp_path / "ends.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
 
@@ -273,7 +277,7 @@ def test_after_five_attempts_the_servers_have_not_grown(dataset, tmp_path):
         assert megabytes[-1] <= (1 + MAX_GROWTH) * megabytes[0], (name, megabytes)
 
 
-# More than any machine trains before the interrupt, and few enough for a complete history.
+# This is more than any machine trains before the interrupt, and few enough for a complete history.
 HANDOVER_ENDLESS, MORE = 2 * 10**5, 40
 
 

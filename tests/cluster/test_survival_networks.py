@@ -74,7 +74,7 @@ class Relay:
                     ).start()
 
     def _passing(self) -> Callable[[], bool]:
-        """Return a function that says whether data of a connection that begins now is passed on."""
+        """Return a function that tells whether data of a new connection is relayed."""
         return lambda: True
 
 
@@ -217,21 +217,21 @@ CUT_OFF_CEILING = 120
 
 
 def options(seconds: int) -> str:
-    """Return our channel options, with a keepalive ping after some seconds."""
+    """Return Flotilla's channel options, with a keepalive ping after some seconds."""
     ours = {**liveness.CHANNEL_OPTIONS, TIME: 1000 * seconds, TIMEOUT: 1000 * seconds}
     assert ours.keys() == liveness.CHANNEL_OPTIONS.keys()
     return ",".join(f"{name}={value}" for name, value in ours.items())
 
 
 class Swallowing(Relay):
-    """A relay to a port, which can lose all data of its present connections."""
+    """A relay to a port, which can lose all data of its current connections."""
 
     def __init__(self, target: int) -> None:
         self._lost = threading.Event()
         super().__init__("127.0.0.1", 0, target)
 
     def lose(self) -> None:
-        """Lose all data of the present connections; later connections work."""
+        """Lose all data of the current connections; later connections work."""
         self._lost.set()
         self._lost = threading.Event()
 

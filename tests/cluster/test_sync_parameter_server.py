@@ -86,7 +86,7 @@ def failure(leading: Leading, servers: Servers) -> str:
 @pytest.mark.slow
 @IN_TURNS
 def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
-    # More than a turn, only whole turns, and less than a turn.
+    # The lengths are more than a turn, only whole turns, and less than a turn.
     runs = [17, 20, 3]
     outcome = two_workers.lead(trial("problems:equal", runs, steps=steps))
     single = alone("problems:equal", runs)

@@ -30,15 +30,15 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
 SMALL, LARGE = 1000, 1_000_000
 BATCH = 64
-# An id up, a row down and a gradient up.
+# The messages of a lookup: an id up, a row down and a gradient up.
 EXAMPLE = 4 + 2 * DIMENSION * 4
-# The other messages of a step: announcements, learning rate, counters, the small variables.
+# The other messages of a step: announcements, learning rate, counters and small variables.
 ROUND_TRIPS = 20_000
 
 
 @pytest.fixture(scope="module")
 def relayed(tmp_path_factory):
-    """Two parameter servers and two workers, and the counter of the bytes between all tasks."""
+    """Start two parameter servers and two workers with a counter of the bytes between all tasks."""
     with reserve_cluster({"ps": 2, "worker": 2, "chief": 1}) as real:
         ports = [real.addresses[task.role][task.index].rpartition(":")[2] for task in SERVING]
         relay = subprocess.Popen(
@@ -221,7 +221,7 @@ def test_it_grows_under_the_synchronous_strategies(servers, strategy):
     grown(servers.lead(trial(strategy, [20, 100], 2, 2)))
 
 
-# `make test-long` runs the others.
+# `make test-long` runs the other cases.
 QUICK = ("async_parameter_server",)
 FROZEN = ["dense/*", "batch_normalization/*"]
 
@@ -277,7 +277,7 @@ def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
 
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
-# One strategy with a chief, and one without; `make test-long` runs the others.
+# One strategy with a chief, and one without; `make test-long` runs the other cases.
 LED_DIFFERENTLY = ("async_parameter_server", "multi_worker_mirrored")
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 

@@ -1,4 +1,4 @@
-"""A model that counts its own visits, in weights that a checkpoint holds with its position.
+"""A model that counts its visits in weights, which a checkpoint stores with its position.
 
 The gradient of the weight of an example is -1 / batch size in each batch that has it, and 0 in all
 others: plain SGD with the batch size as its rate adds 1 for each visit.

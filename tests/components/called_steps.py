@@ -1,4 +1,4 @@
-"""Helpers for the tests of steps: a run to be judged, and the one line of an error."""
+"""Functions for the tests of steps: a run to evaluate, and the one line of an error."""
 
 import json
 import os

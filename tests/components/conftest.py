@@ -14,7 +14,7 @@ from tests.trainer.small_run import small_run
 
 @pytest.fixture
 def emitted(tmp_path, monkeypatch):
-    """Make this process that of a step, and return the file of its events."""
+    """Turn this process into the process of a step; return the file of its events."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
     monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path / "folder"))
@@ -29,7 +29,7 @@ def _compiled(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def fits(monkeypatch):
-    """Replace the trial, which takes seconds; return the configurations that it was given."""
+    """Replace the trial, which takes seconds; return its configurations."""
     tried = []
     monkeypatch.setattr(fitting, "try_fit", lambda config, _dataset="": tried.append(config) or {})
     return tried

@@ -23,7 +23,7 @@ def compiled(monkeypatch, mark):
 
 @pytest.fixture
 def another(monkeypatch):
-    """Return the digest where one signature differs."""
+    """Return the digest with one changed signature."""
 
     def digest(name, change):
         real = contract._signature
@@ -114,6 +114,6 @@ def test_the_first_step_refuses_before_it_looks_at_what_was_passed(
     assert code != 0
     assert line.startswith("the pipeline was compiled by ")
     assert "their steps differ" in line
-    # The record of the step has the line, for a command that waits for the run.
+    # The record of the step has the line, which a waiting command prints.
     records = [path for path in (tmp_path / "root").rglob("*.json") if "resolve" in str(path)]
     assert any("their steps differ" in path.read_text() for path in records)

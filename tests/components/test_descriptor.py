@@ -208,7 +208,7 @@ def test_without_a_curve_there_is_none(tmp_path):
 
 
 def viewers_of(tmp_path, logs):
-    """Return the viewers that the UI is offered, and the metadata of their artifact."""
+    """Return the viewers that the UI offers, and the metadata of their artifact."""
     artifact = dsl.Artifact(uri=str(tmp_path / "deep" / "viewers"))
     descriptor.write_viewers(artifact, logs)
     written = json.loads(Path(artifact.path).read_text(encoding="utf-8"))

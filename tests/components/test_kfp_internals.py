@@ -1,4 +1,4 @@
-"""The names of the KFP SDK that may change without a word: each is there, and is in one file."""
+"""The private names of the KFP SDK, which may change: each exists and is used in one file."""
 
 import ast
 import inspect
@@ -15,9 +15,9 @@ from flotilla.components import kfp_internals
 from flotilla.components.train_model import train_model
 from tests.house_rules.source import python_files, text, tree
 
-# What is documented: https://kubeflow-pipelines.readthedocs.io lists these modules.
+# The documented modules are listed at https://kubeflow-pipelines.readthedocs.io.
 PUBLIC = {"kfp", "kfp.client", "kfp.compiler", "kfp.dsl", "kfp.kubernetes", "kfp.local"}
-#: Every name that is not, and what would break without it.
+#: All undocumented names that are used, and what would break without each.
 PRIVATE = {
     "_KFP_RUNTIME": "the quick start of a local run, and the import of components by a step",
     "kfp.dsl.executor_main": "forked steps: how a step is told from another command",

@@ -20,7 +20,7 @@ DEPENDENCIES = ({"kubeflow"}, {"kubeflow", "external_services"})
 
 
 def faults(metadata):
-    """Yield what the rules refuse; how old `lastVerified` may be is checked where it is listed."""
+    """Yield the violations of the rules; the age of `lastVerified` is checked by the collection."""
     if [key for key in metadata if key not in OPTIONAL] != REQUIRED:
         yield "keys"
     if not isinstance(metadata.get("name"), str):

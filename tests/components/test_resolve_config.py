@@ -149,7 +149,7 @@ class TestResolveConfig:
         ({"name": "classification"}, ["churn"], {"": "yes"}, {"name": "classification"}),
         ({"name": "ranking"}, [], {"": "yes"}, {"name": "ranking", "positive": "yes"}),
         ({}, [], {}, {}),
-        # A setting of one output applies to no other.
+        # A setting of one output does not apply to other outputs.
         ({}, ["a", "b"], {"": "yes"}, {}),
         ({}, ["a"], {"a": "yes"}, {}),
         (

@@ -66,11 +66,11 @@ def test_a_new_run_takes_the_newest_and_a_resumed_one_keeps_its_own(offered, pre
     prepared, said = prepared
     assert prepared("run-1") == ("1.0.0", False)
     offered("1.1.0")
-    # The builder no longer offers it, but the dataset is published.
+    # The builder no longer offers the version, but the dataset is published.
     assert prepared("run-1") == ("1.0.0", True)
     assert prepared("run-2") == ("1.1.0", False)
     assert prepared("run-2") == ("1.1.0", True)
-    # A named version is used.
+    # The given version is used.
     assert prepared("run-2", version="1.0.0") == ("1.0.0", True)
     # A search for the newest version reports the version.
     assert said == ["1.0.0", "", "1.1.0", "", ""]

@@ -114,7 +114,7 @@ class TestTrainModel:
         )
         assert uri.endswith("/step-00000009")
         metrics = emitted()[-1].metrics
-        # The trained length is kept.
+        # The trained number of steps is kept.
         assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 9)
         assert metrics["handed_on_as"] == "best by validation loss"
         assert metrics["loss"] == 1 / 9
@@ -177,7 +177,7 @@ class TestTrainModel:
             f"task classification: the split 'test' of {run.dataset} has one class",
         )
         assert launched == []
-        # On this machine the chief finds it.
+        # On this machine, the chief detects the mistake.
         train_model.train_model.python_func(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         assert len(launched) == 1
 

@@ -1,4 +1,4 @@
-"""Scripts rely on the commands and their options; the layout of the help may change."""
+"""Scripts rely on the commands and their options, but not on the layout of the help."""
 
 import json
 
@@ -8,7 +8,7 @@ from flotilla.pipelines.cli.app import app
 
 
 def flat(commands, before=""):
-    """Return every command by the words that call it: a group has commands of its own."""
+    """Return every command by its words; a group contains commands."""
     found = {}
     for name, command in commands.items():
         below = getattr(command, "commands", None)

@@ -33,7 +33,7 @@ dataset are checked when it is prepared.
 
 
 class Row(NamedTuple):
-    """The first answer for a dataset; its settings and the answer with them; the chosen task."""
+    """A dataset: its first result, its settings, the result with them, and the chosen task."""
 
     first: str
     section: dict[str, Any]
@@ -51,7 +51,7 @@ def answer(name, section, data_dir):
 
 
 def row(name, data_dir):
-    """Check a dataset as it is, then with its settings and the sizes that its messages suggest."""
+    """Check a dataset without settings, then with its settings and the suggested sizes."""
     _, first = answer(name, {}, data_dir)
     assert "\n" not in first
     _, section = DATASETS[name]
@@ -83,7 +83,7 @@ def rows(tmp_path_factory):
 
 
 def asked(message):
-    """The first key that a message names, if it belongs to the data section."""
+    """Return the first key in a message, if it belongs to the data section."""
     key = message.partition(":")[0].removeprefix("data.")
     return key if key in DataConfig.model_fields and "package.module" not in message else ""
 

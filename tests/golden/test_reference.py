@@ -32,7 +32,7 @@ ENTRY = re.compile(r"^- (`.+?`(?:, `.+?`)*)(?: \((.+?)\))?: (.+)$", re.MULTILINE
 
 
 def entries(text, heading=""):
-    """Return name, facts and meaning of every entry of a list, of one part when it is named."""
+    """Return name, facts and meaning of every entry of a list, or of one part of it."""
     part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] if heading else text
     return [(name, *facts.split("; "), meaning) for name, facts, meaning in ENTRY.findall(part)]
 
@@ -48,7 +48,7 @@ def leaves(model, path=""):
 
 @pytest.fixture
 def declared(tmp_path):
-    """The run parameters that the compiled pipeline declares."""
+    """Return the run parameters that the compiled pipeline declares."""
     compile_pipeline(tmp_path / "pipeline.yaml")
     documents = yaml.load_all(
         (tmp_path / "pipeline.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader

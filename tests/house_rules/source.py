@@ -11,13 +11,13 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("trainer", "components", "pipelines")
-# Only without git, as in an unpacked archive.
+# This is used only without git, as in an unpacked archive.
 NOT_OURS = {"build", "dist", "runs", "__pycache__"}
 
 
 @cache
 def files() -> tuple[Path, ...]:
-    """Return every file that is tracked or about to be, relative to the root."""
+    """Return every file that is tracked or not ignored, relative to the root."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
@@ -84,7 +84,7 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def imports_on_load(module: ast.Module) -> list[str]:
-    """Return what runs as an import when the module is loaded: everything outside functions."""
+    """Return the imports that run when the module is loaded: all imports outside of functions."""
     found: list[str] = []
     pending: list[ast.AST] = list(module.body)
     while pending:

@@ -28,7 +28,7 @@ from tests.wheels import write_wheel
 
 # TFDS, `tf.summary` and model_signing import these without declaring them.
 FOR_OTHERS = {"importlib-resources", "tensorboard", "pyopenssl"}
-# Runs in the environment of MLflow's users, with what MLflow itself needs.
+# This module runs in the environment of MLflow's users, with the dependencies of MLflow.
 FOREIGN = Path("trainer/tracking/pyfunc_loader.py")
 LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-build", "-cpu", "-gpu")]
 IMAGE_EXTRAS = re.findall(
@@ -68,7 +68,7 @@ def pins_of(lock):
 
 
 def loaded_by_name(module):
-    """Return what `importlib.import_module` gets as a constant: packages without types."""
+    """Return the constant arguments of `importlib.import_module`: packages without types."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
             yield from (each.value for each in node.args if isinstance(each, ast.Constant))
@@ -171,7 +171,7 @@ def test_what_is_imported_is_declared_and_locked():
 
 
 def test_a_lock_is_complete():
-    # Packages are installed without their requirements: all of them have to be in the lock.
+    # Packages are installed without their requirements, so all of them must be in the lock.
     needed = required_here(*requirements(*IMAGE_EXTRAS))
     assert needed == pinned_here("requirements.lock")
     assert needed | required_here(*requirements("dev")) <= pinned_here("requirements-dev.lock")

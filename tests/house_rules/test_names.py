@@ -1,11 +1,11 @@
-"""Names say what a thing is, in the words of the field."""
+"""Names describe things in the terms of the field."""
 
 import ast
 import re
 
 from tests.house_rules.source import files, python_files, tree
 
-# Project words, and the field's words for them.
+# Words that names must not contain, and the field's terms for them.
 BANNED = {
     "agreement": "consensus",
     "beside": "next to, or what it is compared with",
@@ -33,7 +33,7 @@ BANNED = {
     "told": "reported, or the answer",
     "whoever": "any",
 }
-# Keras's own word, a key of the configuration: `training.patience`.
+# Keras's term, which is also a configuration key: `training.patience`.
 OF_KERAS = {"patience", "training_patience"}
 SAYS_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc"}
 NUMBERED = re.compile(r"_v\d+$")

@@ -1,4 +1,4 @@
-"""Each room has a budget of lines, a function fits a screen, and a folder holds few files."""
+"""Each room has a budget of lines, a function fits on a screen, and a folder has few files."""
 
 import ast
 from collections import Counter

@@ -16,7 +16,7 @@ from tests.house_rules.source import (
 )
 
 HEAVY = {"tensorflow", "keras", "tensorflow_datasets", "sklearn", "matplotlib"}
-# They import heavy modules when called, which the import contract cannot distinguish.
+# These modules import heavy modules when called, which the import contract cannot distinguish.
 ENTRIES = ("flotilla.trainer.__main__", "flotilla.trainer.training.task")
 LOAD = """
 import importlib, json, sys

@@ -24,7 +24,7 @@ SEEN = {
     "a ticket": "as in issue" + " 12",
     "how the text came about": "as the A" + "I wrote",
 }
-# Programs, and output without a caller that could receive it.
+# Programs, and code whose output no caller can receive.
 WRITERS = {
     "pipelines/cli/__main__.py": "before anything is imported: an interrupt, and a bug",
     "pipelines/cli/exit.py": "the answer of a command",

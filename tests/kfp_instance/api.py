@@ -1,4 +1,4 @@
-"""The paths of an instance: what each accepts and returns, by the client's models."""
+"""The paths of an instance: the requests and responses of each, by the client's models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, st
 
 
 def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
-    """Return the answers of the UI's own endpoints, which only its address has."""
+    """Return the responses of the UI's endpoints, which only its address has."""
     if stored := re.fullmatch(r"/artifacts/(minio|s3|gcs)/(.+)", path):
         return _object(instance, stored[2])
     if path == "/k8s/pod/logs":
@@ -94,7 +94,7 @@ def _object(instance: Instance, key: str) -> tuple[int, str, bytes]:
 
 
 def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, bytes]:
-    """Return a log as the UI does: none of a deleted pod."""
+    """Return a log like the UI, which has no log of a deleted pod."""
     if not instance.has_ui:
         return 404, "text/plain", b"404 page not found"
     with instance.store.lock:
@@ -126,7 +126,7 @@ def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> l
 
 
 def _kept(instance: Instance) -> tuple[str, ...]:
-    """Return the filter operations of the pipeline store, if it supports only some."""
+    """Return the filter operations of the pipeline store, if it supports only some of them."""
     return () if instance.pipeline_store == "database" else ("IS_SUBSTRING",)
 
 

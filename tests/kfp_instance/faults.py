@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True)
 class Fault:
-    """An answer in place of the right one: `times` times, to requests that match `pattern`.
+    """A faulty response, sent `times` times to requests that match `pattern`.
 
-    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a word,
-    -1 says nothing until the server ends, -2 a byte now and then. A `late` fault does what was
-    asked before it.
+    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a
+    response, -1 sends nothing until the server ends, -2 sends a byte from time to time. A `late`
+    fault executes the request first.
     """
 
     pattern: str

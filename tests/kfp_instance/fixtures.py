@@ -35,7 +35,7 @@ class CommandResult:
 
     @property
     def json(self) -> dict[str, Any]:
-        """The JSON object, the only output on standard output."""
+        """Return the JSON object, which must be the only output on standard output."""
         [line] = self.out.splitlines()
         return _Tree(json.loads(line))
 
@@ -45,7 +45,7 @@ Flotilla = Callable[..., CommandResult]
 
 @pytest.fixture
 def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
-    """A KFP instance, with a separate home folder and polls that do not wait."""
+    """Yield a KFP instance, with a separate home folder and polls that do not wait."""
     monkeypatch.setattr(kfp_watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sdk.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "home" / "context.json"))
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
@@ -94,7 +94,7 @@ def compiled() -> Package:
 
 @pytest.fixture
 def uploaded(instance, compiled) -> str:
-    """The name of the only version of our pipeline on the instance."""
+    """Upload the pipeline, and return the name of its only version on the instance."""
     store = instance.store
     made = store.create_pipeline({"display_name": compiled.name})
     version = store.add_version(

@@ -1,6 +1,7 @@
 """Pages of a list: filter, order, page token and page size of the API server.
 
-Read in `backend/src/apiserver` of 2.17 (`server/list_request_util.go`, `list`, `filter`), and seen.
+The behaviour was read in `backend/src/apiserver` of 2.17 (`server/list_request_util.go`, `list`,
+`filter`) and observed.
 """
 
 import base64

@@ -26,8 +26,8 @@ class Instance(ThreadingHTTPServer):
     """The API on a port of loopback; as a context manager it serves until the block ends.
 
     Attributes:
-        token: the required token after `Bearer`; empty where none is needed.
-        multi_user: whether what belongs to a namespace has to name it.
+        token: the required token after `Bearer`; empty if none is needed.
+        multi_user: whether requests must name the namespace.
         pipeline_store: where pipelines are kept: `database`, or `kubernetes` with fewer filters.
         has_ui: whether the address is the UI's, which forwards the API.
         has_v1beta1: whether it serves the API version that has the nodes; KFP 3 drops it.
@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
                 raise RefusedError(400, f"proto: syntax error: {error}") from None
         with self.server.store.lock:
             tree = route.handle(self.server, *words, api.Request(query=query, sent=sent))
-        # A bug of the stand-in has to fail the test; the client would not report it.
+        # A bug of the stand-in must fail the test, since the client would not report it.
         check(tree, route.gives)
         return 200, "application/json", json.dumps(tree).encode()
 

@@ -45,13 +45,13 @@ class Store:
         self.runs: dict[str, Tree] = {}
         self.recurring: dict[str, Tree] = {}
         self.workflows: dict[str, Workflow] = {}
-        # For runs that name none.
+        # The default experiment for runs without one.
         self.pipeline_root = ""
         # The folder of the buckets of the cluster's store, as a URI.
         self.disk = ""
-        # Whether a schedule may be deleted without its workflows: since 2.16.
+        # Whether a schedule may be deleted without its workflows, which is possible since 2.16.
         self.leaves_orphans = True
-        # The events of a run: each request for it applies the next one.
+        # The events of a run; each request for the run applies the next event.
         self.play: list[Callable[[Workflow, Tree], None]] = []
         self._seconds = itertools.count()
 
@@ -140,7 +140,7 @@ class Store:
         return run
 
     def end_run(self, run_id: str, state: str) -> None:
-        """End a run; KFP never says why."""
+        """End a run; KFP does not report the reason."""
         run = self.runs[run_id]
         run["state"], run["finished_at"] = state, self._now()
         self._note(run)
@@ -171,7 +171,7 @@ class Store:
         _require(cron is None or is_cron(cron), INVALID, f"Schedule cron is not supported: {cron}")
         made = {**body, "recurring_run_id": _id(), "created_at": self._now()}
         made["status"] = "ENABLED" if body.get("mode") == "ENABLE" else "DISABLED"
-        # With the newest version at each run there is no workflow yet to get the default.
+        # If each run uses the newest version, there is no workflow yet that has the default.
         if body["pipeline_version_reference"].get("pipeline_version_id"):
             made["service_account"] = body.get("service_account") or "pipeline-runner"
         self.recurring[made["recurring_run_id"]] = made
@@ -187,7 +187,10 @@ class Store:
         return run
 
     def delete_recurring(self, recurring_run_id: str, propagation: str = "") -> Tree:
-        """Delete a schedule, and what it owns: its workflows with their pods. Rows of runs stay."""
+        """Delete a schedule and the objects that it owns: its workflows with their pods.
+
+        The rows of runs remain.
+        """
         found(self.recurring, recurring_run_id, "recurring run")
         del self.recurring[recurring_run_id]
         for run in self.runs.values():
@@ -203,7 +206,7 @@ class Store:
         return {}
 
     def _spec(self, body: Tree) -> tuple[Tree, Tree]:
-        """Return the spec, and the reference to its version: the newest where none is given."""
+        """Return the spec and the reference to its version, by default the newest one."""
         if given := body.get("pipeline_spec"):
             return given, {}
         reference = body.get("pipeline_version_reference") or {}
@@ -245,7 +248,7 @@ def is_cron(text: str) -> bool:
 
 
 def check_parameters(spec: Tree, values: Tree) -> None:
-    """Refuse parameters that the pipeline does not have, or of another type, as KFP does."""
+    """Refuse unknown parameters and parameters of a wrong type, as KFP does."""
     pipeline = spec.get("pipeline_spec") or spec
     known = pipeline["root"].get("inputDefinitions", {}).get("parameters", {})
     for name, value in values.items():

@@ -17,7 +17,7 @@ def client(instance):
 
 @pytest.fixture
 def fired(instance, remote):
-    """The ids of a schedule and of the run that it has started."""
+    """Return the ids of a schedule and of the run that it has started."""
     assert remote("schedule", "--every", "6h").code == 0
     [schedule] = instance.store.recurring
     run = instance.store.fire(schedule)["run_id"]

@@ -1,16 +1,16 @@
-"""The nodes, pod logs and records of a run, as KFP 2.17 and Argo 4.0.5 leave them.
+"""The nodes, pod logs and records of a run, as KFP 2.17 and Argo 4.0.5 write them.
 
 KFP's configuration of Argo gives every template a retry strategy, so that each task is a node `x`
 and a node `x(0)` for its first try. A step is a task `x-driver` and a task `x` with a task
 `executor` in it; the pod of a step is that of `executor(0)`. A node's id is the name of the
 workflow with the FNV-1a hash of the node's name, and the pod's name has the template in between.
-The API's own list of nodes names no pod.
+The API's list of nodes does not contain pod names.
 
-Each group of steps, the root included, has a driver too. The graph is that of our pipeline: the
-steps after the first one are in a group with a condition, the export in one more within it.
+Each group of steps, the root included, has a driver too. The graph is that of Flotilla's pipeline:
+the steps after the first one are in a group with a condition, and the export is in a nested group.
 
 The code of a step publishes the records of its stages below the root of the run. An hour after the
-end the pods are gone; the logs are in the archive then, and the nodes in the database.
+end, the pods are deleted; the logs are then in the archive, and the nodes in the database.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from flotilla.trainer.events import Event, StepBegin, StepEnd
 
 WORKFLOW = "flotilla-training-x7z2p"
 BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-# KFP compiles a template of its own for so many annotations and labels of pods.
+# KFP compiles a separate template for this number of annotations and labels of pods.
 EXECUTOR = "metadata-0-6-retry-system-container-executor"
 IMPLEMENTATION = "metadata-0-6-retry-system-container-impl"
 IMAGE = "registry.example/flotilla:1"
@@ -166,11 +166,11 @@ class Workflow:
             self.logs[pod] += "driver.Container(run=1) failed: no such bucket\n"
 
     def omit(self, step: str) -> None:
-        """Leave a step out because one before it failed."""
+        """Skip a step because an earlier step failed."""
         self._node(self._group(step), EXECUTOR, "Skipped", "Omitted")
 
     def skip(self) -> None:
-        """Leave out the next group with a condition."""
+        """Skip the next group with a condition."""
         outer = self._outer
         for name in CONDITIONS:
             group = f"{outer}.{name}"

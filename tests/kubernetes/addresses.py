@@ -1,4 +1,4 @@
-"""A loopback address for each pod that has a hostname, as the pods of a JobSet have.
+"""A loopback address for each pod with a hostname, such as the pods of a JobSet.
 
 TensorFlow's server listens on all addresses, so each pod gets a free port, to which the network
 relays connections to the port of the manifest.
@@ -21,12 +21,12 @@ class Addresses:
         self._ports = ports
         self._held = ExitStack()
         self._found: dict[str, str] = {}
-        # Other tests on this machine have others.
+        # Other tests on this machine use other addresses.
         self._net = f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"
         self._next = itertools.count(1)
 
     def of(self, pod: Tree) -> str:
-        """Return the address of a pod; empty for a pod that shares the machine's."""
+        """Return the address of a pod; empty if the pod shares the address of the machine."""
         if not pod["spec"].get("hostname"):
             return ""
         uid = pod["metadata"]["uid"]

@@ -1,4 +1,4 @@
-"""A cluster for tests: API server and operator, with a kubelet or with a test in its place."""
+"""A cluster for tests: API server and operator, with a kubelet or a test that replaces it."""
 
 import json
 import signal
@@ -112,7 +112,7 @@ class Cluster:
         return found[0]
 
     def wait_until_deleted(self) -> None:
-        """Wait until neither a job nor a pod is left."""
+        """Wait until no job or pod remains."""
         kinds = ("tfjobs", "jobsets", "jobs", "pods")
         self.store.wait(lambda: not any(self.store.all(kind, NAMESPACE) for kind in kinds))
 
@@ -187,7 +187,7 @@ class Cluster:
         def found() -> str:
             for lease in self.leases():
                 beat = read_heartbeat(lease)
-                # Another launcher is another holder.
+                # Another launcher is a different holder.
                 if is_renewed(lease) and beat.partition(" ")[0] != but.partition(" ")[0]:
                     return beat
             return ""
@@ -228,7 +228,7 @@ class Cluster:
         return pod
 
     def take_away(self, task: str, reason: str = "", grace: int | None = None) -> Tree:
-        """Delete the pod of a task: as Kubernetes does with a reason, or a person without one."""
+        """Delete the pod of a task, with a reason like Kubernetes or without one like a person."""
         with self.store.changed:
             pod = self.pod(task)
             if reason:
@@ -238,7 +238,7 @@ class Cluster:
         return pod
 
     def end_deleted(self, codes: Mapping[str, int] | None = None) -> None:
-        """End the pods that are being deleted, with these exit codes by task, else with 143."""
+        """End the pods that are being deleted, with these exit codes by task or 143."""
         for pod in self.store.all("pods", NAMESPACE):
             if pod["metadata"].get("deletionTimestamp"):
                 if pod["status"]["phase"] == "Running":
@@ -350,7 +350,7 @@ def real_cluster(
 
 
 def shared(folder: Path) -> str:
-    """Return the setting for a shared folder, which local processes have anyway."""
+    """Return the setting for a shared folder, which local processes do not need."""
     volume = {"name": "shared", "mount_path": str(folder), "source": {"emptyDir": {}}}
     return f"cluster.kubernetes.pod.volumes={json.dumps([volume])}"
 

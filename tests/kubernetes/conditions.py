@@ -1,4 +1,4 @@
-"""The conditions of a job: what the training operator adds, replaces and removes."""
+"""The conditions of a job, as the training operator adds, replaces and removes them."""
 
 from datetime import UTC, datetime
 

@@ -90,7 +90,7 @@ class Control:
         return tree
 
     def deny(self, user: str, *permissions: str) -> None:
-        """Take permissions such as `create tfjobs` or `get pods/log` from a user."""
+        """Revoke permissions such as `create tfjobs` or `get pods/log` of a user."""
         for permission in permissions:
             verb, _, resource = permission.partition(" ")
             self.denied.add((user, verb, resource))

@@ -1,8 +1,8 @@
 """The API server's handling of a custom resource: defaults, unknown fields, types.
 
-The schema is that of the CRD, which is not part of this repository: without it an object is taken
-as it is. Read in Kubernetes 1.33, `apiextensions-apiserver`; the words of a strict decoder were
-seen.
+The schema is that of the CRD, which is not part of this repository: without it, objects are not
+checked. The behaviour was read in Kubernetes 1.33, `apiextensions-apiserver`; the messages of a
+strict decoder were observed.
 """
 
 import functools
@@ -27,7 +27,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @functools.cache
 def schema(name: str) -> Tree:
-    """Return the schema of a CRD such as `jobset.x-k8s.io_jobsets`; empty where it is absent."""
+    """Return the schema of a CRD such as `jobset.x-k8s.io_jobsets`; empty if it is missing."""
     path = FOLDER / f"{name}.yaml"
     if not path.is_file():
         return {}
@@ -37,7 +37,7 @@ def schema(name: str) -> Tree:
 
 
 def pruned(tree: Tree, schema: Tree, lacks: Collection[str] = ()) -> list[str]:
-    """Drop the fields that a schema does not know, set its defaults, and return what was dropped.
+    """Drop the fields that a schema does not have, set its defaults, and return the dropped fields.
 
     `lacks` names fields that an older schema did not have yet, such as `spec.coordinator` or
     `spec.replicatedJobs.groupName`.

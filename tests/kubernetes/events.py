@@ -16,7 +16,7 @@ def note(store: Store, involved: Tree, reason: str, message: str) -> None:
 
 
 def write(store: Store, involved: Tree, reason: str, message: str, **more: object) -> None:
-    """Write an event about an object, a warning where `more` does not say otherwise."""
+    """Write an event about an object, which is a warning unless `more` sets another type."""
     metadata = involved["metadata"]
     digest = hashlib.sha256(f"{metadata['uid']} {reason} {message}".encode()).hexdigest()
     tree: Tree = {

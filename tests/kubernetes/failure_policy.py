@@ -7,7 +7,7 @@ from tests.kubernetes.store import Tree
 
 
 def judged(policy: Tree | None, pod: Tree) -> tuple[str, bool]:
-    """Return the message with which the Job fails, if it does, and whether the pod is counted."""
+    """Return the message if the Job fails, and whether the pod is counted."""
     for index, rule in enumerate((policy or {}).get("rules", [])):
         found = _matching(rule, pod)
         if found and rule["action"] == "Ignore":

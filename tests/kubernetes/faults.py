@@ -10,10 +10,10 @@ SILENCE = -1
 
 @dataclass(kw_only=True)
 class Fault:
-    """A wrong answer, `times` times, to requests that match `pattern`.
+    """A faulty response, sent `times` times to requests that match `pattern`.
 
     The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without an
-    answer. A `late` fault executes the request before its wrong answer. One that `echoes`
+    answer. A `late` fault executes the request before its wrong answer. A fault that `echoes`
     repeats the headers of the request in its message.
     """
 

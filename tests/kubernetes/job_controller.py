@@ -30,7 +30,7 @@ NAME_LENGTH = 58
 
 @dataclass(kw_only=True)
 class Backoff:
-    """The failures of a Job's pods, and the refusals of the API, since the Job was created."""
+    """The failures of a Job's pods and the refusals of the API since the Job was created."""
 
     failures: int = 0
     failed: float = 0.0
@@ -119,7 +119,7 @@ class JobController(Reconciler):
         job = sync.job
         if job["spec"].get("suspend"):
             for pod in sync.active:
-                # The end of an untracked pod is not counted, so it is no failure.
+                # The end of an untracked pod is not counted, so it is not a failure.
                 self._release(pod)
                 self._delete(job, pod)
                 sync.deleted.append(pod)
@@ -181,7 +181,7 @@ class JobController(Reconciler):
 
 
 class Sync:
-    """A Job with its pods, sorted by what they mean to it."""
+    """A Job with its pods, grouped by their meaning for the Job."""
 
     def __init__(self, job: Tree, pods: list[Tree]) -> None:
         self.job = job
@@ -210,7 +210,7 @@ class Sync:
         return phase == "Failed" or (is_going and not self.waits)
 
     def failure(self) -> tuple[str, str]:
-        """Return the reason and the message with which the Job fails; empty where it does not."""
+        """Return the reason and the message if the Job fails, else empty texts."""
         for each in self.job["status"].get("conditions", []):
             if each["type"] == "FailureTarget":
                 return each["reason"], each["message"]

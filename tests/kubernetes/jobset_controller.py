@@ -1,9 +1,9 @@
-"""The controller of JobSet v0.12.0: the part of it that a launcher can observe.
+"""The part of the controller of JobSet v0.12.0 that a launcher can observe.
 
 It creates the headless Service and a Job for each replica, ends the JobSet by its policies of
 success and failure, suspends and resumes, and follows the TTL. Read in `pkg/controllers` of that
-version; conditions, names, labels and the order of what happens were seen on a real cluster. Not
-here: startup in order, `dependsOn`, coordinator, volume claims, rules of failure, feature gates.
+version; conditions, names, labels and the order of events were observed on a real cluster. Missing:
+startup in order, `dependsOn`, coordinator, volume claims, rules of failure, feature gates.
 """
 
 import copy
@@ -108,7 +108,7 @@ class JobSetController(Reconciler):
             self._store.delete("jobsets", meta["namespace"], meta["name"], meta["uid"])
 
     def _fail(self, jobset: Tree, failed: list[Tree]) -> None:
-        """Fail the JobSet, or restart all of it, as its failure policy says."""
+        """Fail the JobSet or restart the whole JobSet, according to its failure policy."""
         policy, status = jobset["spec"].get("failurePolicy"), jobset["status"]
         first = min(failed, key=failed_at)["metadata"]["name"]
         named = f"(first failed job: {first})"

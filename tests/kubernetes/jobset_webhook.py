@@ -60,7 +60,7 @@ def defaulted(jobset: Tree) -> Tree:
 
 
 def check_created(jobset: Tree) -> None:
-    """Refuse a JobSet whose names are too long or wrong, or whose policies name what is absent."""
+    """Refuse a JobSet with invalid names, or with policies that refer to missing objects."""
     spec = jobset["spec"]
     roles = spec.get("replicatedJobs", [])
     found = []
@@ -99,7 +99,7 @@ def _wrong(label: str, kind: str) -> list[str]:
 
 
 def check_changed(old: Tree, new: Tree) -> None:
-    """Refuse another list of replicated Jobs, apart from what a suspended JobSet lets change."""
+    """Refuse changes of replicated Jobs, except mutable fields of a suspended JobSet."""
     judged = copy.deepcopy(new["spec"].get("replicatedJobs", []))
     before = {role["name"]: role for role in old["spec"]["replicatedJobs"]}
     if old["spec"].get("suspend") or new["spec"].get("suspend"):
@@ -117,7 +117,7 @@ def check_changed(old: Tree, new: Tree) -> None:
 
 
 def _keep(job: Tree, before: Tree) -> None:
-    """Reset the mutable fields, so that the rest can be compared."""
+    """Reset the mutable fields, so that the other fields can be compared."""
     pairs = [(job["template"], before["template"], "metadata")]
     pairs += [(job["template"]["spec"], before["template"]["spec"], key) for key in _MUTABLE]
     for tree, old, key in pairs:

@@ -14,7 +14,7 @@ GROUPS = {"tfjobs": "kubeflow.org", "jobsets": "jobset.x-k8s.io", "jobs": "batch
 def excess(
     pod: Tree, namespace: str, accounts: set[str], quotas: list[Tree], pods: list[Tree]
 ) -> str:
-    """Return why a pod is refused, or an empty string; a quota's status comes on top of `pods`."""
+    """Return why a pod is refused, or an empty string; the status of a quota is added to `pods`."""
     account = pod.get("spec", {}).get("serviceAccountName", "default")
     reasons = [text for quota in quotas for text in _exceeded(quota, pod, pods)]
     if account not in accounts | {"default"}:
@@ -28,7 +28,7 @@ def excess(
 
 
 def too_many(kind: str, tree: Tree, quotas: list[Tree], count: int) -> str:
-    """Return why one more object of a kind is refused, or an empty string."""
+    """Return why another object of a kind is refused, or an empty string."""
     group = GROUPS.get(kind)
     resource = f"{kind}.{group}" if group else kind
     key = f"count/{resource}"
@@ -62,7 +62,7 @@ def _exceeded(quota: Tree, pod: Tree, pods: list[Tree]) -> Iterator[str]:
 
 
 def _asked(key: str, pod: Tree) -> Decimal | None:
-    """Return the request of a pod; None where a required one is missing."""
+    """Return the request of a pod; None if a required request is missing."""
     if key in ("pods", "count/pods"):
         return Decimal(1)
     side = "limits" if key.startswith("limits.") else "requests"

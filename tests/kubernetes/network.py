@@ -7,11 +7,11 @@ the pod and the pod runs, also while it is being deleted where the Service publi
 ready. All pods are processes of this machine. Those of a TFJob have a port each. Those of a JobSet
 have an address of loopback each, a new one for a new pod, and their servers of TensorFlow, which
 listen on all addresses, a port that only the network knows. While an old pod of a
-hostname terminates, a caller gets it and not the new one; the real DNS answers with both.
+hostname terminates, a caller gets the old pod; the real DNS returns both.
 
 TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which looks the name up when a
-connection is opened; sockets of Python ask it too (`tests.kubernetes.resolver`). So nothing here
-shows how long gRPC keeps the address of a name. A connection that is open stays open until one
+connection is opened; sockets of Python ask it too (`tests.kubernetes.resolver`). So these tests do
+not show how long gRPC caches the address of a name. A connection that is open stays open until one
 of its ends closes it.
 """
 
@@ -37,7 +37,7 @@ def host_of(pod: str, namespace: str) -> str:
 
 
 class Network:
-    """Resolves the names of pods, and relays connections; `refused` are names without one."""
+    """Resolves the names of pods and relays connections; `refused` are names without an address."""
 
     def __init__(self, store: Store) -> None:
         self.refused: list[str] = []
@@ -58,7 +58,7 @@ class Network:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment variables by which a pod's processes use it."""
+        """Return the environment variables with which a pod's processes use the network."""
         address = f"{LOOPBACK}:{self._server.getsockname()[1]}"
         # A task takes no proxy for its channels, unless its environment says so in this way.
         options = {CHANNELS: "grpc.enable_http_proxy=1"}
@@ -84,7 +84,7 @@ class Network:
             ]
 
     def _remember(self) -> None:
-        """Remember the names of the cluster, which stay its names without pods."""
+        """Remember the names of the cluster, which remain its names even without pods."""
         for kind in ("pods", "services"):
             for tree in self._store.all(kind):
                 subdomain = tree["spec"].get("subdomain")

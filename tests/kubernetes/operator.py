@@ -1,7 +1,7 @@
 """The part of the training operator 1.9.4 that a launcher can observe.
 
-It creates pods by role and index, with labels and TF_CONFIG (with the evaluator, and none where the
-job has one task); replaces failed pods as the restart policy says; ends the job with the chief or
+It creates pods by role and index, with labels and TF_CONFIG (with the evaluator, and not for a job
+with one task); replaces failed pods according to the restart policy; ends the job with the chief or
 worker 0; fails it when a pod has failed, and a running pod that is being deleted counts as failed;
 and follows `cleanPodPolicy`, `activeDeadlineSeconds`, `ttlSecondsAfterFinished` and `suspend`.
 """
@@ -32,7 +32,7 @@ ORDER = ("Chief", "Evaluator", "PS", "Worker")
 
 
 def exit_code(pod: Tree) -> int:
-    """Return the exit code that the operator sees; 0xbeef where no container has one."""
+    """Return the exit code that the operator sees; 0xbeef if no container has one."""
     for status in pod.get("status", {}).get("containerStatuses", []):
         terminated = status["state"].get("terminated")
         if status["name"] == "tensorflow" and terminated:
@@ -41,7 +41,7 @@ def exit_code(pod: Tree) -> int:
 
 
 class Operator:
-    """Reconciles the pods and the status of all jobs, in a thread of its own, unless `down`."""
+    """Reconciles the pods and the status of all jobs in a separate thread, unless `down`."""
 
     def __init__(self, store: Store) -> None:
         self.down = False
@@ -67,7 +67,7 @@ class Operator:
                 for job in [] if self.down else self._store.all("tfjobs"):
                     with suppress(RefusedError):
                         self._reconcile(job)
-                # The version is unchanged: there is nothing to do before the next event.
+                # The version is unchanged, so there is nothing to do before the next event.
                 if self._store.version() == reconciled:
                     self._store.changed.wait(RESYNC_SECONDS)
                 reconciled = self._store.version()
@@ -96,7 +96,7 @@ class Operator:
         )
 
     def _clean_up(self, job: Tree) -> None:
-        """Delete the pods of a finished job as its policy says, and at last the job."""
+        """Delete the pods of a finished job according to its policy, and finally the job."""
         policy, status, meta = job["spec"]["runPolicy"], job["status"], job["metadata"]
         clean = policy.get("cleanPodPolicy", "None")
         for pod in self._of(job):

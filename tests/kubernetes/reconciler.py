@@ -1,4 +1,4 @@
-"""A controller in a thread of its own, which is called after every change of the store."""
+"""A controller in a separate thread, which is called after every change of the store."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -10,7 +10,7 @@ RESYNC_SECONDS = 0.1
 
 
 class Reconciler(ABC):
-    """Reconciles the actual with the desired state, in its block, unless it is `down`."""
+    """Reconciles the actual with the desired state within its block, unless it is `down`."""
 
     def __init__(self, store: Store) -> None:
         self.down = False
@@ -38,7 +38,7 @@ class Reconciler(ABC):
             with self._store.changed:
                 if not self.down:
                     self.reconcile()
-                # The version is unchanged: there is nothing to do before the next event.
+                # The version is unchanged, so there is nothing to do before the next event.
                 if self._store.version() == reconciled:
                     self._store.changed.wait(RESYNC_SECONDS)
                 reconciled = self._store.version()

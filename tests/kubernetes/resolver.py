@@ -34,7 +34,7 @@ def address_of(host: str, resolver: str) -> str:
 
 
 def install() -> None:
-    """Have the sockets of this process resolve the names of pods, where there is a resolver."""
+    """Let the sockets of this process resolve the names of pods, if there is a resolver."""
     resolver, own = os.environ.get(VARIABLE, ""), os.environ.get(ADDRESS, "")
     original, bind = socket.getaddrinfo, socket.socket.bind
 

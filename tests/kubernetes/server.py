@@ -162,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _route(self, body: Tree) -> Tree | None:
-        """Return the answer of a request; None where it was a stream."""
+        """Return the response to a request; None if it was a stream."""
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}

@@ -35,7 +35,7 @@ class RefusedError(Exception):
 
 
 class NotServedError(Exception):
-    """No part of the API server knows the path: the answer is 404, and no object."""
+    """No part of the API server serves the path; the response is 404 without an object."""
 
 
 def now(seconds: int = 0) -> str:
@@ -141,7 +141,7 @@ class Store:
         body: Tree,
         check: Callable[[Tree, Tree], None] | None = None,
     ) -> Tree:
-        """Merge a patch (RFC 7396); a resource version in it has to be the newest.
+        """Merge a patch (RFC 7396); a resource version in the patch must be the newest.
 
         `check` compares the new object, which it may change, with the old one, and may reject it.
         """
@@ -188,7 +188,7 @@ class Store:
             self.delete(kind, namespace, name, uid)
 
     def remove(self, kind: str, namespace: str, name: str) -> None:
-        """Remove an object, and delete the objects that it owns; finalizers hold it till then."""
+        """Remove an object, and delete the objects that it owns; finalizers delay the removal."""
         with self.changed:
             found = self._objects.get((kind, namespace, name))
             if found is None:

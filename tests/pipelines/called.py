@@ -1,4 +1,4 @@
-"""`flotilla` as a person or a script calls it: a process, its lines, its last line of JSON."""
+"""Calls `flotilla` as a process, and reads its lines and its last line of JSON."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Called:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """The JSON object, which is alone on standard output."""
+        """Return the JSON object, which must be the only output on standard output."""
         [line] = self.out.splitlines()
         tree: dict[str, Any] = json.loads(line)
         return tree

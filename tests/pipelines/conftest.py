@@ -1,4 +1,4 @@
-"""An instance for the tests that need one, and no trial of a model in this process."""
+"""Fixtures: an instance for tests, and no trial of a model in this process."""
 
 import pytest
 
@@ -11,7 +11,7 @@ __all__ = ["compiled", "instance", "remote", "uploaded"]
 
 @pytest.fixture(autouse=True)
 def _without_trial(monkeypatch) -> None:
-    """Check only the source before a submission: a trial takes seconds, and has its own tests."""
+    """Check only the source before a submission, since a trial takes seconds."""
 
     def check(config, *, is_remote):
         return Checked(notes=require_source(config.data, is_remote=is_remote))

@@ -14,7 +14,7 @@ RUNS = ("digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb")
 
 @pytest.fixture
 def workdir(tmp_path):
-    """Two runs that differ in their steps and their accuracy; the second has no decision."""
+    """Create two runs that differ in steps and accuracy; the second run has no decision."""
     for number, run in enumerate(RUNS):
         folder = tmp_path / "runs" / run
         (folder / "made").mkdir(parents=True)

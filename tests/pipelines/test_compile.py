@@ -105,8 +105,8 @@ def test_the_pods_of_every_step_take_what_they_need_of_the_secret(compiled, exec
 
 
 def test_the_pods_of_every_step_are_admitted_by_pod_security_restricted(compiled):
-    # KFP 2.16 and later gives the container of a step this, and the pod the profile; what it takes
-    # from the pipeline is the user.
+    # KFP 2.16 and later sets this for the container of a step, and the profile for the pod; it only
+    # takes the user from the pipeline.
     least = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     whole = {"seccompProfile": {"type": "RuntimeDefault"}}
     pods = documents(compiled)[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
@@ -313,16 +313,16 @@ def test_the_first_one_runs_alone(folder, tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     answer = json.loads((tmp_path / "outputs.json").read_text(encoding="utf-8"))
     assert Config.model_validate_json(answer["config"]) == config
-    # No dataset exists for a cache.
+    # There is no dataset to cache.
     assert (answer["root"], answer["run_id"]) == (config.storage.root, RUN)
     assert answer["Output"] == "ready"
 
 
 LAST = "is_whole_run: bool = True"
 SOURCES = {
-    # A pipeline from before the batch size, and one from before the mark.
+    # These are a pipeline older than the batch size, and one older than the mark.
     "older": (("batch_size: int,", ""), None),
-    # A pipeline with one more key.
+    # This is a pipeline with an additional key.
     "newer": ((LAST, f"{LAST}, new: int = 5"), "9.9.9 0123456789ab"),
 }
 

@@ -1,4 +1,4 @@
-"""Damaged records cause no traceback and hide no other run."""
+"""Damaged records cause no traceback and do not hide other runs."""
 
 import io
 import json
@@ -52,7 +52,7 @@ PLACES = st.sampled_from(["folder", "fifo", "loop", "dangling", "absent"])
 
 @st.composite
 def damages(draw):
-    """Return the damage to a file: its new content, or what replaces the file."""
+    """Return the damage to a file: its new content or its replacement."""
     return draw(
         st.one_of(
             st.tuples(st.just("junk"), JUNK),
@@ -103,7 +103,7 @@ def damaged(data, kind, how):
 
 
 def put(path, kind, how):
-    """Damage a file that is whole."""
+    """Damage an intact file."""
     if kind != "place":
         path.write_bytes(damaged(path.read_bytes(), kind, how))
         return
@@ -175,7 +175,7 @@ def register(runs, tmp):
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory):
-    """A workdir with two runs and a registry with two models."""
+    """Create a workdir with two runs and a registry with two models."""
     tmp = tmp_path_factory.mktemp("whole")
     runs = tmp / "runs"
     for run in (WHOLE, DAMAGED):
@@ -223,7 +223,10 @@ def check_registry(runs):
 
 
 def check_resume(runs, record):
-    """Read what a resumed run reads before it trains: each record may be refused in one line."""
+    """Read the records that a resumed run reads before it trains.
+
+    Each may be refused in one line.
+    """
     checkpoints = storage.uri_of(runs / DAMAGED / "checkpoints")
     if record.name in ("config.json", "events.jsonl"):
         refused_in_one_line(lambda: resume(runs))

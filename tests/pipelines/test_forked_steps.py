@@ -14,7 +14,7 @@ from flotilla.trainer.cluster.forks import fork_request, forked
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """The function of KFP's runner that starts a step; the test restores it."""
+    """Return the function of KFP's runner that starts a step; it is restored after the test."""
     found = []
 
     def run(command, env_vars=None):
@@ -76,7 +76,7 @@ sys.exit(3)
 """
     shell = "python3 -m kfp.dsl.executor_main"
     step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
-    # It loads KFP first.
+    # The server loads KFP first.
     monkeypatch.setattr(fork_request, "_SECONDS", 300.0)
     # Without TensorFlow: only a preparation never needs it.
     with forked_steps.forking(tmp_path, "prepare") as fork_steps:

@@ -1,4 +1,4 @@
-"""Hostile names and texts in records, logs and arguments: each command shows them as text."""
+"""Hostile names and texts in records, logs and arguments are shown as text by each command."""
 
 import json
 import logging
@@ -108,7 +108,7 @@ def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
         arguments = [instance.url if each == "URL" else each for each in arguments]
         capfd.readouterr()
         with monkeypatch.context() as patch:
-            # As in the process of a command without configured logging.
+            # Logging is not configured, as in the process of a command.
             patch.setattr(logging.getLogger(), "handlers", [])
             try:
                 code = call(list(arguments))
@@ -119,7 +119,7 @@ def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
         out, err = capfd.readouterr()
         lines = [line for text in (out, err) for line in text.split("\n")]
         found = [line for line in lines if "\t" in line or printable(line) != line]
-        # The first column of a table may say anything: our own lines are on standard error.
+        # The first column of a table may have any text; Flotilla's lines are on standard error.
         said = [] if "--json" in arguments else err.split("\n")
         forged = ("flotilla: blessed", "Traceback", "2026-01-01")
         found += [line for line in said if line.startswith(forged)]
@@ -182,10 +182,10 @@ NOT_OF_A_WORKDIR = (
 
 
 def names(template, commands, seed, count, some):
-    """Pass hostile names to each command, and more to two of them; return the failures."""
+    """Pass hostile names to each command, and more of them to two commands; return the failures."""
     chance = random.Random(seed)
     wrong = []
-    # Each command once, and then some of each form.
+    # Each command is called once, then some commands of each form.
     first = {command[0]: command for command in chance.sample(some, len(some))}
     rest = [chance.choice(some) for _ in range(2 * count)]
     for some_commands in zip(*[iter([*first.values(), *rest])] * 2, strict=False):

@@ -1,4 +1,4 @@
-"""The page of a run is a hyperlink where the terminal shows them, and opens in the browser."""
+"""The page of a run is a hyperlink in terminals that support it, and opens in the browser."""
 
 import io
 import os
@@ -50,7 +50,7 @@ def test_which_terminals_show_links(environment, expected):
 
 @pytest.fixture
 def displayed(tmp_path, monkeypatch):
-    """Return what a terminal of these variables gets for a run with a report."""
+    """Return the output of a terminal with these variables for a run with a report."""
     report = tmp_path / "a b" / "report.html"
 
     def show(screen, **variables):

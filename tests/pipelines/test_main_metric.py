@@ -63,7 +63,7 @@ def publish_run(folder, name, better, value):
 
 @pytest.fixture(params=NAMES)
 def made(request, tmp_path, capsys):
-    """Return a run, a second one to compare, and the JSON output of commands."""
+    """Return a run, a second run to compare, and the JSON output of commands."""
     name, workdir = request.param, tmp_path / "runs"
     better = NAMES[name]
     evaluation, _ = (

@@ -20,7 +20,7 @@ LINEAGE = {
 
 @pytest.fixture
 def workdir(tmp_path):
-    """A folder of runs with three versions of `digits`, of which the second is champion."""
+    """Create a folder of runs with three versions of `digits`; the second one is the champion."""
     root = storage.uri_of(tmp_path / "runs")
     for number in (1, 2, 3):
         source = tmp_path / f"source-{number}"

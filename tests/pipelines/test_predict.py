@@ -34,7 +34,7 @@ def published(tmp_path, number):
 
 @pytest.fixture
 def root(tmp_path):
-    """A storage root with two versions of `digits`; the first one is champion."""
+    """Create a storage root with two versions of `digits`; the first one is the champion."""
     root = storage.uri_of(tmp_path / "runs")
     for number in (1, 2):
         uri = published(tmp_path, number)
@@ -154,7 +154,7 @@ def test_wrong_usage_is_one_line_and_starts_nothing(tmp_path, monkeypatch, capsy
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """A folder with a registered model of plain sums, and 300,000 rows for it."""
+    """Create a folder with a registered model that computes sums, and 300,000 rows for it."""
     folder = tmp_path_factory.mktemp("work")
     root = storage.uri_of(folder / "runs")
     model = made_model.sums(folder / "m")
@@ -259,7 +259,7 @@ def write_table(folder, name, rows, seed):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A registered model of a table, by a run of the whole pipeline."""
+    """Register a model of a table by a run of the whole pipeline."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "data").mkdir()
     write_table(folder / "data", "train.csv", 600, 1)
@@ -325,5 +325,5 @@ def test_the_memory_does_not_grow_with_the_rows(trained):
         peaks[rows] = int(found.stdout.split()[-1])
         with (folder / "many-out.csv").open("rb") as file:
             assert sum(1 for _ in file) == rows + 1
-    # In MiB. Ten times as many rows would take 300 more as a table in memory.
+    # The limit is in MiB. As a table in memory, ten times as many rows would take 300 MiB more.
     assert peaks[1_000_000] - peaks[100_000] < 150, peaks

@@ -1,4 +1,4 @@
-"""The public interface as a notebook uses it: cheap to import, in any thread or event loop."""
+"""The public interface in a notebook: cheap to import, and usable in any thread or event loop."""
 
 import asyncio
 import inspect
@@ -30,7 +30,7 @@ COMMANDS = (
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder of its own, with the default configuration."""
+    """Change to a new folder with the default configuration."""
     (tmp_path / "configs").mkdir()
     default = ROOT / "configs" / "digits.yaml"
     (tmp_path / "configs" / "digits.yaml").write_bytes(default.read_bytes())
@@ -40,7 +40,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def broken(here, monkeypatch):
-    """Runs of this machine fail within a second: their runner cannot start."""
+    """Let the runs of this machine fail within a second, since their runner cannot start."""
     (here / "kfp.py").write_text("raise ImportError('no KFP here')")
     monkeypatch.setenv("PYTHONPATH", str(here))
     return here

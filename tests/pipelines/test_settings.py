@@ -37,7 +37,7 @@ def test_sections_are_merged_and_come_last():
     config = load_config(None, texts)
     assert config.training.steps == 9
     assert config.training.optimizer == Config().training.optimizer
-    # As in a file, a mapping that is no section is one value.
+    # As in a file, a mapping that is not a section is a single value.
     args = load_config(
         None, make_assignments({"model": {"args": {"hidden_units": [5]}}})
     ).model.args

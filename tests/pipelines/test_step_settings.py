@@ -1,4 +1,4 @@
-"""The pods of the steps: values that KFP finds, retries where they help, deadlines."""
+"""The pods of the steps: values for KFP, useful retries, and deadlines."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def documents(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def groups(documents):
-    """Every group of tasks, with the run's own as the first."""
+    """Return every group of tasks, beginning with the group of the run."""
     spec = documents[0]
     return [spec["root"], *(each for each in spec["components"].values() if "dag" in each)]
 
@@ -109,7 +109,8 @@ def test_a_step_of_hours_is_tried_again_too(tasks, pods):
         policy = task.get("retryPolicy")
         if not policy:
             continue
-        # From the first attempt's begin on: an hour is KFP's own, and ends what takes longer.
+        # The limit counts from the start of the first attempt; KFP's default of an hour would end
+        # longer steps.
         window = int(policy["backoffMaxDuration"].removesuffix("s"))
         assert window == RUN_SECONDS
         assert window > int(pods[step]["activeDeadlineSeconds"]), step
@@ -119,7 +120,7 @@ def test_a_step_of_hours_is_tried_again_too(tasks, pods):
 def test_every_step_has_a_deadline(pods):
     seconds = {step: int(pod["activeDeadlineSeconds"]) for step, pod in pods.items()}
     assert seconds == {name: row.deadline_seconds for name, row in ROWS.items()}
-    # The job ends by its own deadline, and the step reports how.
+    # The job ends by its deadline, and the step reports this.
     assert seconds["train-model"] > JobConfig().active_deadline_seconds
     assert sum(seconds.values()) < RUN_SECONDS
 
@@ -159,12 +160,12 @@ def test_both_are_the_same_steps_in_the_same_order(documents, groups):
 
 
 ROOT = Path(__file__).parents[2]
-# What KFP's secret `mlpipeline-minio-artifact` holds, and what one of a person's own may hold.
+# The keys in KFP's secret `mlpipeline-minio-artifact`, and the keys that a user's secret may have.
 SECRETS = {
     "KFP's own": {"accesskey": "kfp", "secretkey": "hush-hush"},
     "one's own": {"AWS_ACCESS_KEY_ID": "own", "AWS_SECRET_ACCESS_KEY": "hush-hush"},
 }
-# No variable of this machine may replace them.
+# Variables of this machine must not replace the values.
 BARE = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",

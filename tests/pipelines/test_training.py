@@ -33,7 +33,7 @@ def main_tasks(spec):
 
 @pytest.fixture(scope="module")
 def ready(spec):
-    """The one level of conditions above training."""
+    """Return the only level of conditions above training."""
     return below(spec, "condition-2")
 
 
@@ -69,7 +69,7 @@ def test_the_run_parameters_are_the_form_and_the_image(spec):
             "description": field.description,
             **({"literals": list(field.choices)} if field.choices else {}),
         }
-    # A step gets what the run was given; only the form and the API look at the list.
+    # A step receives the value of the run; only the form and the API use the list.
     assert "literals" not in json.dumps(spec["components"])
 
 
@@ -106,7 +106,7 @@ def test_the_exit_step_runs_after_everything(spec):
     assert set(tasks) == {"exit-handler-1", "finish"}
     assert tasks["finish"]["dependentTasks"] == ["exit-handler-1"]
     assert tasks["finish"]["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
-    # It comes from the form, as the first step may have failed.
+    # The value comes from the form, since the first step may have failed.
     given = inputs_of(tasks["finish"])
     assert given["root"] == {"componentInputParameter": "storage_root"}
     assert given["settings"] == {"componentInputParameter": "settings"}
@@ -175,7 +175,7 @@ def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
             "validation": "Artifact",
             "page": "HTML",
         },
-        # The second name is KFP's: without it, its UI offers no TensorBoard.
+        # The second name is KFP's; without it, the UI does not offer TensorBoard.
         "train-model": {"checkpoint": "Model", "mlpipeline_ui_metadata": "Artifact"},
         "evaluate-model": {
             "evaluation_metrics": "Metrics",

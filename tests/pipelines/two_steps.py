@@ -1,4 +1,4 @@
-"""A pipeline of two steps, run as by `flotilla`: the first step, and one that keeps its output."""
+"""A pipeline of two steps, run as by `flotilla`: the first step, and one that stores its output."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from flotilla.pipelines.runs import local_child
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def keep(config: str, root: str, run_id: str, path: str):
-    """Write what the first step has passed on to the file `path`."""
+    """Write the outputs of the first step to the file `path`."""
     import json  # noqa: PLC0415
     from pathlib import Path  # noqa: PLC0415
 

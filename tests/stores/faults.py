@@ -19,16 +19,14 @@ class Fault:
 
     Attributes:
         kind: a status code, or `drop` (the connection ends unanswered), `lose` (the request is
-            served and its answer lost), `truncate` (the answer ends half-way), `silence` (nothing
-            is said for `seconds`, and then all goes on), `mangle` (one byte of what is sent is
-            another one when it comes).
+            served and its answer lost), `truncate` (the answer ends half-way), `silence` (no data
+            for `seconds`, then the transfer continues), `mangle` (one byte changes during the
+            transfer).
         method: `GET`, `PUT`, ...; all when empty.
         path: a regular expression that is searched in the path with its query.
-        header: only requests that have it.
-        times: how often.
-        every: only each so manieth request that matches.
-        seconds: of silence.
-        body: of the answer with the status code; an error in JSON where it is None.
+        header: only requests that have it. times: number of faults. every: only every n-th matching
+        request. seconds: of silence. body: of the response with the status code; None for an error
+        in JSON.
     """
 
     kind: int | str
@@ -94,10 +92,10 @@ class Faulty(BaseHTTPRequestHandler):
     timeout = 120
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Write no log."""
 
     def log_request(self, *args: Any, **named: Any) -> None:
-        """Say nothing."""
+        """Write no log."""
 
     def parse_request(self) -> bool:
         """Parse a request, and apply its fault, if any."""
@@ -115,7 +113,7 @@ class Faulty(BaseHTTPRequestHandler):
         return self._fail(fault)
 
     def handle_expect_100(self) -> bool:
-        """Ask for the body at once: the client waits for it."""
+        """Request the body at once, since the client waits for the request."""
         allowed = super().handle_expect_100()
         self.wfile.flush()
         return allowed
@@ -168,7 +166,7 @@ class Faulty(BaseHTTPRequestHandler):
 
 
 class _Torn:
-    """A stream that passes headers and half of the body on, or nothing."""
+    """A stream that relays the headers and half of the body, or nothing."""
 
     def __init__(self, file: Any, *, whole: int) -> None:
         self._file = file

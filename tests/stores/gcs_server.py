@@ -60,7 +60,7 @@ class Objects(Storage):
         self._received: dict[str, bytearray] = {}
 
     def _write_config_to_file(self) -> None:
-        """Keep metadata in memory alone."""
+        """Keep metadata only in memory."""
 
     def _check(self, bucket: str, name: str, wanted: str | None) -> None:
         if wanted is None:
@@ -77,7 +77,7 @@ class Objects(Storage):
         wanted = self._sessions.get(file_id) if file_id else self.wanted
         self._check(bucket, name, wanted)
         super().create_file(bucket, name, content, obj)
-        # The emulator says `null` where the service leaves a key out.
+        # The emulator returns `null` for a key that the service omits.
         obj["size"] = str(len(content))
 
     def create_resumable_upload(self, bucket: str, name: str, obj: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from tests.ports import held_port
 
-# What becomes of connections that are open, and of new ones: `refuse` (nobody listens),
+# The treatment of open and new connections: `refuse` (no process listens),
 # `unanswered` (no answer to a SYN: the client's own timeout ends it), `silence` (accepted, and
 # never answered), `reset` and `close` (ended at once, by RST and by FIN), `tear` and `cut`
 # (likewise, in the middle of an answer that is long enough).
@@ -64,7 +64,7 @@ class Link:
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         else:
             for _ in range(2):
-                # They fill the queue: the kernel answers no further SYN.
+                # These connections fill the queue, so the kernel does not answer another SYN.
                 waiting = socket.socket()
                 waiting.setblocking(False)
                 waiting.connect_ex(("127.0.0.1", port))

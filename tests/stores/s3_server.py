@@ -19,7 +19,7 @@ from tests.stores.faults import Faulty, Plan
 
 class _Handler(Faulty, MotoRequestHandler):
     def log(self, *_: Any, **__: Any) -> None:
-        """Say nothing."""
+        """Write no log."""
 
 
 class S3Server:

@@ -30,15 +30,15 @@ def found() -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What there is to see of a page at one width.
+    """The rendered page at one width.
 
     Attributes:
         complaints: console errors, exceptions, and what the page's own policy has blocked.
-        requests: all that was asked for but the page itself and what stands in it.
-        outside: elements that reach out of the page.
-        scrolling: texts of the boxes that have to be scrolled sideways.
+        requests: all requests except those for the page and its embedded content.
+        outside: elements that overflow the page.
+        scrolling: texts of the boxes that scroll horizontally.
         width: of the whole page, and `inner` that of the window.
-        tones: background and ink, as CSS tells them.
+        tones: background and text colour in CSS.
         picture: PNG.
     """
 
@@ -70,7 +70,10 @@ class Browser:
     _session = ""
 
     def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a DevTools method and return its result; events that arrive meanwhile are kept."""
+        """Call a DevTools method and return its result.
+
+        Events that arrive in the meantime are stored.
+        """
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session:

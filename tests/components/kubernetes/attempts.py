@@ -124,7 +124,7 @@ class Step:
 
 
 def without_beats(requests: list[str]) -> Iterator[str]:
-    """Omit the requests of the heartbeat: a separate thread makes them at any moment."""
+    """Omit the requests of the heartbeat, which a separate thread sends at any time."""
     return (request for request in requests if "/leases/" not in request)
 
 

@@ -1,4 +1,4 @@
-"""A retry of the step, and the job that it finds: adoption or a new job."""
+"""A retry of the step adopts the existing job or creates a new one."""
 
 import pytest
 

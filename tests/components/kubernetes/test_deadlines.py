@@ -53,7 +53,7 @@ def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
     )
     kube.server.go_down()
     before = kube.faults.hits.get("down", 0)
-    # The verdict is due while the API is away, and is not given without it.
+    # The deadline passes while the API is unavailable, and is reported only afterwards.
     attempt.join(3)
     assert attempt.is_alive()
     kube.store.wait(lambda: kube.faults.hits["down"] > before)
@@ -88,7 +88,8 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
     message = attempt.failure()
     assert message.startswith("chief-0, ps-0, worker-0 has no node after 4 s (cluster.kubernetes.")
     assert f"deadlines.queueing): {words}" in message
-    # An autoscaler may add such a node: it is said at once, and ends the job at its deadline only.
+    # An autoscaler may add such a node, so this is reported at once but ends the job only at its
+    # deadline.
     assert f"worker-0 waits: {words}" in caplog.messages
     kube.wait_until_deleted()
 
@@ -145,7 +146,7 @@ def test_a_registry_that_hiccups_is_waited_for():
     assert deadlines.seconds_left() == 800
     now[0] = 110.0
     deadlines.observe([waiting("ImagePullBackOff")])
-    # Between two tries the reason changes, and the pod fails all the same.
+    # The reason changes between two tries, and the pod still fails.
     now[0] = 200.0
     failing = waiting("ErrImagePull")
     deadlines.observe([failing])
@@ -202,7 +203,7 @@ def test_a_job_that_is_suspended_again_queues_again():
     now[0] = 5.0
     deadlines.observe_job({**job, "spec": {"runPolicy": {"suspend": True}}})
     deadlines.observe([])
-    # The pods that have taken its place decide how long it waits.
+    # The pods that have taken its capacity determine how long the job waits.
     assert (deadlines.has_run, deadlines.seconds_left()) == (False, math.inf)
     now[0] = 1000.0
     assert deadlines.find_exceeded([]) == ""

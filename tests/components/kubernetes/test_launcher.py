@@ -1,4 +1,4 @@
-"""Which launcher is called, and what it rejects before its first request."""
+"""The selected launcher, and the settings that it rejects before its first request."""
 
 import base64
 import json
@@ -253,7 +253,7 @@ def test_the_exit_step_deletes_only_the_jobs_of_its_run(kube):
     assert len(delete_jobs(TFJobs(), KUBERNETES, "run-1")) == 1
     assert delete_jobs(TFJobs(), KUBERNETES, "run-1") == []
     assert [job["metadata"]["labels"]["flotilla/run"] for job in kube.jobs()] == ["run-2"]
-    # Not all of them: a worker that ends before training is over has failed.
+    # Only some roles are ignored: a worker that ends before the end of training has failed.
     pods.finished(kube.store, kube.pod("chief-0"), 0)
     other.succeed()
     kube.wait_until_deleted()
@@ -415,7 +415,7 @@ def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
 def test_a_refused_heartbeat_is_retried(kube):
     attempt = watching_attempt(kube, heartbeat=1)
     kube.run_all()
-    # The first one has to be accepted.
+    # The first heartbeat must be accepted.
     kube.wait_renewed()
     kube.faults.add("PATCH .*leases", 403, times=2)
     kube.store.wait(lambda: kube.faults.hits.get("PATCH .*leases") == 2)
@@ -432,7 +432,7 @@ def test_without_the_kind_the_message_names_what_to_install(kube):
     assert "tfjobs: Not Found (HTTP 404); this cluster does not serve TFJobs" in message
     assert "its CRD tfjobs.kubeflow.org, is not installed" in message
     assert "permission" not in message
-    # Where there is no kind, a run has left no job.
+    # If the cluster does not serve the kind, the run has no job.
     assert delete_jobs(TFJobs(), Config().cluster.kubernetes, "run-1") == []
 
 

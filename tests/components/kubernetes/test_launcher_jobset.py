@@ -36,7 +36,7 @@ KINDS = ("jobsets", "jobs", "pods", "leases", "services")
 
 @pytest.fixture(autouse=True)
 def run_events(tmp_path, monkeypatch, kube):
-    """Install JobSet, let the test end deleted pods; return a function that reads events."""
+    """Install JobSet, and let the test end deleted pods; return a function that reads events."""
     kube.install_jobset()
     kube.store.graceful.add("pods")
     path = tmp_path / "events.jsonl"
@@ -94,7 +94,7 @@ def delete_by_force(kube, task):
 
 
 def kill(kube, task):
-    # The guard as well, as the kernel does where memory is short.
+    # The guard is also killed, as by the kernel if memory runs out.
     kube.finish(task, 137)
 
 
@@ -121,7 +121,7 @@ def test_a_run_succeeds_and_nothing_is_left(kube):
     ],
 )
 def test_a_lost_pod_costs_that_pod_and_comes_back_at_once(kube, run_events, task, lose):
-    # Without the launcher the Job controller would wait so long.
+    # Without the launcher, the Job controller would wait this long.
     kube.job_controller.backoff_seconds = 1000.0
     attempt = start(kube, workers=2)
     jobset, before = kube.jobset()["metadata"]["uid"], uids(kube)
@@ -249,7 +249,7 @@ def test_a_job_that_loses_its_room_waits_and_goes_on(kube, run_events):
 
 
 class TestCancelled:
-    """What a launcher, or the exit step, does when the run is cancelled."""
+    """The actions of a launcher or the exit step when the run is cancelled."""
 
     pytestmark = pytest.mark.cluster
 
@@ -267,7 +267,7 @@ class TestCancelled:
         kube.store.wait(lambda: kube.jobset()["spec"].get("suspend"))
         asked = without_beats(kube.server.requests[before:])
         writes = [request for request in asked if not request.startswith("GET")]
-        # The first thing that the handler does.
+        # This is the first action of the handler.
         assert writes[0].startswith("PATCH /apis/jobset")
         kube.store.wait(
             lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
@@ -364,7 +364,7 @@ def test_a_retry_adopts_the_job_whatever_pods_of_it_have_failed_before(kube):
 
 
 class TestRefused:
-    """A job that cannot be launched gives one line and leaves no object."""
+    """A job that cannot be launched produces one line and leaves no object."""
 
     def test_without_jobset_the_message_names_what_to_install(self, kube):
         kube.server.control.kinds.clear()
@@ -457,7 +457,7 @@ def test_a_job_past_its_deadline_names_the_setting(kube):
 
     for job in kube.store.all("jobs", NAMESPACE):
         kube.store.change("jobs", NAMESPACE, job["metadata"]["name"], began_long_ago)
-    # The Job fails when its pods have ended: none of them is a loss.
+    # The Job fails when its pods have ended, so none of them counts as lost.
     kube.store.wait(
         lambda: all(pod["metadata"].get("deletionTimestamp") for pod in kube.pods().values())
     )

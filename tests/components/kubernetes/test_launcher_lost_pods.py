@@ -118,7 +118,8 @@ def test_an_evicted_pod_whose_task_ended_with_a_low_code_is_a_loss(kube, restart
     attempt = start(kube)
     before = uid(kube)
     with kube.store.changed:
-        # The kubelet has ended the task with SIGTERM: the operator takes its code for a failure.
+        # The kubelet has ended the task with SIGTERM, and the operator treats the code as a
+        # failure.
         worker = kube.finish("worker-1", 1)
         pods.evicted(kube.store, worker, "The node was low on resource: memory.", code=1)
     made_again(kube, before)
@@ -190,7 +191,7 @@ def test_a_pod_that_is_gone_when_the_failure_is_seen_is_a_loss(kube, restarts):
 
 def test_an_exceeded_deadline_is_no_loss(kube):
     tree = settings()
-    # Set back and not waited for: a short one may be over before all pods are there.
+    # The suspension is reset without waiting, since a short one may end before all pods exist.
     tree["cluster"]["kubernetes"]["job"] = {"active_deadline_seconds": 600}
     attempt = Attempt(job_of(tree))
     kube.run_all()
@@ -221,7 +222,7 @@ def test_the_api_may_be_unreachable_while_the_job_is_made_again(kube, restarts):
     kube.faults.add("POST .*tfjobs", 500, late=True, times=1)
     kube.take_away("worker-1")
     made_again(kube, before)
-    # The answer to its creation was lost: the launcher adopts it.
+    # The response to the creation was lost, so the launcher adopts the job.
     kube.wait_renewed()
     complete(kube, attempt)
     assert len(restarts()) == 1

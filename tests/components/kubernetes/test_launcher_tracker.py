@@ -14,7 +14,7 @@ from flotilla.components.tfjob.engine import TFJobs
 from flotilla.trainer.tracking import addresses
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
 
-# What KFP's plugin for MLflow sets in the container of a step.
+# The variables that KFP's plugin for MLflow sets in the container of a step.
 OF_KFP = {
     "MLFLOW_TRACKING_URI": "https://mlflow.kubeflow:5000",
     "MLFLOW_RUN_ID": "0123abcd",
@@ -111,7 +111,7 @@ def test_a_retried_step_with_another_run_of_mlflow_adopts_its_job(kube, monkeypa
     before = kube.job()["metadata"]["uid"]
     monkeypatch.setenv("MLFLOW_RUN_ID", "of-the-retry")
     second = Attempt(job_of(settings()))
-    # A launcher deletes the job that it has seen done: the other one has to watch it by then.
+    # A launcher deletes a job that has ended, so the other one must watch the job before that.
     kube.wait_watched(times=2)
     assert [each["metadata"]["uid"] for each in kube.jobs()] == [before]
     kube.finish("chief-0", 0)

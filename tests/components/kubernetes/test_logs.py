@@ -1,4 +1,4 @@
-"""Every line of every task is read once, whatever its timestamps and wherever a stream breaks."""
+"""Every line of every task is read once, whatever its timestamp and wherever a stream breaks."""
 
 import pytest
 from hypothesis import given

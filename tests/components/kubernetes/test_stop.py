@@ -1,4 +1,4 @@
-"""The stop of a cancelled job: which task is asked, which answers, and the fallback without one."""
+"""The stop of a cancelled job: the requested task, its answer, and the fallback."""
 
 import signal
 import threading
@@ -34,7 +34,7 @@ def training(kube):
 
 
 def save(kube):
-    """End the chief as its guard does: with a last checkpoint and a failing exit code."""
+    """End the chief like its guard: with a last checkpoint and a failing exit code."""
     kube.finish("chief-0", 1, MESSAGE)
 
 
@@ -42,7 +42,7 @@ def test_the_chief_saves_before_the_job_is_deleted(kube, training):
     before = len(kube.server.requests)
     training.signal()
     asked_to_stop(kube)
-    # The first thing that the handler does.
+    # This is the first action of the handler.
     writes = [r for r in kube.server.requests[before:] if not r.startswith("GET")]
     assert writes[0].startswith("PATCH")
     assert kube.jobs()

@@ -209,7 +209,7 @@ def test_what_only_an_earlier_start_reached_is_skipped_and_costs_what_it_took(ru
     run.events(
         RunBegin(time=0.0, run_id=RUN, number=1),
         begun("train_model", time=10.0),
-        # It was killed: this is its last event.
+        # The step was killed, so this is its last event.
         AttemptBegin(time=46.0, global_step=0, steps=60, resumed=False),
         RunBegin(time=900.0, run_id=RUN, number=2),
         begun("prepare_data", time=901.0),
@@ -313,7 +313,7 @@ def test_on_a_cluster_the_state_tells_what_events_do_not(run):
     run.evaluated()
     run.decided("blessed")
     assert verdict(run.report("FAILED")) == "failed"
-    # Versions of KFP word it differently, or do not know it yet.
+    # Versions of KFP report this differently or do not support it yet.
     for state in ("SUCCEEDED", "COMPLETE", "RUNNING"):
         assert verdict(run.report(state)) == "blessed"
 
@@ -421,7 +421,7 @@ def config(**sections):
     [
         ("async_parameter_server", 2, {"tasks": {"ps": 1, "worker": 3, "chief": 1}, "gpus": 6}),
         ("multi_worker_mirrored", 1, {"tasks": {"worker": 3}, "gpus": 3}),
-        # One process has the GPUs of one worker.
+        # A single process has the GPUs of one worker.
         ("single", 4, {"tasks": {"chief": 1}, "gpus": 4}),
     ],
 )

@@ -47,7 +47,7 @@ print("went on", flush=True)
 """
 
 
-# Not `signal.pause`, which misses a signal that comes just before it.
+# `signal.pause` would miss a signal that arrives just before the call.
 WORKS = "while True: pass"
 
 
@@ -164,7 +164,7 @@ def test_a_bug_is_recorded_and_raised(emitted, capsys):
     assert not step.__exit__(ZeroDivisionError, bug, None)
     end = emitted()[-1]
     assert (end.status, end.exit_code, end.traceback) == ("failed", 1, "")
-    # It stays one line, whatever text a library adds.
+    # The error is one line, whatever text a library adds.
     assert end.error == "bug in check_gate: ZeroDivisionError: by zero"
     assert not "".join(capsys.readouterr())
 
@@ -476,7 +476,7 @@ def test_after_a_request_to_end_there_is_no_further_try(at):
             os.kill(os.getpid(), signal.SIGTERM)
             signal.sigtimedwait([], 10)
         except BaseException:
-            # A library that replaces all messages.
+            # This class imitates a library that replaces all messages.
             raise TransientError("the connection was closed") from None
 
     with pytest.raises(SystemExit):
@@ -551,7 +551,7 @@ class Run:
         return export_model.export_model.python_func(*self.given(), *inputs, *outputs)
 
     def finished(self):
-        """Run the exit step, as KFP does once: after the first failure."""
+        """Run the exit step as KFP does, once, after the first failure."""
         artifacts = [
             SimpleNamespace(uri=storage.uri_of(self._folder / name), path=str(self._folder / name))
             for name in ("report", "summary")
@@ -569,7 +569,7 @@ class Run:
 
 @pytest.fixture
 def failed(run, root, tmp_path, monkeypatch):
-    """Return a run that failed in its evaluation, and whose report says so."""
+    """Return a run whose evaluation failed, which its report states."""
     for name in (run_store.RUN_ID, run_store.RUN_FOLDER, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     made = Run(run, root, tmp_path)
@@ -593,7 +593,7 @@ def failed(run, root, tmp_path, monkeypatch):
 def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     word, decision = failed.judged(0.1)
     assert word == "blessed"
-    # It keeps running.
+    # The stage continues to run.
     assert failed.page().verdict == "running"
     assert failed.exported(decision) == "promoted"
     page = failed.page()
@@ -609,7 +609,7 @@ def test_both_tries_are_on_the_time_line(failed):
     assert [each for each in page.words if each.startswith("evaluate_model, try")] == [
         "evaluate_model, try 1", "evaluate_model, try 2",
     ]  # fmt: skip
-    # Only the first bar.
+    # The page has only the first bar.
     assert page.attributes.count(("class", "bad")) == 1
 
 

@@ -1,4 +1,4 @@
-"""The inputs that a run pins: the champion at its start, and the version of its dataset."""
+"""The pinned inputs of a run: the champion at its start, and the version of its dataset."""
 
 import json
 
@@ -97,7 +97,7 @@ def test_without_a_champion_it_begins_from_scratch_and_says_so(root, tmp_path):
     (event,) = emitted(tmp_path)
     assert isinstance(event, FromScratch)
     assert event.reason == f"digits has no champion yet below {root}"
-    # A later file is for later runs.
+    # A file that arrives later belongs to later runs.
     crowned(root, tmp_path / "made", "one")
     assert warm("champion", root) == ""
 
@@ -160,7 +160,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(folder):
 
 
 class Nights:
-    """Arriving files, and a run each night that becomes champion at once."""
+    """Files arrive, and a run each night becomes the champion at once."""
 
     def __init__(self, tmp_path, root, monkeypatch):
         self.files, self.root, self._set = tmp_path / "in", root, monkeypatch.setenv
@@ -209,19 +209,19 @@ def test_each_night_trains_on_what_is_new(nights):
     nights.come(1, 2)
     assert nights.begin() == (["1", "2"], "")
     nights.finish()
-    # No new file: the files equal the champion's.
+    # There is no new file, since the files equal the champion's.
     assert nights.begin() == (["1", "2"], "run-1")
     nights.come(4)
     assert nights.begin() == (["4"], "")
     nights.finish("refused")
     assert nights.begin() == (["4"], "run-3")
-    # A late file, and a rewritten file.
+    # The new files are a late file and a rewritten file.
     nights.come(3)
     nights.come(1, text="other rows")
     assert nights.begin() == (["1", "3", "4"], "")
     nights.finish()
     assert nights.begin() == (["1", "3", "4"], "run-5")
-    # The removal of old spans is no new data either.
+    # The removal of old spans is also not new data.
     (nights.files / "s-3.csv").unlink()
     assert nights.begin() == (["1", "3", "4"], "run-5")
 

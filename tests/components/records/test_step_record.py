@@ -1,4 +1,7 @@
-"""The records of steps that share no folder: written, replaced and read; failures stop no step."""
+"""The records of steps without a shared folder: written, replaced and read.
+
+Failures stop no step.
+"""
 
 import json
 import os
@@ -171,7 +174,7 @@ def test_the_last_one_without_an_end_was_killed(disk):
     put(disk, "prepare_data", began=10.0)
     put(disk, "train_model", began=time.time() - 60)
     prepared, trained = read(disk, well=False)
-    # A later step exists, so it was done, and the write of its end failed.
+    # A later step exists, so the step had ended, and only the write of its end failed.
     assert (prepared.status, prepared.error) == ("done", "")
     assert trained.status == "failed"
     assert "its pod was killed" in trained.error
@@ -316,7 +319,7 @@ POD_RUN = "0b7c0000-1111-2222-3333-444455556666"
 REASON = "worker-0 ended with exit code 137 | <killed>"
 
 
-# Trains in a separate pod, which is killed or asked to end.
+# A program that trains in a separate pod, which is killed or asked to end.
 POD = """
 import sys, types
 from flotilla.components import launchers, prepare_data, resolve_config
@@ -373,7 +376,7 @@ class Pods:
         return artifact
 
     def resolved(self, **asked):
-        """Run the first stage of the first step alone."""
+        """Run only the first stage of the first step."""
         return self._first(resolved_only, **asked)
 
     def prepared(self, **asked):
@@ -413,7 +416,7 @@ def dataset(tmp_path_factory):
 def pods(pod_place, dataset, tmp_path, monkeypatch):
     for name in (run_store.RUN_FOLDER, run_store.RUN_ID, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    # The run publishes this; before, not even the bucket exists.
+    # The run publishes this; before that, not even the bucket exists.
     storage.write_bytes(storage.join(pod_place.root, "there"), b"")
     return Pods(pod_place.root, dataset, tmp_path, monkeypatch)
 
@@ -477,7 +480,7 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
     page, summary = pods.finished(words="Task run failed.")
     assert page.verdict == "failed"
     assert f"train_model: {REASON}" in page.text
-    # The step's own message is more precise.
+    # The message of the step is more precise.
     assert "KFP says" not in page.text + summary
     assert "train\\_model: worker-0 ended with exit code 137 \\| \\<killed\\>" in summary
     for step, status in (
@@ -540,7 +543,7 @@ def test_a_pod_that_was_killed_is_named_and_kfp_has_its_say(pod, pods):
     process.communicate()
     page, summary = pods.finished(words="OOMKilled\n(exit code 137)")
     assert page.verdict == "failed"
-    # A cancel and a failed store leave no other trace.
+    # A cancel with a failed store leaves no other trace.
     said = "train_model: it began and recorded no end: it was stopped with the run, or its"
     assert f"{said} pod was killed" in page.text
     assert "KFP says: OOMKilled (exit code 137)" in page.text

@@ -20,7 +20,7 @@ RUN = "digits-1"
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Replace training: return the calls, and end each as `ends` says."""
+    """Replace training by a function that records its calls and ends each as given in `ends`."""
     calls, ends = [], {}
 
     def train(step):

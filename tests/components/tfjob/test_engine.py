@@ -66,7 +66,7 @@ def schema():
 
 
 def pruned(tree, schema, path="job"):
-    """Return the keys that an API server would silently drop: those that the schema lacks."""
+    """Return the keys outside of the schema, which an API server would silently drop."""
     if schema.get("x-kubernetes-preserve-unknown-fields"):
         return []
     if isinstance(tree, list):
@@ -168,7 +168,7 @@ def test_every_configuration_meets_the_rules_of_operator_and_kubernetes(tree):
 
 
 def expanded(text):
-    """Expand as the kubelet does where no variable NAME exists: only `$$` changes."""
+    """Expand like the kubelet if no variable NAME exists: only `$$` changes."""
     return text.replace("$$", "$")
 
 
@@ -268,7 +268,7 @@ def test_secrets_are_optional_references():
 
 
 def test_a_document_names_a_namespace_only_where_the_configuration_does():
-    # `kubectl apply --namespace` refuses a document with another namespace than its own.
+    # `kubectl apply --namespace` refuses a document with a different namespace.
     assert "namespace" not in document(TFJobs(), parse_config({}))["metadata"]
     named = document(TFJobs(), parse_config({"cluster": {"kubernetes": {"namespace": "models"}}}))
     assert named["metadata"]["namespace"] == "models"
@@ -311,7 +311,7 @@ def test_without_a_chief_worker_0_leads():
     assert replicas(config) == {"ps": 1, "worker": 2}
     assert str(leading(config)) == "worker-0"
     job = manifest(job_of(config), PLACE)
-    # A leader needs Keras 3.
+    # The leading task needs Keras 3.
     assert "TF_USE_LEGACY_KERAS" not in variables(job, "Worker")
     assert variables(job, "PS")["TF_USE_LEGACY_KERAS"] == "1"
 
@@ -324,7 +324,7 @@ def test_the_evaluator_requests_no_gpu_and_does_not_fail_the_job():
 
 
 def test_a_job_of_one_task_has_a_tf_config_of_its_own():
-    # The operator sets TF_CONFIG only where there are several tasks.
+    # The operator sets TF_CONFIG only if there are several tasks.
     job = made({"training": {"strategy": "single"}})
     assert list(job["spec"]["tfReplicaSpecs"]) == ["Chief"]
     assert json.loads(variables(job, "Chief")["TF_CONFIG"]) == {

@@ -1,4 +1,4 @@
-"""A scripted cluster, a folder to stand in, and the doctor as a person calls it."""
+"""Fixtures: a scripted cluster, a working folder, and calls of the doctor."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ def _long_timeout(monkeypatch) -> None:
 
 @pytest.fixture
 def own_timeout(monkeypatch) -> None:
-    """Wait as long as the doctor does, for an API that does not answer."""
+    """Use the timeouts of the doctor, for an API that does not answer."""
     monkeypatch.setattr(clusters, "TIMEOUT", OWN_TIMEOUT)
 
 

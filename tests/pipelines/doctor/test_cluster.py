@@ -1,4 +1,4 @@
-"""The API, the namespace, which engine is examined, and whether it is installed."""
+"""The checks of the API, the namespace, the examined engine and its installation."""
 
 import re
 import tomllib
@@ -55,7 +55,7 @@ def test_a_cluster_that_serves_neither(kube, of_auto):
         "the cluster serves neither JobSets nor TFJobs: no engine is installed"
     )
     assert found["remedy"].startswith("kubectl apply --server-side --filename https://github.com/")
-    # Without a job there is nothing more to report.
+    # Without a job, there is nothing else to report.
     assert {"admission", "quota", "JobSet CRD", "TFJob CRD"}.isdisjoint(report.states())
 
 

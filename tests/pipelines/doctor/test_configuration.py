@@ -20,7 +20,7 @@ HUGE = (
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A folder to stand in, and another one for temporary files."""
+    """Set a working folder and a folder for temporary files."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))

@@ -35,7 +35,7 @@ def release():
 
 
 class Mark:
-    """A leftover of a check; if `stuck`, the check cannot remove it, if `firm`, no process can."""
+    """The trace of a check; if `stuck`, the check cannot remove it; if `firm`, no process can."""
 
     uri = "gs://b/doctor-1"
 

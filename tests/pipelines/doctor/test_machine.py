@@ -1,4 +1,4 @@
-"""The configuration as a check, the needs of this machine, and the output of the doctor."""
+"""The checks of the configuration and of this machine, and the output of the doctor."""
 
 import shutil
 import socket

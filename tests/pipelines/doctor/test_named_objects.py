@@ -1,4 +1,4 @@
-"""Objects that the job names and that the cluster lacks."""
+"""Objects that the job refers to and that are missing in the cluster."""
 
 import json
 

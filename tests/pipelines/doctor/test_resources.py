@@ -45,7 +45,7 @@ def node(kube):
         ({"cpu": "7"}, {}, ("requests 8, 0 of 7", '"8"')),
         ({"limits.memory": "15Gi"}, {}, ("requests 16Gi, 0 of 15Gi", '"16Gi"')),
         ({"requests.memory": "16Gi"}, {"requests.memory": "1Mi"}, ("requests 16Gi", '"16385Mi"')),
-        # Including the pod of the step.
+        # The quota includes the pod of the step.
         ({"pods": "4"}, {}, ("and its step request 5, 0 of 4", '"5"')),
         ({"pods": "5"}, {"pods": "2"}, ("and its step request 5, 2 of 5", '"7"')),
         ({"count/tfjobs.kubeflow.org": "0"}, {}, ("requests 1, 0 of 0", '"1"')),

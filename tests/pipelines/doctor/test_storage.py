@@ -89,7 +89,7 @@ def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monke
     assert report.failed() == ["storage"]
     assert of(report)["message"] == "no answer in 3 s"
     assert of(report)["remedy"].split()[0] in ("gcloud", "aws")
-    # It was removed although the check still waits for its own write.
+    # The file was removed although the check still waits for its write.
     assert store.keys(store.bucket) == []
 
 
@@ -157,8 +157,8 @@ def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
     def before(request):
         # The probe is written, and its read is in progress.
         if request.startswith("GET") and name in request and not sent:
-            # The signal is sent only once: a second one, for a parallel request, would end this
-            # process.
+            # The signal is sent only once, since a second signal for a parallel request would end
+            # this process.
             sent.append(number)
             process.send_signal(number)
 

@@ -1,4 +1,4 @@
-"""A run of a cluster in a bucket, made by the bodies of its steps, and failures for it."""
+"""A cluster run in a bucket, made by the bodies of its steps, and failures to inject."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A run below a storage root that has refused its data, made without TensorFlow."""
+"""A run whose data was refused, made without TensorFlow."""
 
 import json
 import sys

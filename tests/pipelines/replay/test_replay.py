@@ -368,7 +368,7 @@ def test_a_run_with_a_bundle_is_debugged_with_its_modules_and_not_those_of_the_f
     )
     failed = call("prepare", tmp_path / "runs", *source, "--code", "mine", cwd=tmp_path)
     assert "(rows.py:4)" in failed.answer["message"]
-    # One in the folder of the command, and one in the source folder of the bundle.
+    # One copy is in the folder of the command, and one in the source folder of the bundle.
     for folder in (tmp_path, tmp_path / "mine"):
         (folder / "rows.py").write_text(FIXED)
     words = [FLOTILLA, "replay", failed.answer["run_id"], "prepare_data", "--pdb", "--json"]

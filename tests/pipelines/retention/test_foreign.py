@@ -1,4 +1,4 @@
-"""`flotilla gc` removes only unused files of Flotilla; it keeps and names all others."""
+"""`flotilla gc` removes only unused files of Flotilla; it keeps and lists all others."""
 
 import json
 from datetime import UTC, datetime

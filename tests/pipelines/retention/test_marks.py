@@ -33,7 +33,7 @@ def test_a_mark_of_removal_that_says_nothing_makes_nobody_wait(root, dataset, cl
 
 def test_a_removal_is_waited_for_no_longer_than_it_may_last(root, dataset, clock, caplog):
     with in_use.removing(storage.uri_of(root), PATH, 0.0):
-        # Each time another `gc` starts.
+        # Another `gc` starts each time.
         clock.each = lambda: in_use._write(storage.uri_of(root), PATH, "removing-2.json")
         assert in_use.use(dataset)
     assert clock.passed == pytest.approx(600, abs=1)

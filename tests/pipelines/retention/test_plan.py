@@ -53,7 +53,7 @@ class History:
         self.promotions.append(Promotion(number=number, version=version, restores=restores))
 
     def train(self, *drawn) -> None:
-        """Train, and like the gate keep the reference until a gain is proved."""
+        """Train, and keep the reference until a gain is proved, like the gate."""
         day, dataset, code, warm, busy, outcome = drawn
         run = Trained(day=day, dataset=f"datasets/{dataset}", code=f"code/{code}", busy=busy)
         run.warm = self.champion if warm else 0
@@ -69,7 +69,7 @@ class History:
             self.promote(run.version)
 
     def roll_back(self) -> None:
-        """As `registry.rollback` does."""
+        """Roll back like `registry.rollback`."""
         target = self.before()
         if target:
             self.promote(target.version, target.restores or target.number)
@@ -129,7 +129,7 @@ def inventory(history) -> Inventory:
 
 
 def chain(history, number) -> set[str]:
-    """The oracle: the dataset and the initial weights of a version."""
+    """Return the dataset and the initial weights of a version, by the oracle."""
     run = history.made[number]
     at = name(history, run)
     found = {place(number), at, run.dataset, run.code, checkpoint(history, run)}
@@ -141,7 +141,7 @@ def chain(history, number) -> set[str]:
 
 
 def needed(history, wanted) -> set[str]:
-    """The oracle: the champion, the fallback of a rollback, and young or active runs."""
+    """Return the champion, the fallback of a rollback, and young or active runs, by the oracle."""
     kept = set(history.made) if wanted.versions is None else set()
     kept |= set(sorted(history.made)[-(wanted.versions or 1) :])
     if history.champion:

@@ -76,7 +76,7 @@ def test_500_runs_and_50_versions(root, capsys):
     assert (code, found["removed"]) == (0, [])
     assert before == sorted(path for path in root.rglob("*") if path.is_file())
     kinds = [each["kind"] for each in found["planned"]]
-    # Of the first 470 nights only those stay that made one of the newest ten versions.
+    # Of the first 470 nights, only those that made one of the newest ten versions are kept.
     assert {kind: kinds.count(kind) for kind in kinds} == {
         "version": 40, "run": 470 - 7, "checkpoint": 7, "dataset": 41
     }  # fmt: skip
@@ -342,7 +342,7 @@ def test_whenever_the_store_fails_what_is_left_is_whole(root, monkeypatch, capsy
 
     def failing(at):
         calls.append(at)
-        # The first ones prepare, and no mark of a version was written by then.
+        # The first runs prepare data; no mark of a version has been written at that time.
         if len(calls) % 7 == 0:
             raise storage.Unavailable(f"cannot delete {at}: the store does not answer")
         delete(at)
@@ -395,7 +395,7 @@ def test_a_damaged_manifest_keeps_its_run_and_says_so(root, capsys):
     code, found, _, _ = gc(capsys, root, "--keep-runs", "30d", "--dry-run")
     assert code == 0
     assert any("step-00000100" in each and "damaged" in each for each in found["kept"])
-    # The run may need any of them.
+    # The run may need any of these items.
     assert found["planned"] == []
     assert any("2 damaged records do not show what they need" in each for each in found["kept"])
     storage.delete(storage.uri_of(root / "digits-0001"))
@@ -441,7 +441,7 @@ def test_a_bucket(tmp_path, request, scheme):
 
 @pytest.fixture(params=["file", "gs", "s3"])
 def empty_root(request, tmp_path):
-    """A storage root, for every client."""
+    """Return an empty storage root for each client."""
     if request.param == "file":
         return storage.uri_of(tmp_path / "root")
     server = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
@@ -522,7 +522,7 @@ def sweep_in(folder, root, days=90):
     """Write a sweep with two trials that ended some days ago; return its folder."""
     data = manifest(root / "datasets" / "d", "dataset", days)
     sweep = trials_of(SweepOptions(config=Config(), settings=["training.seed=1,2,3"]))
-    # The names lack the time.
+    # The names do not contain the time.
     trials = tuple(replace(each, run_id=f"digits-{each.number:04}") for each in sweep.trials)
     for trial in trials[:2]:
         run_of(root, trial.number, days, data)

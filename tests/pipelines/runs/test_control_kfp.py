@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("uploaded")
 
 @pytest.fixture
 def started(instance, remote, uploaded):
-    """The id of an active run."""
+    """Start a run, and return its id."""
     assert uploaded
     assert remote("submit", "--name", "mine").code == 0
     [run_id] = instance.store.runs

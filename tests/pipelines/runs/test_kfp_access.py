@@ -1,4 +1,4 @@
-"""The connection to an instance: options, variables, and where secrets are kept."""
+"""The connection to an instance: options, variables and the places of secrets."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Errors between the command line and an instance: each is one line, without a long wait."""
+"""Errors between the command line and an instance produce one line without a long wait."""
 
 import json
 import re
@@ -144,7 +144,7 @@ def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
 
 @pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
 def test_a_server_that_hangs_is_left(instance, remote, monkeypatch, words):
-    # Long enough for the request to be recorded on a busy machine.
+    # The wait is long enough for the request to be recorded on a busy machine.
     monkeypatch.setattr(instances, "READ_SECONDS", 1.0)
     instance.faults.add(".", -1)
     in_one_line(remote(*words), "does not answer", "try again")

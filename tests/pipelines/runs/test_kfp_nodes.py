@@ -1,4 +1,4 @@
-"""The nodes of a run, read from what an instance still has of its workflow."""
+"""The nodes of a run, read from the remaining data of its workflow."""
 
 import base64
 import gzip

@@ -14,7 +14,7 @@ from tests.kfp_instance.workflow import IMAGE
 
 @pytest.fixture
 def remote(remote, uploaded):  # noqa: ARG001
-    """Return a function that calls an instance with our pipeline."""
+    """Return a function that calls an instance that has the pipeline."""
     return remote
 
 
@@ -272,7 +272,7 @@ def test_the_configured_root_is_read(instance, remote, tmp_path):
     assert storage.names(storage.join(root, run_id, "steps"))
 
 
-# These failures happen outside of our code.
+# These failures happen outside of Flotilla's code.
 
 
 @pytest.fixture
@@ -452,7 +452,7 @@ def do(workflow, *stages):
 
 @pytest.fixture
 def ended(instance, remote, run_id, workflow):
-    """Return the result of a run that succeeded after some stages; the last one has a word."""
+    """Return the result of a run that succeeded after some stages; the last stage has a result."""
 
     def end(stages, word, *, has_nodes=True):
         do(workflow, *stages[:-1])

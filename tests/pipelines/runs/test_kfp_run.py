@@ -1,4 +1,4 @@
-"""`flotilla run` with its root in an object store: blessed, resumed, and read from there."""
+"""`flotilla run` with its root in an object store: blessed, resumed and read."""
 
 import json
 import shutil

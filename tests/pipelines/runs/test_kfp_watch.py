@@ -1,4 +1,4 @@
-"""Ctrl-C while a run is watched ends the command and not the run."""
+"""Ctrl-C during a wait for a run ends the command but not the run."""
 
 import json
 import os

@@ -102,7 +102,7 @@ class TestLayingOut:
         )
         assert (again.run_id, again.folder) == (run.run_id, run.folder)
         assert (run.folder / "checkpoints" / "kept").is_file()
-        # Earlier events belong to the run, but not to the outcome of this start.
+        # Earlier events belong to the run but not to the outcome of this start.
         assert list(events.read(run.folder / local.EVENTS)) == [
             RunBegin(run_id=run.run_id, number=1),
             FromScratch(reason="first"),
@@ -404,7 +404,8 @@ def config():
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory, config):
     folder = tmp_path_factory.mktemp("it's two steps")
-    # As the command line does it: on a cluster the step tries model and dataset, and these are not.
+    # The command line does this: on a cluster, the step tries model and dataset, which do not exist
+    # here.
     ended = run(folder, config, **{RUN_ID: "run-1"})
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return json.loads((folder / "kept.json").read_text(encoding="utf-8"))
@@ -461,6 +462,6 @@ def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     step = list(events.read(path))[-1]
     assert (step.step, step.status, step.exit_code) == ("resolve_config", "failed", 1)
     assert step.error.startswith("storage.root is empty: set it to the URI")
-    # The end of the step; the runner's own end is not shown.
+    # This is the end of the step; the end of the runner is not shown.
     answer = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
     assert [line.strip() for line in answer] == [f"flotilla: resolve_config: {step.error}"]

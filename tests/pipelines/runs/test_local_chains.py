@@ -1,4 +1,4 @@
-"""`flotilla run` that starts from the champion: first from scratch, then at its loss."""
+"""`flotilla run` with a warm start: the first run starts from scratch, the next from its weights."""
 
 import base64
 import json
@@ -56,7 +56,7 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(workdir):
-    """A run that asks for the champion when there is none, and becomes champion."""
+    """Run with a warm start from the champion before there is one; the model becomes champion."""
     steps = setting(training__steps=600, training__warm_start="champion")
     called = call("run", workdir, *FEW, *steps, cwd=workdir.parent)
     assert called.code == 0, called.err + called.log
@@ -135,7 +135,7 @@ def mnist_workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def words(mnist_dir):
-    """The arguments of every run."""
+    """Return the arguments of every run."""
     return [
         str(ROOT / "configs/mnist.yaml"), *MNIST_FEW, *setting(data__manual_dir=mnist_dir),
         *setting(export__formats="[saved_model]"),
@@ -149,7 +149,7 @@ def root(mnist_workdir):
 
 @pytest.fixture(scope="module")
 def mnist_first(mnist_workdir, words):
-    """A linear model that has seen a fifth of the examples: champion, since there was none."""
+    """Train a linear model on a fifth of the examples; it becomes the first champion."""
     run = call(
         "run",
         mnist_workdir,
@@ -316,7 +316,7 @@ SECRETS_FEW = setting(
     training__validate_every=10,
     gate__min__accuracy=0.01,
 )
-# A response of a store that repeats the request.
+# This response of a store repeats the request.
 REFUSAL = (
     "<Error><Code>AccessDenied</Code><Message>denied: Authorization: Bearer {0} at "
     "https://u:{0}@h/x?X-Amz-Signature={0}</Message></Error>"
@@ -552,7 +552,7 @@ def halves_first(folder):
 
 @pytest.fixture(scope="module")
 def halves_second(folder, halves_first):
-    """A run with another seed, whose champion is the model of the first run."""
+    """Run with another seed; the champion is the model of the first run."""
     assert halves_first.answer["status"] == "blessed"
     return ran(folder, training__seed=7)
 

@@ -1,4 +1,4 @@
-"""The complete `flotilla prepare`: a pipeline in KFP's own local runner, on real digits."""
+"""The complete `flotilla prepare`: a pipeline in KFP's local runner, on real digits."""
 
 import shutil
 
@@ -109,7 +109,7 @@ def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_pa
 
 @pytest.mark.slow
 def test_a_second_run_reuses_the_dataset(prepared):
-    # All but the mark of a dataset's last use, which `flotilla gc` reads.
+    # All files except the mark of a dataset's last use, which `flotilla gc` reads.
     before = {
         name: each
         for name, each in content(prepared.workdir).items()

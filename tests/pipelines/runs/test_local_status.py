@@ -72,7 +72,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def flotilla(folder, remote, monkeypatch):
-    """Call the command line where no instance is named."""
+    """Call the command line without an instance."""
     monkeypatch.delenv("KF_PIPELINES_ENDPOINT")
     assert folder.is_dir()
     return remote
@@ -80,7 +80,7 @@ def flotilla(folder, remote, monkeypatch):
 
 @pytest.fixture
 def going(folder):
-    """The process that follows the active run."""
+    """Return the process that follows the active run."""
     train = StepBegin(step="train_model")
     progress = Progress(global_step=20, steps=100, loss=0.5, steps_per_second=9.0, seconds_left=9.0)
     (folder / "events.jsonl").write_text(ended("prepare_data") + line(train) + line(progress))
@@ -169,7 +169,7 @@ def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
     events = folder / "events.jsonl"
     events.write_text(first + FINISHED + again + FINISHED)
     assert flotilla("status", "digits-1", "--json").json["status"] == "done"
-    # A start that was killed before its first step has only its begin event.
+    # A start that was killed before its first step has only its first event.
     events.write_text(first + FINISHED + line(RunBegin(run_id="digits-1", number=2)))
     said = flotilla("status", "digits-1", "--json").json
     assert (said["status"], "did not finish" in said["message"]) == ("failed", True)

@@ -43,7 +43,7 @@ def blessed(workdir):
 
 @pytest.fixture(scope="module")
 def before(workdir, blessed):
-    """The files of the first run, before the second one."""
+    """Return the files of the first run, before the second run."""
     assert blessed.code == 0, blessed.err + blessed.log
     return content(workdir)
 
@@ -229,14 +229,14 @@ class TestRefused:
 
     def test_it_touched_no_file_that_was_there(self, before, refused):
         after = content(refused.workdir)
-        # All but the mark of a dataset's last use, which `flotilla gc` reads.
+        # All files except the mark of a dataset's last use, which `flotilla gc` reads.
         kept = {name: each for name, each in before.items() if "/in_use/" not in str(name)}
         assert {name: after.get(name) for name in kept} == kept
         new = [name for name in after if name not in before]
         assert all(name.startswith(f"{refused.folder}/") for name in new)
 
 
-# More than any machine trains before the interrupt.
+# This is more than any machine trains before the interrupt.
 ENDLESS = 10_000_000
 LONG = setting(training__steps=ENDLESS, training__checkpoint_every=ENDLESS)
 MORE = 40
@@ -269,7 +269,7 @@ def interrupted(interrupted_workdir):
 
 @pytest.fixture(scope="module")
 def interrupted_before(interrupted):
-    """The events of the first start, as they were before the run was resumed."""
+    """Return the events of the first start, before the run was resumed."""
     return [*interrupted.events(CheckpointPublished), *interrupted.events(StepEnd)]
 
 
@@ -382,7 +382,7 @@ def test_no_process_outlives_a_run_that_is_killed(interrupted, interrupted_workd
     with calling("train", interrupted_workdir, *given, cwd=interrupted_workdir.parent) as process:
         until_it_trains(process)
         others = [each for each in processes_of(interrupted_workdir) if each.pid != process.pid]
-        # The runner, a step, and the four tasks of the cluster at least.
+        # There are at least the runner, a step and the four tasks of the cluster.
         assert len(others) >= 6
         process.kill()
         _, alive = psutil.wait_procs(others, timeout=120)
@@ -398,7 +398,7 @@ def example(row):
 
 @pytest.fixture
 def here(tmp_path):
-    """A folder with rows, and a folder of modules that is not the one in which it is called."""
+    """Create a folder with rows, and a folder of modules outside of the working folder."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "rows.py").write_text(MODULE.format(factor=2))
     lines = ["x,label", *(f"{number},{'ab'[number % 2]}" for number in range(200))]

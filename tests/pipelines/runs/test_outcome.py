@@ -54,13 +54,13 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [*judged("refused", "accuracy is below", "loss is above"), *FINISHED],
             0, ("refused", 3, "accuracy is below; loss is above"),
         ),
-        # A decision that cannot be read does not bless.
+        # An unreadable decision is not a blessing.
         ([*done("check_gate"), *FINISHED], 0, ("refused", 3, "check_gate reported no decision")),
         (
             [*done("resolve_config", metrics=UNCHANGED), *FINISHED],
             0, ("unchanged", 0, UNCHANGED["reasons"][0]),
         ),
-        # A command for some steps runs them even without new data.
+        # A command for single steps runs them even without new data.
         ([*done("resolve_config", metrics=UNCHANGED), *done("prepare_data")], 0, ("done", 0, "")),
         ([*RESOLVED, *done("prepare_data")], 0, ("done", 0, "")),
         # The runner may not have seen a failure.
@@ -87,13 +87,13 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
             [*judged("blessed"), *done("export_model"), *FINISHED],
             1, ("failed", 1, LOST.format("register_model")),
         ),
-        # All of its stages ended: the missing one belongs to another step.
+        # All of its stages have ended; the missing stage belongs to another step.
         ([*judged("blessed"), *FINISHED], 1, ("failed", 1, RUNNER.format(1))),
         ([*judged("blessed"), *promoted()], 1, ("failed", 1, RUNNER.format(1))),
         ([], 1, ("failed", 1, RUNNER.format(1))),
-        # The platform may have asked the step alone to end.
+        # The platform may have asked only the step to end.
         ([*done("prepare_data"), *STOPPED, *FINISHED], 1, ("interrupted", 130, INTERRUPTED)),
-        # A step that runs again counts by its last end.
+        # For a step that runs again, the last end counts.
         ([*failed("train_model", "lost"), *done("train_model")], 0, ("done", 0, "")),
         (
             [*failed("train_model", "lost", 2), begun("train_model")],

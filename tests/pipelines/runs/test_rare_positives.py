@@ -1,4 +1,7 @@
-"""One customer in a hundred leaves: a champion that finds most of them stays every night."""
+"""One in a hundred customers leaves.
+
+A champion that finds most of them remains champion every night.
+"""
 
 import csv
 
@@ -14,10 +17,10 @@ CUSTOMERS, MORE, SHARE = 28_000, 2_000, 0.01
 
 
 def write(path, count=CUSTOMERS, *, shift=0, shuffled=False):
-    """Write customers; the first ones are the same whatever their number is.
+    """Write customers; the first customers do not depend on the number.
 
-    One in ten is for validation and two are for the test, others with another `shift`; `shuffled`
-    are the labels of all that are not for the test.
+    One in ten is for validation, and two in ten are for the test, which depend on `shift`. With
+    `shuffled`, the labels outside of the test split are shuffled.
     """
     rng = np.random.default_rng(11)
     total = CUSTOMERS + MORE
@@ -112,7 +115,7 @@ def test_a_champion_that_was_trained_on_what_judges_it_is_noted(night):
     remark = measured["champion"]["remarks"][0]
     count, whole = (int(remark.split()[place]) for place in (0, 2))
     assert whole == measured["examples"]
-    # Few of them have a duplicate in the training split of this model.
+    # Few test examples have a duplicate in the training split of this model.
     assert whole - 20 < count <= whole
     assert "were in the champion's training split" in remark
     assert remark in found.read("decision", "decision.json")["notes"]

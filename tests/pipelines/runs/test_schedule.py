@@ -13,7 +13,7 @@ from tests.trainer.config.test_old_parameters import flat
 
 @pytest.fixture
 def remote(remote, uploaded):  # noqa: ARG001
-    """Call an instance that has our pipeline."""
+    """Return a function that calls an instance that has the pipeline."""
     return remote
 
 
@@ -170,7 +170,7 @@ def test_unschedule_removes_all_of_the_name_and_no_other(instance, remote):
 
 
 def before(instance, **more):
-    """Turn the schedule into one from before the form, for an older version of the pipeline."""
+    """Convert the schedule to one from before the form, for an older version of the pipeline."""
     made = the_schedule(instance)
     config = load_config(None, ["training.steps=9", "gate.min.accuracy=0.5"])
     made["runtime_config"] = {"parameters": {**flat(config), **more}, "pipeline_root": "gs://b/r"}

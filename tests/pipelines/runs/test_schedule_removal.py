@@ -25,7 +25,7 @@ def fire(instance, remote, uploaded):
 
 @pytest.fixture
 def looks(monkeypatch):
-    """Call these functions in turn, one in each pause between two queries."""
+    """Call these functions in turn, one during each pause between two queries."""
     calls = []
 
     def sleep(_seconds):

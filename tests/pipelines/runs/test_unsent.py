@@ -1,4 +1,4 @@
-"""What the tracker has missed of earlier runs is sent by a later one, once, and not for ever."""
+"""A later run sends the data of earlier runs that the tracker has missed, once and with a limit."""
 
 import fcntl
 import json
@@ -18,7 +18,7 @@ from tests.trainer.tracking.test_tracker import Target, progress
 
 @pytest.fixture
 def targets(monkeypatch):
-    """Have what would write to MLflow write here, by the id of the run."""
+    """Replace the writers to MLflow by targets, by the id of the run."""
     made = {}
 
     def make(name):
@@ -37,7 +37,7 @@ def targets(monkeypatch):
 
 @pytest.fixture
 def left(tmp_path, targets):
-    """Return a function that leaves a run as its killed command line does."""
+    """Return a function that leaves a run in the state after a killed command line."""
 
     def leave(run_id, *more, parent=""):
         folder = tmp_path / run_id

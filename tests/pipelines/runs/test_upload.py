@@ -166,7 +166,7 @@ def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
         f"it is not the newest: `submit` and `schedule` take {newer}, or this one by "
         f"--version {older}"
     )
-    # The effect is what the line says.
+    # The effect agrees with the printed line.
     remote("submit")
     remote("submit", "--version", older)
     ids = {each["pipeline_version_id"]: name for name, each in zip(
@@ -337,7 +337,7 @@ def test_a_newer_version_of_others_is_named_and_not_taken(instance, remote, add,
     )
     assert remote("submit", "--version", "by-hand").code == 0
     assert the_run_of(instance) == "by-hand"
-    # A name from a person needs no remark.
+    # A name that the user gave needs no remark.
     assert "the newest version" not in remote("submit", "--version", uploaded).err
 
 
@@ -434,7 +434,7 @@ def test_a_whole_name_comes_before_a_beginning(instance, remote):
     assert remote("submit", "--version", "v1").code == 0
     assert taken(instance) == "id-0"
     assert remote("submit", "--version", "v").code == 0
-    # The newest of the versions with this prefix.
+    # This is the newest version with the prefix.
     assert taken(instance) == "id-9"
 
 

@@ -1,4 +1,4 @@
-"""A sweep on this machine: which runs it starts, what it keeps, and how it resumes."""
+"""A sweep on this machine: the runs that it starts, the files that it keeps, and its resume."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ NINE = ("training.optimizer.learning_rate=0.01,0.003,0.001", "training.batch_siz
 
 
 class Machine:
-    """Replaces the process of a run: it ends each as told, and records which were started."""
+    """Replaces the process of a run: ends each run as configured, and records the starts."""
 
     def __init__(self):
         self.begun = []

@@ -1,4 +1,4 @@
-"""deploy/base/rbac.yaml allows every request that is sent to the API, and nothing else."""
+"""deploy/base/rbac.yaml allows exactly the requests that are sent to the API."""
 
 import re
 
@@ -13,7 +13,7 @@ from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods, rbac
 from tests.kubernetes.server import PATH
 
-# Requests that every user may make: who they are, and what they may do.
+# Requests that every user may make about their identity and permissions.
 REVIEWS = re.compile(r"POST /apis/auth(entication|orization)\.k8s\.io/v1/self")
 GET_LEASE = re.compile(r"GET .*/leases/")
 
@@ -38,7 +38,7 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
     kube.run_all()
     kube.store.wait(lambda: any(each.startswith("PATCH") for each in kube.server.requests))
     kube.store.wait(lambda: any("/log" in each for each in kube.server.requests))
-    # Of a heartbeat.
+    # These requests belong to a heartbeat.
     kube.store.wait(lambda: any(GET_LEASE.match(each) for each in kube.server.requests))
     worker = kube.finish("worker-0", 137)["metadata"]["uid"]
     kube.pod("worker-0", but=worker)

@@ -1,4 +1,4 @@
-"""A launcher that lacks a permission says so at once, and leaves no job."""
+"""A launcher without a required permission reports this at once and leaves no job."""
 
 import pytest
 

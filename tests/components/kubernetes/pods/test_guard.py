@@ -214,7 +214,7 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path, port):
         assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
-# The signal comes at the moment at which the task has begun.
+# The signal arrives just after the task has started.
 ASKED_AT_ONCE = """
 import os, signal, subprocess, sys
 from flotilla.components.kubernetes.pods import guard, task_process
@@ -250,7 +250,7 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port
     # The leader has not ended yet.
     waited.join(0.2)
     assert waited.is_alive()
-    # The end of the leader's process does the same.
+    # The end of the leader's process has the same effect.
     for accepted in server._connections:
         accepted.close()
     waited.join(60)
@@ -319,7 +319,7 @@ def test_a_stop_ends_the_task_with_a_checkpoint_and_then_the_job(kube, watched, 
     with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(1000)}) as process:
         ask_to_stop(kube)
         out, _ = process.communicate(timeout=300)
-    # From 128 on the operator would start it again.
+    # The operator would restart the task for codes from 128 on.
     assert process.returncode == 1
     assert names.STOPPING in out
     assert termination.read(tmp_path) == "interrupted at global step 7"
@@ -382,7 +382,7 @@ def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(
 def test_without_a_lease_training_goes_on(kube, watched, tmp_path):
     kube.store.delete("tfjobs", NAMESPACE, "job")
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
-        # Three limits long.
+        # The wait is three limits long.
         reads = "GET /apis/coordination.k8s.io/v1/namespaces/models/leases/job"
         kube.store.wait(lambda: kube.server.requests.count(reads) >= 30)
         assert process.poll() is None

@@ -1,4 +1,4 @@
-"""Which pod was deleted, why, and which of several was the first."""
+"""Tests which pod was deleted, why, and which of several was deleted first."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_the_request_came_before_the_grace_period_whose_end_is_the_time_stamp():
         ([pod(0, deleted=ELEVEN), pod(1, deleted=TEN)], "worker-1"),
         # Pods of a failed job are deleted without a reason.
         ([pod(0, deleted=TEN), pod(1, deleted=ELEVEN, reasons=["X"])], "worker-1"),
-        # Within a second their versions have the order.
+        # Within a second, the versions give the order.
         ([pod(0, 9, deleted=TEN), pod(1, 8, deleted=TEN)], "worker-1"),
     ],
 )

@@ -97,7 +97,7 @@ def test_a_task_that_dies_at_once_is_started_ever_less_often_until_it_has_run_fo
         return [rule.next_attempt(137, seconds).pause for _ in range(count)]
 
     assert pauses(6, 0.0) == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
-    # The time between two starts counts.
+    # The time between two starts is measured.
     assert pauses(1, 7.0) == [3.0]
     assert pauses(1, 59.0) == [1.0]
     assert pauses(2, 60.0) == [1.0, 1.0]
@@ -131,7 +131,7 @@ def test_a_cluster_that_is_lost_before_it_is_whole_counts_for_nothing_for_two_mi
 def test_each_restart_is_an_event_and_past_the_limit_the_code_is_that_of_the_task(
     tmp_path, end, code, cause
 ):
-    # No attempt is short: a lost cluster counts too.
+    # No attempt is short, so a lost cluster also counts.
     with guarded(tmp_path, f"{COUNTS}{end}", short=0.0) as process:
         assert ended(process) == (code, [restart(code, cause, 1), restart(code, cause, 2)])
     assert starts(tmp_path) == 3
@@ -195,7 +195,7 @@ def test_the_termination_message_of_the_attempt_before_is_removed(tmp_path):
 
 @pytest.mark.cluster
 def test_no_child_of_an_attempt_is_left_when_the_next_one_begins(tmp_path, port):
-    # It would hold the port, does not end by itself, and its parent is gone.
+    # The process would hold the port; it does not end itself, and its parent has ended.
     child = (
         "import signal, socket, sys, os; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"server = socket.create_server(('127.0.0.1', {port})); os.write(1, b'bound')\n"

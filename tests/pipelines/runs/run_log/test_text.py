@@ -37,7 +37,7 @@ I0000 00:00:1767398394.459360   27264 port.cc:153] oneDNN custom operations are 
 --------------------------------------------------------------------------------
 a crash of the runner
 """
-# The log of a step's pod: Argo, KFP's launcher in Go, and the step.
+# The log of a step's pod, written by Argo, KFP's launcher in Go, and the step.
 POD = """\
 time="2026-01-02T03:04:04.100Z" level=info msg="capturing logs" argo=true
 I0102 03:04:05.123456      17 launcher_v2.go:90] input ComponentSpec:{
@@ -61,7 +61,7 @@ def test_of_the_runner_what_the_steps_say_is_left_with_its_time():
         ("a row of mine", "", 4.5),
         ("a word without a time", "", 4.5),
         ("a column is empty", "WARNING", 5.0),
-        # After midnight.
+        # This line was written after midnight.
         ("a crash of the runner", "", 11.5),
     ]
 
