@@ -314,7 +314,7 @@ def _hashed(*values: int) -> int:
 
 def refuse(name: str, value: Any, wanted: str) -> None:
     """Raise `ValueError` for an argument of the builder."""
-    raise ValueError(f"{name}: {value!r} is not allowed; it has to be {wanted}")
+    raise ValueError(f"{name}: {value!r} is not allowed; it must be {wanted}")
 
 
 def whole(name: str, value: Any, least: int, most: int) -> None:

@@ -379,7 +379,7 @@ def test_a_dry_run_takes_it(task_folder):
             '"pinball": "less"',
             "the direction of 'pinball' is 'less'; it has to be",
         ),
-        ("len(self.quantiles),)", "2,)", "fails: "),
+        ("len(self.quantiles),)", "2,)", "failed: "),
         ("float(label)", "label", "described() must be plain data"),
     ],
 )

@@ -367,7 +367,7 @@ class Config(Section):
         if training.epochs and training.steps != AUTOMATIC:
             raise ValueError(
                 f"training.epochs: {training.epochs:g}, but training.steps is also set "
-                "({training.steps}): leave one of them out"
+                f"({training.steps}): leave one of them out"
             )
         return self
 

@@ -212,7 +212,7 @@ def _open(folder: Path) -> tuple[JournalStorage, optuna.Study]:
     if (folder / OLD_FILE).exists() and not path.exists():
         raise ConfigError(
             f"sweep {folder.name} was started by an earlier version of Flotilla, whose "
-            "{OLD_FILE} cannot be resumed: start a new sweep; the runs of the old trials are kept"
+            f"{OLD_FILE} cannot be resumed: start a new sweep; the runs of the old trials are kept"
         )
     if not path.is_file():
         raise ConfigError(f"no sweep {folder.name!r} below {folder.parent}")

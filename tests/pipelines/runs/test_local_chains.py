@@ -1,4 +1,4 @@
-"""`flotilla run` with a warm start: the first run starts from scratch, the next from its weights."""
+"""`flotilla run` with a warm start: the first run starts from scratch, the next from them."""
 
 import base64
 import json

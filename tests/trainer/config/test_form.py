@@ -180,7 +180,9 @@ def test_a_value_of_ones_own_is_in_the_settings(name):
     assert values[SETTINGS] == {key[0]: {key[1]: "own.module:Part"}}
     assert from_form(values) == config
     said = refused(**{name: SETTINGS})
-    assert said == (f"{name}: settings have no {'.'.join(key)}: write it there, or choose another")
+    assert said == (
+        f"{name}: settings have no {'.'.join(key)}: write it there, or choose another value"
+    )
 
 
 @pytest.mark.parametrize("field", [each for each in FIELDS if each.key], ids=lambda each: each.name)

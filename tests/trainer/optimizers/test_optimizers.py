@@ -463,7 +463,7 @@ def test_every_name_has_its_arguments():
             {"boundaries": [9, 9], "factors": [1, 1, 1]},
             "must increase and start at 1 or more",
         ),
-        ("piecewise", {"boundaries": [9], "factors": [1, 1, 1]}, "one more than boundaries"),
+        ("piecewise", {"boundaries": [9], "factors": [1, 1, 1]}, "one more factor than boundaries"),
         ("piecewise", {"boundaries": [9], "factors": [1, -1]}, "have to be 0 or more"),
     ],
 )

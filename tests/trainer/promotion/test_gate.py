@@ -335,8 +335,8 @@ def test_a_part_that_is_not_there_is_named(tmp_path: Path, rule: str, message: s
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ("@label", "'@label' names no metric: write it as accuracy, or accuracy@label"),
-        ("my metric", "'my metric' names no metric"),
+        ("@label", "'@label' has no metric: write it as accuracy, or accuracy@label"),
+        ("my metric", "'my metric' has no metric"),
         ("accuracy@", "'accuracy@' has no slice: write accuracy@feature=value"),
         ("accuracy@=3", "'accuracy@=3' has no slice"),
     ],

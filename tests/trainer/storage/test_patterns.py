@@ -80,7 +80,7 @@ def test_the_files_of_a_split_are_below_the_source_or_elsewhere():
     ("text", "words"),
     [
         ("ftp://x/y", "neither a path nor a URI"),
-        ("gs://B_/y", "no name of a bucket"),
+        ("gs://B_/y", "not the name of a bucket"),
         ("gs://bucket/{a", "a brace is not closed"),
         ("gs://bucket/{span}", "{span} is unknown"),
         ("gs://bucket/{SPAN}/{SPAN}", "once"),

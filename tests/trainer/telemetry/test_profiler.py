@@ -41,7 +41,7 @@ def recorded(monkeypatch):
         ("[110,100]", "not a pair of a first and a later last step"),
         ("[0,5]", "not a pair of a first and a later last step"),
         ("[1,2,3]", "not a pair of a first and a later last step"),
-        ("[1490,1501]", "step 1501 is after the end of training (training.steps is 1500"),
+        ("[1490,1501]", r"step 1501 is after the end of training \(training.steps is 1500"),
     ],
 )
 def test_steps_that_cannot_be_profiled_are_refused(profile, what):

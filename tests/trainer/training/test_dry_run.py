@@ -314,8 +314,8 @@ def test_a_model_that_fits_passes(name):
         ("roots", "the gradient of dense/kernel on a few examples is not finite, though "),
         ("constant", "no variable has a gradient: the loss does not depend on what the model "),
         ("silent", "its train_step returns no loss, but d_loss"),
-        ("broken", "a step on a few examples fails: AttributeError: "),
-        ("eager", "a step on a few examples fails: "),
+        ("broken", "a step on a few examples failed: AttributeError: "),
+        ("eager", "a step on a few examples failed: "),
         ("other_loss", "its loss does not fit labels and outputs: "),
     ],
 )
@@ -553,7 +553,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
         ({"training": {"optimizer": {"args": {"beta": 1}}}}, "training.optimizer.args.beta: "),
         ({"training": {"strategy": "own_models:net"}}, "training.strategy: 'own_models:net' is"),
-        ({"data": {"buckets": [4]}}, "data.buckets: no input and no label varies in length; "),
+        ({"data": {"buckets": [4]}}, "data.buckets: no input or label varies in length; "),
         ({"model": {"name": "own_models:leaves"}}, "model own_models:leaves: SystemExit: 3 ("),
         (
             {"model": {"name": "own_models:seven"}, "task": {"name": "binary_classification"}},
@@ -565,7 +565,7 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ),
         (
             {"task": {"name": "own_models:Failing"}},
-            "task own_models:Failing fails: ValueError: not today (",
+            "task own_models:Failing failed: ValueError: not today (",
         ),
         (
             {"task": {"name": "own_models:Asking"}},

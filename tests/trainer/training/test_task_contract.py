@@ -130,7 +130,7 @@ BROKEN = {
         {"loss": gives(OneForAll())},
         "its loss gives a value of shape () for 8 examples: call() has to return one for each",
     ),
-    "loss that raises": ({"loss_labels": fails}, "loss() fails: ValueError: not today ("),
+    "loss that raises": ({"loss_labels": fails}, "loss() failed: ValueError: not today ("),
     "sum of losses": (
         {"loss": gives(keras.losses.MeanSquaredError(reduction="sum"))},
         "its loss of 8 examples is",
@@ -154,7 +154,7 @@ BROKEN = {
     "no columns": ({"answers": answered()}, "answers() has to return tensors by the name of a"),
     "answers in numpy": (
         {"answers": answered(prediction=lambda outputs: outputs.numpy())},
-        "answers() fails: AttributeError: ",
+        "answers() failed: AttributeError: ",
     ),
     "one answer for all": (
         {"answers": answered(prediction=tf.reduce_mean)},
@@ -166,7 +166,7 @@ BROKEN = {
     ),
     "answers that are not read": (
         {"answers": answered(price=lambda outputs: outputs[:, 0])},
-        "outputs_of() fails: KeyError: 'prediction'",
+        "outputs_of() failed: KeyError: 'prediction'",
     ),
     "cells": (
         {"described": gives({"true": 1.0})},
@@ -176,7 +176,7 @@ BROKEN = {
         {"described": gives({"label": np.float32(1), "predicted": 0.0})},
         "described() must be plain data with finite Python numbers: ",
     ),
-    "details that raise": ({"details": fails}, "details() fails: ValueError: not today ("),
+    "details that raise": ({"details": fails}, "details() failed: ValueError: not today ("),
     "details that are not finite": (
         {"details": gives({"tables": [], "worst": float("nan")})},
         "details() must be plain data with finite Python numbers: ",
@@ -223,14 +223,16 @@ def fitted_task(name, folder):
 
 def test_a_dry_run_tries_a_task_of_the_users(tmp_path):
     assert fitted_task("Numbers", tmp_path).task == "numbers"
-    with pytest.raises(ConfigError, match=r":Undrawn: details\(\) fails: ValueError: not today \("):
+    with pytest.raises(
+        ConfigError, match=r":Undrawn: details\(\) failed: ValueError: not today \("
+    ):
         fitted_task("Undrawn", tmp_path)
 
 
 def test_one_of_several_outputs_is_named():
     broken = type("Broken", (Numbers,), {"details": fails, "__module__": __name__})
     task = MultiOutput({"price": broken(NUMBER), "days": Regression(NUMBER)}, {})
-    with pytest.raises(ConfigError, match=r"^task.outputs.price \S+:Broken: details\(\) fails: "):
+    with pytest.raises(ConfigError, match=r"^task.outputs.price \S+:Broken: details\(\) failed: "):
         require_task(task, {})
 
 

@@ -211,7 +211,7 @@ def test_shapes_that_cannot_vary(prepared, shapes, message):
 
 
 def test_buckets_need_a_feature_that_varies(prepared):
-    with pytest.raises(ConfigError, match=r"data\.buckets: no input and no label varies in length"):
+    with pytest.raises(ConfigError, match=r"data\.buckets: no input or label varies in length"):
         prepared("Small", buckets=(2, 4))
 
 
