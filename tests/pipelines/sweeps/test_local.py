@@ -190,7 +190,7 @@ def test_a_refused_model_is_said_and_not_promoted_again(machine, tmp_path):
 
 
 def test_a_metric_that_is_not_measured_ends_the_sweep_at_its_first_trial(machine, tmp_path):
-    with pytest.raises(ConfigError, match="measured no validation_auc: it has loss"):
+    with pytest.raises(ConfigError, match="did not measure validation_auc: validation has loss"):
         swept(tmp_path, metric="auc")
     assert len(machine.begun) == 1
 
