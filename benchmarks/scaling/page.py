@@ -65,14 +65,14 @@ def measured_part(points: Sequence[Point], costs: Costs, cores: int, rounds: int
         for p, found in paced
         if abs(found / p.rate - 1) > AIM
     ]
-    words = f", of those that nothing is fitted to at most {max(held_out):.0%}" if held_out else ""
+    words = f", at most {max(held_out):.0%} for rows that nothing is fitted to" if held_out else ""
     of_rounds = f", the run of median speed of {rounds}" if rounds > 1 else ""
     return "\n\n".join(
         [
             f"On {cores} cores ({platform.machine()}){of_rounds}, Adam, batches of 100. Times are "
-            f"those of a core. The simulation is off by at most {errors[-1]:.0%}{words}; by "
+            f"of one core. The error of the simulation is at most {errors[-1]:.0%}{words}, and "
             f"{errors[len(errors) // 2]:.0%} in the median.",
-            f"Off by more than the {AIM:.0%} that are the aim: {'; '.join(far) or 'none'}.",
+            f"Rows with an error above the aim of {AIM:.0%}: {'; '.join(far) or 'none'}.",
             table(RUNS, rows),
         ]
     )

@@ -133,7 +133,9 @@ def test_a_model_that_fits_is_left_as_it_is():
 
 def test_a_glob_of_a_warm_start_that_fits_nothing_is_refused():
     warm_start = {"from": "gs://b/c", "exclude": ["logit/*"]}
-    with pytest.raises(ConfigError, match=r"^training.warm_start.exclude: 'logit/\*' matches no var"):
+    with pytest.raises(
+        ConfigError, match=r"^training.warm_start.exclude: 'logit/\*' matches no var"
+    ):
         require(configured({"training": {"warm_start": warm_start}}), net())
 
 
