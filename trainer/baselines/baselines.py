@@ -50,10 +50,10 @@ from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
 #: Seconds for fitting and predicting all baselines together; measuring them is extra.
 SECONDS = 20.0
-# Share of the remaining time for fitting; predicting takes the rest.
+# Share of the remaining time for fitting; the other part is for predicting.
 _SHARE = 0.8
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-#: Most training examples, and most test examples.
+#: Maximum numbers of training examples and of test examples.
 MOST_ROWS = 100_000
 # Omitted inputs that a message names.
 _NAMED = 3
@@ -62,7 +62,8 @@ _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
 # Columns times rows times trees of one iteration: 0.1 s of a core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# Most rows of a recommendation, which has three columns; and outputs of 64 MB.
+# Maximum number of rows of a recommendation, which has three columns, and the size of 64 MB of
+# outputs.
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 

@@ -70,7 +70,7 @@ class Columns:
     def __init__(self, spec: DatasetSpec, rows: Rows, classes: int) -> None:
         """Determine the kind of each column; a model will have `classes` classes."""
         self.is_narrow = width(spec, [*rows.columns]) <= _FEW_COLUMNS
-        #: Most bins of the histograms of a tree.
+        #: Maximum number of histogram bins of a tree.
         self.bins = 255 if self.is_narrow else 63
         self._classes = classes
         # The most frequent values, in order.
@@ -92,7 +92,7 @@ class Columns:
 
     @property
     def plain(self) -> bool:
-        """Whether there are features that are not texts."""
+        """Return whether there are features that are not texts."""
         return bool(self._numbers or self._categories)
 
     def learn_trees(self, rows: Rows, clock: Clock) -> Matrix:

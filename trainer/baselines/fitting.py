@@ -32,7 +32,7 @@ _MANY_ROWS, _LEAVES = 2000, 31
 _SAFE = 0.7
 # Probability of a class that no row has.
 _LEAST = 1e-6
-#: Most numbers of a target, each of which gets its own model.
+#: Maximum number of values of a target, each of which has a separate model.
 MOST_NUMBERS = 32
 Answer = Callable[[Rows, Clock], Any]
 

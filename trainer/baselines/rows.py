@@ -18,7 +18,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
 SPLIT = "train"
-#: Most bytes of a text.
+#: Maximum number of bytes of a text.
 TEXT_BYTES = 2000
 # Bytes of shards to fetch, and of records to draw from them.
 _MOST_BYTES, _MOST_READ = 256 << 20, 128 << 20

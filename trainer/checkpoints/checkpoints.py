@@ -45,7 +45,7 @@ from flotilla.trainer.runtime.errors import (
 )
 from flotilla.trainer.storage.errors import report_errors
 
-# Prefixes of variables that a checkpoint of another configuration may lack.
+# Prefixes of variables that may be missing in a checkpoint of another configuration.
 _OPTIONAL = (AVERAGE, LOSS_SCALE)
 _NUMBER = re.compile(r"-\d+$")
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class RestoredCheckpoint:
     Attributes:
         folder: its files on this machine.
         fields: the fields of its manifest.
-        apart: whether the folder lacks the values, because each server fetches its own.
+        apart: whether each server fetches its values, which the folder then does not contain.
     """
 
     uri: str
@@ -94,7 +94,7 @@ class Checkpoints:
         fingerprint: str = "",
         awaited: bool = False,
     ) -> None:
-        """Keep checkpoints below `uri` as `Retention` says; copies go to `scratch`.
+        """Keep checkpoints below `uri` according to `Retention`; copies go to `scratch`.
 
         `fingerprint` identifies the dataset: no attempt may continue with other data, because its
         training examples may be test examples now. `awaited`: an evaluator runs.
@@ -356,7 +356,8 @@ def select_resumed(
 
     New averages and a new loss scale begin with this attempt. With another `training.freeze`, a
     variable that was frozen has no slots in the checkpoint and gets new ones; so do slots whose
-    paths differ only by a number (those of Adafactor): it then means another variable.
+    paths differ only by a number (those of Adafactor), since the number then refers to another
+    variable.
     """
     if any(path.startswith(_OPTIONAL) for path in variables):
         found_there = shapes(found)
@@ -408,7 +409,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
 def select_exported(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
 ) -> dict[str, tf.Variable]:
-    """Return model variables by the path they are restored from: that of the average, if any."""
+    """Return model variables by the path that they are restored from: the average, if any."""
     there = shapes(found)
     averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
     return {

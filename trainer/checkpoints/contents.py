@@ -51,7 +51,7 @@ class StoredVariable:
 
     @property
     def is_possible(self) -> bool:
-        """Whether shape and part are possible values."""
+        """Return whether shape and part are possible values."""
         return min((*self.shape, self.part)) >= 0 and math.prod(self.shape) < _MOST_NUMBERS
 
 

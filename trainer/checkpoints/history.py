@@ -25,7 +25,7 @@ HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"
 SEGMENT_BYTES = 1 << 20
 _SUFFIX = ".jsonl"
-# The most bad lines that one warning names.
+# Maximum number of damaged lines in one warning.
 _MOST_NAMED = 5
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class History:
         if self._begun:
             self._file.append(row)
             return
-        # Without the rows after the checkpoint, and without damaged lines.
+        # Rows after the checkpoint and damaged lines are removed.
         self._file.begin(self.rows)
         self._begun = True
 
@@ -219,7 +219,7 @@ class SegmentedRowFile(RowFile):
                 self._add(row)
 
     def append(self, row: Row) -> None:
-        """Append one row with the next upload, after those of `begin`."""
+        """Append one row with the next upload, after the rows of `begin`."""
         self._require()
         with self._mutex:
             self._add(row)

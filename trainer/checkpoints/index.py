@@ -157,7 +157,7 @@ def _validation(measured: Any) -> dict[str, float]:
 def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
     """Publish a checkpoint, replacing an unreadable one at the same step."""
     if storage.is_published(uri):
-        # It is not valid: a valid one would have been resumed.
+        # The checkpoint is not valid, since a valid one would have been resumed.
         storage.delete(uri)
     storage.publish(folder, uri, kind=KIND, fields=fields)
 
@@ -184,7 +184,7 @@ def _list_own(checkpoints: str, training: TrainingConfig) -> list[str]:
 
 
 def _first(uris: Sequence[str]) -> tuple[bytes, str]:
-    """Return the first existing statistics; the last URI, the dataset, has to have some."""
+    """Return the first existing statistics; the last URI, the dataset, must have some."""
     *before, dataset = uris
     for uri in before:
         try:

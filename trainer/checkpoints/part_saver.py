@@ -94,7 +94,7 @@ class PartSaver:
     def __init__(
         self, servers: PartServers, owner: Owner, uploads: UploadQueue, scratch: Path, least: int
     ) -> None:
-        """Save by parts if servers hold at least `least` bytes."""
+        """Save by parts if servers store at least `least` bytes."""
         self.servers = servers
         self.least = least
         self._owner = owner
@@ -207,7 +207,7 @@ class PartSaver:
     def _publish(self, save: _Save) -> None:
         self._owner.prepare_publication()
         if not save.replies and storage.is_published(save.uri):
-            # It is not valid: a valid one would have been resumed.
+            # The checkpoint is not valid, since a valid one would have been resumed.
             storage.delete(save.uri)
         side_by_side(save.parts, partial(self._publish_part, save))
         small = self._add_small(save)
@@ -238,7 +238,7 @@ class PartSaver:
             return [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
 
     def _discard(self, save: _Save) -> None:
-        """Remove the parts of a save, and those of earlier saves that could not be removed."""
+        """Remove the parts of a save, and remaining parts of earlier saves."""
         self._unwanted.append(save)
         for each in list(self._unwanted):
             # Another thread may have removed it.

@@ -48,7 +48,7 @@ KEPT_REPLIES = 16
 UNWRITTEN = "cannot write its answer"
 # The suffixes of a part's files as a TensorFlow operation writes them.
 DATA, INDEX = ".data-00000-of-00001", ".index"
-# Files that stay from one chief to the next.
+# The files that are kept from one chief to the next.
 _OWN = {Path(each).name for each in (READY, REQUESTS, REPLIES)}
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,10 @@ class PartServer:
         self._ended = threading.Event()
 
     def start(self) -> bool:
-        """Start the threads, which end with the process or by `stop`; say whether that worked."""
+        """Start the threads, which end with the process or by `stop`.
+
+        Return whether that worked.
+        """
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         ready = json.dumps({"task": self._task, "folder": str(self._folder)})
         try:
@@ -161,7 +164,10 @@ class PartServer:
             self._ended.wait(POLL_SECONDS)
 
     def answer_next(self, is_quick: bool | None = None) -> bool:
-        """Answer one complete request that does, or does not, wait for an upload; say whether."""
+        """Answer one complete request of the given kind (waiting for an upload or not).
+
+        Return whether there was one.
+        """
         for path in sorted((self._folder / REQUESTS).iterdir()):
             try:
                 request = parse_record(Request, parse(path.read_bytes()))

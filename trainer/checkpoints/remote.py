@@ -129,7 +129,7 @@ class RemoteCheckpoints(Checkpoints):
         try:
             self._measured = read_validations(self.uri)
         except UserError as error:
-            # Without validations, training only lacks early stopping.
+            # Without validations, training works except for early stopping.
             log.warning("%s", error)
 
     def _upload_logs(self) -> None:

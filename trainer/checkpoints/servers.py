@@ -194,7 +194,7 @@ def run_on_server(server: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def lost(server: int) -> Iterator[None]:
-    """Turn an error of an operation into that of a lost server, its only possible cause."""
+    """Convert an error of an operation to the error of a lost server, its only possible cause."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -203,7 +203,10 @@ def lost(server: int) -> Iterator[None]:
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write a checkpoint's index from those of its parts, without data; raises `UserError`."""
+    """Write a checkpoint's index from the indexes of its parts, without data.
+
+    Raises `UserError`.
+    """
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))

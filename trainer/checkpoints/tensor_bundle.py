@@ -96,7 +96,10 @@ class Layout:
         )
 
     def fitting(self, wanted: Variables) -> Variables:
-        """Drop optional variables that a checkpoint lacks; raises `ValueError` on a misfit."""
+        """Drop optional variables that are missing in a checkpoint.
+
+        Raises `ValueError` on a mismatch.
+        """
         there = {
             path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
         }

@@ -104,6 +104,6 @@ class UploadQueue:
             events.emit(events.UploadFailed(reason=str(error)))
             return error
         except BaseException as error:
-            # A bug has to end training, as it would on the training thread.
+            # A bug must end training, as on the training thread.
             self._broken = error
         return None

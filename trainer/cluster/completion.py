@@ -27,7 +27,7 @@ class Completion:
         steps: `training.steps`.
         reason: `ALL_STEPS` or `EARLY_STOP`.
         checkpoint: the name of the last checkpoint.
-        created: the time in its manifest; another checkpoint may get the same name later.
+        created: the time in its manifest; another checkpoint may have the same name later.
     """
 
     run_id: str

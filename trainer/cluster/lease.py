@@ -68,12 +68,12 @@ class LeaseHolder:
 
     @property
     def until(self) -> float:
-        """When the lease expires, unless it is renewed."""
+        """Return when the lease expires unless it is renewed."""
         return self.renewed + LEASE_SECONDS
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its file may be deleted to free its number; never before the lease expires."""
+        """Return whether its file may be deleted to free its number; never before the expiry."""
         is_dead = is_gone(self.writer) and not self.released
         return is_dead or time.time() >= self.until + ABANDONED_SECONDS
 
@@ -86,7 +86,10 @@ class LeaseHeldError(UserError):
     """Another job writes to the folder `uri`."""
 
     def __init__(self, uri: str, holder: LeaseHolder, watch: float = LEASE_SECONDS) -> None:
-        """Say who holds the lease, and until when; `watch` is how long to watch the holder."""
+        """Build the message with the holder and the expiry.
+
+        `watch` is the time to watch the holder.
+        """
         super().__init__(
             f"{holder} writes to {uri} since {clock_time(holder.started)}, and holds its lease "
             f"until {clock_time(holder.until)} at least: wait for its end, or stop it; if it is "
@@ -186,7 +189,7 @@ class Lease(NoLease):
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
-            # The lease may have been waited for: it has to last from now on.
+            # The call may have waited for the lease, so its duration starts now.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
             # If two jobs write at once, or an answer is lost, only the store knows who won.
@@ -210,7 +213,7 @@ class Lease(NoLease):
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
     def renew_or_end(self) -> bool:
-        """Renew the lease; say whether renewing should continue."""
+        """Renew the lease; return whether renewing should continue."""
         try:
             self.renew()
         except LeaseLostError as error:
@@ -247,7 +250,7 @@ class Lease(NoLease):
         self.require()
         found = holders(self._uri)
         newest = max(found, default=0)
-        # If our own file cannot be read, the next renewal rewrites it.
+        # If the file of this lease cannot be read, the next renewal rewrites it.
         readable = found.get(self._number)
         if newest == self._number and (readable is None or self._is_own(readable)):
             return

@@ -70,7 +70,7 @@ def _beat(descriptor: int) -> bool:
     try:
         os.write(descriptor, b".")
     except OSError:
-        # The parent is gone; this thread only stops sending.
+        # The parent has ended; this thread only stops sending.
         return False
     return True
 
@@ -114,7 +114,7 @@ def _answer(address: str, timeout: float) -> str:
     except TimeoutError:
         return _SILENT
     except OSError as error:
-        # Otherwise: refused, an unknown host name, or reset because the task was killed meanwhile.
+        # Otherwise the connection was refused, the host name is unknown, or the task was killed.
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
@@ -131,15 +131,15 @@ CHANNEL_OPTIONS = {
     # A gRPC server closes a channel that sends more than two pings within 300 s without data, as in
     # a call that lasts for hours; no option of TensorFlow's changes that.
     "grpc.keepalive_time_ms": 310_000,
-    # How long any question may be unanswered, also those by which gRPC measures a connection while
-    # data arrives: what stands still because a machine went away during a transfer ends after it.
+    # The timeout of a keepalive ping, including the pings with which gRPC measures a connection
+    # while data arrives. A transfer from a machine that disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
     # gRPC sets TCP_USER_TIMEOUT to it: how long bytes that were sent may be unacknowledged. Not
     # shorter than a task may be stopped or swapped out, by `training.stall_timeout`.
     "grpc.keepalive_timeout_ms": 120_000,
     # Ping for as long as a call lasts; the default is two pings.
     "grpc.http2.max_pings_without_data": 0,
-    # Ignore the environment's web proxy: it knows no task, and calls to loopback would hang.
+    # Ignore the environment's web proxy: it cannot reach tasks, and calls to loopback would hang.
     "grpc.enable_http_proxy": 0,
 }
 

@@ -102,7 +102,10 @@ LineSink = Callable[[str, str], None]
 
 
 class TaskLogs:
-    """The logs below a folder, each line once; `traceback` is that of the user's code, or empty."""
+    """The logs below a folder, each line once.
+
+    `traceback` is the traceback of the user's code, or empty.
+    """
 
     def __init__(self, workdir: Path, sink: LineSink) -> None:
         """Begin after the logs of earlier attempts."""

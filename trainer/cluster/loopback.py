@@ -70,7 +70,7 @@ _BACKLOG = 128
 _PAUSE_SECONDS = 0.05
 # A kernel that accepts the filter and ignores it distributes connections at random.
 _TRIALS, _TRIAL_SECONDS = 8, 1.0
-# The sockets stay open as long as this process.
+# The sockets remain open as long as this process runs.
 _closed: list[socket.socket] = []
 
 

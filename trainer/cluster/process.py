@@ -42,7 +42,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
-    """Pin a started worker to its own cores, if there are enough for all."""
+    """Pin a started worker to separate cores, if there are enough cores for all workers."""
     if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
         # The process may have ended already.
         with suppress(OSError):
@@ -115,7 +115,7 @@ def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
 
 
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
-    """Return the variables that make only its own GPUs visible to a local task, by index.
+    """Return the variables that make only its GPUs visible to a local task, by index.
 
     If workers share a GPU, `cluster.gpu_memory_mb` or `gpu_memory_fraction` splits its memory.
     """
@@ -142,7 +142,7 @@ LOG = "log.txt"
 GUARD_LOCK = "exchange/guard.lock"
 # The file that counts the starts of the task by the launcher.
 STARTS = "starts.txt"
-# The file in the evaluator's folder that says that training is over.
+# The file in the evaluator's folder that marks the end of training.
 OVER = "over.txt"
 _TAIL_BYTES = 16384
 _REPORTED_LINES = 10
@@ -167,7 +167,7 @@ class End:
 
     @property
     def is_final(self) -> bool:
-        """Whether its exit code means that a restart cannot help; the same as under TFJob."""
+        """Return whether a restart cannot help after this exit code, as under TFJob."""
         return 0 < self.code < RETRYABLE
 
     @property
@@ -301,7 +301,7 @@ class TaskProcess:
 
     def _environment(self) -> dict[str, str]:
         return {
-            # TensorFlow's messages about devices would hide those of the task.
+            # TensorFlow's messages about devices would hide the messages of the task.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
             # gRPC then reads a message in one piece; on this machine it is in memory already.

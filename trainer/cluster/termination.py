@@ -40,7 +40,7 @@ def remove(workdir: Path) -> None:
 def write(workdir: Path, message: str) -> None:
     """Write the message into a task's folder, as one line."""
     path = workdir / FILE
-    # If the message cannot be written, the exit code still has to arrive.
+    # If the message cannot be written, the exit code must still be returned.
     with suppress(OSError):
         path.touch()
         with path.open("r+b") as file:

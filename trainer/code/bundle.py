@@ -62,7 +62,7 @@ def publish(folder: Path, root: str) -> Bundle:
 
 
 def _copy(found: Found, scratch: Path) -> str:
-    """Copy a file, checking that it does not change meanwhile; return its SHA-256."""
+    """Copy a file and check that it does not change during the copy; return its SHA-256."""
     try:
         with found.file.open("rb") as file:
             before = os.fstat(file.fileno())

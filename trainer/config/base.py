@@ -87,7 +87,7 @@ def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
 
 
 def _finite(value: Any) -> Any:
-    """Refuse numbers that JSON lacks, since tasks and steps get the configuration as JSON."""
+    """Refuse numbers that JSON does not have, since the configuration is passed as JSON."""
     for each in value.values() if isinstance(value, dict) else value:
         if isinstance(each, float) and not math.isfinite(each):
             raise ValueError(f"{each} is not a finite number")

@@ -269,7 +269,7 @@ class DataConfig(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether the user's code prepares it: a builder, or a function from row to example."""
+        """Return whether the user's code prepares it: a builder, or a function of rows."""
         return bool(self.map) or (":" in self.dataset and not self.source)
 
     @property

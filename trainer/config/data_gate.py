@@ -14,7 +14,7 @@ ACTIONS = (REFUSE, WARN, OFF)
 #: The name with which `rules` sets all rules that it does not list.
 ALL = "all"
 #: Each rule with its default action and meaning. A rule refuses data that no model can learn from,
-#: or that make a metric wrong; it warns if a person has to judge the finding.
+#: or that make a metric wrong; it warns if a person must judge the finding.
 RULES = {
     "missing_feature": (REFUSE, "a feature of the schema, or of the champion's dataset, is gone"),
     "new_feature": (WARN, "a feature that the champion's dataset does not have"),

@@ -60,7 +60,7 @@ def _field(name: str, path: str, kind: Any, description: str, *choices: str) -> 
     return Field(name=name, key=key, type=kind, description=description, choices=listed)
 
 
-#: In the order in which a person thinks about a run.
+#: The fields, in the order in which a person thinks about a run.
 FIELDS = (
     _field("name", "name", str, "name of the model in the registry"),
     _field(
@@ -197,7 +197,7 @@ def _settings(config: Config) -> dict[str, Any]:
     """Return all keys that differ from their defaults and have no field."""
     tree = config.model_dump(mode="json", exclude_defaults=True)
     if config.training.steps == AUTOMATIC:
-        # For these keys, leaving one out does not mean its default.
+        # A missing key of this list does not have its default.
         whole = config.training.model_dump(mode="json")
         tree["training"] |= {name: whole[name] for name in BY_DATA}
     for key in (*(each.key for each in _OF_KEYS if _value(config, each) != SETTINGS), _DATASET):

@@ -90,7 +90,7 @@ _refuse_reserved_keys = _refuse_reserved(
 )
 
 
-# `security` sets those of a container; the API would silently drop an unknown field.
+# `security` sets the fields of a container; the API would silently drop an unknown field.
 _SECURITY_FIELDS = (
     "appArmorProfile", "fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser",
     "seLinuxChangePolicy", "seLinuxOptions", "seccompProfile", "supplementalGroups",
@@ -264,7 +264,7 @@ class KubernetesConfig(Whole):
         return self
 
     def of(self, role: str) -> PodConfig:
-        """Return the settings of a role, merged over those of all roles."""
+        """Return the settings of a role, merged with the settings of all roles."""
         over: PodConfig = getattr(self, role)
         return _merge(self.pod, over)
 

@@ -119,7 +119,7 @@ class InitialWeights:
 
     @property
     def is_partial(self) -> bool:
-        """Whether some variables may keep their initial values."""
+        """Return whether some variables may keep their initial values."""
         return bool(self.include or self.exclude)
 
     def value(self) -> str | dict[str, Any]:

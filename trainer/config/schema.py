@@ -254,7 +254,7 @@ class ExportConfig(Section):
     @field_validator("formats")
     @classmethod
     def _require_served(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
-        # It is served, and the next model is compared with it.
+        # The SavedModel is served, and the next model is compared with it.
         if "saved_model" not in formats:
             raise ValueError("saved_model is required")
         return formats

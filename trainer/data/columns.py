@@ -30,7 +30,7 @@ from flotilla.trainer.features.names import length_name
 Column: TypeAlias = Any
 #: The features of some examples by name.
 Columns = Mapping[str, Column]
-# NumPy lacks this type, and Arrow too; its values are those of a short float32.
+# Neither NumPy nor Arrow has this type; its values are those of a shortened float32.
 _SHORT_FLOAT = "bfloat16"
 
 

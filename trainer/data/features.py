@@ -166,7 +166,7 @@ def _roles(
     leaves: Mapping[str, Leaf],
     of_lengths: Mapping[str, Leaf],
 ) -> Roles:
-    """Return the configured roles; where the configuration is silent, those of the dataset.
+    """Return the configured roles; the roles of the dataset are the defaults.
 
     A length is an input only if `data.inputs` names it.
     """

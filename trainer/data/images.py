@@ -34,7 +34,7 @@ _ALIKE: dict[str, dict[int, tuple[str, ...]]] = {
     "PNG": {1: (*_GREY, *_COLOURS), 3: (*_GREY, *_COLOURS, "P"), 4: (*_GREY, *_COLOURS)},
 }
 ORIENTATION, _UPRIGHT = 0x0112, (None, 0, 1)
-# For images that were compressed with losses before.
+# The quality for images that were already compressed with losses.
 _QUALITY = 95
 
 
@@ -99,7 +99,7 @@ def decode(feature: FeatureSpec, encoded: tf.Tensor) -> tf.Tensor:
 
 def resize(pixels: tf.Tensor, height: int, width: int) -> tf.Tensor:
     """Resize images; axes before the height stay unchanged."""
-    # With `antialias` every pixel counts when the image shrinks.
+    # With `antialias`, every pixel contributes when the image shrinks.
     blended = tf.image.resize(pixels, (height, width), antialias=True)
     if pixels.dtype.is_integer:
         blended = tf.clip_by_value(tf.round(blended), pixels.dtype.min, pixels.dtype.max)
@@ -150,7 +150,7 @@ def _encode_again(image: Image.Image, channels: int) -> bytes:
 
 def _save(image: Image.Image, form: str) -> bytes:
     out = io.BytesIO()
-    # Without metadata such as the orientation, which is applied to the pixels already.
+    # The file has no metadata such as the orientation, which is already applied to the pixels.
     image.info = {}
     image.save(out, form, **({"quality": _QUALITY, "subsampling": 0} if form == "JPEG" else {}))
     return out.getvalue()

@@ -117,7 +117,7 @@ class Listing:
         tree = {"schema": SCHEMA, "root": self.root, "roots": roots, "files": rows}
         tree |= {"hidden": dict(self.hidden)} if self.hidden else {}
         text = json.dumps(tree, separators=(",", ":"), ensure_ascii=True)
-        # Without a timestamp, equal listings are equal bytes.
+        # The text has no timestamp, so equal listings are equal bytes.
         return gzip.compress(text.encode(), mtime=0)
 
     @classmethod
@@ -293,7 +293,7 @@ def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
 
 
 def _is_hidden(path: str) -> bool:
-    # Also "a//b", which is not the path of a file.
+    # This includes "a//b", which is not the path of a file.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
 

@@ -37,7 +37,7 @@ from flotilla.trainer.storage.errors import report_errors
 if TYPE_CHECKING:
     from flotilla.trainer.data.preparation.assembly import Written
 
-# Keys that say where data is or how it is read; they do not change its content.
+# Keys for the location and the reading of data, which do not change its content.
 _NOT_CONTENT = {
     "manual_dir",
     "partition",
@@ -104,7 +104,7 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
     if ":" in config.dataset and user_code.is_users(builder):
         section["builder_source"] = user_code.digest("data.dataset", builder)
     content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
-    # Only the last name of a path: the whole path may exceed the limit of a name.
+    # Only the last name of a path is used, since the whole path may exceed the limit of a name.
     last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
@@ -138,7 +138,7 @@ def make(config: DataConfig, source: Source, root: str, folder: Path) -> Prepare
     finished = storage.join(root, "preparing", storage.name_of(uri))
     with report_errors(f"prepare {source.name}"):
         written = _write(config, source, finished, shards)
-    # Only now, and only if no other process has repaired it in the meantime.
+    # The dataset is deleted only now, and only if no other process has repaired it in the meantime.
     if storage.is_published(uri) and not _whole(uri):
         _require_same(uri, written)
         storage.delete(uri)

@@ -1,9 +1,9 @@
 """Random access to the training split, for `data.partition: dynamic`.
 
-`make_random_access` returns two graphs, which run in a worker process without our Python code:
-`held` is the state that a worker keeps between batches, `read` makes a batch from example numbers.
-A small split is held parsed in memory. For a larger one the state holds the positions of blocks,
-which `write_index` finds, and the blocks of a batch are read from the files.
+`make_random_access` returns two graphs, which run in a worker process without Python code of this
+package: `held` is the state that a worker keeps between batches, `read` makes a batch from example
+numbers. A small split is held parsed in memory. For a larger one the state holds the positions of
+blocks, which `write_index` finds, and the blocks of a batch are read from the files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fetch shards and make batches of them: the only data code that a training task needs.
 
 This module does not import TFDS. All of `training_batches` and `evaluation_batches` is a TensorFlow
-graph, which a `ClusterCoordinator` can run in a worker process without our Python code.
+graph, which a `ClusterCoordinator` can run in a worker process without Python code of this package.
 """
 
 from __future__ import annotations

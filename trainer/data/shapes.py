@@ -52,22 +52,22 @@ class Leaf:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all examples have one shape."""
+        """Return whether all examples have one shape."""
         return None not in self.shape and not self.is_dataset
 
     @property
     def is_dataset(self) -> bool:
-        """Whether each example holds a nested dataset."""
+        """Return whether each example contains a nested dataset."""
         return bool(self.tensor.dataset_lvl)
 
     @property
     def is_image(self) -> bool:
-        """Whether it is an image, or a video."""
+        """Return whether it is an image or a video."""
         return isinstance(self.element, tfds.features.Image) and len(self.shape) >= _IMAGE_RANK
 
     @property
     def is_encoded(self) -> bool:
-        """Whether TFDS stores it as one encoded image of 8 bits a channel."""
+        """Return whether TFDS stores it as one encoded image with 8 bits per channel."""
         return type(self.connector) is tfds.features.Image and self.dtype == "uint8"
 
     @property

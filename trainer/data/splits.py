@@ -118,13 +118,13 @@ _FOLDER = re.compile(
 
 
 def split_named(text: str) -> int:
-    """Return the split that a word means, as an index into `SPLITS`; -1 if none."""
+    """Return the split that a word names, as an index into `SPLITS`; -1 if there is none."""
     name = _ALIASES.get(text.strip().lower())
     return SPLITS.index(name) if name else -1
 
 
 def split_of_folder(name: str) -> str:
-    """Return the split that a folder name means; empty if none."""
+    """Return the split that a folder name indicates; empty if there is none."""
     found = _FOLDER.fullmatch(name.lower())
     return _ALIASES[found[1]] if found else ""
 

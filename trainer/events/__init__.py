@@ -337,7 +337,7 @@ class FromScratch(Event):
 
 
 class TableEmpty(Event):
-    """Training is over, and a dynamic table has no rows: all ids get the row of unknown ids."""
+    """Training has ended and a dynamic table has no rows: all ids use the row of unknown ids."""
 
     table: str
     why: str
@@ -409,7 +409,7 @@ def begin_again(path: Path, run_id: str) -> int:
     before = sum(isinstance(each, RunBegin) for each in read(path, every=(RunBegin,)))
     with path.open("ab", buffering=0) as file:
         for progress in newest_progress(path):
-            # The progress of that start stays with its events.
+            # The progress of that start remains with its events.
             file.write(_line(progress))
         for kind in _PROGRESS:
             _place_of_progress(path, kind).unlink(missing_ok=True)
@@ -477,7 +477,7 @@ class Follower:
                 self._progress_at[type(event)] = event.time
                 yield event
         for event in newest_progress(self._path):
-            # The clock may be set back meanwhile.
+            # The clock may have been set back.
             if event.time != self._progress_at.get(type(event)):
                 self._progress_at[type(event)] = event.time
                 yield event

@@ -103,12 +103,12 @@ class RunState:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the run was asked to end."""
+        """Return whether the run was asked to end."""
         return events.Interrupted in self._newest
 
     @property
     def traceback(self) -> str:
-        """The newest traceback of the user's code in a training task; empty if there is none."""
+        """Return the newest traceback of the user's code in a training task, if any."""
         failed = self.newest(events.UserCodeFailed)
         return failed.traceback if failed else ""
 
@@ -136,7 +136,7 @@ class RunState:
 
 
 def reduce_events(happened: Iterable[Event], *, newest_start: bool = False) -> RunState:
-    """Return the state of a run after these events, or after those of its newest start only."""
+    """Return the state of a run after these events, or only those of its newest start."""
     state = RunState()
     for event in happened:
         if newest_start and isinstance(event, events.RunBegin):

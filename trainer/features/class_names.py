@@ -132,7 +132,7 @@ class ClassIndex:
     """Maps every spelling of a class to its number."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Take the names in order, such as those of a prepared dataset or a model."""
+        """Store the names in order, such as the names of a prepared dataset or a model."""
         self._exact = {name: number for number, name in enumerate(names)}
         keys = [class_key(name) for name in names]
         senses = [_SENSES.get(key.lower(), -1) for key in keys]

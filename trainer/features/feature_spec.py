@@ -35,7 +35,7 @@ class FeatureSpec:
 
     @property
     def varies(self) -> bool:
-        """Whether its first size varies between examples."""
+        """Return whether its first size varies between examples."""
         return None in self.shape
 
     def to_json(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ LEARNING_RATE = 0.002
 WITHOUT_GAIN = 16
 # With fewer updates between validations, validations and checkpoints would dominate.
 LEAST_STEPS = 50
-# A small table needs this many updates too.
+# Even a small table needs this many updates.
 LEAST_CEILING = 1_500
 # A long epoch has several validations, at intervals of at least this many steps.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4

@@ -70,5 +70,5 @@ def _digest(name: str) -> str:
 
 
 def length_name(feature: str) -> str:
-    """Return the feature that holds the lengths of a feature whose first size varies."""
+    """Return the feature with the lengths of a feature whose first size varies."""
     return f"{feature}_length"

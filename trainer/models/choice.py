@@ -29,7 +29,7 @@ _SIDES, _CHANNELS = 2, (1, 3, 4)
 _PAIR, _TWO_CLASSES = 2, 2
 # A table of numbers has a row for each number up to the largest.
 _FEW_ROWS, _SPARSE = 100_000, 10
-# Names of columns that hold ids, of users and of items.
+# Names of id columns of users and of items.
 _ID = re.compile(
     r"(?:^|[\W_])(?:id|ids|nr|no|number|key|code|uuid|guid|index)$|^(?:user|customer|client|member|"
     r"order|account|person|passenger|patient|transaction|row|record|item|product|case)id$",

@@ -154,11 +154,11 @@ class Augmentation(keras.layers.Layer):
         return images
 
     def compute_output_shape(self, shape: Any) -> Any:
-        """Return the shape of the images, which stays."""
+        """Return the shape of the images, which is unchanged."""
         return shape
 
     def plain(self, images: Any, **_training: Any) -> Any:
-        """Return the images as they are."""
+        """Return the images unchanged."""
         return images
 
 

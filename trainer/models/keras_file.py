@@ -1,9 +1,9 @@
 """The `.keras` file of a model, made of Keras's own classes, so that any Keras can read it.
 
-Our layers have a method `plain` if Keras's layers and operations compute the same function, between
-symbolic tensors. The layers that it creates have copies of the values; all others are shared with
-the model. If a layer has no `plain`, or is called twice, the file names our classes, like those of
-earlier versions: Keras finds them once their modules are imported.
+Layers of this package have a method `plain` if Keras's layers and operations compute the same
+function between symbolic tensors. The layers that it creates have copies of the values; all others
+are shared with the model. If a layer has no `plain`, or is called twice, the file refers to classes
+of this package, like files of earlier versions: Keras finds them once their modules are imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def write(model: keras.Model, path: Path) -> None:
-    """Write a model, without our layers if possible."""
+    """Write a model, without layers of this package if possible."""
     plain_model(model).save(path)
 
 

@@ -85,7 +85,7 @@ def build(
         try:
             model = _build(function, spec, config.args, seed)
         except ValueError as error:
-            # A column may have the name of one of our layers or of the user's.
+            # A column may have the name of a layer of this package or of the user.
             if not _is_input_clash(error, spec):
                 raise
             spec = replace(spec, inputs_apart=True)
@@ -148,7 +148,7 @@ def require_trainable(name: str, model: keras.Model) -> None:
 
 
 def require_lite(model: keras.Model) -> None:
-    """Raise `ConfigError` if TensorFlow Lite cannot compute one of our layers."""
+    """Raise `ConfigError` if TensorFlow Lite cannot compute a layer of this package."""
     for layer in model._flatten_layers():
         why = ""
         if isinstance(layer, Vocabulary | Words):

@@ -30,7 +30,7 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """Return a list of whole numbers of at least 1; an empty list is one too."""
+    """Return a list of whole numbers of at least 1, which may be empty."""
     if isinstance(value, list | tuple) and all(_is_whole(item) and item >= 1 for item in value):
         return tuple(value)
     raise _refused(name, value, "a list of whole numbers of at least 1")

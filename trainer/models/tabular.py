@@ -141,7 +141,7 @@ class KnownPlaces(keras.layers.Layer):
             last = ops.max(ops.where(there, places, 0), axis=1, keepdims=True)
         return ops.expand_dims(ops.cast(places <= last, self.compute_dtype), -1)
 
-    #: Keras operations for a file without our code.
+    #: Keras operations for a file without code of this package.
     plain = call
 
     def compute_output_spec(self, given: Sequence[Any]) -> keras.KerasTensor:
@@ -197,7 +197,7 @@ class Places:
             [each.layer(self.given[name]) for each, name in zip(cut, names, strict=True)], axis=1
         )
         missing = keras.ops.isnan(x)
-        # A missing number that no training example lacks is taken as the median.
+        # A missing number is replaced by the median if no training example lacks it.
         x = keras.ops.where(missing, 0.0, x)
         # Infinity times zero would be NaN.
         low, high = np.stack([each.ends for each in cut], axis=1)
@@ -293,7 +293,7 @@ class _Cut:
         self._most = most
         self._edges = (edges - middle) / spread
         self.ends = self._edges[[0, -1]].astype(np.float32)
-        # Without outliers, which would make other numbers equal in single precision.
+        # Outliers are excluded, since they would make other numbers equal in single precision.
         self.layer = Normalization(
             float(middle), float(spread), dtype="float32", name=layer_name(name, "normalization")
         )

@@ -241,7 +241,7 @@ class FoundAndRanked(keras.layers.Layer):
         """Return the logit and the vectors of user and item, [n, 1 + 2 size]."""
         return keras.ops.concatenate(list(given), axis=1)
 
-    #: In a file that needs no code it takes the place of the layer.
+    #: In a file that needs no code, it replaces the layer.
     plain = call
 
     def get_config(self) -> dict[str, Any]:
@@ -275,7 +275,7 @@ class FoundAndRanked(keras.layers.Layer):
 class Recommender(keras.Model):
     """A model whose last layer is `FoundAndRanked`."""
 
-    # As in Keras's functional models, so that it is saved like one.
+    # The attribute is that of Keras's functional models, so that the model is saved like one.
     def __init__(self, inputs: Any, outputs: Any, name: str | None = None, **kwargs: Any) -> None:
         """Take symbolic inputs and outputs."""
         super().__init__(inputs, outputs, name=name, **kwargs)
@@ -288,7 +288,7 @@ class Recommender(keras.Model):
         sample_weight: Any = None,
         training: bool = True,
     ) -> Any:
-        """Return the loss of the task and that of the vectors."""
+        """Return the loss of the task and the loss of the vectors."""
         of_task = super().compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
         )
@@ -366,7 +366,10 @@ def _parts(
 
 
 def _logarithm(popularity: Any) -> Any:
-    """Return the logarithm of the popularity; a missing one is that of an item never shown."""
+    """Return the logarithm of the popularity.
+
+    A missing value counts as an item that was never shown.
+    """
     count = keras.ops.nan_to_num(keras.ops.cast(popularity, "float32"))
     return keras.ops.log1p(keras.ops.maximum(count, 0))
 

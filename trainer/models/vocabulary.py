@@ -72,7 +72,7 @@ class Vocabulary(keras.layers.Layer):
 
     @property
     def size(self) -> int:
-        """The number of outputs, including that of unknown texts."""
+        """Return the number of outputs, including the output for unknown texts."""
         return len(self.values) + 1
 
     def call(self, texts: tf.Tensor) -> tf.Tensor:
@@ -131,7 +131,7 @@ class Words(keras.layers.Layer):
 
     @property
     def size(self) -> int:
-        """The number of outputs, including those of padding and of unknown words."""
+        """Return the number of outputs, including those for padding and unknown words."""
         return len(self.values) + 2
 
     def call(self, texts: tf.Tensor) -> tf.Tensor:

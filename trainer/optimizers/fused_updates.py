@@ -15,10 +15,10 @@ import tensorflow as tf
 
 
 def fuse(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make a built optimizer use TensorFlow's kernel; one without a kernel stays unchanged.
+    """Make a built optimizer use TensorFlow's kernel; an optimizer without a kernel is unchanged.
 
     The formulas are Keras's own (Kingma and Ba 2015, "Adam", the end of section 2; Sutskever et al.
-    2013 for momentum), equal up to rounding. Each variable has to be on one device.
+    2013 for momentum), equal up to rounding. Each variable must be on one device.
     """
     kernel = _kernel(optimizer)
     if kernel is None:

@@ -21,8 +21,7 @@ from flotilla.trainer.embeddings.batch_rows import RowsOnce
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Two of them wrap another optimizer; the weights of the third have to be swapped before an
-# evaluation.
+# Two of them wrap another optimizer; the weights of the third must be swapped before an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 
 # Keras arguments that are refused: they have no effect, or another key replaces them under every

@@ -17,7 +17,7 @@ from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.storage.uri import local_path
 
-# Most files of a table; images per class folder, and most class folders.
+# Maximum numbers of files of a table, images per class folder, and class folders.
 _FILES = 8
 _IMAGES, _FOLDERS = 64, 256
 # Remote files that together exceed these bytes are not fetched.
@@ -107,7 +107,7 @@ def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
     copy = root / file.path
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_bytes(head[: _end(head)])
-    # The tag is that of the original, as in an earlier listing.
+    # The tag is the tag of the original, as in an earlier listing.
     return replace(file, root=storage.uri_of(root), size=os.stat(copy).st_size, tag="")
 
 

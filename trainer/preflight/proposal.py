@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.storage import patterns
 
-# Most rows of a table that are examined.
+# Maximum number of rows of a table that are examined.
 ROWS = 10_000
 # Files below this size are trained on by one process.
 SMALL = 64 << 20
@@ -418,7 +418,7 @@ def _is_formatted(scan: Any) -> bool:
 def _named_things(
     data: DataConfig, rows: Rows, inputs: Sequence[str], labels: Sequence[str]
 ) -> dict[str, str]:
-    """Return the columns of ids that come again, whose numbers are no quantities, as texts."""
+    """Return the columns of repeated ids, whose numbers are not quantities, as texts."""
     if data.types or data.map or rows.form:
         return {}
     kinds = {name: _kind(rows, name) for name in inputs}

@@ -32,7 +32,7 @@ from flotilla.trainer.preflight.head import few_files
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ROWS = 1000
-# Most rows with image paths, which take milliseconds each.
+# Maximum number of rows with image paths, which take milliseconds each.
 _PICTURES = 64
 # In an incomplete sample, one of this many rows each goes to test and to validation.
 _TENTH = 10
@@ -140,7 +140,7 @@ class _FirstRows(FileSource):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rows read so far are all rows."""
+        """Return whether the rows read so far are all rows."""
         return not (self._is_part or self._first.is_cut)
 
     def select(self) -> Any:
@@ -246,7 +246,7 @@ class _FirstExamples(BuilderSource):
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be read without a download."""
+        """Return whether it can be read without a download."""
         return datasets.is_drawn(self._builder) or datasets.is_folder(self._builder)
 
     def parts(self) -> Sequence[Part]:

@@ -27,7 +27,7 @@ class Loop:
         return self._over.is_set()
 
     def start(self) -> Self:
-        """Start; the first call comes after one pause."""
+        """Start the thread; the first call comes after one pause."""
         self._thread.start()
         return self
 

@@ -16,7 +16,7 @@ from pathlib import Path
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 # Intra-op threads of TensorFlow, and the threads of NumPy, SciPy and Arrow. The inter-op threads
-# stay: some of them only wait for others.
+# are not limited, since some of them only wait for others.
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 # The values that `limit_threads` has set.
 _LIMITED: dict[str, str] = {}
@@ -24,7 +24,7 @@ _LIMITED: dict[str, str] = {}
 
 def affinity() -> list[int]:
     """Return the numbers of the processors that this process may run on; None if unknown."""
-    # Not every system has this function.
+    # Some systems do not have this function.
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 

@@ -76,7 +76,7 @@ class RunInterruptedError(UserError):
 
 
 class ClusterLostError(UserError):
-    """A task of the cluster is lost; the process that raises this has to begin a new attempt."""
+    """A task of the cluster is lost; the process that raises this must begin a new attempt."""
 
     exit_code = BEGIN_AGAIN
 

@@ -13,7 +13,7 @@ from ipaddress import ip_address
 from urllib.parse import quote, urlsplit
 
 HIDDEN = "***"
-# Environment variables that hold secrets; other programs read them there.
+# Environment variables with secrets, which other programs read.
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "secretkey", "KFP_EXISTING_TOKEN", "KFP_COOKIES",
     "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD",
@@ -76,7 +76,7 @@ def unbroken(text: str) -> str:
 
 
 def _escape(found: re.Match[str]) -> str:
-    # As in JSON, so that the document keeps its meaning.
+    # The escapes are those of JSON, so that the document keeps its meaning.
     units = found[0].encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 

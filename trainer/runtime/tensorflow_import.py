@@ -75,7 +75,7 @@ class _Uncollected(MetaPathFinder):
         loader, execute = found.loader, found.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # The loader may load other modules too.
+            # The loader may also load other modules.
             with suppress(AttributeError):
                 del loader.exec_module
             with noise.filter_output():
@@ -89,7 +89,7 @@ def _pause_collections(execute: Callable[[], None]) -> None:
     if not gc.isenabled():
         execute()
         return
-    # Existing garbage would otherwise be kept for ever.
+    # Otherwise existing garbage would never be collected.
     gc.collect()
     gc.disable()
     try:

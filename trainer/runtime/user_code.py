@@ -44,7 +44,7 @@ _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
 _WITHIN = re.compile(r"Error encountered:\n\s*(\S[^\n]*)")
 _GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
-# In a graph that another process has traced.
+# The frame is in a graph that another process has traced.
 _NO_STACK = re.compile(r"Detected at node [^\n]*:\n<stack traces unavailable>\n\n?")
 _MAX_TRACEBACK = 12_000
 # A frame of a traceback as text: file, line, function and source line.
@@ -68,7 +68,7 @@ def environment() -> dict[str, str]:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module that the configuration names; raises whatever its code raises."""
+    """Import a module named by the configuration; errors of its code propagate."""
     _look_into_folder()
     top = name.partition(".")[0]
     if top not in _OWN and top not in sys.stdlib_module_names:
@@ -241,7 +241,7 @@ class _Finder(MetaPathFinder):
         if path is not None or (self.of_bundle and (hidden(fullname) or not bundle())):
             return None
         found = PathFinder.find_spec(fullname, [folder()], target)
-        # A folder of a bundle without __init__.py may hold data.
+        # A folder of a bundle without __init__.py may contain data.
         if not self.of_bundle or found is None or found.origin is None:
             return None if self.of_bundle else found
         installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]

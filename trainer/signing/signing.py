@@ -51,7 +51,7 @@ def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
         ConfigError: the key cannot be used, or the extra `signing` is not installed.
     """
     signature = folder / SIGNATURE
-    # It belongs to the copied files, which have changed.
+    # The signature belongs to the copied files, which have changed.
     signature.unlink(missing_ok=True)
     (folder / FIELDS).unlink(missing_ok=True)
     key = _key(PRIVATE_KEY)
@@ -64,7 +64,7 @@ def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
 
 
 def verifies() -> bool:
-    """Return whether a public key is configured, so that all files have to be verified."""
+    """Return whether a public key is configured, so that all files must be verified."""
     return _key(PUBLIC_KEY) is not None
 
 

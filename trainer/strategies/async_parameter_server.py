@@ -10,7 +10,7 @@ a dead worker took and did not apply.
 
 With `data.partition: dynamic`, each update has its own range of examples. The chief then schedules
 portions of updates, one closure each, and runs the whole portion again if its worker dies. A worker
-that was taken for dead, but lives, stops working on its portion.
+that was considered dead but is alive stops working on its portion.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class AsyncParameterServer(Served):
         return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
     def _count(self, worker: int, updates: int, others: float) -> None:
-        # A worker pulls right after its push, so only updates of other workers lie between.
+        # A worker pulls right after its push, so only other workers' updates come in between.
         steps = updates * self.config.training.pull_every
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 
@@ -203,7 +203,7 @@ class AsyncParameterServer(Served):
 
         @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
-            # `own` stays on the server during all turns.
+            # `own` remains on the server during all turns.
             own, worker = turns.begin(closure), worker_number()
 
             def once(_: tf.Tensor) -> tuple[tf.Tensor]:
@@ -244,7 +244,7 @@ class AsyncParameterServer(Served):
                 total += loss
                 if made:
                     self._count(int(worker), int(made), others)
-                # The result is that of an older run of the closure, which arrived late.
+                # The result is from an older run of the closure and arrived late.
                 if made < size:
                     again.append((before + int(made), size - int(made)))
             left = again

@@ -29,7 +29,7 @@ Gradient = Any
 
 @dataclass(frozen=True)
 class ScalarPlace:
-    """The destination of a float32 number that no variable holds."""
+    """The destination of a float32 number without a variable."""
 
     device: str
     dtype: ClassVar[tf.DType] = tf.float32

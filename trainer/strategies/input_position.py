@@ -85,10 +85,10 @@ class Stream:
     Attributes:
         examples: the number of examples in the split.
         seed: the seed of the orders of the epochs.
-        held: a dataset of one element, which a worker keeps.
+        held: a dataset of one element, which a worker stores.
         read: a function from that element and a vector of example numbers to a batch.
         run: how many examples stay next to each other in every order.
-        position: where the attempt begins.
+        position: the start of the attempt.
     """
 
     examples: int
@@ -135,7 +135,7 @@ class Stream:
             max_index=tf.constant(max(whole - 1, 0), tf.int64),
             rounds=4,
         )
-        # An incomplete last run stays in its place.
+        # An incomplete last run keeps its place.
         in_runs = shuffled * self.run + places % self.run
         return tf.where(places < whole * self.run, in_runs, places)
 

@@ -66,7 +66,7 @@ class Replicated(KerasStrategy):
             self.model = problem.build_model()
             problem.check(self.model)
             self.optimizer = self.make_optimizer(problem)
-            # Each replica has its own scale, which its gradient does not depend on.
+            # Each replica has a separate scale, which does not affect its gradient.
             self.scale = self.make_scale(
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -237,7 +237,7 @@ class MultiWorkerMirrored(Replicated):
 
     @property
     def publishes(self) -> bool:
-        """Whether this is worker 0."""
+        """Return whether this is worker 0."""
         return self.task.index == 0
 
     def replicate(self) -> tf.distribute.Strategy:

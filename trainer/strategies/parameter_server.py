@@ -40,7 +40,7 @@ from flotilla.trainer.strategies.towers import list_towers
 
 log = logging.getLogger(__name__)
 
-# This file is in the working directory of every worker.
+# The file is in the working directory of every worker.
 NUMBER_FILE = "number.txt"
 # A closure and its arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...]]

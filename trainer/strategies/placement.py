@@ -172,7 +172,7 @@ def build_slots(
     """Create each optimizer slot on the server of its variable, where updates run."""
     add = optimizer.add_variable_from_reference
 
-    # Keras's argument name stays, because some optimizers pass it by keyword.
+    # The argument has Keras's name, because some optimizers pass it by keyword.
     def create_slot(
         reference_variable: keras.Variable, *args: Any, **kwargs: Any
     ) -> keras.Variable:
@@ -255,7 +255,7 @@ def optimize_once() -> None:
     if not tf.config.list_logical_devices("GPU"):
         passes.memory_optimization = passes.NO_MEM_OPT
     here._config = options
-    # This thread caches its own options.
+    # Each thread caches its options.
     here.function_call_options = None
 
 

@@ -1,8 +1,8 @@
 """Self-scheduling: workers take turns of updates from a shared counter, without the chief.
 
 `Turns` are a few numbers on the first server. A worker takes the next turn, applies its updates,
-reports them and takes another turn until none is left. The chief sets how many turns there are; it
-does not assign them. A checkpoint contains none of these numbers.
+reports them and takes another turn until none is left. The chief sets the number of turns but does
+not assign them. A checkpoint contains none of these numbers.
 
 A worker that lost its connection to the chief may continue its closure while another worker runs
 the closure again. Only the newest run of a closure may take turns, and only in the current stretch.

@@ -10,7 +10,7 @@ Two more kinds of variables describe them:
 
 - A `State` on each server, whose name depends only on the run. A restarted server has none.
 - The permit of the chief on `ps-0`, a fencing token. The chief's own changes need the permit: a
-  chief that was taken for dead, but lives, fails once the next chief has removed it.
+chief that was considered dead but is alive fails once the next chief has removed it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 # The version of `State` and of the named variables; increase it with each change. Servers may be
 # older than the chief, which reads only variables of its version.
 FORM = 6
-# A server that does not answer for this long is taken as gone.
+# A server that does not answer for this long is considered lost.
 ANSWER_SECONDS = 10.0
 # The number of servers that note the global step, as the server of its counter may be lost.
 NOTED_ON = 3
 # The counter of steps, whose number is 0.
 STEP = "global_step"
-# What TensorFlow raises in the chief when a server that it needs is gone or was restarted.
+# The errors that TensorFlow raises in the chief when a required server is lost or was restarted.
 _LOST = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -57,8 +57,8 @@ _LOST = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
 )
-# What TensorFlow says of a restarted server that is connected again with a restarted worker: in the
-# chief, and in the closure of a worker; see `_is_ps_failure` of its coordinator.
+# TensorFlow's messages about a restarted server that is connected to a restarted worker, in the
+# chief and in a worker's closure; see `_is_ps_failure` of its coordinator.
 _RESTARTED = "some remote workers have been restarted"
 _GONE = (
     ("remote target /job:ps", "unable to find the relevant tensor remote_handle"),

@@ -115,7 +115,7 @@ class Server:
         return None
 
     def serve(self) -> _Copy:
-        """Serve requests for ever; returns only in a forked process."""
+        """Serve requests endlessly; returns only in a forked process."""
         while True:
             for connection, _, descriptors in self._waiting:
                 _close(connection, descriptors)
@@ -155,7 +155,7 @@ class Server:
             timeout = _MOMENT if self._arriving else 0
         for each in [each for each, found in self._arriving.items() if found.is_late]:
             self._forget(each)
-        # A copy needs the other requests in the list to close them.
+        # A forked copy needs the other requests in the list to close them.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
             if copy := self._fork(*entry):
@@ -301,7 +301,7 @@ _FIELDS = {
     "start_code": 26, "end_code": 27, "start_stack": 28, "start_data": 45, "end_data": 46,
     "start_brk": 47, "env_start": 50, "env_end": 51,
 }  # fmt: skip
-# The memory has to live as long as this process.
+# The memory must exist as long as this process.
 _memory: list[mmap.mmap] = []
 
 

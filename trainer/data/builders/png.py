@@ -35,7 +35,7 @@ def quicken(connectors: Iterable[Any]) -> None:
 def encode(image: NDArray[np.uint8]) -> bytes:
     """Return an image of shape (height, width, channels) as PNG (ISO/IEC 15948)."""
     height, width, channels = image.shape
-    # Each row begins with its filter type: 0, none.
+    # Each row begins with its filter type; 0 means none.
     rows = np.zeros((height, 1 + width * channels), np.uint8)
     rows[:, 1:] = image.reshape(height, -1)
     colour = _COLOUR_TYPES[channels]

@@ -82,10 +82,10 @@ ITEMS = 500
 EXAMPLES = 40_000
 TRAINING = 32_000
 RANK = 2
-# In units of the score whose sigmoid is the probability of a click.
+# The factors are in units of the score whose sigmoid is the probability of a click.
 AFFINITY = 4.0
 POPULARITY = 0.5
-# Not the configured seed: every run needs the same examples.
+# The configured seed is not used, since every run needs the same examples.
 SEED = 20
 
 Column = NDArray[np.int64]

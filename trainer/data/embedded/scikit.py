@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow_datasets as tfds
 
-# Not the configured seed: train and test have to be the same in every run.
+# The configured seed is not used, since train and test must be the same in every run.
 SEED = 20
 TRAINING = 1437
 TEST_SHARE = 0.2

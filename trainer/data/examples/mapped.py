@@ -4,7 +4,7 @@ It takes an example, a dict of values by name, and returns one, or None to leave
 whose attribute `batched` is true takes and returns arrays of the same number of examples. Texts are
 `str`, encoded images bytes, other values numbers or NumPy arrays.
 
-The features of the result are inferred from the first examples; later ones have to match.
+The features of the result are inferred from the first examples; later examples must match.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CAST: dict[str, np.dtype[Any]] = {
 
 
 class UnsuitableError(ValueError):
-    """An example cannot be stored; the message lacks its subject, the function."""
+    """An example cannot be stored. The caller adds the function to the message."""
 
 
 def source_config(config: DataConfig) -> DataConfig:
@@ -121,7 +121,7 @@ class MappedSource(Source):
         return self._source.parts()
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
-        """Yield the function's results; raises `UserError` where it fails."""
+        """Yield the function's results; raises `UserError` if it fails."""
         of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
         for batch, rows in self._map(part):
             if not rows:

@@ -25,9 +25,10 @@ class ColumnRoles(Roles):
 def assign(
     config: DataConfig, names: Sequence[str], where: str = "", index: Sequence[str] = ()
 ) -> ColumnRoles:
-    """Choose the roles of columns; none with `data.map`, whose results have the roles.
+    """Choose the roles of columns.
 
-    Columns of `index` are left out unless a key names them; `where` is used in messages.
+    With `data.map` there are none, since the roles refer to its results. Columns of `index` are
+    left out unless a key names them; `where` is used in messages.
 
     Raises:
         ConfigError: a key names a missing column, or no label can be inferred.

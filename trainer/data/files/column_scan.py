@@ -19,7 +19,7 @@ from flotilla.trainer.data.files.written_lists import LIST, parse_numbers
 #: More classes than any label has.
 MOST_CLASSES = 1_000_000
 _SEEN = 10_000
-#: Up to this value a float type holds every whole number.
+#: Up to this value, a float type represents every whole number.
 EXACT = {"float32": 2**24, "float64": 2**53}
 # Fewest representable steps in the range of a column.
 _STEPS, _FEW_STEPS = 4096, 64
@@ -105,7 +105,7 @@ class ColumnScan:
         return self.empty + self.marks.total()
 
     def lack(self, rows: int) -> None:
-        """Count the rows that lack this column, of `rows` in all."""
+        """Count the rows without this column, of `rows` in total."""
         self.empty += rows - self.rows
         self.rows = rows
 
@@ -124,7 +124,7 @@ class ColumnScan:
         self._gather(other.values, many=other.many)
 
     def fits(self, dtype: str) -> bool:
-        """Return whether a float type holds all whole numbers, and resolves the range."""
+        """Return whether a float type represents all whole numbers, and resolves the range."""
         if self.lowest > self.highest:
             return True
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
@@ -134,7 +134,7 @@ class ColumnScan:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the numbers differ by so little that a float32 hardly distinguishes them."""
+        """Return whether the numbers differ too little for a float32 to distinguish them."""
         largest, range_ = max(abs(self.lowest), abs(self.highest)), self.highest - self.lowest
         return 0 < range_ < largest * _FEW_STEPS / EXACT["float32"]
 
@@ -153,7 +153,7 @@ class ColumnScan:
             array = pc.cast(array, pa.string())
         if is_text(array.type):
             array = pa.array(text_values.numbers(array)[0])
-        # A float32 of the file loses nothing when it stays one.
+        # A float32 in the file is kept as a float32 without loss.
         if not pa.types.is_float64(array.type):
             return
         values = pc.cast(array.drop_null(), pa.float64()).to_numpy(zero_copy_only=False)

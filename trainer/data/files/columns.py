@@ -168,7 +168,10 @@ def _check_digits(name: str, scan: ColumnScan, held: str) -> None:
 def _int_or_id(
     name: str, scan: ColumnScan, said: str, why: str, *, gaps: bool
 ) -> tuple[str, str, str]:
-    """Return type, reason and note of whole numbers; text where no number type holds them."""
+    """Return type, reason and note of whole numbers.
+
+    The type is text if no number type can hold them.
+    """
     found = ""
     if "huge" in scan.kinds or scan.highest >= _INT64:
         found = "whole numbers beyond 64 bits"

@@ -85,7 +85,7 @@ def convert_rows(column: FileColumn, array: pa.Array, *, required: bool) -> Valu
     dtype = make_spec(column).dtype
     why = f"is not of type {column.type}"
     if dtype in ("int64", "bool"):
-        # These values are not used: the row is broken.
+        # These values are not used, since the row is broken.
         return Values(values.astype(dtype), bad | numbers.missing, why, numbers.missing)
     wide = values.astype(np.float64)
     wide[numbers.missing | bad] = np.nan
@@ -269,7 +269,7 @@ def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
 
 
 def _plain_values(dtype: str, flat: pa.Array) -> Any:
-    """Return values of lists as they are stored; None if one needs care."""
+    """Return values of lists as stored; None if a value needs conversion."""
     if dtype == "string":
         is_text = _is_text(flat.type)
         return text_values.trim_texts(flat).cast(pa.large_binary()) if is_text else None
@@ -307,7 +307,10 @@ def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
 
 
 def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
-    """Return a value of a column for a row that has none; `length` is its first size if given."""
+    """Return the placeholder for a missing value of a column.
+
+    `length` is its first size if given.
+    """
     sizes = [size or 0 for size in column.shape]
     shape = sizes if length is None else [length, *sizes[1:]]
     return (
@@ -316,7 +319,7 @@ def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
 
 
 def _of_texts(row: Any) -> NDArray[Any] | None:
-    """Return the texts of a list as bytes, empty for one that is missing; None where it is none."""
+    """Return the texts of a list as bytes, empty for a missing one; None for other values."""
     found = np.array(row if isinstance(row, list) else None, object)
     if not found.ndim or any(isinstance(each, list) for each in found.flat):
         return None

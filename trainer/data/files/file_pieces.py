@@ -66,7 +66,7 @@ class FilePieces:
 
     @property
     def is_listing(self) -> bool:
-        """Whether each file is one row, so that the listing is the table."""
+        """Return whether each file is one row, so that the listing is the table."""
         return isinstance(self.reader, ImageFilesReader)
 
     def local(self, number: int) -> AbstractContextManager[Path]:
@@ -115,7 +115,7 @@ class FilePieces:
         own = [name for name in columns if name not in added] or list(there[: len(columns)])
         for rows in self.reader.rows(path, piece, own, broken):
             table = rows.table
-            # A record may have a partition key that the first records lack.
+            # A record may have a partition key that the first records do not have.
             table = table.select([each for each in table.column_names if each not in added])
             for name, value in added.items():
                 table = table.append_column(name, pa.repeat(value, len(table)))
@@ -350,7 +350,7 @@ def local(file: Any, scratch: Path) -> Iterator[Path]:
         with _name_file(file, path):
             yield from _use_in_place(file, path)
         return
-    # A worker on another machine may lack this folder.
+    # A worker on another machine may not have this folder.
     place = scratch if scratch.is_dir() else None
     with tempfile.TemporaryDirectory(dir=place, prefix="file-") as folder:
         path = Path(folder) / file.path.rpartition("/")[2]

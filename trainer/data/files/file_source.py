@@ -229,7 +229,7 @@ class FileSource(Source):
 
     def _map_pieces(self, what: str, read: Callable[[Piece, Work], _Found]) -> Iterator[_Found]:
         files = self._files
-        # In a listing each file is a row.
+        # In a listing, each file is a row.
         total = len(files.files) if files.is_listing else 0
         size = sum(each.size for each in files.files)
         # Arrow and Pillow release the GIL while they parse.
@@ -277,7 +277,7 @@ class FileSource(Source):
         return total
 
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
-        """Refuse a column whose types differ between files so that one would change the other."""
+        """Refuse a column whose types differ between files in an incompatible way."""
         for name in roles.kept:
             found = list(scan.families.get(name, {}).values())
             # A large file is read in several pieces.

@@ -24,7 +24,7 @@ _AMONG_NUMBERS = (
     "missing", "(missing)", "unknown", "(unknown)", "not available", "not applicable", "no data",
     "empty", "(empty)", "blank", "(blank)", "tbd", "undefined",
 )  # fmt: skip
-# Texts whose share of distinct ones says whether all texts repeat.
+# Number of texts whose distinct share indicates whether all texts repeat.
 _HEAD = 256
 _WHOLE = 2.0**53
 _MOST = str(2**63 - 1)
@@ -46,7 +46,7 @@ BOOL = r"^(?i:true|false)$"
 _DAY = r"\d{4}(-\d{2}-|/\d{2}/)\d{2}"
 _ZONE = r" ?(Z|UTC|GMT|[+-]\d{2}(:?\d{2})?)"
 TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
-# In lower case; a column is inferred as bool only from true and false.
+# The words are in lower case; a column is inferred as bool only from true and false.
 _TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
 _FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
 

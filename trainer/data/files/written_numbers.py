@@ -25,7 +25,7 @@ _MOST_UNITS = 3
 _LONGEST = 40
 _UNIT_OF = "unit "
 _BARE = "without unit"
-# It divides by a hundred, and is not a unit.
+# The per cent sign divides by a hundred and is not a unit.
 PER_CENT = "%"
 _CODES = (
     "AUD|BRL|CAD|CHF|CNY|CZK|DKK|EUR|GBP|HKD|HUF|INR|JPY|KRW|MXN|NOK|NZD|PLN|RUB|SEK|SGD|TRY|USD|ZAR"

@@ -96,7 +96,7 @@ class PartMapper:
     def __init__(self, source: bytes, uri: str, config: DataConfig) -> None:
         """Store a pickled source."""
         self._source, self._uri, self._config = source, uri, config
-        # A worker on another machine lacks the user's modules.
+        # A worker on another machine does not have the user's modules.
         self._code = user_code.bundle()
         self._opened: tuple[Source, Any] | None = None
 

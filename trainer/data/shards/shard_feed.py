@@ -1,4 +1,4 @@
-"""Serves shards to graphs in a worker process, which cannot run our Python code.
+"""Serves shards to graphs in a worker process, which cannot run this package's Python code.
 
 A graph can read and write files, and blocks when it opens a named pipe without a writer. So a
 reader, `flotilla.trainer.data.shards.fed_blocks`, does this for each shard:

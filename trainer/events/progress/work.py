@@ -55,7 +55,8 @@ class Work:
     the files is known, the share is that of this measure.
     """
 
-    # When reported work ended last: work that follows at once is part of the same long work.
+    # The end of the last reported work: work that follows immediately is part of the same long
+    # work.
     _ended_at = -math.inf
 
     def __init__(

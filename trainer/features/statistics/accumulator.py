@@ -242,7 +242,7 @@ class Accumulator:
             starts = values.offsets.to_numpy() - values.offsets[0].as_py()
             present = np.diff(np.cumsum([0, *present])[starts]) > 0
         self._missing[name] += int((~present).sum())
-        # A float64 holds 53 bits.
+        # A float64 has 53 bits.
         found = (combine({"": digests[chosen]}, 0) >> np.uint64(11)).astype(np.float64)
         return np.where(present[chosen], found, np.nan)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 _EXACT = 2.0**53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Values whose share of distinct ones says whether all values repeat.
+# Number of values whose distinct share indicates whether all values repeat.
 _HEAD = 256
 
 
@@ -89,7 +89,7 @@ def to_arrow(values: Any) -> pa.Array:
     if flat.dtype.kind in "OSU":
         inner = pa.array([bytes(each) for each in flat], pa.large_binary())
     else:
-        # Arrow lacks the short floats of accelerators.
+        # Arrow does not have the short floats of accelerators.
         inner = pa.array(flat.astype(np.float32) if flat.dtype.kind == "V" else flat)
     ends = np.cumsum([0, *(np.size(each) for each in rows)])
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), inner)
@@ -120,7 +120,8 @@ def _key(name: str, seed: int) -> np.uint64:
 
 
 def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
-    # As a float of any type, so that a column keeps its hashes when missing values make it a float.
+    # Integers are hashed like floats, so that a column keeps its hashes when missing values make it
+    # a float.
     given = values.reshape(len(values), -1)
     wide = given.astype(np.float64) + 0.0
     wide[np.isnan(wide)] = np.nan

@@ -4,7 +4,7 @@ Numbers: mean and variance (Chan, Golub, LeVeque, "Updating formulae", 1979), si
 of two sums of squares would lose the digits of numbers with a large mean.
 
 Texts: counts, exact up to a limit of distinct ones. Above it the rarest are dropped ("Lossy
-counting", Manku and Motwani 2002): a dropped text is counted anew when it appears again.
+counting", Manku and Motwani 2002): a dropped text is counted from 0 when it appears again.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class BoundedCounter:
 
     @property
     def distinct(self) -> int:
-        """The number of counted texts: all distinct ones if none was dropped."""
+        """Return the number of counted texts: all distinct texts if none was dropped."""
         self.settle()
         return len(self._texts)
 

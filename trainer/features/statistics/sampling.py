@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 MOST_EXAMPLES = 1 << 14
 MOST_HASHES = 1 << 16
-# Most numbers of a sample, over all columns.
+# Maximum number of values in a sample, over all columns.
 _MOST_NUMBERS = 1 << 22
 _SLACK = 2
 
@@ -120,7 +120,7 @@ class Hashes:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no example has a larger hash."""
+        """Return whether no example has a larger hash."""
         self._settle()
         return bool(self._bound == np.uint64(2**64 - 1))
 
@@ -157,7 +157,7 @@ class Hashes:
             self._put(np.concatenate([self._found, found]), np.concatenate([self._copies, copies]))
 
     def _put(self, found: NDArray[np.uint64], copies: NDArray[np.int64]) -> None:
-        """Store these hashes, merged by value, as far as they are among the smallest."""
+        """Store those of these hashes that are among the smallest, merged by value."""
         unique, places = np.unique(found, return_inverse=True)
         total = np.bincount(places, copies, len(unique)).astype(np.int64)
         if len(unique) > self._most:

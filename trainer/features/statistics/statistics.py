@@ -175,7 +175,8 @@ class Learnt:
     def __init__(self, read: Read) -> None:
         """Read them with `read` at the first access."""
         self._read = read
-        #: The content of `statistics.json` after the first access: a checkpoint has to store it.
+        #: The content of `statistics.json` after the first access, since a checkpoint must store
+        #: it.
         self.data = b""
 
     @cached_property

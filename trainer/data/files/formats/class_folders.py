@@ -23,7 +23,7 @@ _CLASS = -2
 
 
 class ImageFilesReader(Reader):
-    """Reads names alone: the images are decoded like those of any table."""
+    """Reads only names; the images are decoded like the images of any table."""
 
     def __init__(
         self, paths: Sequence[str], uris: Sequence[str], column: str = IMAGE, *, labelled: bool

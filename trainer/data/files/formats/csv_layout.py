@@ -242,7 +242,7 @@ class _Head:
             return place
         for at in range(place, min(place + _MOST_ABOVE, len(self._rows))):
             if len(self._rows[at]) == self._width > 1 and len(_full(self._rows[at])) > 1:
-                # A shorter row may be a header that lacks names.
+                # A shorter row may be a header with missing names.
                 alone = all(len(_full(row)) < _FEWEST for row in self._rows[place:at])
                 names = self._is_names(at) if not alone else _are_names(self._rows[at])
                 return at if names else place
