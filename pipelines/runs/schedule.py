@@ -169,7 +169,7 @@ class Timing:
 def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
     """Return when runs start, from the options of the command line; raises `ConfigError`."""
     if bool(cron) == bool(every):
-        raise ConfigError("no time is given: add --cron or --every")
+        raise ConfigError("give either --cron or --every")
     if more["latest"] and version:
         raise ConfigError("--latest and --version contradict each other: leave one out")
     if cron:

@@ -99,7 +99,7 @@ def test_a_step_has_two_names(name):
 
 
 def test_a_step_without_a_row_is_one_clear_error():
-    message = "^components/table.py has no row for the step 'count-labels': add one$"
+    message = "^components/table.py has no row for the step 'count-labels': add a row$"
     with pytest.raises(LookupError, match=message) as caught:
         local_pipeline(counting, "counting")
     assert not isinstance(caught.value, KeyError)

@@ -141,7 +141,7 @@ def test_wrong_usage_is_one_line_and_starts_nothing(tmp_path, monkeypatch, capsy
         (["digits", data, "-o", "x.txt"], "does not end with one of"),
         (["digits", data, "-o", tmp_path / "runs", "--to", "csv"], "is a folder"),
         (["digits", data, "-o", linked], "is also an input"),
-        (["digits", data, "-o", "s3://bucket/out.csv"], "no path of this machine"),
+        (["digits", data, "-o", "s3://bucket/out.csv"], "not a path on this machine"),
         (["digits", data, "--to", "parquet"], "needs an output file"),
         (["digits", data, "--batch-size", "-1"], "batch-size"),
         (["digits", data, "--to", "xml"], "--to"),

@@ -252,7 +252,7 @@ def test_what_a_killed_process_leaves_in_the_journal_is_repaired(machine, tmp_pa
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (study.OLD_FILE, "{}", "start another sweep"),
+        (study.OLD_FILE, "{}", "start a new sweep"),
         (study.FILE, "{", "is damaged"),
         (study.FILE, '{"op_code":0}\n', "is damaged"),
         (study.FILE, "", "is damaged"),
