@@ -120,7 +120,7 @@ def _require_folder(folder: Path) -> None:
     try:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "no name of a folder"
+        reason = getattr(error, "strerror", None) or "not the name of a folder"
         raise ConfigError(f"--code {str(folder)!r}: {reason}; give a folder") from None
     if not is_folder:
         raise ConfigError(f"--code {folder}: it is a file; give its folder")

@@ -90,7 +90,7 @@ def test_a_name_that_no_store_takes_is_refused(folder):
 def test_a_folder_that_is_none_is_refused(folder, tmp_path):
     assert "No such file or directory; give a folder" in refusal(tmp_path / "absent")
     assert "it is a file; give its folder" in refusal(folder / "blocks.py")
-    assert "not a name of a folder" in refusal(tmp_path / "a\0b")
+    assert "not the name of a folder" in refusal(tmp_path / "a\0b")
     (tmp_path / "empty").mkdir()
     assert "there is no module (*.py) in it; give the folder" in refusal(tmp_path / "empty")
 
