@@ -92,7 +92,8 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     from flotilla.components.kubernetes.pods.template import leading
 
     kubernetes.launch(engine(launcher), job, defaults)
-    # Texts of the job and its pods may contain anything. Without an agent nothing writes a record.
+    # Texts of the job and its pods may contain any character. Without an agent nothing writes a
+    # record.
     if not job.config.program.command or job.config.program.python:
         completion.require(job, str(leading(job.config)))
 

@@ -66,7 +66,7 @@ def manifest(job: Job, place: Place) -> Tree:
     namespace = settings.namespace or place.namespace
     variables = {**place.variables, **launcher_variables(config, KIND, name, namespace)}
     if sum(counts.values()) == 1 and not config.program.command:
-        # For a job of one task the operator sets no TF_CONFIG.
+        # The operator does not set TF_CONFIG for a job with one task.
         (role,) = counts
         alone = Cluster(addresses={role: (f"localhost:{PORT}",)})
         variables["TF_CONFIG"] = alone.tf_config(Task(role=role, index=0))

@@ -160,7 +160,7 @@ _GIVE = "flotilla doctor --image HOST/NAME:TAG"
 
 
 def image_names(job: PlannedJob) -> set[str]:
-    """Return the images of all roles of a job; an empty one for a role without an image."""
+    """Return the images of all roles of a job; the text is empty for a role without an image."""
     every = [[*each.pod.get("initContainers", []), *each.pod["containers"]] for each in job.roles]
     return {container.get("image", "") for containers in every for container in containers}
 

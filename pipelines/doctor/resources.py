@@ -114,7 +114,7 @@ def _read_request(role: Role, key: str, resource: str) -> Decimal:
 
 def _of_container(resources: Tree, key: str, resource: str) -> Decimal:
     limits = resources.get("limits", {})
-    # A limit without a request also sets the request.
+    # A limit without a request is also the request.
     asked = limits if key.startswith("limits.") else {**limits, **resources.get("requests", {})}
     return amount(asked.get(resource, 0))
 

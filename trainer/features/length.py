@@ -69,7 +69,7 @@ class Splits(NamedTuple):
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the examples of one update: those of one worker if workers are asynchronous."""
+    """Return the number of examples of one update: of one worker if workers are asynchronous."""
     training, topology = config.training, config.topology
     return (
         training.step_examples

@@ -87,6 +87,6 @@ def feed(numbered, tmp_path, elsewhere):
     for each in made:
         each.close()
     STARTED.clear()
-    # This ends graphs that wait or are about to request, as they know only this folder.
+    # This ends graphs that wait or are about to request a shard, since they know only this folder.
     gc.collect()
     os.chdir(elsewhere)
