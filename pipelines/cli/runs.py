@@ -126,9 +126,7 @@ def logs(
     step: Annotated[
         str,
         typer.Option(
-            metavar="STEP",
-            help="Show only this step or stage.",
-            autocompletion=complete_steps,
+            metavar="STEP", help="Show only this step or stage.", autocompletion=complete_steps
         ),
     ] = "",
     task: Annotated[

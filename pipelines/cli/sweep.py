@@ -155,9 +155,7 @@ def sweep(
         return _compile(options, output_file or Path("build/sweep.yaml"), image, pods)
     if output_file or image or pods != NO_SETTINGS:
         option = "-o" if output_file else "--image" if image else "a setting of the pods"
-        raise ConfigError(
-            f"{option} applies only to --compile; leave it out for a sweep on this machine"
-        )
+        raise ConfigError(f"{option} applies only to --compile: leave it out, or add --compile")
     return _run(options, workdir, resume)
 
 

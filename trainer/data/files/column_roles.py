@@ -25,10 +25,9 @@ class ColumnRoles(Roles):
 def assign(
     config: DataConfig, names: Sequence[str], where: str = "", index: Sequence[str] = ()
 ) -> ColumnRoles:
-    """Choose the roles of columns.
+    """Choose the roles of columns; with `data.map` none, since its results have the roles.
 
-    With `data.map` there are none, since the roles refer to its results. Columns of `index` are
-    left out unless a key names them; `where` is used in messages.
+    Columns of `index` are left out unless a key names them; `where` is used in messages.
 
     Raises:
         ConfigError: a key names a missing column, or no label can be inferred.
