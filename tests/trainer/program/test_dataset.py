@@ -3,6 +3,7 @@
 import io
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,22 @@ def test_rows_in_a_graph_of_tensorflow_1(staged, read_rows):
         each = tf.compat.v1.data.make_one_shot_iterator(rows).get_next()
         first = session.run(each)
     same(spec, first, {name: values[0].numpy() for name, values in ours.items()})
+
+
+def test_the_reader_in_the_documents(staged, monkeypatch, tmp_path):
+    _, folder, ours = staged
+    shutil.copytree(folder, tmp_path / "files")
+    described = json.loads((folder / FEATURES_FILE).read_text())
+    fixed_size = {name: each for name, each in described.items() if not each["lengths"]}
+    (tmp_path / "files" / FEATURES_FILE).write_text(json.dumps(fixed_size))
+    monkeypatch.setenv("FLOTILLA_DATASET_FILES", str(tmp_path / "files"))
+    page = (READER.parents[2] / "docs/how-to/own-program.md").read_text()
+    names = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    rows = list(names["rows"].as_numpy_iterator())
+    assert len(rows) == ROWS
+    for name in ("int64 0", "bfloat16 2", "texts", "image", "uint64 1"):
+        assert [bits(row[name]) for row in rows] == [bits(each) for each in ours[name].numpy()]
 
 
 def test_images_and_batches_of_sequences(staged, read_rows):
