@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/cluster": 2546,
     "trainer/code": 450,
     "trainer/config": 3400,
-    "trainer/data": 11771,
+    "trainer/data": 11749,
     "trainer/data_gate": 2000,
     "trainer/embeddings": 2075,
     "trainer/evaluation": 3145,

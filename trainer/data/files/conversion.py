@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
 from flotilla.trainer.data.columns import Column, make_column
 from flotilla.trainer.data.files import text_values, written_numbers
-from flotilla.trainer.data.files.column_scan import EXACT, is_list
+from flotilla.trainer.data.files.column_scan import EXACT, is_list, is_text
 from flotilla.trainer.data.files.columns import Column as FileColumn
 from flotilla.trainer.data.files.labels import class_ids
 from flotilla.trainer.data.files.written_lists import parse_numbers
@@ -104,7 +104,7 @@ def read_times(array: pa.Array, said: str = "") -> list[int | float]:
     Their kind is `said`; if that is empty, texts take the kind of the majority.
     """
     kind = said or ("int" if pa.types.is_integer(array.type) else "float")
-    if _is_text(array.type) and not said:
+    if is_text(array.type) and not said:
         short = text_values.trim_texts(array)
         kind = min(("int", "float", "time"), key=lambda each: read_numbers(each, short).bad.sum())
     found = read_numbers(kind, array)
@@ -125,7 +125,7 @@ def read_numbers(kind: str, array: pa.Array, unit: str = "") -> Numbers:
     if pa.types.is_decimal(array.type):
         # The text of a decimal is exact, and parsed as in any other format.
         array = pc.cast(array, pa.string())
-    if _is_text(array.type):
+    if is_text(array.type):
         return _parse(kind, text_values.trim_texts(array), unit)
     if pa.types.is_timestamp(array.type) or pa.types.is_date(array.type):
         return _check_kind(kind, _seconds(array))
@@ -204,7 +204,7 @@ def _texts(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
 def _decode_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     """Return values as texts, and which of them are bytes that are not UTF-8."""
     good = np.zeros(len(array), np.bool_)
-    if _is_text(array.type):
+    if is_text(array.type):
         return array, good
     if pa.types.is_floating(array.type):
         found = [text_values.format_float(each) for each in array.to_numpy(zero_copy_only=False)]
@@ -245,10 +245,10 @@ def _tensor(column: FileColumn, array: pa.Array) -> Values:
 
 def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
     """Return lists that all fit as they are, at once; None if one may not fit."""
-    fixed, is_text = None not in column.shape, column.dtype == "string"
+    fixed, of_texts = None not in column.shape, column.dtype == "string"
     is_nested = is_list(array.type.value_type)
     # The shapes of inner lists may differ.
-    if len(column.shape) > 1 and (is_text or not fixed):
+    if len(column.shape) > 1 and (of_texts or not fixed):
         return None
     whole = math.prod(size or 0 for size in column.shape) if fixed else None
     sizes = column.shape if is_nested else (whole,)
@@ -263,7 +263,7 @@ def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
     values = _plain_values(column.dtype, flat)
     if values is None:
         return None
-    if fixed and not is_text:
+    if fixed and not of_texts:
         return values.reshape(len(array), *column.shape)
     return pa.LargeListArray.from_arrays(np.cumsum([0, *lengths]), pa.array(values))
 
@@ -271,8 +271,7 @@ def _plain_lists(column: FileColumn, array: pa.Array) -> Column | None:
 def _plain_values(dtype: str, flat: pa.Array) -> Any:
     """Return values of lists as stored; None if a value needs conversion."""
     if dtype == "string":
-        is_text = _is_text(flat.type)
-        return text_values.trim_texts(flat).cast(pa.large_binary()) if is_text else None
+        return text_values.trim_texts(flat).cast(pa.large_binary()) if is_text(flat.type) else None
     if flat.null_count or not _is_number(flat.type):
         return None
     numbers = flat.to_numpy(zero_copy_only=False)
@@ -286,13 +285,13 @@ def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
     varies = None in column.shape
     # A missing list is empty where lists may have any length.
     given = [] if varies and row in (None, "") else row
-    is_text = column.dtype == "string"
-    found = _of_texts(given) if is_text else parse_numbers(given)
+    of_texts = column.dtype == "string"
+    found = _of_texts(given) if of_texts else parse_numbers(given)
     if found is None:
         return None
     if found.size == 0:
         found = _nothing(column, 0)
-    lacks = not (is_text or "float" in column.dtype) and np.isnan(found.astype(np.float64)).any()
+    lacks = not (of_texts or "float" in column.dtype) and np.isnan(found.astype(np.float64)).any()
     if lacks or found.ndim != len(column.shape):
         return None
     sizes = tuple(
@@ -303,7 +302,7 @@ def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
         found = pad_values(found, sizes)
     if found.shape != sizes:
         return None
-    return found if is_text else found.astype(column.dtype)
+    return found if of_texts else found.astype(column.dtype)
 
 
 def _nothing(column: FileColumn, length: int | None = None) -> NDArray[Any]:
@@ -352,7 +351,3 @@ def _is_number(kind: pa.DataType) -> bool:
     return bool(
         pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     )
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

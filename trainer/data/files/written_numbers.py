@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
+from flotilla.trainer.data.files.text_values import matches
 
 #: Share of its values from which a column has their type.
 NEARLY_ALL = 0.9
@@ -90,7 +91,7 @@ def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> C
     found: Counter[str] = Counter()
     counts = np.ones(len(array), np.int64) if counts is None else counts
     # A text without a digit is not a number, and 007 is a code.
-    kept = pc.and_not(_matches(array, r"[1-9]|0$|0\D"), _matches(array, r"^0\d+$"))
+    kept = pc.and_not(matches(array, r"[1-9]|0$|0\D"), matches(array, r"^0\d+$"))
     kept = pc.and_(kept, pc.less_equal(pc.utf8_length(array), _LONGEST))
     short, counts = array.filter(kept), counts[kept.to_numpy(zero_copy_only=False)]
     bare = np.zeros(len(short), np.bool_)
@@ -109,9 +110,9 @@ def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> C
             given = zip(names.tolist(), total, strict=True)
             found.update({f"{_UNIT_OF}{each}": count for each, count in given if each})
     for name, pattern in (("date", _DATE), ("clock", _CLOCK)):
-        there = _matches(short, _choose_pattern(pattern, is_ascii=_is_ascii(short)))
+        there = matches(short, _choose_pattern(pattern, is_ascii=_is_ascii(short)))
         found[name] += int(counts[there.to_numpy(zero_copy_only=False)].sum())
-    bare &= _matches(short, "[1-9]").to_numpy(zero_copy_only=False)
+    bare &= matches(short, "[1-9]").to_numpy(zero_copy_only=False)
     found[_BARE] = int(counts[bare].sum())
     return +found
 
@@ -160,7 +161,7 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
             array = pc.replace_substring_regex(array, odd, plain)
     pattern = _choose_pattern(_PATTERNS[kind], is_ascii=is_ascii)
     # Without its groups, the pattern is several times as fast.
-    matched = _matches(array, pattern)
+    matched = matches(array, pattern)
     right = matched.to_numpy(zero_copy_only=False).copy()
     if not right.any():
         return None
@@ -172,10 +173,6 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
     closed = _is_there(fields["close"], ")")
     minus = sum(_is_there(fields[name], "-").astype(int) for name in ("sign", "inner", "trailing"))
     return fields, right & (brackets == closed) & (minus + closed <= 1)
-
-
-def _matches(array: pa.Array, pattern: str) -> pa.Array:
-    return pc.match_substring_regex(array, pattern)
 
 
 def _is_ascii(array: pa.Array) -> bool:

@@ -89,11 +89,6 @@ class NpzReader(Reader):
                 numbers = np.arange(start, start + count) - piece.start
                 yield Rows(table, numbers, size=round(of_a_row * count))
 
-    def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the index on the first axis, from 1."""
-        del path
-        return piece.start + number + 1
-
 
 @contextmanager
 def _open(path: Path) -> Iterator[dict[str, _Array]]:

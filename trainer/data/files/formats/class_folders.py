@@ -65,11 +65,6 @@ class ImageFilesReader(Reader):
             numbers = np.arange(here.start, here.stop) - piece.start
             yield Rows(table.select(list(columns or self._columns)), numbers)
 
-    def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the position of a file in the listing, from 1."""
-        del path
-        return piece.start + number + 1
-
 
 def find_class(path: str) -> str:
     """Return the class of an image, named by its folder; raises `UserError` if it has none."""

@@ -82,11 +82,6 @@ class ExampleReader(Reader):
             size = positions[-1] - positions[-2]
             yield Rows(table, np.array(numbers, np.int64), size=size)
 
-    def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the number of the record, from 1."""
-        del path, piece
-        return number + 1
-
 
 def _example(data: bytes) -> dict[str, Any] | str:
     # The context of a `SequenceExample` corresponds to the features of an `Example`.

@@ -137,6 +137,7 @@ class Reader(ABC):
             UserError: the file cannot be read.
         """
 
-    @abstractmethod
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the row of a record as an editor shows it, from 1."""
+        del path
+        return piece.start + number + 1
