@@ -8,9 +8,12 @@ import itertools
 import random
 import re
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from tests.kubernetes.store import Tree
+
+_TFJOB = "training.kubeflow.org/job-name"
 
 
 class Addresses:
@@ -19,6 +22,8 @@ class Addresses:
     def __init__(self, ports: dict[str, dict[int, int]]) -> None:
         """Write the real port of each pod to `ports`, by the port of its manifest."""
         self._ports = ports
+        # The port of a pod of a TFJob by its name: all of them share one machine.
+        self.of_tfjobs: Callable[[str], int] = {}.__getitem__
         self._held = ExitStack()
         self._found: dict[str, str] = {}
         # Other tests on this machine use other addresses.
@@ -39,6 +44,12 @@ class Addresses:
     def mapped(self, pod: Tree, name: str, text: str) -> str:
         """Return the value of a variable: in TF_CONFIG, with a free port for the pod itself."""
         spec = pod["spec"]
+        if name == "TF_CONFIG" and _TFJOB in pod["metadata"].get("labels", {}):
+            return re.sub(
+                r'"([a-z0-9-]+)(\.[a-z0-9-]+\.svc):2222"',
+                lambda found: f'"{found[1]}{found[2]}:{self.of_tfjobs(found[1])}"',
+                text,
+            )
         if name != "TF_CONFIG" or not spec.get("hostname"):
             return text
         host = re.escape(f"{spec['hostname']}.{spec.get('subdomain', '')}")

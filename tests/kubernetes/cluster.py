@@ -344,6 +344,7 @@ def real_cluster(
         environment = {"KUBECONFIG": str(in_pods), **network.environment}
         kubelet = Kubelet(server.store, server.logs, folder / "pods", environment, secrets or {})
         kubelet.node.addresses = Addresses(network.ports)
+        kubelet.node.addresses.of_tfjobs = operator.port
         made.kubelet, made.network = kubelet, network
         with operator, made.job_controller, made.jobset_controller, kubelet:
             yield made

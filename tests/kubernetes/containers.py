@@ -91,11 +91,12 @@ class Node:
         folder.mkdir(parents=True, exist_ok=True)
         variables = self._variables(pod, container)
         words = words or [*container["command"], *container.get("args", [])]
-        place = mounted(container.get("workingDir", str(image or folder)), mounts)
+        named = container.get("workingDir", "")
+        place = mounted(named, mounts) if named else str(image or folder)
         message = container.get("terminationMessagePath", "/none")
         return Command(
             words=[mounted(expanded(word, variables), mounts) for word in words],
-            folder=place if Path(place).is_dir() or not image else str(image / place.lstrip("/")),
+            folder=place,
             environment={
                 **self._paths(image),
                 "FLOTILLA_PARENT": str(os.getpid()),

@@ -212,7 +212,7 @@ class Operator:
             return ""
         cluster = {
             kind.lower(): [
-                f"{host_of(pod, job['metadata']['namespace'])}:{self._port(pod)}"
+                f"{host_of(pod, job['metadata']['namespace'])}:{self.port(pod)}"
                 for pod in (f"{name}-{kind.lower()}-{i}" for i in range(spec["replicas"]))
             ]
             for kind, spec in specs.items()
@@ -220,7 +220,7 @@ class Operator:
         task = {"type": role.lower(), "index": index}
         return json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
 
-    def _port(self, name: str) -> int:
+    def port(self, name: str) -> int:
         """Return the port of a pod and of its replacements: all share one machine."""
         if name not in self._addresses:
             holder = self._ports.enter_context(socket.socket())

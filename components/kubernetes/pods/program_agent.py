@@ -1,0 +1,195 @@
+"""The sidecar of a user's program: runs the agent of its task, and watches the launcher.
+
+python -m flotilla.components.kubernetes.pods.program_agent --dataset URI --checkpoints URI. The
+agent (`flotilla.trainer.program`) speaks with the guard in the user's container. Like the guard of
+Flotilla's trainer, the sidecar of the leading task ends the job when the launcher asks for it or is
+dead (`launcher_watch`), and a server ends after the leading task (`shutdown`). The kubelet ends the
+sidecar once the user's container has ended, and starts one again that has ended before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from flotilla.components.kubernetes.pods import launcher_watch
+from flotilla.components.kubernetes.pods.guard import LOOK_SECONDS, PeerNames
+from flotilla.components.kubernetes.pods.program import EXCHANGE
+from flotilla.components.kubernetes.pods.shutdown import (
+    NOTICE_SECONDS,
+    ShutdownConnection,
+    ShutdownServer,
+)
+from flotilla.components.kubernetes.pods.template import (
+    CONFIG_VARIABLE,
+    LAUNCHER_VARIABLE,
+    grace_seconds,
+)
+from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader
+from flotilla.trainer.features import length
+from flotilla.trainer.program.agent import Agent
+from flotilla.trainer.program.link import Link
+from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.environment import check_variables
+from flotilla.trainer.runtime.errors import FAILED, TRY_AGAIN, USAGE, TransientError, UserError
+from flotilla.trainer.runtime.output import streams
+
+log = logging.getLogger(__name__)
+# The share of the pod's grace period that the program has; in the rest its last checkpoint is
+# published.
+PROGRAM_SHARE = 0.5
+# The kubelet ends the sidecar of an ended container at once; otherwise it is started again.
+END_SECONDS = 60.0
+_KILLED = 128 + signal.SIGTERM
+
+
+class EndOfPod:
+    """SIGTERM of the kubelet, which the first process of a container ignores without a handler."""
+
+    def __init__(self) -> None:
+        """Handle it from now on."""
+        # Whether this process has something to do after the container of the program has ended.
+        self.is_late = False
+        self._event = threading.Event()
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def wait(self) -> None:
+        """Return when the pod ends: a sidecar that ends before is started again."""
+        self._event.wait(END_SECONDS)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self._event.set()
+        if not self.is_late:
+            # The program has ended and all is published; or the next agent of this pod goes on.
+            os._exit(_KILLED)
+
+
+class JobEnd:
+    """Ends the program, and then the job, when the launcher asks for it or is dead."""
+
+    def __init__(self, agent: Agent, ended: EndOfPod) -> None:
+        """Take the agent of the leading task."""
+        self.is_asked = False
+        self._agent, self._ended = agent, ended
+
+    def end_job(self, reason: str) -> None:
+        """Stop the program with a last checkpoint; the job fails, so that no pod is made again."""
+        self.is_asked = self._ended.is_late = True
+        self._agent.stop(reason, code=FAILED)
+
+
+class Reaction:
+    """What the agent does when the container of the program is asked to end.
+
+    The leading task stops its program; a server does so when the leading task has ended.
+    """
+
+    def __init__(self, cluster: Cluster, task: Task, seconds: float) -> None:
+        """Connect the tasks of a job; the leader has some seconds to end."""
+        self.agent: Agent | None = None
+        self._seconds = seconds
+        self._server: ShutdownServer | None = None
+        self._connection: ShutdownConnection | None = None
+        first = leader(cluster)
+        if task == first:
+            self._server = ShutdownServer(cluster.count("ps") + cluster.count("worker"))
+        elif task.role in ("ps", "worker"):
+            host, _, _ = cluster.address(first).rpartition(":")
+            self._connection = ShutdownConnection(host)
+
+    def take(self, _number: int) -> None:
+        """Stop the program, or wait for the leader first."""
+        assert self.agent
+        if self._connection:
+            self.agent.begin_no_more()
+            threading.Thread(target=self._wait, args=(self._connection,), daemon=True).start()
+            return
+        if self._server:
+            self._server.announce()
+        self.agent.stop()
+
+    def _wait(self, connection: ShutdownConnection) -> None:
+        assert self.agent
+        connection.wait(NOTICE_SECONDS, self._seconds)
+        self.agent.stop()
+
+
+def main(arguments: list[str]) -> int:
+    """Run the agent of this pod's task; return the code with which the program has ended."""
+    streams.log_to_stderr()
+    parser = argparse.ArgumentParser(prog="program_agent")
+    for name in ("--config", "--dataset", "--checkpoints", "--workdir"):
+        parser.add_argument(name, default="", metavar=name[2:].upper())
+    options = parser.parse_args(arguments)
+    signals.end_with_parent()
+    ended = EndOfPod()
+    # The program may run as another user, and has to write into the folders of the agent.
+    os.umask(0)
+    try:
+        check_variables()
+        cluster, task = from_tf_config(os.environ.get("TF_CONFIG", ""))
+        config = parse_config(json.loads(os.environ.get(CONFIG_VARIABLE) or "{}"))
+    except UserError as error:
+        # Kubernetes starts this container again, and the launcher reports that it cannot start.
+        streams.say(f"agent: {error}")
+        return USAGE
+    job = Job(
+        config=config,
+        dataset=options.dataset,
+        checkpoints=options.checkpoints,
+        workdir=Path.cwd(),
+    )
+    code = _run(job, cluster, task, ended)
+    ended.wait()
+    return code
+
+
+def _run(job: Job, cluster: Cluster, task: Task, ended: EndOfPod) -> int:
+    try:
+        config = length.resolve_for_dataset(job.config, job.dataset)
+    except UserError as error:
+        return _refuse(error)
+    seconds = float(grace_seconds(config, task.role)) * PROGRAM_SHARE
+    reaction = Reaction(cluster, task, seconds)
+    agent = Agent(
+        replace(job, config=config), cluster, task, on_signal=reaction.take, grace=seconds
+    )
+    reaction.agent = agent
+    end = JobEnd(agent, ended)
+    leads = task == leader(cluster)
+    watched = json.loads(os.environ.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
+    if watched:
+        launcher_watch.start(end, watched)
+    if leads:
+        look = PeerNames(cluster).look
+        Loop(look, LOOK_SECONDS, name="names", failing="names are not looked up").start()
+    code = agent.run()
+    if end.is_asked:
+        launcher_watch.delete_job(watched)
+    return code
+
+
+def _refuse(error: UserError) -> int:
+    """Have the guard end with an error that came before there was an agent."""
+    log.error("%s", error)
+    link = Link(Path.cwd() / EXCHANGE)
+    code = TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
+    while (link.receive(None) or {}).get("is") != "ready":
+        pass
+    link.send(do="exit", code=code, message=str(error))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

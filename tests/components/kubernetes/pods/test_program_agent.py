@@ -1,0 +1,77 @@
+"""The sidecar of a program: what it does when a container, a job or the pod has to end."""
+
+import json
+import subprocess
+import sys
+from unittest.mock import create_autospec
+
+import pytest
+
+from flotilla.components.kubernetes.pods import program_agent
+from flotilla.components.kubernetes.pods.program_agent import EndOfPod, JobEnd, Reaction
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.program.agent import Agent
+from flotilla.trainer.runtime.errors import FAILED, USAGE
+
+LEADER, SERVER = Task(role="worker", index=0), Task(role="ps", index=0)
+CLUSTER = Cluster(addresses={"ps": ("localhost:1",), "worker": ("localhost:2",)})
+
+
+@pytest.fixture
+def agent():
+    return create_autospec(Agent, instance=True)
+
+
+def test_the_leader_stops_at_once(agent):
+    reaction = Reaction(CLUSTER, LEADER, 10)
+    reaction.agent = agent
+    reaction.take(15)
+    agent.stop.assert_called_once_with()
+
+
+def test_a_server_waits_for_the_leader(agent, monkeypatch):
+    waits = []
+
+    class Connection:
+        def __init__(self, host):
+            self.host = host
+
+        def wait(self, _notice, timeout):
+            waits.append((self.host, timeout))
+            assert not agent.stop.called
+
+    monkeypatch.setattr(program_agent, "ShutdownConnection", Connection)
+    reaction = Reaction(CLUSTER, SERVER, 10)
+    reaction.agent = agent
+    reaction.take(15)
+    agent.begin_no_more.assert_called_once_with()
+    for thread in [each for each in program_agent.threading.enumerate() if each.daemon]:
+        if "_wait" in thread.name:
+            thread.join(10)
+    assert waits == [("localhost", 10)]
+    agent.stop.assert_called_once_with()
+
+
+def test_a_job_that_is_asked_to_end_fails_so_that_no_pod_comes_again(agent):
+    ended = create_autospec(EndOfPod, instance=True)
+    end = JobEnd(agent, ended)
+    end.end_job("no heartbeat")
+    agent.stop.assert_called_once_with("no heartbeat", code=FAILED)
+    # It has the job to delete after the container of the program has ended.
+    assert end.is_asked
+    assert ended.is_late
+
+
+def test_a_pod_without_its_cluster_is_refused_in_one_line(tmp_path):
+    module = "flotilla.components.kubernetes.pods.program_agent"
+    found = subprocess.run(
+        [sys.executable, "-m", module, "--dataset", "d", "--checkpoints", "c"],
+        cwd=tmp_path,
+        env={"TF_CONFIG": json.dumps({}), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert found.returncode == USAGE
+    assert found.stderr.splitlines()[-1].startswith("agent: TF_CONFIG: 'cluster' has to map roles")
