@@ -25,12 +25,7 @@ from tests.house_rules.test_sizes import BUDGETS
 
 PAGES = [read(ROOT / path, ROOT) for path in files() if path.suffix == ".md"]
 # The changelog names removed commands and settings.
-NOT_OF_THE_PAST = pytest.mark.parametrize(
-    "document",
-    [each for each in PAGES if each.path.name != "CHANGELOG.md"],
-    ids=lambda document: str(document.path),
-)
-NAMED = pytest.mark.parametrize("document", PAGES, ids=lambda document: str(document.path))
+NOT_OF_THE_PAST = [each for each in PAGES if each.path.name != "CHANGELOG.md"]
 SECTIONS = {name for name in Config.model_fields if name != "name"}
 VARIABLE = re.compile(r"FLOTILLA_[A-Z_]+")
 
@@ -44,41 +39,52 @@ def variables_of_the_code():
     }
 
 
-@NAMED
-def test_every_command_is_one(document):
-    wrong = {where: why for where, words in document.commands() if (why := wrong_command(words))}
-    assert not wrong
+def test_every_command_is_one():
+    commands = [each for document in PAGES for each in document.commands()]
+    assert not [(where, why) for where, words in commands if (why := wrong_command(words))]
 
 
-@NOT_OF_THE_PAST
-def test_every_command_in_the_prose_is_one(document):
-    spoken = [words for each in document.inline() for words in spoken_commands(each)]
-    wrong = {" ".join(words): why for words in spoken if (why := wrong_command(words, whole=False))}
-    assert not wrong
+def test_every_command_in_the_prose_is_one():
+    spoken = {
+        tuple(words): page.path
+        for page in NOT_OF_THE_PAST
+        for each in page.inline()
+        for words in spoken_commands(each)
+    }
+    wrong = {words: wrong_command(list(words), whole=False) for words in spoken}
+    assert not [(spoken[words], words, why) for words, why in wrong.items() if why]
 
 
 def spoken_commands(inline):
     return simple_commands(inline) if inline.startswith(("flotilla ", "make ")) else []
 
 
-@NAMED
-def test_every_snippet_of_a_configuration_is_valid(document):
-    for block in document.of("yaml"):
+def test_every_snippet_of_a_configuration_is_valid():
+    for where, block in blocks("yaml"):
         tree = yaml.load(block.text, yaml.CSafeLoader)
-        assert isinstance(tree, dict), block.line
+        assert isinstance(tree, dict), where
         if "apiVersion" not in tree:
             # The check includes the job, so a setting that the engine does not support is rejected.
             config = parse_config(tree)
             kind = "JobSet" if config.cluster.launcher == "jobset" else "TFJob"
-            assert render_job(config)["kind"] == kind
+            assert render_job(config)["kind"] == kind, where
 
 
-@NOT_OF_THE_PAST
-def test_every_key_of_the_configuration_is_one(document):
+def blocks(language):
+    """Yield the blocks of all pages in a language, each with its page and line."""
+    for document in PAGES:
+        for block in document.of(language):
+            yield f"{document.path}:{block.line}", block
+
+
+def test_every_key_of_the_configuration_is_one():
     looks = re.compile(rf"({'|'.join(SECTIONS)})(\.[a-z_]+)+(: \S+)?")
-    gone = REMOVED if "decisions" in document.path.parts else ()
-    named = [each for each in document.inline() if looks.fullmatch(each) and each not in gone]
-    assert not [why for each in named if not is_module(each) and (why := wrong_key(each))]
+    wrong = cache(wrong_key)
+    for document in NOT_OF_THE_PAST:
+        gone = REMOVED if "decisions" in document.path.parts else ()
+        named = [each for each in document.inline() if looks.fullmatch(each) and each not in gone]
+        found = [why for each in named if not is_module(each) and (why := wrong(each))]
+        assert not found, document.path
 
 
 def is_module(word):
@@ -87,68 +93,62 @@ def is_module(word):
     return name in {"html", "py", "yaml"} or (ROOT / "trainer" / package / f"{name}.py").exists()
 
 
-@pytest.fixture(scope="module")
-def run_parameters(tmp_path_factory):
-    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
+def test_every_run_parameter_is_one(tmp_path):
+    path = tmp_path / "pipeline.yaml"
     compile_pipeline(path)
     pipeline = next(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
-    return set(pipeline["root"]["inputDefinitions"]["parameters"])
+    prose = " ".join(word for document in PAGES for word in document.prose.split())
+    named = set(re.findall(r"run parameter `(\w+)`", prose))
+    assert not named - set(pipeline["root"]["inputDefinitions"]["parameters"])
 
 
-@NAMED
-def test_every_run_parameter_is_one(document, run_parameters):
-    prose = " ".join(document.prose.split())
-    assert not set(re.findall(r"run parameter `(\w+)`", prose)) - run_parameters
+def test_every_path_is_there():
+    named = [(document.path, each) for document in PAGES for each in document.inline()]
+    assert not [each for each in named if missing_path(each[1])]
 
 
-@NAMED
-def test_every_path_is_there(document):
-    assert not [each for each in document.inline() if missing_path(each)]
-
-
-@NAMED
-def test_every_link_leads_somewhere(document):
-    for link in document.links():
+def test_every_link_leads_somewhere():
+    fragments = cache(lambda path: read(path, ROOT).fragments())
+    for where, link in [(each.path, link) for each in PAGES for link in each.links()]:
         if re.match(r"[a-z]+:", link):
             continue
         target, _, fragment = link.partition("#")
-        path = (ROOT / document.path.parent / target).resolve() if target else ROOT / document.path
-        assert path.exists(), link
-        assert path.is_relative_to(ROOT), link
-        assert not fragment or fragment in read(path, ROOT).fragments(), link
+        path = (ROOT / where.parent / target).resolve() if target else ROOT / where
+        assert path.exists(), (where, link)
+        assert path.is_relative_to(ROOT), (where, link)
+        assert not fragment or fragment in fragments(path), (where, link)
 
 
-@NAMED
-def test_every_variable_is_read_by_the_code(document):
-    whole = document.prose + "".join(block.text for block in document.blocks)
-    assert not set(VARIABLE.findall(whole)) - variables_of_the_code()
+def test_every_variable_is_read_by_the_code():
+    for document in PAGES:
+        whole = document.prose + "".join(block.text for block in document.blocks)
+        assert not set(VARIABLE.findall(whole)) - variables_of_the_code(), document.path
 
 
-@NAMED
-def test_every_import_finds_what_it_names(document):
-    for block in document.of("python"):
+def test_every_import_finds_what_it_names():
+    for where, block in blocks("python"):
         for node in ast.walk(ast.parse(block.text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flotilla"):
                 module = importlib.import_module(node.module)
-                assert not [each.name for each in node.names if not hasattr(module, each.name)]
+                absent = [each.name for each in node.names if not hasattr(module, each.name)]
+                assert not absent, where
 
 
-@NAMED
-def test_every_call_of_the_public_interface_is_one(document):
+def test_every_call_of_the_public_interface_is_one():
     calls = [
-        (name, node)
-        for block in document.of("python")
+        (where, name, node)
+        for where, block in blocks("python")
         for node in ast.walk(ast.parse(block.text))
         if isinstance(node, ast.Call) and (name := public_name(node.func))
     ]
-    for name, node in calls:
-        assert name.split(".")[0] in flotilla.__all__, name
+    for where, name, node in calls:
+        assert name.split(".")[0] in flotilla.__all__, (where, name)
         function = reduce(getattr, name.split("."), flotilla)
         keywords = {each.arg: ... for each in node.keywords if each.arg}
         try:
             inspect.signature(function).bind_partial(*node.args, **keywords)
         except TypeError as error:
-            pytest.fail(f"{document.path}: flotilla.{name}: {error}")
+            pytest.fail(f"{where}: flotilla.{name}: {error}")
 
 
 def public_name(node):
@@ -157,10 +157,9 @@ def public_name(node):
     return words.removeprefix("flotilla.") if re.fullmatch(r"flotilla(\.\w+)+", words) else ""
 
 
-@NAMED
-def test_every_block_has_a_known_language(document):
+def test_every_block_has_a_known_language():
     # A block of `text` shows output; all others are checked above, or run by `test_guides.py`.
-    assert {block.language for block in document.blocks} <= {
+    assert {block.language for document in PAGES for block in document.blocks} <= {
         "", "dockerfile", "python", "sh", "text", "yaml",
     }  # fmt: skip
 

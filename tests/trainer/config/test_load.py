@@ -263,9 +263,9 @@ def test_a_configuration_that_an_earlier_version_recorded_is_read():
     assert refused(parse_config, tree).startswith("training.cached_rows: removed in 0.2")
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_wrong_type_names_the_key(key):
-    assert refused(load_config, None, [f"{key}=[[1]]"]).startswith((f"{key}: ", f"{key}.0: "))
+def test_a_wrong_type_names_the_key():
+    for key in KEYS:
+        assert refused(load_config, None, [f"{key}=[[1]]"]).startswith((f"{key}: ", f"{key}.0: "))
 
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(

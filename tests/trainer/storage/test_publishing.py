@@ -16,6 +16,7 @@ from .places import Place, fetched, fill
 WHOLE = {*FILES, "MANIFEST.json"}
 
 
+@pytest.mark.parametrize("place", ["file", "gs", "s3", "minio"], indirect=True)
 def test_publish_and_read_back(make: Make, place: Place) -> None:
     uri = storage.join(place.root, "datasets", "digits 1")
     assert not storage.is_published(uri)

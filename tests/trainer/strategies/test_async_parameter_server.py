@@ -1,6 +1,7 @@
 """Asynchronous training: portions, turns of workers, and the counts of the chief."""
 
 import heapq
+import itertools
 
 import pytest
 import tensorflow as tf
@@ -70,14 +71,13 @@ def spent(cut, costs):
 
 
 @pytest.mark.parametrize("turn", [1, 20])
-@pytest.mark.parametrize("others", [1, 2, 3, 7, 15])
-@pytest.mark.parametrize("each", [40, 100, 300, 1000, 3000])
-def test_a_worker_that_is_four_times_slower_takes_a_quarter(turn, others, each):
-    costs = [*[1.0] * others, 4.0]
-    steps, of = each * others, len(costs)
-    cut = cut_up(steps, of, turn)
-    ideal = steps / sum(1 / cost for cost in costs)
-    assert spent(cut, costs) <= 1.15 * ideal
+def test_a_worker_that_is_four_times_slower_takes_a_quarter(turn):
+    for others, each in itertools.product([1, 2, 3, 7, 15], [40, 100, 300, 1000, 3000]):
+        costs = [*[1.0] * others, 4.0]
+        steps, of = each * others, len(costs)
+        cut = cut_up(steps, of, turn)
+        ideal = steps / sum(1 / cost for cost in costs)
+        assert spent(cut, costs) <= 1.15 * ideal, (others, each)
 
 
 class Lent(Led):

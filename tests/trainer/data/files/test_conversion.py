@@ -23,7 +23,6 @@ def values(kind: str, array: pa.Array, **keys: object) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("other", ["", "abc", "1.5", "NA", str(LARGE), "-7"])
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -31,8 +30,9 @@ def values(kind: str, array: pa.Array, **keys: object) -> list[object]:
         (f"{LARGE}.0", None), ("inf", None), (str(2**63), None), (str(-(2**63)), -(2**63)),
     ],
 )  # fmt: skip
-def test_a_whole_number_does_not_depend_on_its_neighbours(text, value, other):
-    assert values("int", pa.array([text, other, text]))[::2] == [value, value]
+def test_a_whole_number_does_not_depend_on_its_neighbours(text, value):
+    for other in ("", "abc", "1.5", "NA", str(LARGE), "-7"):
+        assert values("int", pa.array([text, other, text]))[::2] == [value, value], other
 
 
 @pytest.mark.parametrize(

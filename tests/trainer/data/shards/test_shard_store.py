@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -271,21 +272,18 @@ def test_every_epoch_has_an_order_of_its_own_that_the_seed_gives():
     assert shuffle_shards(names, 1, 1) == orders[3]
 
 
-@pytest.mark.parametrize("of", [1, 2, 3, 7, 40])
-@pytest.mark.parametrize("batch_size", [1, 5, 13, 100])
 @pytest.mark.parametrize("shards", [(13, 11, 12), (1,), (4, 0, 9), (50, 1, 1, 1)])
-def test_parts_are_whole_batches_in_a_row_and_name_the_shards_that_they_need(
-    shards, batch_size, of
-):
+def test_parts_are_whole_batches_in_a_row_and_name_the_shards_that_they_need(shards):
     owner = [index for index, count in enumerate(shards) for _ in range(count)]
-    seen = 0
-    for part in range(of):
-        where = part_range(shards, batch_size, part, of)
-        begin = sum(shards[: where.first]) + where.skip
-        assert where.take == 0 or begin == seen
-        needed = owner[seen : seen + where.take]
-        if needed:
-            assert (where.first, where.last - 1) == (needed[0], needed[-1])
-        seen += where.take
-        assert seen % batch_size == 0 or seen == len(owner)
-    assert seen == len(owner)
+    for batch_size, of in itertools.product([1, 5, 13, 100], [1, 2, 3, 7, 40]):
+        seen = 0
+        for part in range(of):
+            where = part_range(shards, batch_size, part, of)
+            begin = sum(shards[: where.first]) + where.skip
+            assert where.take == 0 or begin == seen
+            needed = owner[seen : seen + where.take]
+            if needed:
+                assert (where.first, where.last - 1) == (needed[0], needed[-1])
+            seen += where.take
+            assert seen % batch_size == 0 or seen == len(owner)
+        assert seen == len(owner)
