@@ -45,7 +45,7 @@ def measured() -> dict[str, dict[str, Any]]:
 
 
 def gradient_of(model: str) -> dict[str, Any]:
-    """Measure a model in this process: local steps with the baseline's batch size, no messages."""
+    """Measure local steps of a model in this process, with the baseline's batch size."""
     import keras  # noqa: PLC0415
     import tensorflow as tf  # noqa: PLC0415
 

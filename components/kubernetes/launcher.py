@@ -292,8 +292,8 @@ class _Launch:
             logs.drain(DRAIN_SECONDS)
             self._message = supervisor.termination_message() or self._message
             if lost:
-                # Reset only now, since the last checkpoint, published in the grace period, is
-                # progress.
+                # The count is reset only now, since the last checkpoint, published in the grace
+                # period, counts as progress.
                 self._restarts.count_loss(lost)
             return lost
         except UserError as error:

@@ -238,5 +238,5 @@ def _read_newest(job: Job, metrics: RunMetrics) -> None:
             step, created = max(found)
             metrics.set_checkpoint(step, created.timestamp())
     except (UserError, KeyError, ValueError, TypeError) as error:
-        # The next published checkpoint sets it in any case.
+        # The next published checkpoint sets this value in any case.
         log.warning("the age of the newest checkpoint is not known: %s", error)

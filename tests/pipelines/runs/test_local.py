@@ -258,7 +258,7 @@ def test_a_run_that_goes_on_cannot_be_taken_up(tmp_path):
 
 
 ROOT = Path(__file__).parents[3]
-# Syntax of shells, templates, YAML, JSON and KFP. KFP reserves `{{`.
+# The values contain syntax of shells, templates, YAML, JSON and KFP. KFP reserves `{{`.
 AWKWARD = 'it\'s "quoted" $HOME `id` %s \\n \\ {x} #é 漢字 🚢 python3 <&> -- ;\tend\n'
 # No value here is the default, except for keys that exclude another.
 TREE = {

@@ -285,7 +285,7 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
     for path, shape in SHAPES.items():
         np.testing.assert_array_equal(fresh[path], np.full(shape, 10.0))
     assert left(tmp_path) == ["ready.json"]
-    # A process without servers reads all of it.
+    # A process without servers reads the whole checkpoint.
     whole = storage.fetch(found.uri, tmp_path / "whole")
     assert sum(each.bytes for each in whole.files) == contents(found.uri).bytes
 

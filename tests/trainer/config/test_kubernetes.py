@@ -1,4 +1,4 @@
-"""Invalid values of `cluster.kubernetes` are rejected by name in one line."""
+"""Invalid values of `cluster.kubernetes` are rejected in one line that names the key."""
 
 from __future__ import annotations
 

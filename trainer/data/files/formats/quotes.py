@@ -182,7 +182,7 @@ class QuoteSearch:
 
 
 def _typical(values: Sequence[str]) -> frozenset[str] | str:
-    """Return the values of a column, the pattern of numbers, or nothing for free text."""
+    """Return the distinct values of a column or the pattern of its numbers; empty for free text."""
     if all(re.match(NUMBER, value.strip()) for value in values if value.strip()):
         return NUMBER
     few = frozenset(values)
