@@ -18,6 +18,8 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.code.bundle import load_bundle
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION_LOSS
 
+PROGRAM_CHOICE = "it alone has the program's model"
+
 
 @component
 def train_model(
@@ -69,8 +71,7 @@ def train(step: Step) -> str:
     job = partial(Job, config=settings, dataset=step.dataset, checkpoints=checkpoints)
     with folder_of_run() as folder:
         launchers.launch(job(workdir=folder / "cluster"), pods)
-    # Only the last checkpoint of a program has its model.
-    choice = "last" if settings.program.command else settings.training.hand_on
+    choice = PROGRAM_CHOICE if settings.program.command else settings.training.hand_on
     found = select_checkpoint(checkpoints, choice, settings.task.main_metric)
     metrics = _metrics(found)
     step.output.done(found.uri, metrics, found.best.by if found.best else None)

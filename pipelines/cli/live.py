@@ -239,8 +239,8 @@ class Display(LiveView):
         return _one_line(
             self._spinner,
             Text(name),
-            ProgressBar(progress.steps, progress.global_step, width=self._bar_width(name)),
-            Text(f"{progress.global_step}/{progress.steps}"),
+            ProgressBar(progress.steps or None, progress.global_step, width=self._bar_width(name)),
+            Text("/".join(map(str, filter(None, (progress.global_step, progress.steps))))),
             Text(self._time_left()),
         )
 

@@ -133,7 +133,8 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
     """Return the selected checkpoint below `uri`, and emit which one it is.
 
     With `choice` "best" it is the best valid checkpoint by the main metric of the validations, or
-    the last if none was measured after training began; otherwise the last. Raises `UserError` if
+    the last if none was measured after training began; otherwise the last, and `choice` may say why
+    in words. Raises `UserError` if
     there is none, or if the last one is damaged. `main_metric` is for a finished run that was
     resumed with another main metric.
     """
@@ -154,7 +155,8 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
             events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
             damaged = " that is not damaged"
     reason = "none that was validated is whole" if ranked else "none was validated"
-    why = f"the last: {reason if choice == 'best' else 'training.hand_on'}"
+    asked = {"best": reason, "last": "training.hand_on"}.get(choice, choice)
+    why = f"the last: {asked}"
     return _select(found[-1], found, why)
 
 

@@ -98,13 +98,16 @@ def format_event(event: Event) -> str:
 def format_metrics(progress: Progress) -> str:
     """Return loss, speed and, if known, the time left."""
     left = f"  {duration(progress.seconds_left)} left" if progress.seconds_left >= 0 else ""
-    return f"loss {progress.loss:.4g}  {progress.steps_per_second:.0f} steps/s{left}"
+    # A user's own program may say no loss.
+    loss = f"loss {progress.loss:.4g}  " if progress.loss else ""
+    return f"{loss}{progress.steps_per_second:.0f} steps/s{left}"
 
 
 def format_reached(progress: Progress) -> str:
     """Return the progress of training in global steps and epochs."""
     epoch = f" ({format_epoch(progress)})" if progress.epochs else ""
-    return f"global step {progress.global_step}/{progress.steps}{epoch}"
+    of = f"/{progress.steps}" if progress.steps else ""
+    return f"global step {progress.global_step}{of}{epoch}"
 
 
 def format_epoch(progress: Progress) -> str:
@@ -121,16 +124,17 @@ def is_first_stretch(progress: Progress) -> Progress:
 
 def convert_to_work(progress: Progress) -> WorkProgress:
     """Convert the progress of training to that of generic work."""
+    loss = f"loss {progress.loss:.4g}" if progress.loss else ""
     return WorkProgress(
         what="training",
         unit="steps",
         done=progress.global_step,
         total=progress.steps,
-        share=progress.global_step / max(progress.steps, 1),
+        share=progress.global_step / progress.steps if progress.steps else -1.0,
         rate=progress.steps_per_second,
         seconds=progress.seconds,
         seconds_left=progress.seconds_left,
-        detail="  ".join(filter(None, (f"loss {progress.loss:.4g}", format_epoch(progress)))),
+        detail="  ".join(filter(None, (loss, format_epoch(progress)))),
     )
 
 

@@ -7,6 +7,9 @@ reads the first rows, builds the model, and tries the parts of a run on it.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +21,7 @@ from flotilla.trainer.cluster.process import require_gpus
 from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data import listing
+from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
 from flotilla.trainer.storage import patterns
 
@@ -58,6 +62,11 @@ def check(
     if not is_remote and config.cluster.launcher == "local":
         require_gpus(config)
     notes = () if dataset else require_source(config.data, is_remote=is_remote)
+    if program := config.program.command:
+        if config.cluster.launcher == "local":
+            require_program(config)
+        name = " ".join(program)
+        return Checked(notes=(*notes, f"not tried: {name} trains a model of its own"))
     if notes:
         return Checked(notes=notes)
     try:
@@ -65,6 +74,19 @@ def check(
     except fitting.NotKnownError as error:
         return Checked(notes=(f"not known: {error}",))
     return Checked(found=found, notes=tuple(found.get("notes", ())))
+
+
+def require_program(config: Config) -> None:
+    """Raise `ConfigError` if this machine cannot start the program."""
+    program = config.program
+    folder = os.path.join(user_code.folder(), program.working_dir)
+    if not os.path.isdir(folder):
+        raise ConfigError(f"program.working_dir: there is no folder {folder}")
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+    name = program.command[0]
+    found = os.access(os.path.join(folder, name), os.X_OK) if os.sep in name else False
+    if not found and not shutil.which(name, path=path):
+        raise ConfigError(f"program.command: there is no program {name} on this machine")
 
 
 def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, ...]:

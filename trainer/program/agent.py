@@ -27,9 +27,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
-from flotilla.trainer import events
+from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import History
 from flotilla.trainer.cluster import completion, lease
 from flotilla.trainer.cluster.launcher import Job
@@ -41,7 +41,7 @@ from flotilla.trainer.program.attempts import Attempts
 from flotilla.trainer.program.dataset import stage_dataset
 from flotilla.trainer.program.link import Link, Message
 from flotilla.trainer.program.metrics import Metrics, MetricsFile
-from flotilla.trainer.program.publication import Publisher, fill, find_published
+from flotilla.trainer.program.publication import Publisher, clear, fill, find_published
 from flotilla.trainer.program.task_folders import TaskFolders, guard_environment, make_start
 from flotilla.trainer.runtime import signals, user_code
 from flotilla.trainer.runtime.errors import (
@@ -64,6 +64,8 @@ GRACE_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 # A guard that was told to end has this long.
 _EXIT_SECONDS = 10.0
+# After training, an evaluator may be silent for so long before it is stopped.
+_EVALUATOR_SECONDS = 15.0
 _BEGIN_AGAIN_CODE = 1
 _FINAL = (USAGE, guard.NOT_EXECUTABLE, guard.NOT_FOUND)
 log = logging.getLogger(__name__)
@@ -106,7 +108,7 @@ class Agent:
         self._stopping = threading.Event()
         self._reason = ""
         self._code: int | None = None
-        self._refuses = self._is_running = self._is_ready = False
+        self._refuses = self._is_ready = False
         self._pid = 0
         #: Why the agent killed the program, if it did.
         self._why = ""
@@ -115,6 +117,7 @@ class Agent:
         self._file = MetricsFile(self._folders.metrics)
         self._attempts: Attempts | None = None
         self._filled = ""
+        self._over_at = 0.0
         self._output_at = self._looked_at = self._asked_at = 0.0
 
     # From other threads.
@@ -208,13 +211,10 @@ class Agent:
     def _begin(self, link: Link) -> Message | None:
         """Start the program, unless it runs already; return its end if it has ended meanwhile."""
         ready = self._await_guard(link)
-        if ready.get("ended"):
-            self._make_metrics()
-            return dict(ready["ended"])
-        if ready.get("running"):
-            self._is_running, self._pid = True, int(ready["pid"])
-            self._make_metrics()
-            return None
+        if ready.get("ended") or ready.get("running"):
+            self._go_on()
+            self._pid = int(ready["pid"])
+            return dict(ready["ended"]) if ready.get("ended") else None
         attempt = self._prepare(link)
         if self._refuses:
             raise RunInterruptedError("interrupted before the program was started")
@@ -223,7 +223,6 @@ class Agent:
         self._output_at = time.monotonic()
         start = make_start(self._job, self._cluster, self._task, attempt)
         link.send(do="start", cwd=folder, **start)
-        self._is_running = True
         return None
 
     def _await_guard(self, link: Link) -> Message:
@@ -251,6 +250,7 @@ class Agent:
 
     def _prepare(self, link: Link) -> int:
         """Fill the folder of checkpoints, and return the number of the attempt."""
+        clear(self._folders.model)
         topology = self._job.config.topology
         workers = [Task(role="worker", index=n) for n in range(self._cluster.count("worker"))]
         others = [each for each in workers if topology.leads(each) and each != workers[0]]
@@ -270,6 +270,14 @@ class Agent:
             self._filled, _ = find_published(self._job.checkpoints)
             fill(self._folders, self._filled)
         return 1
+
+    def _go_on(self) -> None:
+        """Follow a program that an earlier process of this task has started."""
+        if self._publisher:
+            self._publisher.resume()
+        self._make_metrics()
+        if self._metrics:
+            self._metrics.restore(self._folders.exchange)
 
     def _steps_of_last_attempt(self) -> Metrics:
         found = Metrics(History(self._job.checkpoints, start=0), 0, 0)
@@ -304,7 +312,8 @@ class Agent:
                 return end
             if self._stopping.is_set() and not is_asked:
                 is_asked = True
-                link.send(do="stop", grace=self._grace if self._leads else 0)
+                waits = self._leads or self._task.role == "evaluator"
+                link.send(do="stop", grace=self._grace if waits else 0)
             if time.monotonic() - self._looked_at >= LOOK_SECONDS:
                 self._looked_at = time.monotonic()
                 if not self._why and not is_asked:
@@ -340,8 +349,8 @@ class Agent:
 
     def _watch(self, link: Link) -> None:
         """Kill the program if it stalls, or if its attempt is over."""
-        if self._task.role == "evaluator" and (self._job.workdir / OVER).exists():
-            self.stop()
+        if self._task.role == "evaluator":
+            self._end_evaluator()
             return
         timeout = self._program.stall_timeout
         counts = self._metrics is not None and self._metrics.said_steps
@@ -358,16 +367,27 @@ class Agent:
                 self._attempts.check()
             except ClusterLostError as error:
                 self._why = str(error)
+            except storage.Unavailable as error:
+                log.warning("%s", error)
         if self._why:
             link.send(do="kill")
+
+    def _end_evaluator(self) -> None:
+        """Stop an evaluator that is silent after the end of training."""
+        if (self._job.workdir / OVER).exists():
+            self._over_at = self._over_at or time.monotonic()
+            if time.monotonic() - max(self._over_at, self._output_at) > _EVALUATOR_SECONDS:
+                self.stop()
 
     def _look(self) -> None:
         """Take what the program wrote."""
         if self._task.role == "evaluator":
-            uri, _ = find_published(self._job.checkpoints)
-            if uri and uri != self._filled:
-                fill(self._folders, uri, keeps=True)
-                self._filled = uri
+            # The next look tries again.
+            with suppress(storage.Unavailable, storage.Missing):
+                uri, _ = find_published(self._job.checkpoints)
+                if uri and uri != self._filled:
+                    fill(self._folders, uri, keeps=True)
+                    self._filled = uri
         if self._metrics and self._publisher:
             for line, when in self._file.read():
                 self._metrics.take(line, when)
@@ -378,7 +398,6 @@ class Agent:
 
     def _finish(self, end: Message, held: lease.NoLease) -> None:
         """Publish what is whole, and return if training is over; raises as `train`."""
-        self._is_running = False
         if self._metrics:
             for line, when in self._file.read():
                 self._metrics.take(line, when)
@@ -386,6 +405,8 @@ class Agent:
         if end["is"] == "failed":
             raise ConfigError(str(end["message"]))
         code = int(end["code"])
+        if self._over_at:
+            return
         if self._stopping.is_set():
             raise RunInterruptedError(self._describe_stop())
         if code == DONE and not self._why:

@@ -75,7 +75,7 @@ def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
     folder = folders.checkpoints
     with report_errors(f"fill {folder}"):
         if not keeps:
-            _clear(folder)
+            clear(folder)
         if not uri:
             return
         staged = folders.exchange / "filling"
@@ -91,13 +91,15 @@ def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _clear(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def clear(folder: Path) -> None:
+    """Remove all that is in a folder; raises `UserError`."""
+    with report_errors(f"clear {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
 
 class Publisher:
@@ -139,6 +141,10 @@ class Publisher:
         if found := layouts.find_newest(self._folders.checkpoints, self._marker):
             self._note(found)
         return self.last
+
+    def resume(self) -> None:
+        """Go on with a program that runs; its folder stays as it is."""
+        self.last, self.step = find_published(self._job.checkpoints)
 
     def look(self, step_at: StepAt, metrics: Mapping[str, Any]) -> None:
         """Queue the newest checkpoint if it is whole, new, and as it was at the last look."""

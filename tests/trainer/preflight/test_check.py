@@ -6,6 +6,7 @@ import pytest
 
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data import listing
 from flotilla.trainer.preflight.check import check, require_source
@@ -87,3 +88,15 @@ def test_what_is_not_known_of_a_model_is_a_note(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fitting, "try_fit", fail)
     assert check(configured(tmp_path)).notes == ("not known: no answer after 90 s",)
+
+
+def test_a_program_is_looked_for_and_not_tried(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    program = {"command": ["python", "train.py"]}
+    assert check(parse_config({"program": program})).notes == (
+        "not tried: python train.py trains a model of its own",
+    )
+    with pytest.raises(ConfigError, match=r"program\.command: there is no program no-such"):
+        check(parse_config({"program": {"command": ["no-such"]}}))
+    with pytest.raises(ConfigError, match=r"program\.working_dir: there is no folder .*/absent"):
+        check(parse_config({"program": {**program, "working_dir": "absent"}}))
