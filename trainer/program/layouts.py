@@ -49,6 +49,11 @@ class Stored:
     state: str = ""
     prefix: str = ""
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether its layout says that nothing will be written to it any more."""
+        return bool(self.state) or self.layout == ORBAX
+
 
 def find_newest(folder: Path, marker: str = "") -> Stored | None:
     """Return the newest whole checkpoint below a folder; None if there is none."""

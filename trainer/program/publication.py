@@ -115,7 +115,7 @@ class Publisher:
             newest=job.config.training.keep,
             every_hours=job.config.training.keep_every_hours,
         )
-        self._seen = ""
+        self._seen: Stored | None = None
         self._known = self._read_known()
         #: The URI and step of the newest published checkpoint; empty and 0 if there is none.
         self.last, self.step = "", 0
@@ -147,12 +147,17 @@ class Publisher:
         self.last, self.step = find_published(self._job.checkpoints)
 
     def look(self, step_at: StepAt, metrics: Mapping[str, Any]) -> None:
-        """Queue the newest checkpoint if it is whole, new, and as it was at the last look."""
+        """Queue the newest checkpoint that is whole and new.
+
+        Where its layout does not say that it is whole, it has to be as it was at the last look; a
+        program may have begun another one since.
+        """
         self._lease.require()
-        found = layouts.find_newest(self._folders.checkpoints, self._marker)
-        digest = self._digest(found) if found else ""
-        is_same, self._seen = digest == self._seen, digest
-        if found and is_same and digest != self._known:
+        newest = layouts.find_newest(self._folders.checkpoints, self._marker)
+        before, self._seen = self._seen, newest
+        found = newest if newest and newest.is_committed else before
+        digest = self._digest(found) if found else self._known
+        if found and digest != self._known and self._is_unchanged(found):
             # Until it is published, it is not looked at again.
             self._known = digest
             step = self._count(found, step_at(found.modified, found.number))
