@@ -47,7 +47,7 @@ while step < steps and not asked:
     step += 1
     if index == 0:
         print(json.dumps({"step": step, "steps": steps, "loss": 1 / step}), flush=True)
-        if step % 20 == 0:
+        if step % 120 == 0:
             save()
 if index == 0:
     save()
@@ -144,16 +144,17 @@ def test_a_program_runs_in_an_image_without_flotilla(run, kube):
 
 @on_engines()
 def test_a_killed_worker_and_a_killed_server_come_again(run, kube):
-    with run.begun(400):
-        run.wait_for('"step": 60')
+    with run.begun(600):
+        # Checkpoints are looked at once a second.
+        run.wait_for('"event": "checkpoint_published"')
         lost = kube.kill("ps-0")
         kube.pod("ps-0", but=lost["metadata"]["uid"])
         lost = kube.kill("worker-0")
         kube.pod("worker-0", but=lost["metadata"]["uid"])
         line = run.wait_for("worker 0 begins at")
         code, message = run.end()
-    assert (code, run.published()) == (0, 400), message + "".join(run.lines)
-    assert int(line.split()[-1]) >= 60
+    assert (code, run.published()) == (0, 600), message + "".join(run.lines)
+    assert int(line.split()[-1]) >= 120
 
 
 @on_engines()
