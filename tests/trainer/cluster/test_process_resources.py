@@ -193,7 +193,7 @@ def test_a_gpu_that_was_asked_for_and_is_not_seen_is_one_line(seen):
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
 def test_this_machine_without_gpus_is_refused_one():
-    with pytest.raises(UserError, match="sees 0"):
+    with pytest.raises(UserError, match="finds 0"):
         configure_gpus(config_of(1), task("worker"))
     configure_gpus(config_of(0), task("worker"))
 

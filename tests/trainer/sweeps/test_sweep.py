@@ -140,7 +140,9 @@ def test_a_metric_that_is_absent_is_named_with_those_there_are():
     metrics = {"validation_loss": 0.5, "validation_accuracy": 0.9, "loss": 0.1}
     assert read_value(metrics, LOSS) == 0.5
     assert read_value({"best_validation_loss": 0.4}, LOSS) == 0.4
-    with pytest.raises(ConfigError, match="no validation_auc: it has accuracy, loss"):
+    with pytest.raises(
+        ConfigError, match="did not measure validation_auc: validation has accuracy, loss"
+    ):
         read_value(metrics, Objective(metric="validation_auc", better="higher"))
 
 
