@@ -211,7 +211,7 @@ def _choose_model(config: Config, dataset: str) -> Config:
     from flotilla.trainer.features.dataset_spec import DatasetSpec
     from flotilla.trainer.models import choice
 
-    if config.model.name != AUTO:
+    if config.model.name != AUTO or config.program.command:
         return config
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset), learnt_of_dataset(dataset))
     # Another version may choose a different model, which does not match the checkpoints of the run.

@@ -23,6 +23,8 @@ Output = Literal[
 #: The results of the first step: whether the run trains. `unchanged` means that an earlier run has
 #: done the same work.
 READY, UNCHANGED, REFUSED = "ready", "unchanged", "refused"
+#: The result of training by a user's own program, if the run ends there.
+TRAINED = "trained"
 _HOUR, _DAY = 3600, 24 * 3600
 
 
@@ -96,7 +98,7 @@ STEPS = (
     # The training job has its own deadline, which is shorter by default.
     StepSpec(
         name="train_model",
-        stages=(StageSpec(name="train_model", output="checkpoint"),),
+        stages=(StageSpec(name="train_model", output="checkpoint", completes=TRAINED),),
         deadline_seconds=28 * _DAY,
     ),
     StepSpec(

@@ -10,15 +10,23 @@ from flotilla.components.image import PodDefaults, component
 from flotilla.components.records import gather_report
 from flotilla.components.records.record import Step
 from flotilla.components.records.run_store import folder_of_run
+from flotilla.components.table import TRAINED
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.decisions import SelectedCheckpoint, select_checkpoint
+from flotilla.trainer.checkpoints.decisions import (
+    SelectedCheckpoint,
+    select_checkpoint,
+    select_program_checkpoint,
+)
 from flotilla.trainer.checkpoints.index import require_first_weights
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.code.bundle import load_bundle
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION_LOSS
+from flotilla.trainer.config.program import EVALUATE
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.promotion import training_data as trained
 
-PROGRAM_CHOICE = "it alone has the program's model"
+_ENDS = "the program has trained, and program.after_training is stop: nothing is evaluated"
 
 
 @component
@@ -33,7 +41,10 @@ def train_model(
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
-    """Train on the dataset at URI `dataset`; return the URI of the selected checkpoint."""
+    """Train on the dataset at URI `dataset`; return the URI of the selected checkpoint.
+
+    It is empty if nothing follows: a program's run with `program.after_training: stop`.
+    """
     from flotilla.components.records.record import run
     from flotilla.components.train_model import work
 
@@ -58,7 +69,7 @@ def train(step: Step) -> str:
     plan_streaming(settings, manifest, settings.cluster.workers)
     # The module is loaded now, since it would otherwise be loaded only after training.
     require_slices(settings, spec.features, spec.targets)
-    if settings.cluster.launcher != "local":
+    if settings.cluster.launcher != "local" and not settings.program.command:
         # In a pod, this runs before the pods of the cluster start; on this machine, the chief does
         # it.
         fitting.require(settings, step.dataset)
@@ -71,12 +82,26 @@ def train(step: Step) -> str:
     job = partial(Job, config=settings, dataset=step.dataset, checkpoints=checkpoints)
     with folder_of_run() as folder:
         launchers.launch(job(workdir=folder / "cluster"), pods)
-    choice = PROGRAM_CHOICE if settings.program.command else settings.training.hand_on
-    found = select_checkpoint(checkpoints, choice, settings.task.main_metric)
-    metrics = _metrics(found)
-    step.output.done(found.uri, metrics, found.best.by if found.best else None)
-    descriptor.describe(step.checkpoint, found.uri, {"tensorboard": logs, **metrics})
-    return found.uri
+    ends = bool(settings.program.command) and settings.program.after_training != EVALUATE
+    found = _select(settings, checkpoints, needs_model=not ends)
+    metrics = _metrics(found) if found else {}
+    metrics |= {"decision": TRAINED, "reasons": [_ENDS]} if ends else {}
+    uri = found.uri if found else ""
+    step.output.done(uri, metrics, found.best.by if found and found.best else None)
+    if uri:
+        descriptor.describe(step.checkpoint, uri, {"tensorboard": logs, **metrics})
+    else:
+        descriptor.write(step.checkpoint, {"decision": TRAINED})
+    if ends:
+        trained.end(step.root, step.run_id, TRAINED)
+    return "" if ends else uri
+
+
+def _select(config: Config, checkpoints: str, *, needs_model: bool) -> SelectedCheckpoint | None:
+    """Return the checkpoint for the next steps; None if a program that ends has written none."""
+    if not config.program.command:
+        return select_checkpoint(checkpoints, config.training.hand_on, config.task.main_metric)
+    return select_program_checkpoint(checkpoints, needs_model=needs_model)
 
 
 def _metrics(found: SelectedCheckpoint) -> dict[str, Any]:

@@ -24,7 +24,6 @@ from flotilla.components.records.step_record import (
 from flotilla.components.table import (
     EXIT_STEP,
     TRAIN,
-    UNCHANGED,
     WORKING,
     Output,
     ends_well,
@@ -218,8 +217,9 @@ def _verdict(
         return "failed"
     if registered.get("decision") == "refused":
         return "refused"
-    if any(ends_well(each.step, each.metrics.get("decision")) for each in steps):
-        return UNCHANGED
+    words = [(each.step, each.metrics.get("decision")) for each in steps]
+    if well := [str(word) for step, word in words if ends_well(step, word)]:
+        return well[0]
     # Accepted data does not imply a blessed model.
     return str(decision.get("decision", "done")).replace("accepted", "done")
 

@@ -121,7 +121,7 @@ def show_result(console: Console, result: RunResult) -> None:
         console.print(f"{name:<{width}}  {text}")
 
 
-_GOOD, _BAD = ("blessed", "done"), ("refused", "failed")
+_GOOD, _BAD = ("blessed", "done", "trained"), ("refused", "failed")
 
 
 def show_verdict(console: Console, result: RunResult, *, is_said: bool = False) -> None:

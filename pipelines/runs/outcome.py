@@ -42,8 +42,8 @@ class RunResult:
 
     Attributes:
         run_id: the run.
-        status: `done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; `running`
-            before its end; for a run on a KFP instance also `canceled` or `unknown`.
+        status: `done`, `blessed`, `refused`, `unchanged`, `trained`, `failed` or `interrupted`;
+            `running` before its end; for a run on a KFP instance also `canceled` or `unknown`.
         exit_code: of the command line.
         message: the reason of a failure or refusal in one line, or empty.
         steps: the last record of every step, in the order of their start.

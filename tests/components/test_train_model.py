@@ -216,3 +216,61 @@ class TestTrainModel:
     def test_there_is_a_launcher_for_every_one_that_can_be_named(self):
         assert {"local", "auto", *launchers.ENGINES} == set(get_args(Launcher))
         assert [launchers.engine(name).name for name in launchers.ENGINES] == [*launchers.ENGINES]
+
+
+class TestProgram:
+    """The end of training by a user's own program."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch, tmp_path):
+        """Return what publishes the checkpoints of a program, by step and whether with a model."""
+        made = {}
+
+        def launch(job: Job, _defaults: PodDefaults) -> None:
+            for step, model in made.items():
+                folder = tmp_path / f"checkpoint-{step}"
+                folder.mkdir()
+                (folder / "weights").write_text(str(step), encoding="utf-8")
+                program = {"checkpoint": "checkpoint", "model": model, "layout": "keras"}
+                fields = {"global_step": step, "metrics": {"loss": 0.5}, "program": program}
+                uri = storage.join(job.checkpoints, f"step-{step:08d}")
+                storage.publish(folder, uri, kind="checkpoint", fields=fields)
+
+        monkeypatch.setattr(launchers, "launch", launch)
+        return made
+
+    def train(self, run, root, outputs, **program):
+        tree = json.loads(text_of(run))
+        tree["model"], tree["program"] = {}, {"command": ["python", "train.py"], **program}
+        return train_model.train_model.python_func(
+            json.dumps(tree), root, RUN, run.dataset, *PODS, *outputs
+        )
+
+    def test_the_run_ends_with_its_checkpoint(self, launched, root, run, outputs, emitted):
+        launched.update({5: "", 9: ""})
+        assert not self.train(run, root, outputs), "nothing follows"
+        last = emitted()[-1]
+        assert last.uri == storage.join(root, RUN, "checkpoints", "step-00000009")
+        assert (last.metrics["decision"], last.metrics["global_step"]) == ("trained", 9)
+        assert "program.after_training is stop" in last.metrics["reasons"][0]
+        assert outputs[0].metadata["uri"] == last.uri
+
+    @pytest.mark.usefixtures("launched")
+    def test_a_program_may_end_without_a_checkpoint(self, root, run, outputs, emitted):
+        assert not self.train(run, root, outputs)
+        assert (emitted()[-1].status, emitted()[-1].uri) == ("done", "")
+
+    def test_the_last_checkpoint_with_a_model_is_evaluated(self, launched, root, run, outputs):
+        launched.update({5: "model", 8: "model", 9: ""})
+        uri = self.train(run, root, outputs, after_training="evaluate")
+        assert uri == storage.join(root, RUN, "checkpoints", "step-00000008")
+
+    def test_without_a_model_it_says_where_one_is_looked_for(
+        self, launched, root, run, outputs, capsys
+    ):
+        launched[5] = ""
+        code, line = refused(
+            lambda: self.train(run, root, outputs, after_training="evaluate"), capsys=capsys
+        )
+        assert code == 1
+        assert "has a model: let the program write a SavedModel or a .keras file to" in line

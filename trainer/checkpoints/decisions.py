@@ -12,6 +12,7 @@ from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.index import IndexEntry, none_below, read_checkpoint, read_index
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.report.wording import spell_metric
+from flotilla.trainer.runtime.errors import UserError
 
 # The number of unmeasured checkpoints to keep for an evaluator, so that one that never measures
 # cannot fill the disk.
@@ -158,6 +159,27 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
     asked = {"best": reason, "last": "training.hand_on"}.get(choice, choice)
     why = f"the last: {asked}"
     return _select(found[-1], found, why)
+
+
+def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpoint | None:
+    """Return the last checkpoint of a user's own program, and emit which one it is.
+
+    With `needs_model` it is the last one that has a model; raises `UserError` if there is none.
+    Otherwise it is None for a program that has written no checkpoint.
+    """
+    found = read_index(uri)
+    for entry in reversed(found):
+        program = read_checkpoint(entry.uri).fields.get("program") or {}
+        if not needs_model:
+            return _select(entry, found, "the last")
+        if program.get("model"):
+            return _select(entry, found, "the last that has the program's model")
+    if needs_model:
+        raise UserError(
+            f"no checkpoint below {uri} has a model: let the program write a SavedModel or a "
+            ".keras file to FLOTILLA_MODEL, or set program.after_training: stop"
+        )
+    return None
 
 
 def _select(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> SelectedCheckpoint:

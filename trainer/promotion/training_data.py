@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flotilla.trainer import storage
+from flotilla.trainer.config.program import ProgramConfig
 from flotilla.trainer.config.schema import Config, OutputConfig, TaskConfig
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime import user_code
@@ -91,8 +94,21 @@ def digest(config: Config) -> str:
         for key, name in own_code(config)
         if ":" in name
     }
+    code |= _digest_program(config.program)
     text = json.dumps({**tree, "code": code}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _digest_program(program: ProgramConfig) -> dict[str, str]:
+    """Return a digest of each file on this machine that the command of a program names."""
+    paths = {word: Path(program.working_dir, word) for word in program.command}
+    with suppress(OSError):
+        return {
+            f"program {word}": hashlib.sha256(path.read_bytes()).hexdigest()
+            for word, path in paths.items()
+            if path.is_file()
+        }
+    return {}
 
 
 def own_code(config: Config) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 The facts of a run are plain data. Any part may be missing, for example if a run failed early:
 
     run_id      text
-    verdict     "blessed", "refused", "unchanged", "done", "failed", "interrupted" or
+    verdict     "blessed", "refused", "unchanged", "trained", "done", "failed", "interrupted" or
                 "running"
     config      the configuration, nested
     steps       [{"step", "status", "seconds", "metrics": {name: value}, "uri", "error",
@@ -307,7 +307,7 @@ def _reasons(facts: Facts) -> list[str]:
         return broken or [
             str(each) for of in (facts, registered) for each in of.get("reasons") or ()
         ]
-    if facts.get("verdict") == "unchanged":
+    if facts.get("verdict") in ("unchanged", "trained"):
         return [
             str(each) for step in steps for each in (step.get("metrics") or {}).get("reasons", ())
         ]

@@ -83,6 +83,13 @@ UNCHANGED = [
     *done("finish"),
     over(),
 ]
+TRAINED = [
+    *done("resolve_config"),
+    *done("train_model", decision="trained", reasons=["after_training is stop"]),
+    skip,
+    *done("finish"),
+    over(),
+]
 REGISTRY_REFUSED = [
     *done("evaluate_model"),
     *done("check_gate", decision="blessed", reasons=[]),
@@ -140,6 +147,7 @@ def test_blessed_is_0_with_metrics_and_places(waits):
     [
         (GATE_REFUSED, 3, "refused", "accuracy 0.5 is below 0.95"),
         (UNCHANGED, 0, "unchanged", "those of digits-1"),
+        (TRAINED, 0, "trained", "after_training is stop"),
         (failed("train_model", NAN), 1, "failed", f"train_model: {NAN}"),
         (CANCELLED, 130, "canceled", "the run was cancelled"),
     ],

@@ -27,6 +27,7 @@ def failed(step, message, code=1):
 
 BLESSED = judged("blessed", "accuracy 1.0")
 UNCHANGED = {"decision": "unchanged", "reasons": ["those of digits-1, which has finished"]}
+TRAINED = {"decision": "trained", "reasons": ["program.after_training is stop"]}
 NOT_PROMOTED = {"decision": "refused", "reasons": ["megabytes 9.0 is above", "labelled 0"]}
 KILLED = "the step was killed, or user code ended the process; see pipeline.log"
 INTERRUPTED = "interrupted at global step 70; checkpoint file:///r/step-00000070"
@@ -56,6 +57,10 @@ RUNNER = "the local runner ended with exit code {}; see pipeline.log"
         ),
         # An unreadable decision is not a blessing.
         ([*done("check_gate"), *FINISHED], 0, ("refused", 3, "check_gate reported no decision")),
+        (
+            [*RESOLVED, *done("train_model", metrics=TRAINED), *FINISHED],
+            0, ("trained", 0, "program.after_training is stop"),
+        ),
         (
             [*done("resolve_config", metrics=UNCHANGED), *FINISHED],
             0, ("unchanged", 0, UNCHANGED["reasons"][0]),
