@@ -8,6 +8,7 @@ in the environment is a placeholder; any other brace stays as it is.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ PLACEHOLDERS = (
 )  # fmt: skip
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What a reader sees of a value that may be a secret.
+_HIDDEN = "(hidden)"
 # Names that the program gets from the cluster.
 _GIVEN = re.compile(r"TF_CONFIG|FLOTILLA_\w*")
 #: Keys of the own trainer, by section, that mean nothing to a program; so are those of the model.
@@ -144,6 +147,21 @@ class ProgramConfig(Whole):
         if "/" in value or value in (".", ".."):
             raise ValueError(f"{value!r} is no name of a file; its folder is the checkpoint")
         return value
+
+
+def hide_environment(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration whose values of `program.env`, which may be secrets, are hidden."""
+    program = config.get("program")
+    if not isinstance(program, Mapping) or not isinstance(program.get("env"), Mapping):
+        return dict(config)
+    return {**config, "program": {**program, "env": dict.fromkeys(program["env"], _HIDDEN)}}
+
+
+def describe_program(config: Mapping[str, Any]) -> str:
+    """Return the command of a configuration's program in words; empty if there is none."""
+    program = config.get("program")
+    command = program.get("command") if isinstance(program, Mapping) else None
+    return f"program {shlex.join(map(str, command))}" if command else ""
 
 
 def refuse_own_keys(sections: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import keras
 
 from flotilla.trainer import storage
+from flotilla.trainer.config.program import hide_environment
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.files.recorded_columns import read_recorded
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
@@ -131,7 +132,7 @@ def _write_texts(
     output: str,
 ) -> None:
     _write_json(folder / "parity.json", parity)
-    _write_json(folder / "config.json", facts.config.model_dump(mode="json"))
+    _write_json(folder / "config.json", hide_environment(facts.config.model_dump(mode="json")))
     _write_text(folder / "kserve.yaml", kserve.service(facts.config.name, output))
     _write_text(folder / "model_card.md", model_card.write_card(facts, parity, fields))
 

@@ -11,6 +11,7 @@ import jinja2
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.config.program import describe_program
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.evaluation.signature import LABELS, SERIALIZED, SERVING, map_outputs
 from flotilla.trainer.report import headline, views
@@ -48,6 +49,7 @@ def write_card(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any
     measured = storage.read_json(decided["evaluation"], "metrics.json")
     return template().render(
         config=facts.config,
+        program=describe_program(facts.config.model_dump(mode="json")),
         step=facts.step,
         dataset=storage.read_manifest(facts.dataset).fields,
         decided=decided,

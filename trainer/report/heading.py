@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.config.program import describe_program
 from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.events.progress.durations import duration, time_at_work
 from flotilla.trainer.features.length import examples_of_step, format_epochs, is_resolved
@@ -178,7 +179,9 @@ def _workdir(facts: Facts) -> list[str]:
 
 
 def _model(config: Facts, facts: Facts) -> str:
-    name, kind = config.get("name"), (config.get("model") or {}).get("name")
+    name = config.get("name")
+    # A program trains its own model, of which nothing else is known.
+    kind = describe_program(config) or (config.get("model") or {}).get("name")
     version = (facts.get("registered") or {}).get("version")
     text = " ".join(str(each) for each in (name, f"version {version}" if version else "") if each)
     return f"{text} ({kind})" if kind else text

@@ -44,6 +44,7 @@ import yaml
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.config.program import hide_environment
 from flotilla.trainer.events.progress.durations import duration
 from flotilla.trainer.report import heading, headline, pages, views
 from flotilla.trainer.report.charts import is_constant, line_chart
@@ -108,7 +109,7 @@ def render(facts: Facts) -> str:
         marks=[mark for bar in bars for mark in bar.marks],
         incidents=_number_incidents(incidents),
         passed_over=len(incidents[:-_MOST_INCIDENTS]),
-        config=_yaml(facts.get("config") or {}),
+        config=_yaml(hide_environment(facts.get("config") or {})),
         registered=facts.get("registered") or {},
         **_describe_metrics(evaluation, facts),
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from flotilla.trainer import storage
+from flotilla.trainer.config.program import hide_environment
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.names import curve_name
 from flotilla.trainer.runtime.errors import UserError
@@ -126,8 +127,12 @@ class RunName:
 
 def list_parameters(config: Config) -> dict[str, str]:
     """Return the configuration as parameters, without empty values and cluster settings."""
-    tree = config.model_dump(mode="json")
+    tree = hide_environment(config.model_dump(mode="json"))
     tree["cluster"].pop("kubernetes", None)
+    if config.program.command:
+        # The program has a model and an optimizer of its own.
+        tree.pop("model")
+        tree["training"].pop("optimizer")
     return dict(_leaves(tree, ""))
 
 

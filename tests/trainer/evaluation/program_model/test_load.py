@@ -1,5 +1,6 @@
 """A program's model is evaluated and exported like our own, or refused in one line."""
 
+import dataclasses
 import json
 import zipfile
 
@@ -238,3 +239,22 @@ def test_two_classes_in_every_form(customers, tmp_path, name):
     measured = storage.read_json(evaluation, "metrics.json")
     assert measured["metrics"]["auc"] > 0.75
     assert measured["positive"] == "leaves"
+
+
+def test_the_card_names_the_program_and_no_optimizer_of_ours(run, tmp_path):
+    own = programs.trained_by(run, programs.saved_softmax(run), tmp_path)
+    section = {"command": ("python", "train.py"), "env": {"TOKEN": "hunter2"}}
+    config = own.config.model_copy(
+        update={"program": own.config.program.model_copy(update=section)}
+    )
+    own = dataclasses.replace(own, config=config)
+    output = storage.uri_of(own.root / "model")
+    decision = small_run.decide(own, own.root, accuracy=0.8)
+    small_run.export_model(own, decision, output, own.root / "scratch")
+    card = (own.root / "model" / "model_card.md").read_text(encoding="utf-8")
+    assert "A program's own model for classification of 10 classes" in card
+    assert "By the user's own `program python train.py`, 7 global steps." in card
+    assert "Its SavedModel gives probabilities." in card
+    assert "adam" not in card
+    files = (path for path in (own.root / "model").rglob("*") if path.is_file())
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
