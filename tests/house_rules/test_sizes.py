@@ -34,7 +34,7 @@ BUDGETS = {
     "pipelines/sweeps": 725,
     "trainer": 225,
     "trainer/baselines": 925,
-    "trainer/checkpoints": 2815,
+    "trainer/checkpoints": 2817,
     "trainer/cluster": 2546,
     "trainer/code": 450,
     "trainer/config": 3400,
