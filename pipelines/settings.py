@@ -26,6 +26,7 @@ class Sections(TypedDict, total=False):
     task: Mapping[str, Any]
     model: Mapping[str, Any]
     training: Mapping[str, Any]
+    program: Mapping[str, Any]
     cluster: Mapping[str, Any]
     evaluation: Mapping[str, Any]
     gate: Mapping[str, Any]

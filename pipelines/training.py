@@ -137,10 +137,7 @@ def training(wiring: Wiring) -> None:
         dsl.ExitHandler(wiring.add_exit_step(finish), name="run"),
         wiring.ready() as (run, dataset),
     ):
-        made = wiring.train(run, dataset)
-        # It is empty after a program's run that ends with training.
-        with dsl.If(made["checkpoint"] != "", name="trained"):
-            promote(wiring, run, {**dataset, **made})
+        promote(wiring, run, {**dataset, **wiring.train(run, dataset)})
 
 
 def promote(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> None:

@@ -148,7 +148,7 @@ def taking(run, root, tmp_path, described):
 def test_each_step_refuses_the_descriptor_of_something_else(taking, step, wrong, described, capsys):
     with pytest.raises(SystemExit):
         taking(step, wrong)
-    refusal = f"flotilla: {step}: the artifact describes the dataset {described[1]}, and the URI"
+    refusal = f"flotilla: {step}: the artifact describes the dataset {described[1]}, but the URI"
     assert capsys.readouterr().err.startswith(refusal)
 
 

@@ -150,7 +150,7 @@ class TestTrainModel:
         text = run.config.model_copy(update={"training": training}).model_dump_json()
         given = (text, root, RUN, run.dataset, *PODS, *outputs)
         code, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
-        assert (code, line) == (2, f"training.warm_start: there is nothing at {uri}")
+        assert (code, line) == (2, f"training.warm_start: nothing exists at {uri}")
         assert launched == []
 
     def test_what_does_not_fit_the_dataset_is_refused_before_a_cluster_is_made(  # noqa: PLR0913, PLR0917

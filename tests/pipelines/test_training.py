@@ -37,12 +37,6 @@ def ready(spec):
     return below(spec, "condition-2")
 
 
-@pytest.fixture(scope="module")
-def trained(spec):
-    """What follows a training that the run goes on from."""
-    return below(spec, "condition-3")
-
-
 def inputs_of(task):
     return task["inputs"]["parameters"]
 
@@ -122,15 +116,11 @@ def test_the_exit_step_runs_after_everything(spec):
 FROM_FIRST = "pipelinechannel--prepare-data-"
 
 
-def test_each_step_gets_what_the_one_before_has_published(ready, trained):
+def test_each_step_gets_what_the_one_before_has_published(ready):
     dataset = {"componentInputParameter": f"{FROM_FIRST}dataset_uri"}
-    for task in (ready["train-model"], trained["evaluate-model"]):
-        assert inputs_of(task)["dataset"] == dataset
-    checkpoint = {"componentInputParameter": "pipelinechannel--train-model-Output"}
-    assert inputs_of(trained["evaluate-model"])["checkpoint"] == checkpoint
-    assert source_of(ready["condition-3"], "pipelinechannel--train-model-Output") == (
-        "train-model", "Output"
-    )  # fmt: skip
+    for name in ("train-model", "evaluate-model"):
+        assert inputs_of(ready[name])["dataset"] == dataset
+    assert source_of(ready["evaluate-model"], "checkpoint") == ("train-model", "Output")
 
 
 def artifacts_of(task):
@@ -149,12 +139,11 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     dataset, checkpoint = "prepare-data/dataset", "train-model/checkpoint"
     expected = {
         "train-model": {"dataset_descriptor": "dataset"},
-        "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": "checkpoint"},
+        "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": checkpoint},
         # The values enter a group under the names in its graph.
         "condition-2": {"dataset": dataset},
-        "condition-3": {"dataset": "dataset", "checkpoint": checkpoint},
-        "condition-4": {
-            "dataset": "dataset", "checkpoint": "checkpoint", "decision": "evaluate-model/decision",
+        "condition-3": {
+            "dataset": "dataset", "checkpoint": checkpoint, "decision": "evaluate-model/decision",
         },
         "export-model": {
             f"{name}_descriptor": name for name in ("dataset", "checkpoint", "decision")
@@ -162,7 +151,7 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     }  # fmt: skip
     tasks = all_tasks(spec)
     assert {name: artifacts_of(tasks[name]) for name in expected} == expected
-    for name in ("condition-2", "condition-3", "condition-4"):
+    for name in ("condition-2", "condition-3"):
         group = spec["components"][f"comp-{name}"]["inputDefinitions"]["artifacts"]
         assert set(group) == set(expected.pop(name))
     for name, artifacts in expected.items():
@@ -207,15 +196,15 @@ def test_a_step_needs_no_artifact(spec):
             assert all(each["isOptional"] for each in taken.values())
 
 
-def test_each_step_gets_the_run(ready, trained):
+@pytest.mark.parametrize("step", ["train-model", "evaluate-model"])
+def test_each_step_gets_the_run(ready, step):
     for name in ("config", "root", "run_id"):
         given = {"componentInputParameter": f"{FROM_FIRST}{name}"}
-        for task in (ready["train-model"], trained["evaluate-model"]):
-            assert inputs_of(task)[name] == given
+        assert inputs_of(ready[step])[name] == given
 
 
 def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, ready):
-    for task in (ready["train-model"], below(spec, "condition-4")["export-model"]):
+    for task in (ready["train-model"], below(spec, "condition-3")["export-model"]):
         given = inputs_of(task)["image"]["componentInputParameter"]
         assert given == "pipelinechannel--image"
     secret = inputs_of(ready["train-model"])["store_secret"]["runtimeValue"]["constant"]
@@ -226,20 +215,14 @@ def test_a_run_trains_only_where_the_first_step_says_so(main_tasks, ready):
     condition = main_tasks["condition-2"]["triggerPolicy"]["condition"]
     assert condition == f"inputs.parameter_values['{FROM_FIRST}Output'] == 'ready'"
     assert set(main_tasks) == {"prepare-data", "condition-2"}
-    assert set(ready) == {"train-model", "condition-3"}
+    assert set(ready) == {"train-model", "evaluate-model", "condition-3"}
 
 
-def test_a_run_may_end_with_training(ready, trained):
+def test_only_a_blessed_model_is_exported(spec, ready):
     condition = ready["condition-3"]["triggerPolicy"]["condition"]
-    assert condition == "inputs.parameter_values['pipelinechannel--train-model-Output'] != ''"
-    assert set(trained) == {"evaluate-model", "condition-4"}
-
-
-def test_only_a_blessed_model_is_exported(spec, trained):
-    condition = trained["condition-4"]["triggerPolicy"]["condition"]
     assert condition.endswith("== 'blessed'")
     assert "evaluate-model-Output" in condition
-    steps = below(spec, "condition-4")
+    steps = below(spec, "condition-3")
     assert set(steps) == {"export-model"}
     decision = inputs_of(steps["export-model"])["decision"]["componentInputParameter"]
     assert decision.endswith("evaluate-model-decision_uri")

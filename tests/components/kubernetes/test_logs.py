@@ -107,7 +107,7 @@ def test_a_lost_log_is_said_and_is_no_line_of_the_task(kube, read, caplog):
     assert (lines, followed.tail(Task(role="chief", index=0))) == ([], [])
     [message] = caplog.messages
     name = pod["metadata"]["name"]
-    words = "is lost: unable to retrieve container logs for containerd://"
+    words = "cannot be read: unable to retrieve container logs for containerd://"
     assert message.startswith(f"the log of chief-0 (pod {name}) {words}")
 
 

@@ -242,7 +242,10 @@ def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
         resolve_config.add_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
     nights.resume()
     for other in ({"source": str(nights.files / "s-1.csv")}, {"spans": "all"}):
-        with pytest.raises(ConfigError, match=r"keeps its files, .*: start a new run for "):
+        with pytest.raises(
+            ConfigError,
+            match=r"the files it started with .*: start a new run for ",
+        ):
             resolve_config.add_listing(nights.config(**other), nights.root)
     assert nights.resume() == (["1"], "")
     monkeypatch.chdir(nights.files)

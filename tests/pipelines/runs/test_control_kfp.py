@@ -285,7 +285,7 @@ def test_a_run_neither_here_nor_there(remote, monkeypatch):
     for verb in ("status", "logs", "open", "cancel"):
         answer = remote(verb, "nothing")
         assert (answer.code, answer.err.count("\n")) == (2, 1)
-        assert "no run 'nothing' below runs, and no KFP instance is named" in answer.err
+        assert "no run 'nothing' below runs, and no KFP instance is given" in answer.err
 
 
 def test_open_shows_the_page_of_a_run(instance, remote, started, monkeypatch):

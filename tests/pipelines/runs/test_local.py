@@ -420,13 +420,15 @@ def test_no_value_of_these_is_the_default(config):
     }
     # Servers are either joined or started in one process; pull_every says how many batches already;
     # data are a dataset by name or files; a bundle, a registry and callbacks would have to exist;
-    # a port and a profile belong to a cluster that trains; memory of a GPU is limited in one way.
+    # a program has no keys of a model; a port and a profile belong to a cluster that trains; memory
+    # of a GPU is limited in one way.
     assert same == {
         "cluster_existing_servers",
         "cluster_gpu_memory_mb",
         "cluster_metrics_port",
         "code",
         "data_source",
+        "program",
         "registry_hub",
         "training_accumulate",
         "training_epochs",

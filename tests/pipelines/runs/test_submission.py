@@ -289,7 +289,7 @@ def test_where_no_place_is_known_it_is_refused(instance, remote, folder):
     answer = remote("submit", "--code", folder)
     assert answer.code == 2
     assert answer.err.count("\n") == 1
-    assert "set storage.root, or --pipeline-root, to a URI that both sides reach" in answer.err
+    assert "set storage.root or --pipeline-root to a URI that both sides reach" in answer.err
     assert not instance.store.runs
 
 

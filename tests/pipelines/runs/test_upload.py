@@ -484,7 +484,7 @@ def test_an_older_version_is_sent_nothing_that_it_does_not_know(instance, remote
     older(instance)
     answer = remote("submit")
     assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert f"version {uploaded} of flotilla-training does not know gpus: upload" in answer.err
+    assert f"version {uploaded} of flotilla-training has no parameter gpus: upload" in answer.err
     assert not instance.store.runs
 
 
