@@ -57,7 +57,8 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
             found.append((at, step, manifest))
         else:
             log.warning("skipped: the manifest of %s has no global step", at)
-    return sorted(found, key=lambda each: each[1])
+    # A program's model is published at the step of an earlier checkpoint.
+    return sorted(found, key=lambda each: (each[1], each[2].created_at))
 
 
 def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:

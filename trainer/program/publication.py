@@ -22,8 +22,8 @@ from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.decisions import Retention
 from flotilla.trainer.checkpoints.history import HISTORY_FILE, RowFile, SegmentedRowFile
 from flotilla.trainer.checkpoints.index import (
+    KIND,
     list_checkpoints,
-    publish_anew,
     read_checkpoint,
     read_index,
 )
@@ -100,6 +100,16 @@ def clear(folder: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+
+def _name(step: int, count: int = 1) -> str:
+    """Return the name of the n-th checkpoint at a step."""
+    return f"step-{step:08d}" if count == 1 else f"step-{step:08d}-{count}"
+
+
+def _count_of(name: str) -> int:
+    last = name.rpartition("-")[2]
+    return int(last) if name.count("-") > 1 and last.isdecimal() else 1
 
 
 class Publisher:
@@ -205,7 +215,8 @@ class Publisher:
         *,
         is_last: bool = False,
     ) -> None:
-        uri = storage.join(self._job.checkpoints, f"step-{step:08d}")
+        earlier = self._list_at(step)
+        uri = self._name_next(step, earlier)
         staged = self._folders.exchange / "publishing"
         with report_errors(f"publish {uri}"):
             shutil.rmtree(staged, ignore_errors=True)
@@ -213,7 +224,8 @@ class Publisher:
             is_whole = self._stage(found, model, staged)
             if is_whole:
                 self._lease.check()
-                publish_anew(staged, uri, self._fields(found, step, metrics, model))
+                fields = self._fields(found, step, metrics, model)
+                storage.publish(staged, uri, kind=KIND, fields=fields)
         shutil.rmtree(staged, ignore_errors=True)
         if not is_whole or (found and not self._is_unchanged(found)):
             self._discard(uri, is_whole=is_whole, is_last=is_last)
@@ -222,9 +234,25 @@ class Publisher:
         if found:
             self._note(found)
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
-        for old in self._retention.list_outdated(read_index(self._job.checkpoints)):
+        outdated = self._retention.list_outdated(read_index(self._job.checkpoints))
+        for old in dict.fromkeys((*earlier, *outdated)):
             if old != uri:
                 storage.delete(old)
+
+    def _list_at(self, step: int) -> list[str]:
+        """Return the URIs at a step, also of what is not readable."""
+        first = _name(step)
+        found = storage.names(self._job.checkpoints)
+        return [
+            storage.join(self._job.checkpoints, name)
+            for name in found
+            if name == first or name.startswith(f"{first}-")
+        ]
+
+    def _name_next(self, step: int, earlier: Collection[str]) -> str:
+        """Return a free URI: the earlier ones of the step stay until it is published."""
+        counts = [_count_of(storage.name_of(each)) for each in earlier]
+        return storage.join(self._job.checkpoints, _name(step, 1 + max(counts, default=0)))
 
     def _discard(self, uri: str, *, is_whole: bool, is_last: bool) -> None:
         """Drop a checkpoint that the program changed or deleted meanwhile."""

@@ -6,6 +6,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import History
+from flotilla.trainer.checkpoints.index import list_checkpoints
 from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.program.metrics import Metrics
 from flotilla.trainer.program.publication import Publisher, fill, find_published
@@ -126,6 +127,32 @@ def test_the_model_is_published_with_the_last_checkpoint(job, folders):
     assert "model/1/a.txt" in files
     assert "checkpoint/ckpt-3.index" in files
     assert published_steps(job) == [3]
+
+
+@pytest.mark.parametrize("place", ["publish", "delete"])
+def test_nothing_is_lost_when_the_end_is_killed(job, folders, monkeypatch, place):
+    publisher = publisher_of(job, folders)
+    save(folders, 3)
+    finish(publisher)
+    (folders.model / "a.txt").write_text("a")
+
+    def die(*_args, **_more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, place, die)
+    with pytest.raises(KeyboardInterrupt):
+        finish(publisher, with_model=True)
+    monkeypatch.undo()
+    at, step = find_published(job.checkpoints)
+    assert step == 3
+    assert bool(storage.verify(at).fields["program"]["model"]) == (place == "delete")
+    # The next attempt begins from it, and leaves one checkpoint of the step.
+    publisher = publisher_of(job, folders)
+    assert publisher.last == at
+    (folders.model / "a.txt").write_text("another")
+    uri = finish(publisher, with_model=True)
+    assert storage.read_file(uri, "model/a.txt") == b"another"
+    assert [each for each, _ in list_checkpoints(job.checkpoints)] == [uri]
 
 
 def test_a_program_that_leaves_nothing_has_a_record_of_its_end(job, folders):
