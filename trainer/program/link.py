@@ -20,6 +20,7 @@ Both sides send JSON objects, one a line. The agent asks (`do`), the guard repor
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import shutil
@@ -27,6 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,10 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.errors import report_errors
 
 GUARD_FILE = "guard.py"
+# So many lines wait while the agent is at a slow store; then each new one replaces the oldest.
+MOST_LINES = 2000
 Message = dict[str, Any]
+log = logging.getLogger(__name__)
 
 
 class Link:
@@ -46,6 +51,10 @@ class Link:
         """Copy the guard into the folder, then listen; raises `UserError`."""
         self._place = folder / guard.SOCKET
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        # The queue has one message without text for each of them.
+        self._lines: deque[Message] = deque()
+        self._counting = threading.Lock()
+        self._dropped = 0
         self._connection: socket.socket | None = None
         with report_errors(f"listen at {self._place}"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -75,9 +84,13 @@ class Link:
     def receive(self, seconds: float | None) -> Message | None:
         """Return the next message; None if there is none within some seconds."""
         try:
-            return self._messages.get(timeout=seconds)
+            found = self._messages.get(timeout=seconds)
         except queue.Empty:
             return None
+        if found["is"] != "line":
+            return found
+        with self._counting:
+            return self._lines.popleft()
 
     def wake(self) -> None:
         """Let `receive` return; from any thread or signal handler."""
@@ -109,6 +122,24 @@ class Link:
             with connection, connection.makefile("rb") as lines, suppress(OSError):
                 for line in lines:
                     with suppress(ValueError):
-                        self._messages.put(parse_mapping(line))
+                        self._put(parse_mapping(line))
             self._connection = None
+            if self._dropped:
+                log.warning(
+                    "%d lines with metrics were passed over: the program wrote them faster than "
+                    "they were read",
+                    self._dropped,
+                )
             self._messages.put({"is": "gone"})
+
+    def _put(self, message: Message) -> None:
+        if message["is"] != "line":
+            self._messages.put(message)
+            return
+        with self._counting:
+            self._lines.append(message)
+            if len(self._lines) > MOST_LINES:
+                self._lines.popleft()
+                self._dropped += 1
+                return
+        self._messages.put({"is": "line"})

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from flotilla.trainer.program import guard
-from flotilla.trainer.program.link import GUARD_FILE, Link
+from flotilla.trainer.program.link import GUARD_FILE, MOST_LINES, Link
 
 
 def test_a_guard_connects_says_what_happens_and_ends(tmp_path):
@@ -28,3 +28,14 @@ def test_a_guard_connects_says_what_happens_and_ends(tmp_path):
         child.wait(30)
     assert link.receive(0.01) is None
     assert not (folder / guard.SOCKET).exists()
+
+
+def test_of_many_lines_the_newest_are_kept_and_the_end_too(tmp_path):
+    link = Link(tmp_path)
+    lines = [{"is": "line", "text": str(n), "time": 0} for n in range(MOST_LINES + 3)]
+    end = {"is": "ended", "attempt": 1, "code": 0, "last": []}
+    for each in (*lines, end):
+        link._put(each)
+    assert [link.receive(0) for _ in range(MOST_LINES + 1)] == [*lines[3:], end]
+    assert link.receive(0) is None
+    link.close()
