@@ -33,8 +33,8 @@ from flotilla.components.table import (
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import merge_validations, read_history, read_validations
 from flotilla.trainer.config.base import AUTO
+from flotilla.trainer.config.program import count_tasks
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPublished,
@@ -49,11 +49,8 @@ from flotilla.trainer.runtime.json_records import parse, parse_mapping, parse_re
 
 def count_resources(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the resources of a training cluster: `tasks` of each role, and `gpus`."""
-    cluster = config["cluster"]
-    tasks = find_topology(config["training"]["strategy"]).tasks(
-        servers=cluster["parameter_servers"], workers=cluster["workers"]
-    )
-    return {"tasks": tasks, "gpus": cluster["gpus_per_worker"] * tasks.get("worker", 1)}
+    tasks = count_tasks(config)
+    return {"tasks": tasks, "gpus": config["cluster"]["gpus_per_worker"] * tasks.get("worker", 1)}
 
 
 def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator
 
 from flotilla.trainer.config.base import MOST, Whole, key
-from flotilla.trainer.config.topology import ROLES, Topology
+from flotilla.trainer.config.topology import ROLES, Topology, find_topology
 from flotilla.trainer.runtime.errors import nearest
 
 EVALUATE = "evaluate"
@@ -162,6 +162,27 @@ def describe_program(config: Mapping[str, Any]) -> str:
     program = config.get("program")
     command = program.get("command") if isinstance(program, Mapping) else None
     return f"program {shlex.join(map(str, command))}" if command else ""
+
+
+def count_tasks(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of tasks of each role by a configuration in plain words, the chief last.
+
+    Raises `KeyError`, `TypeError` or `ValueError` if it lacks what says it.
+    """
+    roles = own_roles(config)
+    if roles:
+        return {role: int(roles[role]) for role in ("ps", "worker", "chief") if role in roles}
+    cluster = config["cluster"]
+    return find_topology(config["training"]["strategy"]).tasks(
+        servers=int(cluster["parameter_servers"]), workers=int(cluster["workers"])
+    )
+
+
+def own_roles(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the roles that a configuration's program sets; empty if the strategy says them."""
+    program = config.get("program")
+    own = program.get("roles") if isinstance(program, Mapping) and program.get("command") else None
+    return own if isinstance(own, Mapping) else {}
 
 
 def refuse_own_keys(sections: Mapping[str, Any]) -> None:

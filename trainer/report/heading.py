@@ -12,8 +12,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.program import describe_program
-from flotilla.trainer.config.topology import find_topology
+from flotilla.trainer.config.program import count_tasks, describe_program, own_roles
 from flotilla.trainer.events.progress.durations import duration, time_at_work
 from flotilla.trainer.features.length import examples_of_step, format_epochs, is_resolved
 from flotilla.trainer.report.charts import number
@@ -204,22 +203,21 @@ def _dataset(config: Facts, steps: Sequence[Facts]) -> str:
 
 
 def _strategy(config: Facts) -> str:
-    training, cluster = config.get("training") or {}, config.get("cluster") or {}
-    name = str(training.get("strategy") or "")
+    name = str((config.get("training") or {}).get("strategy") or "").replace("_", " ")
     try:
-        roles = find_topology(name).tasks(
-            servers=int(cluster.get("parameter_servers") or 0),
-            workers=int(cluster.get("workers") or 0),
-        )
-    except (UserError, ValueError, TypeError):
+        roles = count_tasks(config)
+    except (KeyError, ValueError, TypeError, AttributeError):
         return name
     words = {"ps": "parameter server", "worker": "worker"}
+    own = bool(own_roles(config))
+    if own:
+        words = {"chief": "chief", **words}
     tasks = [
-        f"{count} {words[role]}{'s' if count != 1 else ''}"
-        for role, count in roles.items()
-        if role in words
+        f"{roles[role]} {word}{'s' if roles[role] != 1 else ''}"
+        for role, word in words.items()
+        if role in roles
     ]
-    return ", ".join([name.replace("_", " "), *tasks])
+    return ", ".join(tasks if own else [name, *tasks])
 
 
 def _examples_of_a_step(history: Sequence[Facts]) -> float:

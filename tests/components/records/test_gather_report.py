@@ -430,6 +430,12 @@ def test_what_a_cluster_holds(strategy, gpus, held):
     assert count_resources(config(training={"strategy": strategy}, cluster=cluster)) == held
 
 
+def test_what_the_roles_of_a_program_hold():
+    program = {"command": ["python"], "roles": {"evaluator": 1, "worker": 2, "chief": 1}}
+    held = count_resources(config(program=program, cluster={"gpus_per_worker": 2}))
+    assert held == {"tasks": {"worker": 2, "chief": 1}, "gpus": 4}
+
+
 def test_a_failed_training_costs_what_it_held():
     found = cost(config(cluster={"workers": 2, "gpus_per_worker": 1}), [PREPARE, TRAIN])
     assert found == {
