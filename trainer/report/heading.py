@@ -241,12 +241,12 @@ def _sum_counts(workers: object) -> float:
 
 
 def _configured_examples(config: Facts) -> float:
-    # The configuration of another version may lack a section, or have unknown keys.
+    # The configuration of another version may lack a section, or have unknown keys; what a step of
+    # a user's own program reads is not known.
     with suppress(UserError):
         found = parse_config(config)
-        return (
-            float(examples_of_step(found)) if "training" in config and is_resolved(found) else 0.0
-        )
+        known = "training" in config and is_resolved(found) and not found.program.command
+        return float(examples_of_step(found)) if known else 0.0
     return 0.0
 
 

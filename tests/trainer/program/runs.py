@@ -38,8 +38,11 @@ model = pathlib.Path(os.environ["FLOTILLA_MODEL"])
 )
 
 
-def make_job(folder: Path, text: str, *words: str, roles=None, **sections) -> Job:
-    """Return the job of a program of this text; `sections` are of the configuration."""
+def make_job(folder: Path, text: str, *words: str, roles=None, at="", **sections) -> Job:
+    """Return the job of a program of this text; `sections` are of the configuration.
+
+    `at` is the URI of its checkpoints, which are on this machine by default.
+    """
     script = folder / "program.py"
     script.write_text(text)
     source = folder / "dataset"
@@ -63,7 +66,7 @@ def make_job(folder: Path, text: str, *words: str, roles=None, **sections) -> Jo
     return Job(
         config=config,
         dataset=storage.uri_of(folder / "published"),
-        checkpoints=storage.uri_of(folder / "run" / "checkpoints"),
+        checkpoints=at or storage.uri_of(folder / "run" / "checkpoints"),
         workdir=folder / "cluster",
     )
 

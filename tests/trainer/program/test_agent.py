@@ -12,6 +12,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.cluster import completion
 from flotilla.trainer.cluster.local import launch
 from flotilla.trainer.program.agent import judge_end
+from flotilla.trainer.program.publication import find_published
 from flotilla.trainer.runtime.errors import (
     ClusterLostError,
     ConfigError,
@@ -83,7 +84,7 @@ def test_a_program_ends_with_its_checkpoint_and_model(launched, tmp_path):
     job = make_job(tmp_path, COUNT, "5")
     launched(job)
     assert published_steps(job)[-1] == 5
-    uri = storage.join(job.checkpoints, "step-00000005")
+    uri, _ = find_published(job.checkpoints)
     manifest = storage.verify(uri)
     assert manifest.fields["program"] == {
         "checkpoint": "checkpoint", "model": "model", "layout": "tensorflow",

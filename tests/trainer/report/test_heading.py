@@ -88,6 +88,16 @@ def test_what_ran_is_at_the_head() -> None:
     }
 
 
+def test_of_a_program_its_own_roles_are_said_and_no_speed_is_guessed() -> None:
+    program = {"command": ["python", "own.py"], "roles": {"chief": 1, "worker": 2, "ps": 1}}
+    history = [{"global_step": 5, "steps_per_second": 10.0}]
+    config = {"training": {"strategy": "single", "batch_size": 8}, "program": program}
+    rows = dict(heading.particulars({"config": config, "history": history}))
+    assert rows["Strategy"] == "1 chief, 1 parameter server, 2 workers"
+    assert "Speed" not in rows
+    assert heading.examples_a_second(history, {"training": config["training"]}) == 80
+
+
 def test_the_length_is_said_in_steps_and_epochs() -> None:
     history = [{"global_step": 500, "epoch": 7.9}, {"global_step": 1500, "epoch": 23.7}]
     rows = dict(heading.particulars({**FAILED, "history": history}))
