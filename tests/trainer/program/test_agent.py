@@ -135,12 +135,23 @@ def test_a_killed_agent_or_guard_is_started_again(launched, tmp_path, whose):
     assert begun_at(job) == [0, 3]
 
 
+AWAITS = """
+again = [folder.parents[1] / f"worker-{n}" / "again" for n in (0, 1)]
+if step:
+    again[task["index"]].touch()
+while step and not all(each.exists() for each in again):
+    time.sleep(0.05)
+"""
+
+
 @cluster
 def test_workers_that_all_lead_begin_again_together(launched, tmp_path):
     text = DIES.replace(
         "END",
         "if task['index'] == 1: os._exit(1)\n        time.sleep(600)",
     )
+    # The run ends with worker 0, which waits until worker 1 has begun again, too.
+    text = text.replace("while step < 6", AWAITS + "while step < 6")
     job = make_job(tmp_path, text, roles={"worker": 2})
     launched(job)
     assert begun_at(job, "worker-0") == [0, 3]
