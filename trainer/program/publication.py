@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -44,6 +45,7 @@ CHECKPOINT, MODEL = "checkpoint", "model"
 FIELD = "program"
 # The file that says which checkpoint in the folder is published already.
 _KNOWN = "known.json"
+_LATER = re.compile(r"step-\d+-([1-9]\d{0,8})", re.ASCII)
 _DESCRIPTION = "program.json"
 StepAt = Callable[[float, int], int]
 log = logging.getLogger(__name__)
@@ -108,8 +110,8 @@ def _name(step: int, count: int = 1) -> str:
 
 
 def _count_of(name: str) -> int:
-    last = name.rpartition("-")[2]
-    return int(last) if name.count("-") > 1 and last.isdecimal() else 1
+    found = _LATER.fullmatch(name)
+    return int(found[1]) if found else 1
 
 
 class Publisher:
