@@ -125,8 +125,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
 def _import_share(config: pytest.Config) -> None:
     """Import other test modules first in each worker, so that pytest rewrites each of them once.
 
-    In a fresh clone all workers would compile and rewrite every module at the same time: 70 s of
-    a processor each, and 30 s with this.
+    In a fresh clone all workers would compile and rewrite every module at the same time.
     """
     name = os.environ.get("PYTEST_XDIST_WORKER", "")
     if not name:

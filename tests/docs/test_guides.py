@@ -141,7 +141,7 @@ def test_data_in_another_unit_are_refused_before_training(tmp_path):
         csv.writer(file).writerows(table)
     ended = ran(tmp_path, "people")
     assert (ended.code, ended.answer["status"]) == (3, "refused")
-    assert "unit: age is that of the champion's dataset times 1000" in ended.answer["message"]
+    assert "unit: 'age' is that of the champion's dataset times 1000" in ended.answer["message"]
     assert "train_model" not in ended.statuses()
 
 
