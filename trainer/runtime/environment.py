@@ -61,6 +61,10 @@ VARIABLES: Mapping[str, Form] = {
     ),
     "FLOTILLA_CONFIG": _OBJECT,
     "FLOTILLA_LAUNCHER": _OBJECT,
+    "FLOTILLA_NAMESPACE": _TEXT,
+    "FLOTILLA_DATASET_FILES": _TEXT,
+    "FLOTILLA_CHECKPOINTS": _TEXT,
+    "FLOTILLA_LOGS": _TEXT,
     "FLOTILLA_TASK_INDEX": ("a number from 0 on", re.compile(r"[0-9]{1,5}").fullmatch),
 }
 

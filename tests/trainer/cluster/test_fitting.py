@@ -67,4 +67,4 @@ def test_a_trial_that_ends_with_its_run_says_nothing(ends, caplog):
     fitting.begin(Config(), "", pytest.fail, lambda: True).join()
     assert not caplog.text
     fitting.begin(Config(), "", pytest.fail).join()
-    assert "is not known: the trial of the model: ended by SIGKILL" in caplog.text
+    assert "and dataset fit: the trial of the model: ended by SIGKILL" in caplog.text

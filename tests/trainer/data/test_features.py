@@ -95,7 +95,7 @@ def test_a_name_with_a_slash_is_no_nesting(tmp_path):
 def test_a_variable_shape_where_it_does_not_matter_is_left_out(selected, caplog):
     caplog.set_level(logging.INFO)
     assert set(selected("VariableExtra").specs) == {"x", "number", "label"}
-    assert "VariableExtra: picture left out" in caplog.text
+    assert "VariableExtra: left out picture" in caplog.text
 
 
 RICH = {

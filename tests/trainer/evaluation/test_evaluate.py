@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_is_refused(run, tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
     config = parse_config({"model": {"name": "mlp"}})
-    assert "does not fit" in _refusal(run, tmp_path, config=config)
+    assert "does not match" in _refusal(run, tmp_path, config=config)
 
 
 def test_a_missing_checkpoint_or_dataset_is_refused(run, tmp_path):

@@ -178,7 +178,11 @@ def test_a_decision_that_was_changed_by_hand_does_not_count(run, tmp_path):
 
 def training_of(config: Config) -> str:
     template = model_card.template()
-    return "".join(template.blocks["training"](template.new_context({"config": config, "step": 3})))
+    return "".join(
+        template.blocks["training"](
+            template.new_context({"config": config, "program": "", "step": 3})
+        )
+    )
 
 
 def test_it_names_the_bundle_of_the_users_modules_where_there_is_one():

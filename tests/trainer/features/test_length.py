@@ -110,7 +110,7 @@ def test_workers_that_wait_for_each_other_share_a_batch():
 
 
 def test_epochs_and_steps_are_one_or_the_other():
-    with pytest.raises(ConfigError, match=r"training.epochs: 3, and training.steps is 9 as well"):
+    with pytest.raises(ConfigError, match=r"training.epochs: 3, but training.steps is also set"):
         of({"steps": 9, "epochs": 3})
     with pytest.raises(ConfigError, match=r"training.epochs: -1.* is not allowed"):
         of({"epochs": -1})

@@ -117,7 +117,7 @@ def test_softmax_draws_its_weights_as_configured():
     "value", ["glorot", 3, None, [], {}, {"class_name": "Dense"}, {"stddev": 1.0}, "Dense"]
 )
 def test_an_initializer_that_keras_does_not_have_is_refused(value):
-    with pytest.raises(ConfigError, match=r"kernel_initializer: .* has to be a Keras initializer"):
+    with pytest.raises(ConfigError, match=r"kernel_initializer: .* must be a Keras initializer"):
         _build("softmax", kernel_initializer=value)
 
 

@@ -109,22 +109,22 @@ def test_unknown_ids_may_share_a_row():
         ),
         (
             InputSpec(shape={"item": (), "user": (2,)}, dtype=PAIRS.dtype, output_shape=(2,)),
-            "takes one whole number as 'user'; there is item (int64 of shape ()), "
+            "takes one whole number as 'user'; the dataset has item (int64 of shape ()), "
             "user (int64 of shape (2,))",
         ),
         (
             InputSpec(
                 shape=PAIRS.shape, dtype={"item": "string", "user": "int64"}, output_shape=(2,)
             ),
-            "takes one whole number as 'item'; there is item (string of shape ()), "
+            "takes one whole number as 'item'; the dataset has item (string of shape ()), "
             "user (int64 of shape ())",
         ),
         (
             InputSpec(
                 shape=PAIRS.shape, dtype={"item": "int64", "user": "float32"}, output_shape=(2,)
             ),
-            "takes one whole number as 'user'; there is item (int64 of shape ()), user (float32 "
-            "of shape ()); whole numbers are floats where some are missing: fill them",
+            "takes one whole number as 'user'; the dataset has item (int64 of shape ()), user "
+            "(float32 of shape ()); whole numbers are floats where some are missing: fill them",
         ),
     ],
 )

@@ -280,9 +280,9 @@ def test_one_file_is_read_and_checked(make: Make, place: Place, uri: str) -> Non
     for name, data in FILES.items():
         assert storage.read_file(uri, name) == data
     place.put(storage.join(uri, "more"), b"")
-    with pytest.raises(storage.Missing, match="holds no more"):
+    with pytest.raises(storage.Missing, match="does not contain more"):
         storage.read_file(uri, "more")
-    with pytest.raises(storage.Missing, match=r"holds no b\.tx; did you mean 'b\.txt'\?"):
+    with pytest.raises(storage.Missing, match=r"does not contain b\.tx; did you mean 'b\.txt'\?"):
         storage.read_file(uri, "b.tx")
     place.put(storage.join(uri, "b.txt"), b"Second")
     with pytest.raises(storage.Corrupt, match=r"b\.txt has crc32c"):

@@ -282,7 +282,7 @@ def test_a_users_own(own):
         ("{own}:value", "'{own}:value' is not a subclass of Strategy"),
         (
             "{own}:Former",
-            "'{own}:Former' sets spares_workers; set capabilities = Capabilities(spares_wor",
+            "'{own}:Former' sets spares_workers; instead, set capabilities = Capabilities(",
         ),
         ("{own}:Half", "'{own}:Half' does not define global_step, learning_rate, variables"),
     ],

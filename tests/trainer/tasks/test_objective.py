@@ -218,7 +218,7 @@ def test_a_model_that_was_not_compiled_keeps_the_loss_of_the_task():
 
 def test_two_metrics_of_one_name_are_refused():
     model = net(None, metrics=[keras.metrics.MeanSquaredError(name="accuracy")])
-    with pytest.raises(ConfigError, match="two metrics are called 'accuracy': give one of the"):
+    with pytest.raises(ConfigError, match="two metrics are called 'accuracy': rename one in the"):
         accepted(model)
 
 
@@ -534,7 +534,7 @@ def test_classes_are_named_or_numbered():
     [
         ({"dgo": 1.0}, "training.class_weights: there is no class 'dgo'; did you mean 'dog'?"),
         ({"7": 1.0}, "training.class_weights: there is no class '7' (the classes are cat, dog, "),
-        ("balanced", "training.class_weights: balanced has no weight for 'dog', of which the tra"),
+        ("balanced", "training.class_weights: balanced has no weight for 'dog', for which the"),
     ],
 )
 def test_a_class_that_does_not_exist_is_refused(given, message):

@@ -117,7 +117,7 @@ def _choose(name: str, part: Task, answers: Mapping[str, Array], said: str) -> t
         return next(iter(answers)), ""
     there = ", ".join(
         f"{each!r} ({describe_tensor(values.dtype.name, (None, *values.shape[1:]))})"
-        for each, values in answers.items()
+        for each, values in sorted(answers.items())
     )
     if name:
         raise UserError(
