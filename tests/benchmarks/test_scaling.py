@@ -192,14 +192,14 @@ def test_the_part_has_all_runs(points):
     part = measured_part(points, TRUE, CORES, 3)
     rows = [line for line in part.splitlines() if line.startswith("| ")]
     assert len([row for row in rows if row.startswith(("| small", "| large"))]) == 10
-    assert "of those that nothing is fitted to at most" in part
+    assert "for rows that nothing is fitted to" in part
     far = [
         row for row in rows if row.count("%") == 1 and abs(int(row.split("|")[7].strip(" %"))) > 15
     ]
     assert part.count("`pull_every` 1: ") + part.count("`pull_every` 10: ") == len(far)
-    assert ("that are the aim: none." in part) == (not far)
+    assert ("above the aim of 15%: none." in part) == (not far)
     wrong = [replace(points[0], rate=2 * points[0].rate), *points[1:]]
-    words = f"are the aim: {points[0].model} with {points[0].workers} workers"
+    words = f"above the aim of 15%: {points[0].model} with {points[0].workers} workers"
     assert words in measured_part(wrong, TRUE, CORES, 3)
 
 
