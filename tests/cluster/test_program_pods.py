@@ -60,7 +60,8 @@ def make_image(kube, tmp_path):
     folder = tmp_path / "image"
     (folder / "bin").mkdir(parents=True)
     base = os.path.realpath(sys._base_executable)
-    (folder / "bin" / "python3").symlink_to(base)
+    for name in ("python", "python3"):
+        (folder / "bin" / name).symlink_to(base)
     (folder / "app").mkdir()
     (folder / "app" / "train.py").write_text(PROGRAM)
     kube.kubelet.node.images[IMAGE] = folder

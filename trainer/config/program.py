@@ -90,7 +90,9 @@ class ProgramConfig(Whole):
         le=MOST,
     )  # fmt: skip
     python: str = key(
-        "python3", "Python 3.8 or later of the image, which starts the program; empty: none"
+        # KFP's local runner replaces the text `python3` in parameters.
+        "python",
+        "Python 3.8 or later of the image, which starts the program; empty: none",
     )
     after_training: Literal["stop", "evaluate"] = key(
         "stop", "evaluate: the program's model is evaluated, exported and registered"

@@ -52,7 +52,7 @@ def env(container):
     return {each["name"]: each.get("value") for each in container["env"]}
 
 
-@pytest.mark.parametrize("python", ["", "python3"])
+@pytest.mark.parametrize("python", ["", "python"])
 def test_the_manifest_is_the_tfjob_of_its_authors(python):
     assert len(SEED.strip().splitlines()) <= 20
     tree = yaml.safe_load(SEED)
