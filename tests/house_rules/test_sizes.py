@@ -37,7 +37,7 @@ BUDGETS = {
     "trainer/checkpoints": 2818,
     "trainer/cluster": 2546,
     "trainer/code": 450,
-    "trainer/config": 3420,
+    "trainer/config": 3422,
     "trainer/data": 11749,
     "trainer/data_gate": 2000,
     "trainer/embeddings": 2075,
