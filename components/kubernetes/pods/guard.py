@@ -16,10 +16,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.pods import launcher_watch
@@ -174,16 +175,23 @@ def main(arguments: list[str]) -> int:
         what = error.filename or arguments[1]
         streams.say(f"guard: cannot start in {Path.cwd()}: {what}: {error.strerror}")
         return FAILED
-    watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
-    if watched:
-        launcher_watch.start(guard, watched)
-    if leads and cluster:
-        look = PeerNames(cluster).look
-        Loop(look, LOOK_SECONDS, name="names", failing="names are not looked up").start()
+    watched = watch_as_leader(guard, cluster, environment) if leads and cluster else {}
     code = guard.wait()
     if guard.ends_job:
         launcher_watch.delete_job(watched)
     return code
+
+
+def watch_as_leader(
+    ending: launcher_watch.Ending, cluster: Cluster, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Watch the launcher and the names of the other tasks; return the launcher's variable."""
+    watched: dict[str, Any] = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}")
+    if watched:
+        launcher_watch.start(ending, watched)
+    look = PeerNames(cluster).look
+    Loop(look, LOOK_SECONDS, name="names", failing="names are not looked up").start()
+    return watched
 
 
 def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from flotilla.components.kubernetes.pods import launcher_watch
-from flotilla.components.kubernetes.pods.guard import LOOK_SECONDS, PeerNames
+from flotilla.components.kubernetes.pods.guard import watch_as_leader
 from flotilla.components.kubernetes.pods.program import EXCHANGE
 from flotilla.components.kubernetes.pods.shutdown import (
     NOTICE_SECONDS,
@@ -30,7 +30,6 @@ from flotilla.components.kubernetes.pods.shutdown import (
 )
 from flotilla.components.kubernetes.pods.template import (
     CONFIG_VARIABLE,
-    LAUNCHER_VARIABLE,
     grace_seconds,
 )
 from flotilla.trainer.cluster.launcher import Job
@@ -40,7 +39,6 @@ from flotilla.trainer.features import length
 from flotilla.trainer.program.agent import Agent
 from flotilla.trainer.program.link import Link
 from flotilla.trainer.runtime import signals
-from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import FAILED, TRY_AGAIN, USAGE, TransientError, UserError
 from flotilla.trainer.runtime.output import streams
@@ -167,13 +165,7 @@ def _run(job: Job, cluster: Cluster, task: Task, ended: EndOfPod) -> int:
     )
     reaction.agent = agent
     end = JobEnd(agent, ended)
-    leads = task == leader(cluster)
-    watched = json.loads(os.environ.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
-    if watched:
-        launcher_watch.start(end, watched)
-    if leads:
-        look = PeerNames(cluster).look
-        Loop(look, LOOK_SECONDS, name="names", failing="names are not looked up").start()
+    watched = watch_as_leader(end, cluster, os.environ) if task == leader(cluster) else {}
     code = agent.run()
     if end.is_asked:
         launcher_watch.delete_job(watched)
