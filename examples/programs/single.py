@@ -14,7 +14,7 @@ CHECKPOINTS = os.environ["FLOTILLA_CHECKPOINTS"]
 
 
 class Recorder(keras.callbacks.Callback):
-    """Saves a checkpoint every so many steps, at the last one, and when the process has to end."""
+    """Saves a checkpoint at regular steps, at the last step, and at SIGTERM."""
 
     def __init__(self, steps, every):
         super().__init__()

@@ -58,7 +58,7 @@ def train(flags, server, cluster):
             optimizer = tf.train.SyncReplicasOptimizer(optimizer, count, count)
             hooks.append(optimizer.make_session_run_hook(first))
         update = optimizer.minimize(loss, global_step=step)
-    # One file, written by worker 0: servers have disks of their own.
+    # Worker 0 writes one file, since servers may be on other machines.
     with tf.device(f"{worker}/cpu:0"):
         scaffold = tf.train.Scaffold(saver=tf.train.Saver(max_to_keep=2))
     saver = tf.train.CheckpointSaverHook(

@@ -56,7 +56,7 @@ sys.exit(143 if asked else 0)
 
 
 def make_image(kube, tmp_path):
-    """Make a folder with a Python of its own, as an image that needs nothing of Flotilla."""
+    """Make an image: a folder with its own Python, which cannot import Flotilla."""
     folder = tmp_path / "image"
     (folder / "bin").mkdir(parents=True)
     base = os.path.realpath(sys._base_executable)
@@ -146,7 +146,7 @@ def test_a_program_runs_in_an_image_without_flotilla(run, kube):
 @on_engines()
 def test_a_killed_worker_and_a_killed_server_come_again(run, kube):
     with run.begun(600):
-        # Checkpoints are looked at once a second.
+        # The agent looks for checkpoints once a second.
         run.wait_for('"event": "checkpoint_published"')
         lost = kube.kill("ps-0")
         kube.pod("ps-0", but=lost["metadata"]["uid"])

@@ -187,7 +187,7 @@ class Kubelet:
         running(self._store, self._store.get("pods", *_key(pod)), address)
 
     def _run_pod(self, pod: Tree, more: Mapping[str, str], address: str) -> None:
-        """Run a pod to its end, in a thread of its own."""
+        """Run a pod to its end in a separate thread."""
         uid = pod["metadata"]["uid"]
         inits = self._inits.get(uid)
         if inits:

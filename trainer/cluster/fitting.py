@@ -48,7 +48,7 @@ def begin(
 
     def work() -> None:
         if config.program.command:
-            # It has a model of its own.
+            # It has its own model.
             return
         try:
             try_fit(config, dataset)

@@ -66,7 +66,7 @@ def check(
         if config.cluster.launcher == "local":
             require_program(config)
         name = " ".join(program)
-        return Checked(notes=(*notes, f"not tried: {name} trains a model of its own"))
+        return Checked(notes=(*notes, f"not tried: {name} trains its own model"))
     if notes:
         return Checked(notes=notes)
     try:

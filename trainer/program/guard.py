@@ -6,7 +6,7 @@ listens at a Unix socket and decides; the two send JSON objects, one a line (see
 
     python3 guard.py --socket FOLDER/guard.sock [--reconnect SECONDS] [--termination FILE]
 
-The program is the leader of its own session. When it has ended, every process that it started is
+The program leads its own session. When it has ended, every process that it started is
 killed, also one that left its process group: the guard is the reaper of its orphans. Without the
 agent for `--reconnect` seconds (0: at once) the program is stopped and the guard ends with 138,
 which asks for a new start.
@@ -244,7 +244,7 @@ class Guard:
             self._read_agent()
 
     def _look(self) -> None:
-        """Do what is due without an event of its own."""
+        """Do the work that no event announces."""
         if self._asked_to_end:
             number, self._asked_to_end = self._asked_to_end, 0
             if self._connection:

@@ -130,7 +130,7 @@ def list_parameters(config: Config) -> dict[str, str]:
     tree = hide_environment(config.model_dump(mode="json"))
     tree["cluster"].pop("kubernetes", None)
     if config.program.command:
-        # The program has a model and an optimizer of its own.
+        # The program has its own model and optimizer.
         tree.pop("model")
         tree["training"].pop("optimizer")
     return dict(_leaves(tree, ""))

@@ -1,1 +1,1 @@
-"""The model of a user's own program, as a model of ours: see `load.py`."""
+"""Load the model of a user's program as a Keras model of Flotilla."""

@@ -162,7 +162,7 @@ def _read_graphs(path: Path) -> Sequence[MetaGraphDef]:
     proto = SavedModel()
     try:
         proto.ParseFromString(path.read_bytes())
-    # Protobuf has an error class of its own in each implementation.
+    # Each implementation of Protobuf has its own error class.
     except Exception:
         raise UserError(f"its {path.name} is not a SavedModel: write it again") from None
     changed = False
@@ -199,7 +199,7 @@ def _read_keras(path: Path) -> Callee:
 
 
 def _arguments(model: keras.Model) -> dict[str, Argument] | None:
-    """Return the arguments of a graph of layers; None for a model with code of its own."""
+    """Return the arguments of a graph of layers; None for a model with custom code."""
     graph = getattr(model, "_functional", None) or model
     inputs = getattr(graph, "_inputs_struct", None)
     if inputs is None:

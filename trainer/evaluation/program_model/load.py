@@ -1,4 +1,4 @@
-"""A user's own program's model as a Keras model of ours.
+"""Load the model of a user's program as a Keras model of Flotilla.
 
 The model takes the features of the dataset and gives what its task wants, so that it is evaluated,
 compared, exported and served like a model that Flotilla has trained.
