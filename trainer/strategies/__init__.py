@@ -1,5 +1,5 @@
-"""How a training step runs on the cluster: one interface, one file a strategy.
+"""How a training step runs on the cluster: one interface, and one module for each strategy.
 
-Its name and what it can do are a row in `TOPOLOGIES` of `trainer/config/topology.py`. Global steps
-are counted by `exact_counter` in `strategy.py`.
+The table `TOPOLOGIES` of `trainer/config/topology.py` holds the names and capabilities of the
+strategies. `exact_counter` in `strategy.py` counts the global steps.
 """

@@ -2,15 +2,15 @@
 
 Every worker pulls the variables, computes a gradient and pushes it, without waiting for the others;
 the parameter server applies each gradient as it arrives (Dean et al. 2012, "Large Scale Distributed
-Deep Networks", section 4.1). The chief schedules stretches of updates, each up to the next
-checkpoint or validation: TensorFlow's `ClusterCoordinator` sends one closure to each worker, and
-the closure takes turns of a few updates (`Turns`) while turns are left. The chief reads the
-workers' reports about once a second. At the end of the stretch it schedules again the updates that
-a dead worker took and did not apply.
+Deep Networks", section 4.1). The chief schedules the updates up to the next checkpoint or
+validation (a stretch). It sends one closure to each worker through TensorFlow's
+`ClusterCoordinator`. The closure takes turns of a few updates (`Turns`) until none is left, and the
+chief reads the workers' reports about once a second. At the end of the stretch, the chief
+reschedules the updates that a dead worker took but did not apply.
 
-With `data.partition: dynamic`, each update has its own range of examples. The chief then schedules
-portions of updates, one closure each, and runs the whole portion again if its worker dies. A worker
-that was considered dead but is alive stops working on its portion.
+With `data.partition: dynamic`, each update has its own range of examples. The chief schedules
+portions of updates, one closure each, and repeats a portion if its worker dies. A worker that is
+alive but was considered dead stops its portion.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 
-# Seconds between two reads of the workers' reports, and between two checks while the chief waits.
+# Seconds between two reads of the reports, and between two checks while the chief waits.
 LOOK_SECONDS, AGAIN_SECONDS = 1.0, 0.05
-# Seconds of updates that are dealt in advance; workers may continue this long without a chief.
+# Seconds of work that the workers get in advance; without a chief they continue this long.
 AHEAD_SECONDS = 10
 # A turn ends within about a second.
 HALT_SECONDS = 20.0
@@ -67,13 +67,11 @@ class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
     capabilities = find_topology("async_parameter_server").capabilities
-    #: Updates per turn in the current stretch; 0 while the workers are idle.
     _unit = 0
-    #: The global step at which the stretch began, and the closures that were scheduled for it.
+    #: The global step at the start of the stretch, and the closures that it has scheduled.
     _began = _sent = 0
-    #: The closures that were scheduled since the attempt began.
+    #: The closures that this attempt has scheduled.
     _closure = 0
-    #: The mean loss that was reported last.
     _loss = 0.0
 
     def build_on_servers(self, problem: Problem) -> None:
@@ -86,7 +84,7 @@ class AsyncParameterServer(Served):
         self.hand_out(make(problem), choose_unroll(training.steps, whole=self.pulls_whole()))
 
     def hand_out(self, update: Update, turn: int) -> None:
-        """Trace the closures that apply `update` to a worker's next batches."""
+        """Trace the closures that apply `update` to the next batches of a worker."""
         self._tally, self._turn, self._has_turned = self.tally(), turn, False
         with tf.device(server_device(0)):
             self._turns = Turns(self._workers, self.applied, self.state and self.state.permit)
@@ -100,11 +98,11 @@ class AsyncParameterServer(Served):
         self._closures = {unit: make(update, unit) for unit in (1, TURN)}
 
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates, spread over the workers as they are free."""
+        """Apply `steps` updates on whichever workers are free."""
         return self.advance(steps, self.global_step() + steps)
 
     def advance(self, steps: int, boundary: int) -> Report:
-        """Let the workers apply updates up to `boundary`; return about a second later."""
+        """Let the workers apply updates up to `boundary`; return after about a second."""
         if self.stream:
             return self._portions(steps)
         if not self._unit:
@@ -125,7 +123,7 @@ class AsyncParameterServer(Served):
         self.read_step = self._seen.applied
 
     def _deal_ahead(self, steps: int, boundary: int) -> None:
-        """Deal turns for the next seconds, and wait for the first reports."""
+        """Offer the turns of the next seconds to the workers, and wait for the first reports."""
         unit = adjust_unit(steps, self._workers, self._turn, self._unit)
         if self._unit not in {0, unit}:
             self._end()
@@ -140,17 +138,17 @@ class AsyncParameterServer(Served):
                 break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
                 return
-        # The workers were faster than expected and have applied all dealt updates.
+        # The workers have applied all turns sooner than expected.
         self._join()
 
     def _complete(self, boundary: int) -> None:
-        """Apply all updates up to a boundary, including those that dead workers took."""
+        """Apply all updates up to a boundary, and repeat those that dead workers took."""
         while (left := boundary - self._seen.applied) > 0:
             self._deal(left, boundary, self._unit or choose_unit(left, self._workers, self._turn))
             self._join()
 
     def _deal(self, ahead: int, boundary: int, unit: int) -> None:
-        """Deal turns before a boundary, `ahead` more than the workers have taken."""
+        """Offer turns before a boundary, `ahead` more than the workers have taken."""
         if not self._unit:
             self._unit, self._began, self._sent = unit, self._seen.applied, 0
             dealt = min(ahead, (boundary - self._began) // unit)
@@ -163,7 +161,7 @@ class AsyncParameterServer(Served):
             self._look()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
-        # A dead worker's closure waits until that worker returns or another one is free.
+        # The closure of a dead worker waits until that worker returns or another one is free.
         for _ in range(min(self._workers, dealt - taken) - (self._sent - refused)):
             arguments = self._iterator, tf.constant(self._closure, tf.int64)
             self.coordinator.schedule(self._closures[unit], args=arguments)
@@ -193,7 +191,7 @@ class AsyncParameterServer(Served):
         return Report(loss=self._loss, metrics=self.metrics(), global_step=reached)
 
     def _count(self, worker: int, updates: int, others: float) -> None:
-        # A worker pulls right after its push, so only other workers' updates come in between.
+        # A worker pulls right after it pushes, so that only updates of other workers come between.
         steps = updates * self.config.training.pull_every
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 
@@ -203,7 +201,7 @@ class AsyncParameterServer(Served):
 
         @tf.function(autograph=False)
         def loop(iterator: tf.data.Iterator, closure: tf.Tensor) -> tf.Tensor:
-            # `own` remains on the server during all turns.
+            # `own` stays on the server during all turns.
             own, worker = turns.begin(closure), worker_number()
 
             def once(_: tf.Tensor) -> tuple[tf.Tensor]:
@@ -214,7 +212,8 @@ class AsyncParameterServer(Served):
                     return (turns.take(own),)
 
             def turn_by_turn() -> None:
-                # TensorFlow computes the condition of a loop on the loop's device: the worker.
+                # TensorFlow evaluates the condition of a loop on the device of the loop: the
+                # worker.
                 tf.while_loop(lambda found: found, once, (turns.take(own),))
 
             if self.state:
@@ -227,7 +226,7 @@ class AsyncParameterServer(Served):
         return loop  # type: ignore[no-any-return]
 
     def _portions(self, steps: int) -> Report:
-        """Apply `steps` updates in portions; each portion has its own examples."""
+        """Apply `steps` updates in portions, which have separate examples."""
         unit = choose_unit(steps, self._workers, self._turn)
         sizes = portions(steps, self._workers, unit)
         self.warming = unit > 1 and not self._has_turned
@@ -244,7 +243,7 @@ class AsyncParameterServer(Served):
                 total += loss
                 if made:
                     self._count(int(worker), int(made), others)
-                # The result is from an older run of the closure and arrived late.
+                # This result arrived late, from an earlier run of the closure.
                 if made < size:
                     again.append((before + int(made), size - int(made)))
             left = again
@@ -264,7 +263,7 @@ class AsyncParameterServer(Served):
         return self._closures[turn], arguments
 
     def _portion(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return a function that applies a number of turns to a lease of examples."""
+        """Return a function that applies a number of turns to leased examples."""
         applied, turns = self.applied, self._turns
 
         @tf.function(autograph=False)
@@ -276,7 +275,8 @@ class AsyncParameterServer(Served):
             before = applied.read_value()
 
             def once(_: tf.Tensor, total: tf.Tensor, made: tf.Tensor) -> tuple[tf.Tensor, ...]:
-                # No turn waits for it: a replaced run makes its current turn and at most one more.
+                # No turn waits for this check: a replaced run makes its current turn and at most
+                # one more.
                 holds = turns.holds(own)
                 for _ in range(turn):
                     total += update(iterator)
@@ -285,7 +285,7 @@ class AsyncParameterServer(Served):
             none = turns.holds(own), tf.constant(0.0), tf.constant(0)
             _, total, made = tf.while_loop(lambda found, *_: found, once, none)
             others = applied.read_value() - before - tf.cast(made * turn, tf.int64)
-            # One tensor, because the coordinator fetches results one by one.
+            # One tensor, because the coordinator fetches the results one by one.
             results = [total, worker_number(), others, made * turn]
             return tf.stack([tf.cast(each, tf.float64) for each in results])
 
@@ -299,7 +299,7 @@ class AsyncParameterServer(Served):
             apply_and_count(self.optimizer, found, self.model.trainable_variables)
             return value
 
-        # Keras updates a variable only in a replica context, which the coordinator's scope is not.
+        # Keras updates a variable only in a replica context; the coordinator's scope is none.
         return lambda iterator: self.connected.run(step, args=(self.towers.take(iterator),))
 
     def _local_steps(self, problem: Problem) -> Update:
@@ -328,16 +328,16 @@ def build_local_steps(  # noqa: PLR0913
 ) -> Callable[[Any], tf.Tensor]:
     """Return the function that pulls once, takes `steps` local steps, and pushes once.
 
-    The local steps are plain SGD; the sum of their gradients is pushed, and the server applies it
-    as one update (Downpour SGD, Dean et al. 2012, section 4.1, n_fetch = n_push = `steps`). The
-    function takes an iterator of batches and returns the mean loss.
+    The local steps are plain SGD. The function pushes the sum of their gradients, which the server
+    applies as one update (Downpour SGD, Dean et al. 2012, section 4.1, n_fetch = n_push = `steps`).
+    It takes an iterator of batches and returns the mean loss.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale)
     compute = towers.pure(pure, pure.state)
 
     def update(iterator: Any) -> tf.Tensor:
         values = pure.pull()
-        # A schedule's rate is on a server; a loop that reads it would span machines.
+        # The rate of a schedule is on a server, and a loop that read it would span machines.
         rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
 
         def step(

@@ -1,8 +1,8 @@
-"""Gradients as pure functions of variables that are pulled from the servers once.
+"""Gradients as pure functions of variables that are pulled once from the servers.
 
-XLA can compile a pure function even if the variables are on other machines, and several local steps
-need one. `Messages` packs the values into one message per server and dtype in each direction,
-because the cost of a message exceeds the cost of its bytes.
+XLA compiles a pure function even if the variables are on other machines, and several local steps
+require one. `Messages` packs the values into one message per server and dtype in each direction,
+because a message costs more than its bytes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from flotilla.trainer.strategies.strategy import Batch, Loss
 from flotilla.trainer.strategies.towers import ONE, Towers
 
 Tensors = list[tf.Tensor]
-# A dense tensor, or `IndexedSlices` of embedding rows; zeros for an unused variable.
+# A dense tensor, or `IndexedSlices` of embedding rows; zeros if the loss ignores the variable.
 Gradient = Any
 
 
 @dataclass(frozen=True)
 class ScalarPlace:
-    """The destination of a float32 number without a variable."""
+    """The destination of a float32 number that has no variable."""
 
     device: str
     dtype: ClassVar[tf.DType] = tf.float32
@@ -37,17 +37,17 @@ class ScalarPlace:
 
 
 class Messages:
-    """The packed values of a list of variables; used inside of `tf.function`."""
+    """The packed values of a list of variables, for use in a `tf.function`."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
-        """Group the variables by device and dtype; a `ScalarPlace` is only for pushes."""
+        """Group the variables by device and dtype. A `ScalarPlace` can only be pushed."""
         self._variables = list(variables)
         self._together: dict[tuple[str, tf.DType], list[int]] = {}
         for index, variable in enumerate(self._variables):
             self._together.setdefault((variable.device, variable.dtype), []).append(index)
 
     def pull(self, after: Sequence[Any] = ()) -> list[tf.Tensor]:
-        """Return the values of all variables on the scope's device, after `after` has run."""
+        """Return the values of all variables on the current device, after `after` has run."""
         values: list[tf.Tensor] = [None] * len(self._variables)
         for (device, _), indices in self._together.items():
             with tf.device(device), tf.control_dependencies(list(after)):
@@ -56,7 +56,7 @@ class Messages:
         return values
 
     def push(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Send values that this task computed, each to the device of its variable."""
+        """Send values from this task to the devices of their variables."""
         arrived: list[tf.Tensor] = [None] * len(self._variables)
         for (device, dtype), indices in self._together.items():
             packed = _pack([tf.cast(values[i], dtype) for i in indices])
@@ -76,14 +76,14 @@ class Messages:
 
 def _pack(values: list[tf.Tensor]) -> tf.Tensor:
     if len(values) == 1:
-        # The identity moves the value to the device of the scope.
+        # The identity moves the value to the current device.
         return tf.identity(values[0])
     return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
-    """The values of a model at one moment: its trainable variables and its other state."""
+    """The trainable variables and the other state of a model at one moment."""
 
     weights: Tensors
     state: Tensors
@@ -102,14 +102,14 @@ def _pull(trainable: Sequence[Any], state: Sequence[Any], after: Sequence[Any] =
 
 
 def push(model: keras.Model, gradient: Tensors) -> Tensors:
-    """Send a gradient to the servers of its variables, and return the tensors there."""
+    """Send a gradient to the servers of its variables, and return the tensors on them."""
     return Messages([variable.value for variable in model.trainable_variables]).push(gradient)
 
 
 def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
     """Send a gradient as `push` does, and its loss to `device`, as the last part of the result.
 
-    Both travel in one message if `device` holds trainable float32 variables with the same spelling.
+    Both travel in one message if `device` holds trainable float32 variables and is spelled alike.
     """
     places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
     return Messages(places).push([*gradient, loss])
@@ -118,8 +118,8 @@ def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, devic
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
     """Send changed state to its variables.
 
-    A change of an integer (seeds, counts) is added, which keeps the increments of other workers.
-    Other values are assigned: a sum of changes to a moving average would overshoot.
+    The change of an integer (seeds, counts) is added, so that increments of other workers remain.
+    Other values are assigned, because a sum of changes to a moving average would overshoot.
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
@@ -136,8 +136,8 @@ class PureGradient:
     """A traced function from weights, state and batch to loss, gradient and new state.
 
     Gradients are dense: a table is pulled and pushed whole, unless its rows are passed as weights.
-    `dense` are the trainable variables without such tables. `state` are the other variables: those
-    that are not trained, without the bookkeeping of dynamic tables, and those of the loss scale.
+    `dense` lists the trainable variables without such tables. `state` lists the variables that are
+    not trained, except the bookkeeping of dynamic tables, and the variables of the loss scale.
     """
 
     def __init__(  # noqa: PLR0913
@@ -152,9 +152,10 @@ class PureGradient:
     ) -> None:
         """Create the function for a model and its loss.
 
-        `in_place` takes no weights: variables are read where they are, and the gradient of a lookup
-        is `IndexedSlices`. With `lookups` the weights are those of `dense` followed by the rows of
-        each table, and a batch is a pair: the places of the rows, and the batch itself.
+        With `in_place`, the function takes no weights, reads the variables on their devices, and
+        returns the gradient of a lookup as `IndexedSlices`. With `lookups`, the weights are those
+        of `dense` followed by the rows of each table, and a batch is a pair of row places and
+        batch.
         """
         self._model, self._loss, self._scale, self._in_place = model, loss, scale, in_place
         self._lookups = lookups
@@ -171,7 +172,7 @@ class PureGradient:
     def __call__(
         self, weights: Tensors, state: Tensors, batch: Batch
     ) -> tuple[tf.Tensor, list[Gradient], Tensors]:
-        """Return the loss, a gradient for each of `weights`, and the state after the batch."""
+        """Return the loss, the gradient of each weight, and the state after the batch."""
         value, found, moved = self._traced(weights, state, batch)
         after = list(state)
         for index, each in zip(self._moving, moved, strict=True):
@@ -192,7 +193,7 @@ class PureGradient:
         return [zeros for _, zeros in mapping]
 
     def merge_moved(self, before: Tensors, after: Tensors) -> Tensors:
-        """Return the state after some batches; unchanged state keeps its object of `before`."""
+        """Return the state after some batches; an unchanged value is the object in `before`."""
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
     def _only_moved(self, compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,7 +220,8 @@ class PureGradient:
                 rows, weights = weights[len(trainable) :], weights[: len(trainable)]
                 answered = self._lookups.answer(rows, places)
             if self._in_place:
-                # Keras reads the regularized variables from the scope, and then needs all of them.
+                # Keras reads the regularized variables from the scope, and then requires all of
+                # them.
                 trainable = [each for each in trainable if each.regularizer]
                 weights = [each.value.read_value() for each in trainable]
             # Unlike `stateless_call`, this runs `__call__`, which passes `training` to the layers
@@ -263,20 +265,20 @@ def build_pulled_gradient(  # noqa: PLR0913
 ) -> Callable[..., tuple[tf.Tensor, list[Gradient]]]:
     """Return a function from a batch of the towers to the loss and the gradient.
 
-    Its second argument lists tensors that the pulls wait for, if any (see `Messages.pull`).
+    The optional second argument of the function lists tensors that the pulls wait for.
 
     Args:
         model: the model; its variables may be on any device.
         loss: the loss of a batch.
         jit: whether XLA compiles the gradient.
-        parts: the number of batches in a stack. If above 1, the batches are computed one at a time,
-            and loss and gradient are the means over them.
+        parts: the number of batches in a stack. If above 1, the batches are computed one by one,
+        and loss and gradient are the means over them.
         scale: the loss scale, if any.
-        in_place: whether the variables are read where they are. Otherwise they are pulled first,
-            and the returned gradient is on the servers.
+        in_place: whether the variables are read on their devices. Otherwise they are pulled first,
+        and the returned gradient is on the servers.
         towers: the devices of a worker; each takes a batch, or a stack of batches.
-        loss_on: the device to which the loss is sent with the gradient, as its last part
-            (`push_with_loss`); only if variables are pulled.
+        loss_on: the device that gets the loss as the last part of the gradient (`push_with_loss`);
+        only if variables are pulled.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
     compute = towers.pure(accumulate(pure, parts) if parts > 1 else pure, pure.state)
@@ -309,7 +311,7 @@ def build_rows_gradient(
         model: the model; its variables may be on any device.
         loss: the loss of a batch.
         lookups: the lookups of the model.
-        otherwise: called if the rows of a batch cannot be known before the model runs.
+        otherwise: the function to call if the rows of a batch are unknown before the model runs.
     """
     pure = PureGradient(model, loss, jit=False, lookups=lookups)
 
@@ -347,7 +349,7 @@ def accumulate(compute: Compute, parts: int) -> Compute:
 
         total, sums, state = compute(weights, state, _part(batches, 0))
         if any(isinstance(each, tf.IndexedSlices) for each in sums):
-            # The number of rows grows with each batch, and a loop variable needs a fixed shape.
+            # A loop variable needs a fixed shape, but the number of rows grows with each batch.
             for part in range(1, parts):
                 # Wait for the previous batch, so that only one is in memory at a time.
                 with tf.control_dependencies([total]):
@@ -390,9 +392,9 @@ def divide_gradient(gradient: Gradient, count: Any) -> Gradient:
 def apply_and_count(
     optimizer: keras.optimizers.Optimizer, gradient: list[Gradient], variables: Sequence[Any]
 ) -> None:
-    """Apply a gradient, and count the update once the gradient is on the counter's server.
+    """Apply a gradient, and count the update after the gradient has reached the counter's server.
 
-    Without this order, updates that a dying worker never applied would count as applied.
+    In another order, updates that a dying worker never applied would count as applied.
     """
     counter = optimizer.iterations.value
     count = optimizer.iterations.assign_add
@@ -402,7 +404,7 @@ def apply_and_count(
         if variable.value.device == counter.device
     ]
     with tf.device(counter.device):
-        # Wait for a gradient of this server if there is one, which needs no extra message.
+        # A gradient of this server, if any, needs no extra message.
         arrived = [tf.identity(getattr(each, "values", each)) for each in here or gradient[:1]]
 
     def count_later(by: Any) -> Any:

@@ -1,7 +1,7 @@
 """In-graph replication: one client builds a tower for every worker in one function.
 
-All towers pull the same variables; the client averages their gradients and applies one update. This
-is synchronous training without queues; each update waits for the slowest worker.
+All towers pull the same variables. The client averages their gradients and applies one update,
+which therefore waits for the slowest worker.
 """
 
 from __future__ import annotations

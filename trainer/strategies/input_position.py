@@ -2,9 +2,9 @@
 
 All epochs form one stream of positions. A position refers to the example of number
 `shuffled(position)`; each epoch has its own order. The chief leases ranges of positions to free
-workers, and a worker computes the examples of a range without asking. No lease is open between two
-inner loops, so a `Position` describes all visits: how far the stream was visited, and the gaps,
-whose gradients came too late. A checkpoint stores it with the variables that saw these examples.
+workers, and a worker computes the examples of a range on its own. Between two inner loops no lease
+is open, so that a `Position` describes all visits: the visited length of the stream, and the gaps,
+which are ranges whose gradients came too late. A checkpoint stores the position with the variables.
 
 `Tally` counts the steps and examples of each worker, and the staleness of its updates.
 """
@@ -24,9 +24,9 @@ import tensorflow as tf
 from flotilla.trainer.config.data import DYNAMIC
 
 log = logging.getLogger(__name__)
-# The first position of a range and its length. In a plan: an index and its position.
+# The first position of a range and its length; in a plan, an index and its position.
 Range = tuple[int, int]
-# The number of recent closures over which staleness is measured; enough for a 95th percentile.
+# The number of recent closures for the staleness; enough for a 95th percentile.
 STALENESS_WINDOW = 400
 
 
@@ -38,7 +38,7 @@ class Position:
     gaps: tuple[Range, ...] = ()
 
     def plan(self) -> list[Range]:
-        """Return pairs (n, position): the n-th next example and those after it; gaps come first."""
+        """Return pairs (n, position) of the n-th next example at each jump; gaps come first."""
         pairs, begin = [], 0
         for first, count in self.gaps:
             pairs.append((begin, first))
@@ -80,14 +80,14 @@ def _append(gaps: list[Range], new: Range) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The training split as a stream of example numbers, and the input position.
+    """The training split as a stream of example numbers, with the input position.
 
     Attributes:
         examples: the number of examples in the split.
-        seed: the seed of the orders of the epochs.
+        seed: the seed of the order of each epoch.
         held: a dataset of one element, which a worker stores.
         read: a function from that element and a vector of example numbers to a batch.
-        run: how many examples stay next to each other in every order.
+        run: the number of examples that stay adjacent in every order.
         position: the start of the attempt.
     """
 
@@ -99,7 +99,7 @@ class Stream:
     position: Position = field(default_factory=Position)
 
     def resume(self, saved: Any, uri: str) -> Stream:
-        """Return the stream at a saved position; log why and start an epoch if it does not fit."""
+        """Return the stream at a saved position; if it does not fit, log why and start an epoch."""
         fields = saved if isinstance(saved, Mapping) else {}
         own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
         other = [name for name, value in own.items() if fields.get(name) != value]
@@ -135,7 +135,7 @@ class Stream:
             max_index=tf.constant(max(whole - 1, 0), tf.int64),
             rounds=4,
         )
-        # An incomplete last run keeps its place.
+        # The incomplete last run keeps its place.
         in_runs = shuffled * self.run + places % self.run
         return tf.where(places < whole * self.run, in_runs, places)
 
@@ -160,7 +160,7 @@ class Stream:
         return numbers.map(lambda n: self.batch(held, plan, first + n * size, size))
 
     def endless(self, size: int, index: int = 0, of: int = 1) -> tf.data.Dataset:
-        """Return the endless dataset of batches `index`, `index + of`, ... of the stream."""
+        """Return the endless dataset of the batches `index`, `index + of`, ... of the stream."""
         plan = encode_plan(self.position)
         both = tf.data.Dataset.zip((self.held().cache().repeat(), tf.data.Dataset.counter()))
         return both.map(
@@ -169,10 +169,10 @@ class Stream:
 
 
 class Batches:
-    """An iterator over batches by their numbers from 0 on; for `tf.function`."""
+    """An iterator over batches by number, from 0 on, for use in a `tf.function`."""
 
     def __init__(self, batch: Callable[[int], Any], parts: int) -> None:
-        """Create an iterator over batches, or over stacks of `parts` batches if above 1."""
+        """Create an iterator over batches, or over stacks of `parts` batches if that exceeds 1."""
         self._batches = map(batch, itertools.count())
         self._parts = parts
 
@@ -190,10 +190,10 @@ def encode_plan(position: Position) -> tf.Tensor:
 
 
 class Tally:
-    """Counts of local steps and staleness over one attempt of a chief."""
+    """The local steps and the staleness of each worker in one attempt of the chief."""
 
     def __init__(self, *, batch_size: int) -> None:
-        """Begin at zero; a local step has `batch_size` examples."""
+        """Start the counts at zero; a local step has `batch_size` examples."""
         self._batch_size = batch_size
         self._steps = Counter[str]()
         self._staleness: deque[float] = deque(maxlen=STALENESS_WINDOW)
@@ -201,7 +201,7 @@ class Tally:
     def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
         """Add local steps of a worker and their mean staleness, if measured.
 
-        The staleness of an update is how many others were applied between its pull and its push.
+        The staleness of an update is the number of other updates between its pull and its push.
         """
         self._steps[worker] += steps
         if staleness is not None:

@@ -1,14 +1,13 @@
 """Synchronous training on replicas: copies of one model with equal variables.
 
-Every replica computes the gradient of its own batch; the mean over all replicas is applied to each
-copy, so that the copies stay equal. State that gradients do not change is kept equal here:
+Every replica computes the gradient of its own batch and applies the mean over all replicas, so that
+the copies stay equal. This module handles the state that gradients do not change:
 
-- Moving averages (BatchNorm) are averaged over the replicas after each inner loop. The result
-  equals averaging at every step, since they are linear in their inputs.
+- Moving averages (BatchNorm) are averaged over the replicas after each inner loop. They are linear
+  in their inputs, so that averaging at every step would give the same result.
 - Seeds (Dropout) are shifted before the first step, so that no two replicas drop the same units.
 
-`Single` has a replica on each GPU of one process, or one replica. It is the reference for all
-others.
+`Single` has a replica on each GPU of one process, or one replica. It is the reference strategy.
 
 `MultiWorkerMirrored` has a replica in each worker (or on each of its GPUs). The workers all-reduce
 their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
@@ -66,7 +65,7 @@ class Replicated(KerasStrategy):
             self.model = problem.build_model()
             problem.check(self.model)
             self.optimizer = self.make_optimizer(problem)
-            # Each replica has a separate scale, which does not affect its gradient.
+            # The scale of a replica is separate; it does not affect the gradient.
             self.scale = self.make_scale(
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
@@ -81,7 +80,7 @@ class Replicated(KerasStrategy):
         self.applied = exact_counter(self.optimizer)
         table_state.connect(self.model, self.optimizer, self.applied)
         if not own:
-            # The gradients are means already; Keras would clip them and then sum them.
+            # The gradients are means already; Keras would clip and then sum them.
             self.optimizer._all_reduce_sum_gradients = list
         self._iterator = self._batches(problem)
         self._run_steps = self._steps(problem)
@@ -90,7 +89,7 @@ class Replicated(KerasStrategy):
     def run(self, steps: int) -> Report:
         """Apply `steps` updates."""
         if not self._has_own_seeds:
-            # `build` is too early: restoring a checkpoint makes the seeds equal again.
+            # Not in `build`: restoring a checkpoint makes the seeds equal again.
             self._separate_seeds()
             self._has_own_seeds = True
         loss = float(self._run_steps(self._iterator, tf.constant(steps))) / steps
@@ -100,7 +99,7 @@ class Replicated(KerasStrategy):
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:
-            # Otherwise TensorFlow asks all replicas for their next batch before each step.
+            # Without this, TensorFlow asks all replicas for their next batch before each step.
             without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             of = max(1, self.cluster.count("worker"))
             return self.batches(problem, self.task.index, of).apply(without_end)
@@ -116,7 +115,8 @@ class Replicated(KerasStrategy):
             moving = [
                 variable.value
                 for variable in self.model.non_trainable_variables
-                # A variable that was created as trainable is frozen, and equal on all replicas.
+                # A variable that was created as trainable and later frozen is equal on all
+                # replicas.
                 if variable.value.dtype.is_floating and not variable.value.trainable
             ]
             means = _mean([variable.read_value() for variable in moving]) if moving else []
@@ -156,7 +156,7 @@ class Replicated(KerasStrategy):
         return update
 
     def _compile_update(self, gradient: Gradient) -> Callable[[Batch], tf.Tensor]:
-        """Return an update that XLA compiles whole, or only its gradient if it updates rows."""
+        """Return an update that XLA compiles whole, or without sparse updates of variables."""
         compiled_gradient = tf.function(gradient, jit_compile=True, autograph=False)
         update = self._update(compiled_gradient)
         compiled_update = tf.function(update, jit_compile=True, autograph=False)
@@ -195,7 +195,7 @@ class Replicated(KerasStrategy):
 
 
 def _is_of_keras(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> bool:
-    """Return whether XLA can compile an update because all its code is Keras's."""
+    """Return whether XLA can compile an update, because all of its code belongs to Keras."""
     constraints = [variable.constraint for variable in model.trainable_variables]
     parts = [optimizer, optimizer._learning_rate, *constraints]
     return all(is_of_keras(each) for each in parts if each is not None)
@@ -220,7 +220,7 @@ def _varies(gradient: Any) -> bool:
 
 
 class Single(Replicated):
-    """Model, input and updates in this process."""
+    """Training with model, input and updates in this process."""
 
     capabilities = find_topology("single").capabilities
 
@@ -231,7 +231,7 @@ class Single(Replicated):
 
 
 class MultiWorkerMirrored(Replicated):
-    """Workers that each have a copy of the model."""
+    """Training with a copy of the model in each worker."""
 
     capabilities = find_topology("multi_worker_mirrored").capabilities
 
@@ -286,8 +286,8 @@ class MultiWorkerMirrored(Replicated):
         return tuple(largest[: len(values)])
 
     def leave(self) -> None:
-        """Return when all other workers know that the last checkpoint is published."""
-        # The first worker past this barrier may exit before the others are past it.
+        """Wait until all other workers know that the last checkpoint is published."""
+        # The first worker that passes this barrier may exit before the others pass it.
         with suppress(tf.errors.OpError):
             self.barrier()
 

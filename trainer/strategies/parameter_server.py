@@ -40,7 +40,7 @@ from flotilla.trainer.strategies.towers import list_towers
 
 log = logging.getLogger(__name__)
 
-# The file is in the working directory of every worker.
+# Each worker has this file in its working directory.
 NUMBER_FILE = "number.txt"
 # A closure and its arguments.
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -62,10 +62,10 @@ def looks_up(model: keras.Model) -> bool:
 
 
 class Served(KerasStrategy):
-    """A chief that leads workers; the variables are on parameter servers."""
+    """A chief that leads workers, with the variables on parameter servers."""
 
     io_device = "/job:chief/task:0"
-    #: The model's lookups, if all rows of a batch are known before the model runs.
+    #: The lookups of the model, if the rows of a batch are known before the model runs.
     lookups: Lookups | None = None
     #: The state that servers keep for the next attempt, if the strategy supports it.
     state: ServerState | None = None
@@ -73,14 +73,14 @@ class Served(KerasStrategy):
     _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def build(self, problem: Problem) -> None:
-        """Connect, and build model, optimizer and input, reusing fitting values on the servers."""
+        """Connect, and build model, optimizer and input; reuse suitable values on the servers."""
         self.connect()
         try:
             self.build_on_servers(problem)
             return
         except MisfitError:
             pass
-        # Remove the state for any error, or the next attempt would fail in the same way.
+        # Remove the state after any error, or the next attempt would fail in the same way.
         except Exception as error:
             if not (self.state and self.state.taken) or is_lost(error):
                 raise
@@ -88,7 +88,7 @@ class Served(KerasStrategy):
         self.build_on_servers(problem)
 
     def build_on_servers(self, problem: Problem) -> None:
-        """Build model and input; `keep` the variables before tracing; raises `MisfitError`."""
+        """Build model and input. Call `keep` before anything is traced. Raises `MisfitError`."""
         raise NotImplementedError
 
     def find_state(self, uri: str) -> ServerState | None:
@@ -99,13 +99,13 @@ class Served(KerasStrategy):
         return self.state
 
     def connect(self) -> None:
-        """Connect to all tasks and wait until they answer; do nothing if connected."""
+        """Connect to all tasks and wait for their replies, unless connected."""
         if hasattr(self, "connected"):
             return
         self.connected = self._create_strategy()
         optimize_once()
         self.towers = list_towers([each.name for each in tf.config.list_logical_devices()])
-        # TensorFlow would run a step once per GPU, each with its own push, and fails at the first
+        # TensorFlow would run a step once per GPU, each with a push, and would fail at the first
         # update of a variable. With this setting a worker is one replica on its first device.
         self.connected.extended._num_gpus_per_worker = min(
             1, self.connected.extended._num_gpus_per_worker
@@ -116,7 +116,7 @@ class Served(KerasStrategy):
         try:
             return tf.distribute.ParameterServerStrategy(self.resolver())
         except ValueError:
-            # TensorFlow's error names no worker if their numbers of GPUs differ; this one does.
+            # This error names the workers whose numbers of GPUs differ; TensorFlow's does not.
             list_towers([each.name for each in tf.config.list_logical_devices()])
             raise
 
@@ -141,8 +141,8 @@ class Served(KerasStrategy):
     def keep(self, others: Mapping[str, tf.Variable]) -> None:
         """Name the variables on the servers, and take the values of an earlier attempt.
 
-        `others` are the strategy's own variables on the servers. Raises `MisfitError` if others
-        exist.
+        `others` are the strategy's own variables on the servers. Raises `MisfitError` if the
+        servers hold different ones.
         """
         if not self.state:
             return
@@ -154,7 +154,7 @@ class Served(KerasStrategy):
         }
         saved = dict(self.variables())
         variables = {STEP: saved[STEP], **saved, **unsaved, **others}
-        # With other variables frozen, a slot of the same path may belong to another variable.
+        # If other variables were frozen, a slot of the same path may belong to another variable.
         training = self.config.training
         placement = dict(self.config.cluster.placement)
         described = [training.optimizer.name, list(training.freeze), placement]
@@ -168,7 +168,7 @@ class Served(KerasStrategy):
             self.state.settle(is_whole=is_whole)
 
     def refresh(self) -> None:
-        """Rebuild the index of each restored table; workers may be adding rows to taken ones."""
+        """Rebuild the index of each restored table; workers may add rows to the other tables."""
         taken = self.state.is_taken if self.state else lambda _device: False
         table_state.restore_tables(self.model, lambda device: not taken(device))
 
@@ -181,7 +181,7 @@ class Served(KerasStrategy):
         return {**self._tally.metrics(), **table_state.metrics(self.model)}
 
     def batches_of_step(self) -> int:
-        """Return how many batches a worker takes for one gradient."""
+        """Return the number of batches in one gradient of a worker."""
         return self.config.training.accumulate * len(self.towers)
 
     def gradient(

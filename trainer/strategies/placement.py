@@ -1,8 +1,8 @@
 """The placement of variables on parameter servers.
 
-Bytes are balanced greedily: the largest variable first, each on the least loaded server (Graham
-1969, "Bounds on Multiprocessing Timing Anomalies": within 4/3 of the best). Variables that
-`cluster.placement` names are placed first. An optimizer slot is on the server of its variable.
+Variables that `cluster.placement` names come first. The others are placed by size, the largest
+first, each on the server with the fewest bytes (Graham 1969, "Bounds on Multiprocessing Timing
+Anomalies": within 4/3 of the optimum). An optimizer slot is on the server of its variable.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from flotilla.trainer.embeddings.table_state import BEGINS, list_groups
 from flotilla.trainer.optimizers.fused_updates import fuse
 from flotilla.trainer.runtime.errors import ConfigError, describe_out_of_memory, nearest
 
-# A variable of this size has no values in the sketch of a model.
+# The sketch of a model holds no values of a variable of this size.
 LARGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
-    """A variable to place: its path and size. All variables of one `group` are on one server."""
+    """The path and size of a variable to place. All variables of one `group` share a server."""
 
     path: str
     bytes: int
@@ -39,7 +39,7 @@ class Sized:
 
 
 class Place(NamedTuple):
-    """The path of a variable, empty if not known, and the number of its server."""
+    """The path of a variable, empty if unknown, and the number of its server."""
 
     path: str
     server: int
@@ -97,10 +97,10 @@ def choose_places(
 
 
 class KeptValues:
-    """The servers whose variables have values already; large ones are created uninitialized."""
+    """The servers whose variables already have values. Large ones are created uninitialized."""
 
     def __init__(self, servers: Collection[int] = ()) -> None:
-        """Begin without a variable."""
+        """Store the servers; no variable is skipped yet."""
         self._servers = servers
         self._made: list[tuple[keras.Variable, Any]] = []
 
@@ -117,7 +117,7 @@ class KeptValues:
                 return
             variable._initialize(lambda: tf.raw_ops.Empty(shape=shape, dtype=dtype, init=False))
             self._made.append((variable, initializer))
-            # The displayed value may be a copy of another dtype.
+            # The shown value may be a copy of another dtype.
             for each in (variable, variable._value):
                 setattr(each, BEGINS, initializer)
 
@@ -146,7 +146,7 @@ def build_placed_model(
 
     def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         nonlocal more
-        # Raising here would look like an error of the user's model function.
+        # An error raised here would look like an error of the user's model function.
         more += not left
         place = left.popleft() if left else Place("", 0)
         with (
@@ -197,7 +197,7 @@ def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     rate = optimizer._get_current_learning_rate
 
     def current_learning_rate() -> Any:
-        # A schedule reads the step counter; from another machine that costs a message each way.
+        # A schedule reads the step counter, which costs two messages from another machine.
         with tf.device(optimizer.iterations.value.device):
             return rate()
 
@@ -232,7 +232,7 @@ def worker_device(index: int) -> str:
 
 @contextmanager
 def _explain_memory(what: str) -> Iterator[None]:
-    """Turn an out-of-memory error into one line that names what the memory was for."""
+    """Turn an out-of-memory error into one line that names the purpose of the memory."""
     try:
         yield
     except tf.errors.ResourceExhaustedError as error:
@@ -242,10 +242,10 @@ def _explain_memory(what: str) -> Iterator[None]:
 
 
 def optimize_once() -> None:
-    """Let TensorFlow's optimizer make one pass over each graph of this process instead of two.
+    """Let TensorFlow's optimizer pass over each graph of this process once instead of twice.
 
-    The second pass took half a second of each worker at every restart, and made no step faster. Nor
-    did the MLIR and memory passes, which are disabled too.
+    The second pass took half a second of each worker at every restart, and made no step faster. The
+    MLIR and memory passes made no step faster either and are disabled too.
     """
     here = context.context()
     options = here.config
@@ -263,7 +263,7 @@ def optimize_once() -> None:
 def run_separately() -> Iterator[None]:
     """Run operations outside of the executor that all threads share.
 
-    When an operation of a shared executor fails, TensorFlow aborts all others, on any server.
+    If an operation of the shared executor fails, TensorFlow aborts all others, on any server.
     """
     own = executor.new_executor(enable_async=False, enable_streaming_enqueue=False)
     with context.executor_scope(own):
@@ -278,10 +278,10 @@ def run_on_device(device: str) -> Iterator[None]:
 
 
 def fetch_value(value: tf.Tensor) -> Any:
-    """Return the value of an eager tensor, also of one on a server.
+    """Return the value of an eager tensor, which may be on a server.
 
-    TensorFlow 2.21 leaks about 3 KB on a server for each tensor that `numpy` copies from there, and
-    nothing for a tensor that an operation of this task has copied.
+    TensorFlow 2.21 leaks about 3 KB on a server for each tensor that `numpy` copies from it. It
+    leaks nothing if an operation of this task copies the tensor first.
     """
     return tf.identity(value).numpy()
 

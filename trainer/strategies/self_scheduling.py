@@ -1,12 +1,12 @@
 """Self-scheduling: workers take turns of updates from a shared counter, without the chief.
 
-`Turns` are a few numbers on the first server. A worker takes the next turn, applies its updates,
-reports them and takes another turn until none is left. The chief sets the number of turns but does
-not assign them. A checkpoint contains none of these numbers.
+`Turns` holds the counters on the first server. A worker takes the next turn, applies and reports
+its updates, and repeats this until no turn is left. The chief sets the number of turns but does not
+assign them. A checkpoint contains none of these counters.
 
-A worker that lost its connection to the chief may continue its closure while another worker runs
-the closure again. Only the newest run of a closure may take turns, and only in the current stretch.
-Portions, which are assigned with their updates, check the same numbers.
+A worker that lost its connection to the chief may continue its closure while another worker repeats
+it. Therefore only the newest run of a closure may take turns, and only in the current stretch.
+Portions check the same counters.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ import tensorflow as tf
 from flotilla.trainer.runtime.errors import ClusterLostError
 from flotilla.trainer.strategies.placement import fetch_value, run_on_device, worker_device
 
-# Unrolled updates in a graph. A TensorFlow loop that spans machines is controlled over the network,
-# and one iteration costs more than a small update.
+# Unrolled updates in a graph. TensorFlow controls a loop over several machines through the network,
+# so that one iteration costs more than a small update.
 TURN = 20
-# Steps from which unrolling pays: tracing a graph of unrolled steps takes seconds.
+# The steps from which unrolling is faster: tracing a graph of unrolled steps takes seconds.
 LONG_RUN = 2000
-# The columns of the table of reports.
 LOSS, UPDATES, OTHERS = range(3)
-# Closures of a stretch whose runs are distinguished; half a megabyte. If there were more, the
-# oldest would end early.
+# The number of closures of a stretch whose runs are distinguished (half a megabyte); with more of
+# them, the oldest would end early.
 CLOSURES = 1 << 16
-# The largest portion: if its worker dies it runs again, and as many steps may count twice.
+# The largest portion. If its worker dies, it is repeated, and as many steps may count twice.
 MAX_PORTION = 100
 
 
 def portions(steps: int, workers: int, unit: int) -> list[int]:
-    """Return the sizes of the portions, largest first, for workers of uneven speed.
+    """Return the sizes of the portions, largest first, for workers of different speed.
 
     A free worker gets a quarter of its share of the remaining steps ("guided self-scheduling",
     Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). All sizes are
@@ -57,20 +56,20 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
 
 
 def choose_unroll(steps: int, *, whole: bool) -> int:
-    """Return how many updates to unroll in a run of `steps`; 1 if the model looks up rows."""
+    """Return the number of updates to unroll in a run of `steps`; 1 if the model looks up rows."""
     return TURN if whole and steps >= LONG_RUN else 1
 
 
 def choose_unit(steps: int, workers: int, turn: int) -> int:
     """Return the updates per turn for the remaining `steps`: `turn`, or 1 if few are left."""
-    # With fewer turns, waiting for the last one would take most of the time.
+    # With fewer turns, the workers would mostly wait for the last one.
     return turn if steps >= 4 * turn * workers else 1
 
 
 def adjust_unit(steps: int, workers: int, turn: int, now: int) -> int:
-    """Return the updates per turn; keep `now` unless a change pays."""
-    # A single update takes about twice as long as one in a turn. A turn should end within a second,
-    # so that a worker stops soon after it is asked to.
+    """Return the updates per turn; keep `now` unless a change makes training faster."""
+    # A single update takes about twice as long as an update within a turn. A turn should end within
+    # a second, so that a worker stops soon after a request.
     fewest = 1 if now == turn else 2
     return turn if steps >= fewest * turn * workers else 1
 
@@ -99,7 +98,7 @@ def run_on_workers(workers: int, work: Callable[[], None], seconds: float) -> No
 
 
 def run_exclusively(work: Callable[[], None]) -> None:
-    """Run `work` in a worker's graph under a mutex, so that it serves one chief at a time."""
+    """Run `work` in a worker's graph under a mutex: a worker serves one chief at a time."""
     with tf.device("/device:CPU:0"):
         mutex = tf.raw_ops.MutexV2(shared_name="flotilla-turns")
         lock = tf.raw_ops.MutexLock(mutex=mutex)
@@ -119,9 +118,10 @@ class Seen:
 
     Attributes:
         applied: the exact global step.
-        taken: the turns that were taken since `deal`.
+        taken: the turns that workers took since `deal`.
         refused: the workers that found no turn left since `deal`.
-        reports: a row per worker: its sum of losses, its updates, and those of others in its turns.
+        reports: a row for each worker: the sum of its losses, its updates, and the updates of other
+        workers during its turns.
     """
 
     applied: int
@@ -131,19 +131,22 @@ class Seen:
 
 
 class Turns:
-    """The counters of turns and the reports of workers, on one server; see the module."""
+    """The counters of turns and the reports of workers, on one server."""
 
     def __init__(
         self, workers: int, applied: tf.Variable, permit: tf.Variable | None = None
     ) -> None:
-        """Create the variables on the device of `applied`; dealing turns needs the `permit`."""
+        """Create the variables on the device of `applied`.
+
+        Only a chief with a `permit` deals turns.
+        """
         self._applied, self._permit = applied, permit
         self._device = applied.device
         self._next, self._end, self._refused = (
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
         )
         self._reports = tf.Variable(tf.zeros([workers, 3], tf.float64), trainable=False)
-        # How many closures began, in all and before this stretch, and the last run of each.
+        # The number of closures begun in all and before this stretch, and the last run of each.
         self._runs, self._before = (
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )
@@ -166,9 +169,9 @@ class Turns:
                 return tf.stack([place, run])
 
     def take(self, own: tf.Tensor) -> tf.Tensor:
-        """Take a turn for a run, and return whether one was left; in the graph of a worker.
+        """Take a turn for a run; return whether one was left. Runs in a worker's graph.
 
-        At most `end` turns are taken: a number above it is given back.
+        At most `end` turns are taken: a number above `end` is given back.
         """
         with tf.device(self._device):
             number = tf.raw_ops.ResourceCountUpTo(
@@ -185,19 +188,18 @@ class Turns:
             return found
 
     def holds(self, own: tf.Tensor) -> tf.Tensor:
-        """Return whether a run is the newest one of its closure; in the graph of a worker."""
+        """Return whether a run is the newest one of its closure. Runs in a worker's graph."""
         with tf.device(self._device):
             is_newest = tf.equal(self._newest.sparse_read(own[0]), own[1])
             return is_newest & (own[1] > self._before.read_value())
 
     def read_applied(self) -> tf.Tensor:
-        """Return the number of applied updates at the begin of a turn; in a worker's graph."""
+        """Return the number of applied updates at the start of a turn. Runs in a worker's graph."""
         with tf.device(self._device):
             return self._applied.read_value()
 
     def report(self, worker: tf.Tensor, loss: tf.Tensor, updates: int, began: tf.Tensor) -> Any:
-        """Report a turn with its sum of losses, after all its updates; in a worker's graph."""
-        # One tensor is one message.
+        """Report the sum of losses of a turn after all its updates. Runs in a worker's graph."""
         sent = tf.stack([tf.cast(each, tf.float64) for each in (worker, loss)])
         with tf.device(self._device):
             worker, loss = tf.unstack(tf.identity(sent))
@@ -208,7 +210,7 @@ class Turns:
             return self._reports.scatter_nd_add(where, tf.reshape(row, [1, -1]))
 
     def deal(self, turns: int) -> None:
-        """Begin a stretch of `turns` turns; call it only while no worker takes any."""
+        """Begin a stretch of `turns` turns, while no worker takes any."""
         self._begin(tf.constant(turns, tf.int64))
 
     def extend(self, turns: int) -> None:

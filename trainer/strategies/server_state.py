@@ -1,16 +1,16 @@
 """The variables of a run on parameter servers, which keep them between attempts of a chief.
 
-TensorFlow's variables have no names, and end with the process that created them. Therefore a chief
-names all variables that servers hold for a run: those of the checkpoint, the bookkeeping of dynamic
-tables, and the turns. The names contain a random token, so that two generations of values never
-share a variable. If the chief or some of the servers die, the next attempt takes the variables that
-are left, without sending their values.
+TensorFlow's variables have no names, and end with the process that created them. Therefore the
+chief names all variables that servers hold for a run: those of the checkpoint, the bookkeeping of
+dynamic tables, and the turns. The names contain a random token, so that different generations of
+values never share a variable. If the chief or some servers die, the next attempt reuses the
+remaining variables without sending their values.
 
-Two more kinds of variables describe them:
+Two kinds of variables describe them:
 
 - A `State` on each server, whose name depends only on the run. A restarted server has none.
-- The permit of the chief on `ps-0`, a fencing token. The chief's own changes need the permit: a
-chief that was considered dead but is alive fails once the next chief has removed it.
+- The permit of the chief on `ps-0`, a fencing token that each change by the chief requires. The
+next chief removes it, so that a chief that is alive but was considered dead fails.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from flotilla.trainer.strategies.placement import (
 )
 
 log = logging.getLogger(__name__)
-# The version of `State` and of the named variables; increase it with each change. Servers may be
-# older than the chief, which reads only variables of its version.
+# The version of `State` and of the named variables; increase it with each change. A chief reads
+# only variables of its version, as the servers may be older.
 FORM = 6
-# A server that does not answer for this long is considered lost.
 ANSWER_SECONDS = 10.0
-# The number of servers that note the global step, as the server of its counter may be lost.
+# The number of servers that store the global step, as the server of its counter may be lost.
 NOTED_ON = 3
 # The counter of steps, whose number is 0.
 STEP = "global_step"
-# The errors that TensorFlow raises in the chief when a required server is lost or was restarted.
+# The errors that TensorFlow raises in the chief when a required server is lost or restarted.
 _LOST = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -57,20 +56,20 @@ _LOST = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
 )
-# TensorFlow's messages about a restarted server that is connected to a restarted worker, in the
-# chief and in a worker's closure; see `_is_ps_failure` of its coordinator.
+# TensorFlow's messages about a restarted server, in the chief and in a worker's closure; see
+# `_is_ps_failure` of its coordinator.
 _RESTARTED = "some remote workers have been restarted"
 _GONE = (
     ("remote target /job:ps", "unable to find the relevant tensor remote_handle"),
-    # The chief does not know the device while a worker reconnects.
+    # While a worker reconnects, the chief does not know the device.
     ("/job:ps", "unknown device"),
 )
 
 
 def is_lost(error: Exception) -> bool:
-    """Return whether an error means that a task or message was lost, and not that a step failed."""
+    """Return whether an error means that a task or a message was lost."""
     if isinstance(error, tf.errors.InternalError):
-        # The message was damaged on its way, and the server cannot parse it.
+        # The message was damaged on the way, and the server cannot parse it.
         return "Unable to parse request" in str(error)
     if isinstance(error, tf.errors.InvalidArgumentError):
         text = str(error).lower()
@@ -80,7 +79,7 @@ def is_lost(error: Exception) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a server records about the variables of a run.
+    """The record of a server about the variables of a run.
 
     Attributes:
         token: the token in the names of the variables.
@@ -90,10 +89,10 @@ class State:
         maps: the number of shards of dynamic tables on all servers.
         held: the number of checkpoint variables on this server, without the counter of steps.
         is_whole: 1 if the values of this server are complete; 0 while the chief assigns some.
-        reached: the last read global step; on the first few servers.
+        reached: the last known global step; only on the first few servers.
         saved: the global step of the newest published checkpoint; -1 if none.
-        noted: when `saved` was noted, in seconds since 1970.
-        back_to: the global step to which its values went back since then; -1 if none.
+        noted: the time of noting `saved`, in seconds since 1970.
+        back_to: the global step to which its values were reset since then; -1 if none.
     """
 
     token: int
@@ -110,37 +109,27 @@ class State:
 
 
 class MisfitError(Exception):
-    """The servers held other variables than those of this chief; they have been removed."""
+    """The servers held other variables than this chief; they have been removed."""
 
 
 class ServerState:
-    """The variables that earlier attempts of a run left on the servers, and those of this one."""
+    """The variables of this attempt on the servers, and those of earlier attempts."""
 
     def __init__(self, uri: str, servers: int) -> None:
-        """Find the state of a run; the cluster has to be connected.
-
-        Args:
-            uri: the URI of the run's checkpoints.
-            servers: the number of servers.
-
-        Raises:
-            OpError: TensorFlow's error if a server is gone.
-        """
+        """Find the state of the run whose checkpoints are at `uri`; raises `OpError`."""
         self._run = f"run-{FORM}-{hashlib.sha256(uri.encode()).hexdigest()[:16]}"
         self._servers = range(servers)
-        #: The numbers of all servers.
         self.servers = frozenset(self._servers)
         self._states = [
             open_variable([len(fields(State))], tf.int64, server_device(n), f"{self._run}-{n}")
             for n in self._servers
         ]
         self._writer, self._token = secrets.randbits(60), secrets.randbits(60)
-        #: The permit of this chief. Its value is not used.
+        #: The permit of this chief. Its value is unused.
         self.permit = self._permit(self._writer)
-        #: The state of each server that has one.
         self.found = self._find()
         for each in self.found.values():
-            # From here on, no other chief changes the variables.
+            # From here on, no earlier chief changes the variables.
             _destroy(self._permit(each.writer))
         self.found = self._find() if self.found else {}
         #: The servers whose values this attempt takes.
@@ -159,9 +148,9 @@ class ServerState:
         return frozenset(whole if len(tokens) == 1 else ())
 
     def read_reached(self) -> int:
-        """Return the global step that the living servers have reached; -1 if not known.
+        """Return the global step that the living servers have reached; -1 if unknown.
 
-        It is exact if `ps-0` lives; otherwise it is the last step that the last chief noted.
+        It is exact if `ps-0` lives; otherwise it is the step that the last chief noted.
         """
         if 0 not in self.living:
             return max((each.reached for each in self.found.values()), default=-1)
@@ -170,7 +159,7 @@ class ServerState:
             return int(fetch_value(step.read_value()))
 
     def select(self, servers: Collection[int]) -> None:
-        """Take the values of these servers in the next `take`; free those of the others."""
+        """Take the values of these servers in the next `take`; free the other servers' values."""
         self.taken = frozenset(servers)
         self._free(self.found.keys() - self.taken)
 
@@ -183,15 +172,15 @@ class ServerState:
     def take(
         self, variables: Mapping[str, tf.Variable], parts: Sequence[Any], described: Any, saved: Any
     ) -> None:
-        """Name the variables; those on the taken servers get the values that are there.
+        """Name the variables; those on the taken servers keep their values.
 
         Call it before anything is traced with the variables.
 
         Args:
             variables: the variables of this chief on the servers by path; `STEP` comes first.
             parts: the shards of dynamic tables.
-            described: other settings, as JSON, that have to be equal for values to be reused.
-            saved: the paths of the variables that a checkpoint has.
+            described: other settings as JSON; values are reused only if these are equal.
+            saved: the paths of the variables in a checkpoint.
 
         Raises:
             OpError: TensorFlow's error if a server is gone.
@@ -210,7 +199,8 @@ class ServerState:
             with tf.device(server_device(0)):
                 self.permit.assign(1)
             held = [_find_server(variables[path].device) for path in saved if path != STEP]
-            # Register first, so that a later chief finds and frees what this one creates.
+            # Register before creating, so that a later chief finds and frees what this chief
+            # creates.
             self._register(
                 {
                     n: replace(
@@ -246,7 +236,7 @@ class ServerState:
         return _find_server(device) in self.taken
 
     def went_back(self, step: int) -> None:
-        """Note that servers that are not taken hold the values of an earlier global step.
+        """Note that the servers that are not taken were reset to an earlier global step.
 
         Raises:
             OpError: as for `settle`.
@@ -254,7 +244,7 @@ class ServerState:
         self._change(self.servers - self.taken, back_to=step)
 
     def list_reverted(self) -> dict[int, int]:
-        """Return the servers whose values went back since the newest published checkpoint.
+        """Return the servers that were reset since the newest published checkpoint.
 
         The result maps each of them to the global step of its values.
         """
@@ -276,7 +266,7 @@ class ServerState:
         """
         if self._said and saved > self._said[0].saved:
             self._change(saved=saved, noted=int(time.time()))
-            # Only if the checkpoint is newer than the one that the values went back to.
+            # Only if the checkpoint is newer than the global step of the values.
             if known := [n for n, step in self.list_reverted().items() if step < saved]:
                 self._change(known, back_to=-1)
         # A single server keeps nothing if its counter is lost.
@@ -293,7 +283,7 @@ class ServerState:
 
         def free() -> None:
             with suppress(tf.errors.OpError):
-                # The next chief may have removed the permit, but not yet registered.
+                # The next chief may have removed the permit, and not registered yet.
                 with run_on_device(self.permit.device):
                     fetch_value(self.permit.read_value())
                 self.found = self._find()
@@ -311,7 +301,7 @@ class ServerState:
         for number, each in enumerate(self._variables):
             on.setdefault(each.device, []).append(number)
         for device, numbers in on.items():
-            # Passed as arguments, because a graph would keep the handles that it was traced with.
+            # Arguments, because a graph would keep the handles from its trace.
             held = [self._variables[n].handle for n in numbers]
             before = [] if self.is_taken(device) else held
             del held
@@ -343,7 +333,7 @@ class ServerState:
                 each.assign(tf.constant(astuple(said[number]), tf.int64), read_value=False)
 
     def _change(self, servers: Collection[int] = (), **values: int) -> None:
-        """Change the records of all servers or of `servers`; `ps-0` with the permit is first."""
+        """Change the records of `servers`, or of all; `ps-0`, which checks the permit, is first."""
         said = {
             number: replace(each, **values) if number in (servers or self.servers) else each
             for number, each in self._said.items()
@@ -373,8 +363,8 @@ class ServerState:
 
     def _free(self, servers: Collection[int]) -> None:
         gone = {server: self.found.pop(server) for server in list(servers)}
-        # Destroy the permit first, so that a chief that still writes fails; if this one dies here,
-        # the next frees the rest.
+        # Destroy the permit first, so that a chief that still writes fails. If this chief dies
+        # here, the next chief frees the rest.
         for server, said in gone.items():
             _destroy(self._permit(said.writer))
             with run_on_device(server_device(server)):
@@ -392,7 +382,7 @@ class ServerState:
             for name in names[: said.variables]
         ]
         for ids, mutex in map(_name_map, names[: said.maps]):
-            # The types have to be those of the shard, or this would be another resource.
+            # The types must be those of the shard, or the handle would be another resource.
             handles.append(
                 tf.raw_ops.MutableHashTableV2(
                     key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids

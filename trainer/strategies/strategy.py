@@ -1,12 +1,9 @@
 """The interface of strategies, and the functions that they share.
 
-A strategy builds the model on its devices, applies updates (the inner loop), and sums up a
-validation. It never saves, logs or decides: `flotilla.trainer.training.loop` does.
-
-This module also has the gradient of a batch, the exact counter of steps, and the variables of a
-checkpoint by path, which are the same under every strategy. `MeasuredCopy` is a copy of the model
-in this process, for validation with the variables of a strategy. `create` creates the configured
-strategy, a built-in one or a user's.
+A strategy builds the model on its devices, applies updates (the inner loop), and sums up the
+validation. It never saves, logs or decides: `flotilla.trainer.training.loop` does. The variables of
+a checkpoint have the same paths under every strategy. `MeasuredCopy` is a copy of the model in this
+process, which validation uses with the variables of a strategy.
 """
 
 from __future__ import annotations
@@ -34,12 +31,12 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.input_position import Position, Stream
 from flotilla.trainer.strategies.server_state import ServerState
 
-# As in Keras: inputs, labels and, if there are any, the weights of the examples.
+# As in Keras: inputs, labels and, if present, the weights of the examples.
 Batch = tuple[Any, ...]
-# A function from the model, a batch and the model's outputs for it to a scalar: the mean loss of
-# the batch with the losses of layers.
+# A function from model, batch and outputs to a scalar: the mean loss of the batch, with the losses
+# of layers.
 Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
-# A function from the model, a part's number and the count of parts to sums over its examples.
+# A function from the model, the number of a part and the count of parts to sums of metrics.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
 
@@ -53,11 +50,11 @@ class Problem:
         build_optimizer: creates the optimizer, not yet built.
         check: raises `ConfigError` if the configuration does not suit the model.
         loss: the mean loss of a batch; see `Loss`.
-        chance_loss: the loss of a blind guess; training with a loss far above it has diverged.
-        batches: the endless training examples of one task, as `Batch`. It is traced, and runs in
-            the working directory of a worker.
-        totals: a vector of sums over a part of the validation examples, all of which every worker
-            has; traced and run like `batches`.
+        chance_loss: the loss of a blind guess; a training loss far above it means divergence.
+        batches: the endless training examples of one task, as `Batch`. The function is traced, and
+        runs in the working directory of a worker.
+        totals: a vector of sums over a part of the validation examples; every worker has all
+        examples. Traced like `batches`.
         stream: the examples by position; `data.partition: dynamic` uses it instead of `batches`.
         weighed: adds all weights to a batch, for a model with its own `train_step`.
     """
@@ -81,7 +78,7 @@ class Report:
         loss: the mean loss over the updates.
         metrics: JSON values for the history: staleness, dropped gradients, and `workers`, which
             maps a worker to its local steps and examples.
-        global_step: the step of the report if workers continue meanwhile; None if they are idle.
+        global_step: the step of the report if workers continue during it; None if they are idle.
     """
 
     loss: float
@@ -94,11 +91,10 @@ class Strategy(ABC):
 
     #: The device that reads and writes checkpoints: on the task that leads.
     io_device: str | None = None
-    #: The capabilities of the strategy; see the class.
     capabilities = Capabilities()
-    #: Whether a graph is running for the first time, in which it is traced, compiled and placed.
+    #: Whether a graph runs for the first time, and is therefore traced and compiled.
     warming: bool = False
-    #: The global step that was read last; -1 before the first read.
+    #: The last global step that was read; -1 before the first read.
     read_step: int = -1
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
@@ -114,7 +110,7 @@ class Strategy(ABC):
         self.position = stream.position if stream else Position()
 
     def advance_position(self, batches: int) -> None:
-        """Advance the input position by `batches` batches that were trained on."""
+        """Advance the input position past `batches` batches of training."""
         if self.stream:
             examples = batches * self.config.training.batch_size
             self.position = self.position.advance([(0, examples)])
@@ -125,7 +121,7 @@ class Strategy(ABC):
 
     @property
     def publishes(self) -> bool:
-        """Whether this task, one of those that run the outer loop, writes the journal."""
+        """Whether this task writes the journal, among the tasks that run the outer loop."""
         return True
 
     def barrier(self, *values: int) -> tuple[int, ...]:
@@ -163,7 +159,7 @@ class Strategy(ABC):
         return self.run(steps)
 
     def rest(self) -> Report:
-        """Stop workers that continue after a report, and return the final report."""
+        """Stop the workers that continue after a report, and return the final report."""
         raise AssertionError("no worker continues")
 
     def totals(self, problem: Problem) -> Sums:
@@ -171,7 +167,7 @@ class Strategy(ABC):
         return self.measured_copy(problem).totals(self.variables(), 0, 1)
 
     def measured_copy(self, problem: Problem) -> MeasuredCopy:
-        """Return the copy of the model in this process; it is built once."""
+        """Return the copy of the model in this process; the first call builds it."""
         if self._copy is None:
             self._copy = MeasuredCopy(problem.build_model, problem.totals)
         return self._copy
@@ -192,7 +188,7 @@ class Strategy(ABC):
         """Return the learning rate of the next update."""
 
     def leave(self) -> None:  # noqa: B027
-        """Wait, after the last checkpoint, until the other tasks with an outer loop may end."""
+        """After the last checkpoint, wait until the other tasks with an outer loop may end."""
 
     def find_state(self, uri: str) -> ServerState | None:  # noqa: ARG002
         """Return the state that an earlier attempt left on the servers; called before `build`."""
@@ -211,18 +207,17 @@ class KerasStrategy(Strategy):
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
     applied: tf.Variable
-    #: The loss scale, if the loss is scaled.
     scale: LossScale | None = None
 
     def make_optimizer(self, problem: Problem) -> keras.optimizers.Optimizer:
-        """Create the optimizer, not yet built; it averages the weights if so configured."""
+        """Create the optimizer, not yet built; it averages the weights if configured."""
         optimizer = problem.build_optimizer()
         if self.config.training.ema:
             keep_averages(optimizer, self.config.training.ema)
         return optimizer
 
     def make_scale(self, *, gradients: int = 1, **options: Any) -> LossScale | None:
-        """Create the loss scale on the device of the scope, if the precision needs one."""
+        """Create the loss scale on the current device, if the precision requires one."""
         training = self.config.training
         if training.mixed_precision != "float16":
             return None
@@ -244,7 +239,10 @@ class KerasStrategy(Strategy):
         return self.read_step
 
     def variables(self) -> Mapping[str, tf.Variable]:
-        """Return the variables; reading a mirrored one reads the first copy in this process."""
+        """Return the variables.
+
+        For a mirrored one, TensorFlow reads the first copy in this process.
+        """
         named = checkpoint_variables(self.model, self.optimizer)
         return named | (self.scale.named if self.scale else {})
 
@@ -262,7 +260,7 @@ def build_gradient(
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
     """Return a function from a batch to its loss and the gradient of each trainable variable.
 
-    The gradient of a lookup is `IndexedSlices`. `jit` needs the variables in this process.
+    The gradient of a lookup is `IndexedSlices`. `jit` requires the variables in this process.
     """
 
     # AutoGraph converts only functions that the model passes to `tf.map_fn`.
@@ -271,7 +269,7 @@ def build_gradient(
         with tf.GradientTape() as tape:
             value = tf.cast(loss(model, batch, model(batch[0], training=True)), tf.float32)
         weights = [variable.value for variable in model.trainable_variables]
-        # A variable that the loss does not use gets zeros, so that replicas average equal lists.
+        # A variable that the loss ignores gets zeros, so that replicas average equal lists.
         unknown = tf.UnconnectedGradients.ZERO
         return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 
@@ -301,7 +299,7 @@ def build_own_step(
     model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
 ) -> Callable[[Batch], tf.Tensor]:
     """Return a function that runs the model's own `train_step` as one update."""
-    # Call Keras's method, as the model's own may take other arguments. It keeps the loss.
+    # Call Keras's method, because the model's own may take other arguments. It keeps the loss.
     keras.Model.compile(model, optimizer)
     counter = optimizer.iterations.value
 
@@ -355,15 +353,18 @@ def _free(path: str, taken: Mapping[str, object]) -> str:
 
 
 class MeasuredCopy:
-    """A copy of the model on one device, under any strategy."""
+    """A copy of the model on one device, for validation under any strategy."""
 
     def __init__(self, build_model: Callable[[], keras.Model], totals: Totals) -> None:
-        """Build the copy; connecting to the cluster afterwards would remove its devices."""
+        """Build the copy.
+
+        Call it after connecting to the cluster, which would remove its devices.
+        """
         self._model = build_model()
         self._graph = tf.function(partial(totals, self._model))
 
     def totals(self, variables: Mapping[str, tf.Variable], part: int, of: int) -> Sums:
-        """Return the sums over one of `of` parts, with the checkpoint `variables`."""
+        """Return the sums over part `part` of `of`, with the checkpoint `variables`."""
         for variable in self._model.variables:
             variable.assign(variables[f"model/{variable.path}"])
         table_state.restore_tables(self._model)
@@ -396,7 +397,7 @@ def find_class(config: Config) -> type[Strategy]:
 
 
 def require_updates(config: Config, model: keras.Model) -> None:
-    """Raise `ConfigError` if the model does not support the configured updates."""
+    """Raise `ConfigError` if the model does not support the configured kind of update."""
     table_state.require(config, model)
     if has_own_step(model):
         _refuse_updates(config, f"{type(model).__name__}.train_step makes its updates itself")

@@ -1,14 +1,14 @@
 """Synchronous training on parameter servers, with backup workers.
 
-One update is the mean of the first N gradients of M workers; later gradients are stale and dropped,
-so M - N slow workers delay nothing (Chen et al. 2016, "Revisiting Distributed Synchronous SGD",
-section 3).
+One update is the mean of the first N gradients of M workers. Later gradients are stale and dropped,
+so that M - N slow workers delay nothing (Chen et al. 2016, "Revisiting Distributed Synchronous
+SGD", section 3).
 
 After each update the chief opens the next step: it puts a token into the queue of every worker. A
-worker takes the token, computes one gradient of that step, stages it on the servers (`Staging`),
-and then announces it. The first N announcements of the open step are the update; a gradient is used
-whole or dropped whole. In an inner loop each worker runs one function over all steps, and the chief
-runs one too, whose operations are on the servers.
+worker takes the token, computes one gradient, stages it on the servers (`Staging`), and then
+announces it. The first N announced gradients of the open step form the update; a gradient is used
+whole or not at all. In an inner loop, each worker runs one function over all steps. The chief does
+the same with operations on the servers.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flotilla.trainer.strategies.placement import fetch_value, server_device
 from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 from flotilla.trainer.strategies.strategy import Problem, Report
 
-# The device of tokens and announcements, and of the loop of the chief.
+# The device of tokens and announcements, and of the chief's loop.
 HUB = server_device(0)
 # Unrolled steps in the graph of a worker. The condition of a loop costs a message to every device
-# in it, and each iteration another one.
+# in it, and each iteration costs another one.
 TURN = 10
-# The fields of an announcement, next to the loss.
+# The fields of an announcement, besides the loss.
 STEP, NUMBER, WORKER, LOOP = range(4)
 
 
@@ -72,12 +72,12 @@ class SyncParameterServer(Served):
         """Apply `steps` updates, each the mean of the first gradients of its step."""
         begin = tf.constant(self.global_step(), tf.int64)
         self._open.assign(begin)
-        # A late worker of the previous inner loop takes numbers too; its gradient is dropped.
+        # A late worker of the previous inner loop takes numbers too, and its gradient is dropped.
         numbers = self._numbers.read_value()
         lease = (encode_plan(self.position), numbers) if self.stream else ()
         for number, tokens in enumerate(self._tokens):
             own = tokens.handle, tf.constant(number, tf.int64), begin + steps
-            # The chief does not wait for loops: a late worker finds its loop ended.
+            # The chief does not wait for loops: a late worker finds that its loop has ended.
             self.coordinator.schedule(self._loop, args=(self._iterator, *own, *lease))
         self._watch.begin()
         try:
@@ -131,13 +131,13 @@ class SyncParameterServer(Served):
                 return (step,)
 
             with tf.device(HUB):
-                # Send it once instead of with every announcement.
+                # Send it once, and not with every announcement.
                 own = tf.identity(own)
-                # A loop that restarts after its worker died finds a step open and its token taken.
-                # The dead worker's loop may still wait for a token, and takes this one.
+                # If a worker restarts, a step may be open whose token is gone: the dead worker's
+                # loop may have taken it, or takes this token.
                 step = self._open.read_value()
                 tokens.put(step)
-            # TensorFlow computes the condition of a loop on the loop's device: the worker.
+            # TensorFlow evaluates the condition of a loop on the device of the loop: the worker.
             if turn > 1:
                 (step,) = tf.while_loop(lambda step: step + (turn - 1) < end, run_turn, (step,))
             (step,) = tf.while_loop(
@@ -151,17 +151,16 @@ class SyncParameterServer(Served):
         return loop  # type: ignore[no-any-return]
 
     def _gradient_of_step(self, problem: Problem) -> Callable[..., Any]:
-        """Return a function that returns the loss, the loss to announce, and the gradient."""
+        """Return a function that computes the loss, the loss to announce, and the gradient."""
         whole = self.pulls_whole()
-        # The device of `HUB`, as its variables spell it.
+        # The device of `HUB`, in the spelling of its variables.
         gradient = self.gradient(problem, loss_on=self.applied.device)
 
         def compute_announced(
             iterator: Any, held: Any, number: tf.Tensor, before: Any, *lease: tf.Tensor
         ) -> tuple[tf.Tensor, tf.Tensor, list[Gradient]]:
             def compute() -> tuple[tf.Tensor, list[Gradient]]:
-                # Wait for the previous step: the batches of a turn should not be in memory
-                # together.
+                # Wait for the previous step, so that only one batch of a turn is in memory.
                 with tf.control_dependencies(before):
                     batch = self._take_input(iterator, held, number, *lease)
                 # Read the variables only after their step is open.
@@ -179,25 +178,25 @@ class SyncParameterServer(Served):
         return compute_announced
 
     def _turn(self) -> int:
-        """Return how many steps to unroll; 1 for none.
+        """Return the number of steps to unroll; 1 for none.
 
-        Only if every worker is needed: one that skips a step would run out of steps before the end.
-        If rows are looked up, the gradient would be traced again for each step.
+        Steps are unrolled only if every worker is needed, because a worker that skips a step would
+        run out of steps early. If rows are looked up, each step would trace the gradient again.
         """
         everyone = self._needed == self._workers and not self.stream
         long = self.config.training.steps >= LONG_RUN
         return TURN if everyone and long and self.pulls_whole() else 1
 
     def _number(self, step: tf.Tensor) -> tf.Tensor:
-        """Return the number of the next gradient, after a step is open."""
-        # This counter is atomic on the server, unlike an addition and a read.
+        """Return the number of the next gradient, after its step is open."""
+        # On the server this counter is atomic, unlike an addition and a read.
         with tf.device(HUB), tf.control_dependencies([step]):
             return tf.raw_ops.ResourceCountUpTo(
                 resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
             )
 
     def _take_input(self, iterator: Any, held: Any, number: tf.Tensor, *lease: tf.Tensor) -> Any:
-        """Return the input of one step; from a stream, the batches that belong to its number."""
+        """Return the input of one step; from a stream, the batches that belong to `number`."""
         stream = self.stream
         if not (stream and lease):
             return self.towers.take(iterator)
@@ -223,7 +222,7 @@ class SyncParameterServer(Served):
             return self._announced.put(tf.concat([[step, number], own], 0), loss)
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
-        """Wait for the token of a later step, skipping tokens of steps that are not open."""
+        """Wait for the token of a later step; skip tokens of steps that are not open."""
         with tf.device(HUB):
             (token,) = tf.while_loop(
                 lambda token: token < tf.maximum(step + 1, self._read_open(token)),
@@ -240,7 +239,6 @@ class SyncParameterServer(Served):
         def update(index: Any, total: Any, accepted: Any, dropped: Any, used: Any) -> Any:
             loss, means, taken, refused, numbers = self._first(self._next_step())
             used = used.write(index, numbers)
-            # Count only after there is a gradient to apply.
             with tf.control_dependencies([loss]):
                 self.optimizer.apply(means, self.model.trainable_variables)
             return index + 1, total + loss, accepted + taken, dropped + refused, used
@@ -258,7 +256,7 @@ class SyncParameterServer(Served):
         return updates  # type: ignore[no-any-return]
 
     def _next_step(self) -> tf.Tensor:
-        """Open the step after all updates so far, and return it."""
+        """Open the step that follows all updates so far, and return it."""
         step = self.applied.read_value()
         self._open.assign(step)
         for tokens in self._tokens:
@@ -266,7 +264,7 @@ class SyncParameterServer(Served):
         return step
 
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
-        """Return the means over the first announcements of a step, and what was dropped."""
+        """Return the means over the first announcements of a step, and the dropped gradients."""
         taken = refused = given = tf.zeros([self._workers], tf.int64)
         losses, total, numbers = tf.constant(0.0), list[Gradient](), list[tf.Tensor]()
         for _ in range(self._needed):
@@ -284,7 +282,7 @@ class SyncParameterServer(Served):
     def _next(self, step: tf.Tensor, given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the next announcement of an open step, its loss, and the drops before it.
 
-        A restarted loop announces its step once more; the second gradient is dropped.
+        A restarted loop announces its step again; the second gradient is dropped.
         """
 
         def is_dropped(what: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
@@ -348,17 +346,17 @@ class NamedQueue:
 class Staging:
     """Gradients that wait on the servers until an update takes or drops them; for `tf.function`.
 
-    The gradient of each variable waits on that variable's server in TensorFlow's keyed staging
-    area; all parts of one gradient share a number. Gradients are not added up before an update
-    takes them, so a gradient of a killed worker that arrived in part never counts.
+    TensorFlow's keyed staging area holds the gradient of each variable on that variable's server.
+    All parts of one gradient share a number. Only an update adds up gradients, so that an
+    incomplete gradient of a killed worker never counts.
     """
 
     def __init__(
         self, variables: Sequence[tf.Variable], *, name: str, state: Sequence[tf.Variable] = ()
     ) -> None:
-        """Create the staging area; the name has to be unique across attempts of the chief.
+        """Create the staging area; its name must be unique across attempts of the chief.
 
-        Staging a gradient waits for the changes of `state` in the graph of the worker.
+        A staged gradient waits for the changes of `state` in the graph of the worker.
         """
         self._variables = variables
         self._name = name
@@ -371,13 +369,13 @@ class Staging:
         self._sparse: list[bool] = []
 
     def put(self, number: tf.Tensor, gradients: Sequence[Gradient]) -> list[tf.Operation]:
-        """Send a gradient to the servers; it is staged when all returned operations are done."""
+        """Send a gradient to the servers; the returned operations end when it is staged."""
         self._sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
         changed = {device: self._wait_for_state(device) for device in self._state}
         sent = [each for device, each in changed.items() if device not in self._by_device]
         for device, indices in self._by_device.items():
             values = [part for i in indices for part in _parts(gradients[i])]
-            # Per device, because waiting for another server takes one more message.
+            # For each device, because waiting for another server takes one more message.
             before = [changed[device]] if device in changed else []
             with tf.device(device), tf.control_dependencies(before):
                 sent.append(
@@ -397,7 +395,7 @@ class Staging:
             return tf.group(*(each.read_value() for each in self._state[device]))
 
     def take(self, number: tf.Tensor) -> list[Gradient]:
-        """Remove a staged gradient, and return it; `put` has to be traced first."""
+        """Remove and return a staged gradient; call it after `put` is traced."""
         gradients: list[Gradient] = [None] * len(self._variables)
         for device, indices in self._by_device.items():
             dtypes = [dtype for i in indices for dtype in self._dtypes(i)]

@@ -1,8 +1,8 @@
 """Towers: a worker with several devices computes one gradient on all of them.
 
 Each device takes its own batch, and all use the same weights, which are pulled once. The mean of
-their gradients is one push. Moving averages are averaged over the towers, and seeds differ; other
-state variables may define how their values are joined.
+their gradients is pushed once. Moving averages are averaged over the towers, and each tower has its
+own seed. Other state variables may define how to join their values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.strategies.strategy import Batch
 
 Tensors = list[tf.Tensor]
-# A dense tensor, or `IndexedSlices` of embedding rows.
 Gradient = Any
 # A function from weights, state and batch to the loss, a gradient for each weight, and new state.
 Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
@@ -35,7 +34,7 @@ class Towers:
         return len(self.devices)
 
     def take(self, iterator: Any) -> Any:
-        """Return the input of one step: a batch, or a list with a batch for each device."""
+        """Return the input of one step: a batch, or a list with one batch for each device."""
         return next(iterator) if len(self) == 1 else [next(iterator) for _ in self.devices]
 
     def gradient(self, gradient: Callable[[Batch], Any]) -> Callable[[Any], Any]:

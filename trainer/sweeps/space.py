@@ -1,7 +1,7 @@
-"""The search space of a sweep, and its trials if they are known beforehand: a grid, or draws.
+"""The search space of a sweep, and its trials if they are known beforehand: a grid or random draws.
 
-A key of `--set` with several values, `key=a,b,c`, or a range, `key=low..high`, becomes a
-distribution of Optuna. Commas within brackets and quotes belong to a value.
+A key of `--set` becomes a distribution of Optuna if it has several values, `key=a,b,c`, or a range,
+`key=low..high`. Commas within brackets and quotes belong to a value.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.sweeps.sweep import Settings, list_assignments, make_config
 
-#: The most trials of a sweep; more would take too long, and fit no table.
+#: The maximum number of trials in a sweep; more would take too long and fit no table.
 MOST_TRIALS = 1000
-# The digits of a drawn number; further digits have no effect on the result.
+# The significant digits of a drawn number; further digits do not affect the result.
 _DIGITS = 4
-# The most draws for one new trial.
+# The maximum number of draws for one new trial.
 _MOST_REPEATS = 100
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"^\s*({_NUMBER})\.\.({_NUMBER})(:log)?\s*$")
 _WHOLE = re.compile(r"[-+]?\d+")
 _OPEN, _CLOSE = "[{(", "]})"
-# Sections that all trials share: they are compared by one measure on the same examples, and
-# promoted by one policy.
+# Sections that must be equal for all trials: these are compared by one metric on the same examples,
+# and share a promotion policy.
 _SAME = {
     "name": "the registry compares models of one name",
     "data": "trials are compared on the same validation examples",
@@ -92,7 +92,7 @@ def parse_space(config: Config, assignments: Iterable[str]) -> Space:
     return Space(base=base, keys=keys)
 
 
-# For each model, the texts of `--set` that change most of its quality.
+# The `--set` texts of each model that affect its quality most.
 _WIDTHS = "[64],[128],[256],[64, 64],[128, 128],[256, 256],[128, 128, 128]"
 _SHARES = "0.0,0.1,0.2,0.3,0.5"
 _TOWERS = {"dimension": "8,16,32,64", "hidden_units": "[],[64],[64, 64]"}
@@ -114,7 +114,7 @@ _LEAST_BATCH = 8
 
 
 def is_searched(assignment: str) -> bool:
-    """Return whether a text of `--set` has several values, or a range."""
+    """Return whether a text of `--set` has several values or a range."""
     text = assignment.partition("=")[2]
     return len(_split(text)) > 1 or bool(_RANGE.match(text))
 
@@ -122,8 +122,8 @@ def is_searched(assignment: str) -> bool:
 def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     """Return a search space for the model of a configuration, as texts of `--set`.
 
-    It has learning rate, weight decay, batch size, and for a built-in model width, depth and
-    dropout. Keys among the `given` texts, in whole or in part, are left to those texts.
+    It covers learning rate, weight decay and batch size, and for a built-in model width, depth and
+    dropout. Keys that `given` sets in whole or in part are left out.
     """
     training = config.training
     rate = _or(training.optimizer.learning_rate, 0.001)
@@ -144,12 +144,12 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def _or(value: Any, usual: Any) -> Any:
-    """Return the value, or `usual` if the number of examples determines the value."""
+    """Return the value, or `usual` if the value depends on the number of examples."""
     return usual if value == AUTOMATIC else value
 
 
 def grid(space: Space) -> tuple[Settings, ...]:
-    """Return the settings of each trial, equal configurations once; raises `ConfigError`."""
+    """Return the settings of each trial without duplicates; raises `ConfigError`."""
     lists: dict[str, Sequence[Any]] = {}
     for key, values in space.keys.items():
         if not isinstance(values, CategoricalDistribution):
@@ -190,7 +190,7 @@ def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 
 
 def corners(space: Space) -> tuple[Settings, ...]:
-    """Return each value, or end of a range, with the first values of the other keys."""
+    """Return each value or end of a range, with the first values of the other keys."""
     ends = {
         key: [format_setting(values, each) for each in _ends(values)]
         for key, values in space.keys.items()
@@ -206,7 +206,7 @@ def make_settings(keys: Mapping[str, BaseDistribution], params: Mapping[str, Any
 
 
 def to_parameters(keys: Mapping[str, BaseDistribution], settings: Settings) -> dict[str, Any]:
-    """Return the settings of a trial as parameters of a sampler."""
+    """Return the sampler's parameters of a trial from its settings."""
     kinds = {IntDistribution: int, FloatDistribution: float}
     return {key: kinds.get(type(values), str)(settings[key]) for key, values in keys.items()}
 
@@ -227,7 +227,7 @@ def _ends(values: BaseDistribution) -> Sequence[Any]:
 
 
 def _check_trials(base: Config, every: Iterable[Settings], count: int) -> tuple[Settings, ...]:
-    """Return the first `count` trials that are allowed and have different configurations."""
+    """Return the first `count` trials that are allowed and differ in their configurations."""
     found: dict[str, Settings] = {}
     for settings in every:
         found.setdefault(check_trial(base, settings).model_dump_json(), settings)
@@ -237,7 +237,7 @@ def _check_trials(base: Config, every: Iterable[Settings], count: int) -> tuple[
 
 
 def check_trial(base: Config, settings: Settings) -> Config:
-    """Return the configuration of a trial; raises `ConfigError`, which names the trial."""
+    """Return the configuration of a trial; raises `ConfigError` that names the trial."""
     try:
         return make_config(base, settings)
     except ConfigError as error:
@@ -254,7 +254,7 @@ def _require_searchable(key: str, assignment: str) -> None:
 
 
 def _require_apart(keys: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Refuse a key that is also set as a whole or in part: the result would depend on the order."""
+    """Refuse a key that is also set in whole or in part: the order would decide the result."""
     names = [each.partition("=")[0].strip() for each in fixed]
     for key in keys:
         for other in (*names, *keys):

@@ -1,8 +1,7 @@
-"""The state of a sweep on this machine: an Optuna study, in a journal in its folder.
+"""The state of a sweep on this machine: an Optuna study whose journal is in the sweep's folder.
 
-What Optuna does not store for a trial, such as its run, is a user attribute. For Optuna, a trial
-that failed or was interrupted is running until the end of the sweep, so that `--resume` can retry
-it.
+User attributes hold what Optuna does not store for a trial, such as its run. A trial that failed or
+was interrupted stays `running` in Optuna until the sweep ends, so that `--resume` can retry it.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from flotilla.trainer.sweeps.sweep import (
 )
 
 FILE = "sweep.journal"
-#: The file of an earlier version, which is not supported any more.
+#: The file of earlier versions, which are no longer supported.
 OLD_FILE = "sweep.json"
-# The most trials that TPE draws at random first; otherwise a fourth of all trials.
+# The maximum number of first trials that TPE draws at random; otherwise a quarter of all trials.
 _MOST_RANDOM = 10
 _PLAN, _END, _TRIAL = "plan", "end", "trial"
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -59,7 +58,7 @@ class Study:
             raise
 
     def close(self) -> None:
-        """Close the journal, so that another process may resume the sweep."""
+        """Close the journal, so that another process can resume the sweep."""
         os.close(self._lock)
 
     def _begin(self, plan: Sweep | None) -> None:
@@ -84,7 +83,7 @@ class Study:
         return _read_sweep(self._study, self._plan)
 
     def begin(self) -> Trial | None:
-        """Return the next trial to train, waiting or newly sampled; None if there is none."""
+        """Return the next trial to train, waiting or newly sampled; None if none is left."""
         trials = self._study.get_trials(deepcopy=False)
         is_waiting = any(each.state == TrialState.WAITING for each in trials)
         if not is_waiting and len(trials) == len(self._plan.trials):
@@ -110,7 +109,7 @@ class Study:
         return -result.by.rank(result.value) if is_higher else result.by.rank(result.value)
 
     def report(self, trial: Trial, result: Result) -> bool:
-        """Report the result of a trial on a rung; return whether it continues, else end it."""
+        """Report a trial's result on a rung; return whether it continues, and end it otherwise."""
         asked, is_last = self._asked[trial.number], result.rung == len(self._plan.rungs) - 1
         with self._report_errors():
             known = self._study.get_trials(deepcopy=False)[asked.number].intermediate_values
@@ -125,7 +124,7 @@ class Study:
         return False
 
     def choose(self, best: Trial) -> None:
-        """Store the best trial; no other trial is trained any more."""
+        """Store the best trial; no other trial is trained after this."""
         self._end(best=best.number)
 
     def end(self, verdict: str, message: str, test: dict[str, Any]) -> None:
@@ -194,7 +193,7 @@ def read(folder: Path) -> Sweep:
 
 
 def _create(storage: JournalStorage, plan: Sweep) -> optuna.Study:
-    # The direction of the trials' main metric is not known yet.
+    # The direction of the trials' main metric is still unknown.
     is_higher = plan.objective.better == "higher"
     direction = StudyDirection.MAXIMIZE if is_higher else StudyDirection.MINIMIZE
     study = optuna.create_study(study_name=plan.sweep_id, storage=storage, direction=direction)
@@ -250,7 +249,7 @@ def _storage(path: Path) -> JournalStorage:
 
 
 def _repair(path: Path) -> None:
-    """Remove a killed process's lock of the journal, and its incomplete line."""
+    """Remove the lock and the incomplete line that a killed process left in the journal."""
     Path(f"{path}.lock").unlink(missing_ok=True)
     if path.is_file():
         with path.open("rb+") as file:

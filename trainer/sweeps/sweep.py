@@ -1,4 +1,4 @@
-"""The data of a sweep and its trials, and the choice of the best one by validation."""
+"""The data of a sweep and its trials, and the choice of the best trial by validation."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Settings = Mapping[str, str]
 
 #: One of this many trials continues from each rung.
 REDUCTION = 3
-#: The fewest steps that tell trials apart.
+#: The minimum number of steps after which trials can be compared.
 LEAST_STEPS = 10
-# Keys that change the loss, or the metric by which trials are compared.
+# Keys that change the loss or the metric that compares trials.
 _OF_LOSS = ("task", "training.class_weights")
 _OF_METRIC = ("task.main_metric", "task.name", "task.outputs", "task.positive")
-# The endings of metrics that are better when higher.
+# The name endings of metrics for which higher is better.
 _HIGHER = (*SHARES, "ndcg", "mrr", "r2", "iou")
 _LOWER = ("loss", "error", "mae", "mse", "rmse")
 WAITING, RUNNING, DONE, FAILED, INTERRUPTED = "waiting", "running", "done", "failed", "interrupted"
@@ -67,11 +67,11 @@ class Trial:
     """One trial.
 
     Attributes:
-        number: from 1 on.
-        settings: its values of the searched keys, as texts by key.
-        status: `waiting`, `running`, `done`, `failed` or `interrupted`, on its last rung.
-        rung: the last rung that it began.
-        results: its results by rung.
+        number: the number, from 1 on.
+        settings: the values of the searched keys, as texts by key.
+        status: `waiting`, `running`, `done`, `failed` or `interrupted`, on the last rung.
+        rung: the last rung that the trial began.
+        results: the results by rung.
         metrics: the last metrics of validation and training.
         checkpoint: the URI of the selected checkpoint, or empty.
     """
@@ -92,7 +92,7 @@ class Trial:
         return f"Trial({self.number} {self.status}, {dict(self.settings)})"
 
     def get_result(self, rung: int) -> Result | None:
-        """Return the result on a rung; None if the trial did not end there."""
+        """Return the result on a rung; None if the trial did not finish it."""
         return next((each for each in self.results if each.rung == rung), None)
 
     @property
@@ -107,16 +107,16 @@ class Sweep:
 
     Attributes:
         config: the configuration that all trials share, as JSON keys.
-        source: the file of that configuration, for the command; or empty.
+        source: the file of that configuration, for the command, or empty.
         fixed: `section.key=value` texts for all trials, for the command.
         rungs: the global steps of each rung; a single zero without halving.
-        best: the number of the trial that goes through the gate; 0 until it is chosen.
-        verdict: the result of the best trial's run: `blessed`, `refused`, `failed` and so on; empty
-            before.
+        best: the number of the trial that the gate judges; 0 until it is chosen.
+        verdict: the status of the best trial's run, such as `blessed` or `refused`; empty before it
+            ends.
         test: metrics of the best trial on the test split.
-        sampler: `grid` or `random`, whose trials are known beforehand, or `tpe`, with its seed.
-        minutes: the time after which no trial is begun; 0 for no limit. It starts again when a
-            sweep is resumed.
+        sampler: `grid` or `random`, whose trials are known beforehand, or `tpe`.
+        minutes: the minutes after which no trial begins, counted from the start or the resumption;
+            0 for no limit.
         space: the distribution of each searched key in Optuna's format; empty on a cluster.
     """
 
@@ -256,7 +256,7 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
 
 
 def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
-    """Return the objective, or that of the trials if it names no metric; raises `ConfigError`."""
+    """Return the objective; if it names no metric, that of the trials. Raises `ConfigError`."""
     results = (result for each in trials for result in each.results if result.by.metric)
     found = dict.fromkeys(each.by for each in results)
     if len(found) > 1:
@@ -268,8 +268,8 @@ def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
 
 
 def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
-    """Return the value of a trial; raises `ConfigError` if it was not measured."""
-    # An evaluator may not have measured the last checkpoint, even if that is selected.
+    """Return the objective's value in metrics; raises `ConfigError` if it was not measured."""
+    # An evaluator may not have measured the last checkpoint, even if that one is selected.
     value = metrics.get(objective.metric, metrics.get(f"best_{objective.metric}"))
     if is_number(value):
         return float(value)
@@ -284,7 +284,7 @@ def read_value(metrics: Mapping[str, Any], objective: Objective) -> float:
 def list_rungs(
     base: Config, every: Sequence[Settings], count: int, *, halving: bool
 ) -> tuple[int, ...]:
-    """Return the global steps of each rung; a single zero if each trial has its own steps."""
+    """Return the global steps of each rung; a single zero if each trial sets its own steps."""
     if not halving:
         return (0,)
     if any(key == "training.steps" for settings in every for key in settings):
@@ -319,12 +319,12 @@ def list_rungs(
 
 
 def count_on_rung(rung: int, trials: int) -> int:
-    """Return how many trials of a sweep reach a rung if none fails; at least one."""
+    """Return the number of trials that reach a rung if none fails; at least one."""
     return max(1, trials // int(REDUCTION**rung))
 
 
 def rank_trials(trials: Iterable[Trial], rung: int, objective: Objective) -> list[Trial]:
-    """Return the trials that ended on a rung, best first; of equal ones the earlier first."""
+    """Return the trials that finished a rung, best first; the earlier one of equal trials first."""
     found = [(result.value, each) for each in trials if (result := each.get_result(rung))]
     return [each for _, each in sorted(found, key=lambda x: (objective.rank(x[0]), x[1].number))]
 
@@ -332,7 +332,7 @@ def rank_trials(trials: Iterable[Trial], rung: int, objective: Objective) -> lis
 def find_best(trials: Sequence[Trial], objective: Objective) -> Trial | None:
     """Return the best trial of the highest rung with a result; None if all failed.
 
-    Raises `ConfigError` if they were compared by several metrics.
+    Raises `ConfigError` if different metrics compared them.
     """
     objective = find_objective(trials, objective)
     ended = [each for each in trials if each.status == DONE and each.last]

@@ -1,5 +1,5 @@
 """Learning tasks: labels, losses, metrics and answers.
 
-One file per task, which implements `base.Task`; its name is a row in `TASKS` of
+Each task is a module with a subclass of `base.Task`, and a row in `TASKS` of
 `trainer/config/schema.py`.
 """

@@ -1,7 +1,7 @@
 """The interface of a learning task.
 
-A task defines the meaning of a label: the loss, the metrics, the meaning of a model's outputs, and
-their report. Each subclass is one kind of task; the rest of this package works with any of them.
+A task defines the loss, the metrics, the meaning of a model's outputs, and their report. Each
+subclass is one kind of task; the other packages work with any of them.
 
 A model's results have three forms, each computed from the one before:
 
@@ -37,12 +37,12 @@ class Target:
     """A feature to predict, as the dataset describes it.
 
     Attributes:
-        name: name of the feature.
-        shape: shape of one example's value; empty for a scalar, -1 for a variable size.
-        dtype: NumPy's name of its type.
-        num_classes: number of classes; 0 for a quantity.
-        labels: names of the classes, if they have names.
-        counts: examples of each class by split; empty without classes, or before preparation.
+        name: the name of the feature.
+        shape: the shape of one example's value; empty for a scalar, -1 for a variable size.
+        dtype: the name of its type in NumPy.
+        num_classes: the number of classes; 0 for a quantity.
+        labels: the names of the classes, if any.
+        counts: the examples of each class by split; empty without classes, or before preparation.
         moments: mean, std, min and max over the training split; empty before preparation.
     """
 
@@ -62,10 +62,10 @@ class Target:
 
 
 class Part(NamedTuple):
-    """Some examples, in the order of the dataset: arrays whose first axis is the examples.
+    """Some examples in the order of the dataset; the first axis of each array is the examples.
 
-    With several targets `labels` and `outputs` are mappings by name. `weights` is None if all
-    weights are equal. `columns` are the features of slices, and those that the task needs.
+    With several targets, `labels` and `outputs` are mappings by name. `weights` is None if all
+    weights are equal. `columns` has the features of slices and those that the task needs.
     """
 
     labels: Any
@@ -82,17 +82,17 @@ class Examples(Protocol):
         """The number of examples."""
 
     def parts(self) -> Iterator[Part]:
-        """Read all examples in parts that fit into memory; may be called again."""
+        """Yield all examples in parts that fit into memory; may be called again."""
 
 
-#: Function of an order of the labels: returns a metric, and a test statistic against chance.
+#: A function from a permutation of the labels to a metric and a test statistic against chance.
 Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 
 
 class Constant(NamedTuple):
-    """A prediction that ignores the inputs: `answer` describes it, `outputs` are for one example.
+    """A prediction that ignores the inputs, described by `answer`, with `outputs` for one example.
 
-    With `make` the outputs are computed for a part, from its columns and training statistics.
+    If `make` is set, it computes the outputs of a part from its columns and training statistics.
     """
 
     answer: str
@@ -112,7 +112,7 @@ class Constant(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """Examples that are one part: see `Examples`."""
+    """Examples in one part; see `Examples`."""
 
     part: Part
 
@@ -128,7 +128,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Remade:
-    """Examples whose parts are computed on each pass: see `Examples`."""
+    """Examples whose parts are computed at each pass; see `Examples`."""
 
     examples: Examples
     make: Callable[[Part], Part]
@@ -144,7 +144,7 @@ class Remade:
 
 
 def example_weights(part: Part) -> Floats:
-    """Return the weight of each example [n]: 1 if all are equal."""
+    """Return the weight of each example [n]; 1 if all are equal."""
     count = len(tf.nest.flatten(part.labels)[0])
     return np.ones(count) if part.weights is None else np.float64(part.weights).ravel()
 
@@ -175,9 +175,9 @@ class Tally:
 
 
 def sample_examples(examples: Examples, most: int = 100_000) -> Part:
-    """Return all examples, or above `most` every second, third, ..., for plots.
+    """Return all examples; of more than `most`, every second, third and so on, for plots.
 
-    Metrics use all examples instead.
+    Metrics use all examples.
     """
     step = -(-examples.count // most) or 1
     parts, begin = [], 0
@@ -202,7 +202,7 @@ class SplitError(UserError):
 
 
 def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
-    """Raise `SplitError` with the first wrong label, if there is one."""
+    """Raise `SplitError` with the first wrong label, if any."""
     found = np.asarray(labels)[wrong]
     if len(found):
         raise SplitError(f"the label {found[0]}, {why}; correct its builder")
@@ -215,22 +215,18 @@ class Task(ABC):
     name: ClassVar[str]
     #: For each metric of the task, whether higher or lower is better; None if neither is.
     directions: ClassVar[Mapping[str, Direction | None]]
-    #: The function from outputs to probabilities; empty if no prediction is a probability.
+    #: The function from outputs to probabilities; empty if the task predicts no probability.
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
-    #: Whether the model gives probabilities, as its loss takes them: outputs are their logits.
+    #: Whether the model returns probabilities; its outputs are their logits.
     from_probabilities = False
-    #: Whether outputs are numbers in units of the label, so that a model may start at its mean.
+    #: Whether outputs are in the label's units, so that a model may start at the label's mean.
     in_units = False
-    #: The rule that chooses the positive of two classes if none is named: `rarity`, or `order`,
-    #: which takes the second one; empty if there is none.
+    #: The rule that chooses the positive class of two if none is named: `rarity`, or `order` for
+    #: the second class; empty if there is none.
     positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
-        """Take a target; further arguments are `task.args`.
-
-        Raises:
-            ConfigError: the target is not a label of this task.
-        """
+        """Store a target, or raise `ConfigError`; further arguments are `task.args`."""
         self.target = target
 
     @property
@@ -253,7 +249,7 @@ class Task(ABC):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Features besides the label that `details` reads from the `columns` of a `Part`."""
+        """Features that `details` reads from the `columns` of a `Part`, besides the label."""
         return ()
 
     @property
@@ -263,10 +259,7 @@ class Task(ABC):
 
     @property
     def unit(self) -> str:
-        """The one of `columns` that identifies the sampling unit, such as a query.
-
-        Examples of a unit are dependent. Empty if all examples are independent.
-        """
+        """The column that identifies dependent examples, such as those of a query; or empty."""
         return ""
 
     @abstractmethod
@@ -279,20 +272,20 @@ class Task(ABC):
 
     @abstractmethod
     def chance_loss(self) -> float:
-        """Return the loss of a blind guess; a loss far above it has diverged."""
+        """Return the loss of a blind guess; a training loss far above it means divergence."""
 
     @abstractmethod
     def metrics(self) -> list[keras.Metric]:
         """Return metrics of labels and predictions, by the names of `directions`.
 
-        The state of each metric has to be sums over the examples, like that of all Keras metrics:
-        states of workers are added, and examples are resampled by adding others. The tally of a
-        built-in task (`exact/tallies.py`) computes the value that the evaluation and the gate use.
+        The state of each metric must be sums over the examples, as in Keras: the states of workers
+        are added. In an evaluation, the tally of a built-in task (`exact/tallies.py`) computes the
+        same metrics.
         """
 
     @property
     def parts(self) -> Mapping[str, Task]:
-        """The task of each output by name; a single output is the task itself, without a name."""
+        """The tasks of the outputs by name; a single output is this task, without a name."""
         return {"": self}
 
     @property
@@ -301,7 +294,7 @@ class Task(ABC):
         return {}
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
-        """Return this task with decision thresholds for those of `parts` that use one."""
+        """Return this task with decision thresholds for the parts that use one."""
         if "" not in thresholds:
             return self
         found = copy.copy(self)
@@ -309,7 +302,7 @@ class Task(ABC):
         return found
 
     def outputs(self, given: Any) -> Any:
-        """Convert what a model returns to outputs; it may return probabilities."""
+        """Convert the model's return value, which may be probabilities, to outputs."""
         if not self.from_probabilities:
             return given
         least = keras.config.epsilon()
@@ -317,7 +310,7 @@ class Task(ABC):
         return tf.math.log(p) - tf.math.log1p(-p) if self.link == "sigmoid" else tf.math.log(p)
 
     def given(self, outputs: Any) -> Any:
-        """Convert outputs to what the model returns and its loss takes."""
+        """Convert outputs to the values that the model returns and its loss takes."""
         return self.predictions(outputs) if self.from_probabilities else outputs
 
     def predictions(self, outputs: Any) -> Any:
@@ -327,14 +320,14 @@ class Task(ABC):
     def predicted(self, outputs: Any) -> Array | None:
         """Return the predicted class; None for a task without classes.
 
-        It is a number [n], or one per position [n, positions]; for several classes at once bools
-        [n, classes].
+        The result is a number [n], or one for each position [n, positions]; for several classes at
+        once, it is bools [n, classes].
         """
         del outputs
         return None
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
-        """Return the input of the AUC metrics: which labels are true, and scores [n, columns].
+        """Return the true labels and the scores [n, columns] for the AUC metrics.
 
         The labels are bools [n, columns], or numbers [n] of the true column.
         """
@@ -346,7 +339,7 @@ class Task(ABC):
 
     @abstractmethod
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Convert `answers` back to outputs, for a champion in its exported form."""
+        """Convert `answers` back to outputs, for an exported champion."""
 
     @abstractmethod
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
@@ -372,12 +365,12 @@ class Task(ABC):
     def tally(self) -> Tally:
         """Return an accumulator for all examples of an evaluation, or for a slice.
 
-        Its value replaces that of `metrics` if that method is a built-in task's.
+        For a built-in task, its values replace those of `metrics`.
         """
         return Tally()
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return candidates for the best constant, by one metric or another: see `Constant`.
+        """Return candidates for the best constant prediction; see `Constant`.
 
         They are computed from the labels of these examples, so that no other constant is better.
         """
@@ -387,7 +380,7 @@ class Task(ABC):
     def make_test(self, metric: str, part: Part) -> Tested | None:
         """Return a function that recomputes a metric of few examples many times.
 
-        None for a metric that is compared with a constant by example.
+        It returns None for a metric that is compared with a constant by example.
         """
         del metric, part
         return None
@@ -411,7 +404,7 @@ class Task(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise `ConfigError` if the prepared dataset does not suit the task.
 
-        Called before a cluster starts, when `target.counts` and `target.moments` are known.
+        This runs before a cluster starts, with `target.counts` and `target.moments` known.
         """
 
     def check_labels(self, labels: Any) -> None:  # noqa: B027
@@ -421,7 +414,7 @@ class Task(ABC):
         """Refuse a model's symbolic output, or its last layer, if it does not fit the task.
 
         Raises:
-            ConfigError: the output does not fit; the message says what it has to be.
+            ConfigError: the output does not fit; the message says what is required.
         """
         if not isinstance(output, keras.KerasTensor):
             raise ConfigError(f"its output is a {type(output).__name__}, not one tensor")
@@ -439,7 +432,7 @@ class Task(ABC):
         self._check_activation(find_activation(last))
 
     def _check_activation(self, activation: str) -> None:
-        """Refuse a last layer of logits with a loss of probabilities, and the reverse."""
+        """Refuse a last layer of logits with a loss of probabilities, and vice versa."""
         if not self.link:
             return
         if self.from_probabilities and activation in {"linear", "dense"}:
@@ -459,9 +452,9 @@ class Task(ABC):
 
 
 def last_layers(model: keras.Model) -> Any:
-    """Return the operation that gives each output, in the structure of the outputs.
+    """Return the operation that creates each output, in the structure of the outputs.
 
-    For a model that is not a graph of layers, return its last layer.
+    If a model is not a graph of layers, return its last layer.
     """
     graph = getattr(model, "_functional", None) or model
     outputs = getattr(graph, "_outputs_struct", None)

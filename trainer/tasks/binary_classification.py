@@ -45,7 +45,7 @@ _RARE = 0.1
 
 
 class Threshold(NamedTuple):
-    """The probability above which an example is positive, and the basis of its choice.
+    """The probability above which an example counts as positive, and the basis of its choice.
 
     `chosen_on` is the split, empty for a default, and `examples` its number of examples.
     """
@@ -56,7 +56,7 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return the names of the classes of a target: its own, or those of two numbers or bools."""
+    """Return the class names of a target: its own names, or those of two numbers or bools."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
@@ -96,7 +96,7 @@ class BinaryClassification(Sigmoid):
         return get_class_names(self.target)
 
     def metrics(self) -> list[keras.Metric]:
-        """Return all of `directions`."""
+        """Return the metrics in `directions`."""
         at = self.threshold.value
         return [
             metrics.BinaryAccuracy(name="accuracy", threshold=at),
@@ -134,7 +134,7 @@ class BinaryClassification(Sigmoid):
         }
 
     def decide(self, outputs: Any) -> Array:
-        """Return whether each example [n] is taken as positive."""
+        """Return whether each example [n] counts as positive."""
         result: Array = tf.sigmoid(outputs[:, 0]).numpy() > np.float32(self.threshold.value)
         return result
 
@@ -153,7 +153,7 @@ class BinaryClassification(Sigmoid):
         }
 
     def tally(self) -> Tally:
-        """Return the accumulator of all `directions`."""
+        """Return the accumulator of all metrics in `directions`."""
         return OfTwo(self.decide)
 
     def constants(self, examples: Examples) -> list[Constant]:
@@ -170,7 +170,7 @@ class BinaryClassification(Sigmoid):
     def make_test(self, metric: str, part: Part) -> Tested | None:
         """Test the average precision by the logarithms of the ranks.
 
-        A single positive example that ranks first by chance would dominate the average precision.
+        Otherwise a single positive example that ranks first by chance would dominate the result.
         """
         if metric not in Areas._fields:
             return None
@@ -196,7 +196,7 @@ class BinaryClassification(Sigmoid):
         super().check_output(output, last)
 
     def check(self) -> None:
-        """Refuse a split with only one of the classes: their separation cannot be measured."""
+        """Refuse a split with only one class, because it cannot measure their separation."""
         for split, counts in self.target.counts.items():
             if len(counts) > TWO:
                 raise ConfigError(

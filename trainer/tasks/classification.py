@@ -49,7 +49,7 @@ class Classification(Softmax):
             raise ConfigError(f"it needs one whole number per example, the class, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
-            # With so few classes, all of them are among the top ones.
+            # With this few classes, all of them are among the top ones.
             known = self.directions.items()
             self.directions = {n: each for n, each in known if n != metrics.TOP_NAME}  # type: ignore[misc]
 
@@ -135,14 +135,14 @@ class Classification(Softmax):
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
         """Return whether the likeliest class is right."""
-        # A user's task that inherits from this one may use the name for another metric.
+        # A user's subclass may use the name for another metric.
         if metric != "accuracy" or type(self).metrics is not Classification.metrics:
             return None
         right: Floats = (part.outputs.argmax(axis=1) == part.labels).astype(np.float64)
         return right
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Test a mean over the classes by itself."""
+        """Test each mean over the classes by the metric itself."""
         if metric not in metrics.AVERAGES:
             return None
         labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)

@@ -1,9 +1,9 @@
 """The loss, metrics and optimizer of a compiled model.
 
-`model.compile(...)` is respected except for what the run decides: the number of steps per call, and
-whether XLA compiles them. Keras's compiled losses and metrics are built at the first labels and
-outputs, and have variables; here they have none. The measurements of a metric are a `State`:
-numbers in a vector of sums over examples.
+`model.compile(...)` applies, except that the run decides the number of steps per call and whether
+XLA compiles them. Keras builds compiled losses and metrics at the first batch, with variables; here
+they have none. The measurements of a metric are a `State`: numbers in a vector of sums over
+examples.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _UNKNOWN = re.compile(r"Could not interpret (loss|metric) identifier: (\w+)$")
 
 
 class Term(NamedTuple):
-    """One term of the loss: for the output at `path`, with an optional weight.
+    """One term of the loss, for the output at `path`, with an optional weight.
 
-    `part` is the task of the output, unless the loss is the task's.
+    `part` is the task of the output if the loss does not belong to the task.
     """
 
     path: tuple[Any, ...]
@@ -46,8 +46,8 @@ class Term(NamedTuple):
 class Measured(NamedTuple):
     """One metric of the output at `path`.
 
-    `plain` says that it takes the model's result instead of the task's predictions, `weighted` that
-    it uses example weights, `own` that it belongs to the task.
+    `plain`: it takes the model's result and not the task's predictions. `weighted`: it uses example
+    weights. `own`: it belongs to the task.
     """
 
     path: tuple[Any, ...]
@@ -84,14 +84,14 @@ class State:
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 
     def next_state(self, measured: Measured) -> State:
-        """Return the state of a metric, whose numbers follow these."""
+        """Return the state of a metric, which follows this state in the vector."""
         shapes = tuple(tuple(each.shape) for each in measured.metric.variables)
         end = self.end + sum(map(math.prod, shapes))
         name = measured.name
         return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
 
     def values(self, sums: Sums) -> dict[str, float | None]:
-        """Return the values of a vector of sums, None if undefined; some metrics have several."""
+        """Return the values from a vector of sums, None if undefined. A metric may have several."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}
@@ -124,7 +124,7 @@ class State:
 class Compiled:
     """The arguments of `model.compile`.
 
-    `jit_compile` says that XLA was requested explicitly, not chosen by Keras.
+    `jit_compile` is set if the user requested XLA, and not if Keras chose it.
     """
 
     optimizer: keras.optimizers.Optimizer | None
@@ -142,7 +142,7 @@ class Compiled:
             ConfigError: the losses do not fit, or a name is unknown.
         """
         container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
-        # For several outputs Keras adds a metric per output, which is not used.
+        # For several outputs Keras adds a metric for each output, which is unused.
         with named.skip_initial_values(), _convert_errors("loss"):
             container.build(labels, outputs)
         return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]
@@ -228,7 +228,7 @@ def _is_plain_mean(metric: keras.Metric) -> bool:
 
 
 def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
-    """Return the result of a state; a plain mean in double precision, like thresholds."""
+    """Return the result of a state; a plain mean has double precision, like thresholds."""
     if _is_plain_mean(metric):
         total, count = state
         return float(total / count) if count else 0.0
@@ -237,7 +237,7 @@ def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
 
 def _compute(metric: keras.Metric, values: Sequence[tf.Tensor]) -> Any:
     with keras.StatelessScope(zip(metric.variables, values, strict=True)):
-        # A metric that returns a variable has to be read here, while the variable has this value.
+        # A metric may return a variable, which has this value only here.
         return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
 
 

@@ -1,7 +1,7 @@
 """Links from a model's outputs to probabilities: softmax and sigmoid.
 
-A link defines the loss, predictions, answers, and their inverse; a task defines its labels and
-metrics. An output without a link is a number, the default in `Task`.
+A link defines the loss, the predictions, the answers and their inverse; a task defines its labels
+and metrics. `Task` itself has no link: an output is a number.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import tensorflow as tf
 from flotilla.trainer.tasks import metrics
 from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
-# Accuracy hardly reflects a class that is rarer in training than this fraction of an equal share.
+# If a class is rarer in training than this fraction of an equal share, accuracy hardly shows it.
 _RARE = 0.2
 #: Logit for a share of 0 or 1.
 SURE = 20.0
-# Without class names, the number of classes is known after preparation.
+# The number of classes before preparation, for a class label without names.
 _SOME_CLASSES = 2
 
 
 class Softmax(Task):
-    """One of several classes: outputs are logits [n, ..., classes]; the loss has the softmax."""
+    """One of several classes: outputs are logits [n, ..., classes]; the loss has a softmax."""
 
     link = "softmax"
 
@@ -48,7 +48,7 @@ class Softmax(Task):
         return self.target.labels or tuple(map(str, range(self.num_classes)))
 
     def loss(self) -> keras.losses.Loss:
-        """Return the cross entropy."""
+        """Return the cross entropy of labels and logits."""
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def chance_loss(self) -> float:
@@ -82,12 +82,12 @@ class Softmax(Task):
 
 
 class Sigmoid(Task):
-    """Binary labels, one or one per class: outputs are logits; the loss contains the sigmoid."""
+    """One binary label, or one per class: outputs are logits; the loss includes the sigmoid."""
 
     link = "sigmoid"
 
     def loss(self) -> keras.losses.Loss:
-        """Return the cross entropy, a mean over the classes."""
+        """Return the binary cross entropy, a mean over the classes."""
         return keras.losses.BinaryCrossentropy(from_logits=True)
 
     def chance_loss(self) -> float:
@@ -117,14 +117,14 @@ class Sigmoid(Task):
         return answers["logits"]
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the cross entropy [n] in nats, for as many outputs as labels."""
+        """Return the cross entropy [n] in nats, for outputs in the shape of the labels."""
         yes = labels.reshape(len(labels), -1).astype(bool)
         logits = outputs[:, : yes.shape[1]].astype(np.float64)
         result: Floats = np.logaddexp(0, np.where(yes, -logits, logits)).mean(axis=1)
         return result
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse other values than 0 and 1."""
+        """Refuse values other than 0 and 1."""
         refuse_labels(labels, (labels != 0) & (labels != 1), "which is neither 0 nor 1")
 
 

@@ -1,8 +1,8 @@
 """Metrics of labels and predictions.
 
-A validation uses Keras metrics, whose states are sums in single precision, over all numbers of an
-example: labels and predictions are first reshaped to rows, [n, numbers], since Keras broadcasts
-weights [n] to labels with more axes in inconsistent ways. Four metrics here are missing in Keras.
+A validation uses Keras metrics, whose states are sums in single precision. Labels and predictions
+are first reshaped to rows, [n, numbers], because Keras broadcasts weights [n] to labels of more
+axes inconsistently. Keras lacks four of these metrics.
 
 An evaluation uses counts by class and curves, thinned for plots; its metrics are in
 `flotilla.trainer.tasks.exact`.
@@ -75,10 +75,10 @@ class F1(_OfRows, keras.metrics.F1Score):
 
 
 class SubsetAccuracy(keras.metrics.MeanMetricWrapper):
-    """The share of examples whose labels are all right, at a probability of 0.5."""
+    """The share of examples whose labels are all correct, at a probability of 0.5."""
 
     def __init__(self) -> None:
-        """Begin without examples."""
+        """Start without examples."""
         super().__init__(_all_right, name="subset_accuracy")
 
 
@@ -94,7 +94,7 @@ class MacroF1(keras.Metric):
     """
 
     def __init__(self, classes: int, name: str = "macro_f1") -> None:
-        """Begin with `classes` classes."""
+        """Start with `classes` classes."""
         super().__init__(name=name)
         self._classes = classes
         self.right, self.either = (
@@ -129,12 +129,12 @@ class MacroF1(keras.Metric):
 class R2Score(keras.Metric):
     """The explained share of variance, as a mean over the numbers of an example.
 
-    Keras adds up squares of the labels, which lose their single precision if the mean is far above
-    the deviation. Here they are relative to a value near the mean.
+    Keras adds squares of the labels, which lose precision if the mean is far above the deviation.
+    Here the labels are relative to a value near the mean.
     """
 
     def __init__(self, numbers: int, near: float) -> None:
-        """Begin with rows of `numbers` numbers; `near` is a value near their mean."""
+        """Start with rows of `numbers` numbers; `near` is a value near their mean."""
         super().__init__(name="r2_score")
         self._near = near
         self.weight = self.add_weight(name="weight", initializer="zeros")
@@ -171,7 +171,7 @@ class CalibrationError(keras.Metric):
     """
 
     def __init__(self) -> None:
-        """Begin without examples."""
+        """Start without examples."""
         super().__init__(name="calibration_error")
         self.weight, self.sure, self.true = (
             self.add_weight((BINS,), "zeros", self.dtype, name=name)
@@ -200,17 +200,17 @@ class CalibrationError(keras.Metric):
 class Areas(keras.Metric):
     """`auc`, the area under the ROC, and `average_precision`; means over the numbers.
 
-    They are computed from counts of both kinds of labels in steps of the logit, which resolve small
-    probabilities; Keras uses equal steps of the probability. Labels in one step count as tied, so
-    the error is at most half of their share. There are 4096 steps of 0.006 for one number, fewer
-    for many; `flotilla.trainer.tasks.exact.areas` has none. A number with one kind of labels has no
-    area; if none has one, both are NaN.
+    The areas come from counts of both kinds of labels in steps of the logit, which resolve small
+    probabilities; Keras uses equal steps of the probability. Labels within a step count as tied, so
+    that the error is at most half of their share. One number has 4096 steps of 0.006, many numbers
+    have fewer; `flotilla.trainer.tasks.exact.areas` is exact. A number with one kind of labels has
+    no area; if none has an area, both metrics are NaN.
     """
 
     def __init__(self, numbers: int = 1, largest: float = 12, prefix: str = "") -> None:
-        """Begin with rows of `numbers` probabilities, in steps between the largest logits.
+        """Start with rows of `numbers` probabilities, in steps between the largest logits.
 
-        `prefix` begins the names of the means, such as `macro_`.
+        `prefix` precedes the names of the means, such as `macro_`.
         """
         super().__init__(name="areas")
         self._prefix, self._numbers, self._largest = prefix, numbers, largest
@@ -255,7 +255,7 @@ def _column(values: tf.Tensor, weights: Any) -> tf.Tensor:
 
 
 def _scores() -> Any:
-    # The import loads pandas and takes half a second; training does not need it.
+    # Training does not need this import, which loads pandas and takes half a second.
     from sklearn import metrics  # noqa: PLC0415
 
     return metrics
@@ -264,8 +264,8 @@ def _scores() -> Any:
 def log_softmax(logits: Floats) -> Floats:
     """Return the log-probabilities of logits [n, classes] in double precision.
 
-    That of a probability near 1 is as precise as that of a small one, and equal logits give equal
-    values in any order.
+    Logarithms of probabilities near 1 are as precise as others, and equal logits give equal values
+    in any order.
     """
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     powers = np.exp(shifted)
@@ -289,7 +289,7 @@ def losses(labels: Labels, logits: Floats) -> Floats:
 def is_in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
     """Return whether the class of each example is among the `TOP` likeliest."""
     own = logits[np.arange(len(labels)), labels][:, np.newaxis]
-    # Of equal logits the higher class comes first, as in scikit-learn.
+    # As in scikit-learn, the higher class of equal logits comes first.
     later = np.arange(logits.shape[1]) > labels[:, np.newaxis]
     ahead = (logits > own) | ((logits == own) & later)
     result: npt.NDArray[np.bool_] = ahead.sum(axis=1) < TOP
@@ -309,10 +309,7 @@ def count_by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
 def per_class(
     counts: tuple[Counts, Counts, Counts], areas: Sequence[Area], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return precision, recall, F1, support and areas of each class; zeros if it is absent.
-
-    `counts` come from `count_by_class`.
-    """
+    """Return the metrics of each class from `count_by_class`; zeros if the class is absent."""
     hits, support, predicted = counts
     return [
         {
@@ -353,9 +350,8 @@ def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, A
 def roc(labels: Labels, logits: Floats) -> list[list[float]]:
     """Return one ROC curve: points of false positive rate, true positive rate and threshold.
 
-    For two classes it is that of the second one. For more it is micro-averaged: each class of each
-    example is one binary decision, and all of them make one curve. Empty if there is only one kind
-    of examples.
+    For two classes it is the curve of the second one. For more classes it is micro-averaged: each
+    class of each example is a binary decision. It is empty if all examples are of one kind.
     """
     probabilities, classes = softmax(logits), logits.shape[1]
     if classes <= _BINARY:
@@ -371,7 +367,7 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
 
 
 def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
-    """Return all points of a short curve, else points at equal steps along it, with both ends."""
+    """Return all points of a short curve, else points at equal steps along it and both ends."""
     kept = np.arange(len(x))
     if len(x) > CURVE_POINTS:
         way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
@@ -382,14 +378,14 @@ def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
 
 
 def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
-    """Return whether the likeliest class is right [n], and its probability [n]."""
+    """Return whether the likeliest class is correct [n], and its probability [n]."""
     return logits.argmax(axis=1) == labels, np.exp(log_softmax(logits).max(axis=1))
 
 
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
-    Counts of weighted examples are sums, which may be far below 1. Fast enough for a thousand
+    Counts of weighted examples may be far below 1. The function is fast enough for a thousand
     resamples of a thousand classes.
     """
     occurs = (support + predicted) > 0

@@ -40,7 +40,7 @@ from flotilla.trainer.tasks.base import (
 from flotilla.trainer.tasks.exact.intervals import above_zero
 from flotilla.trainer.tasks.exact.sums import Moments
 
-# Most joint constants of all outputs.
+# The maximum number of combinations of the outputs' constants.
 _COMBINATIONS = 16
 
 
@@ -55,7 +55,7 @@ class MultiOutput(Task):
     output_shape: Any = None
 
     def __init__(self, parts: Mapping[str, Task], weights: Mapping[str, float]) -> None:
-        """Take the tasks by the names of their targets, and the weights of their losses."""
+        """Store the tasks by the names of their targets, and the weights of their losses."""
         super().__init__(Target(name=", ".join(parts), shape=(), dtype="several"))
         self.parts, self.loss_weights = parts, weights
         self.columns = tuple(dict.fromkeys(each for p in parts.values() for each in p.columns))
@@ -67,7 +67,7 @@ class MultiOutput(Task):
         self.directions = directions  # type: ignore[misc]
 
     def loss(self) -> keras.losses.Loss:
-        """Refuse: each of `parts` has its own."""
+        """Refuse: each of `parts` has its own loss."""
         raise TypeError(f"{self.name} has a loss for each of its parts")
 
     def chance_loss(self) -> float:
@@ -93,7 +93,7 @@ class MultiOutput(Task):
         return {name: part.outputs(given[name]) for name, part in self.parts.items()}
 
     def given(self, outputs: Any) -> Any:
-        """Convert the outputs of each task to what the model returns."""
+        """Convert the outputs of each task to the values that the model returns."""
         return {name: part.given(outputs[name]) for name, part in self.parts.items()}
 
     def predictions(self, outputs: Any) -> Any:
@@ -122,7 +122,7 @@ class MultiOutput(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the cells of all tasks: `label` and `predicted` together, others by output."""
+        """Return the cells of all tasks: `label` and `predicted` combined, others by output."""
         cells = {
             name: part.described(label[name], output[name]) for name, part in self.parts.items()
         }
@@ -151,7 +151,7 @@ class MultiOutput(Task):
         return {**found, "outputs": by_output}
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return combinations of the outputs' constants, at most a fixed number."""
+        """Return combinations of the outputs' constants, up to `_COMBINATIONS`."""
         each = [
             part.constants(Remade(examples, partial(_select_output, name=name)))
             for name, part in self.parts.items()
@@ -172,7 +172,7 @@ class MultiOutput(Task):
         ]
 
     def tally(self) -> Tally:
-        """Return an accumulator of the tasks' accumulators."""
+        """Return an accumulator that combines those of the tasks."""
         return _OfOutputs({name: part.tally() for name, part in self.parts.items()}, self)
 
     def check_labels(self, labels: Any) -> None:
@@ -184,7 +184,7 @@ class MultiOutput(Task):
                 raise SplitError(f"for the output {name!r} {error}") from None
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse an output that is not a mapping by the targets' names with fitting values."""
+        """Refuse an output that is not a mapping by the targets' names with suitable values."""
         names = ", ".join(f"{name}: ..." for name in self.parts)
         if not isinstance(output, Mapping):
             found = f"{len(output)} outputs" if isinstance(output, list | tuple) else "one output"
@@ -234,7 +234,7 @@ class _OfOutputs(Tally):
 def group_by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the columns of each output, without the prefix.
 
-    If one output's name is the beginning of another one's columns, the longer name wins.
+    If one output's name begins another output's column, the longer name wins.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for column, values in answers.items():

@@ -73,7 +73,7 @@ class MultilabelClassification(Sigmoid):
         return self._labels
 
     def metrics(self) -> list[keras.Metric]:
-        """Return all of `directions`."""
+        """Return the metrics in `directions`."""
         return [
             metrics.BinaryAccuracy(name="binary_accuracy"),
             metrics.SubsetAccuracy(),
@@ -103,7 +103,7 @@ class MultilabelClassification(Sigmoid):
         return {"labels": list(self._labels), "curves": curves}
 
     def tally(self) -> Tally:
-        """Return the accumulator of all `directions`."""
+        """Return the accumulator of all metrics in `directions`."""
         return OfLabels(self._labels)
 
     def constants(self, examples: Examples) -> list[Constant]:
@@ -122,7 +122,7 @@ class MultilabelClassification(Sigmoid):
         ]
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Test the macro F1 by itself."""
+        """Test the macro F1 by the metric itself."""
         if metric != "macro_f1":
             return None
         true, given, weights = part.labels.astype(bool), part.outputs > 0, example_weights(part)
@@ -135,7 +135,7 @@ class MultilabelClassification(Sigmoid):
         return tested
 
     def check(self) -> None:
-        """Refuse other values than 0 and 1."""
+        """Refuse values other than 0 and 1."""
         low, high = (self.target.moments.get(name, 0) for name in ("min", "max"))
         if low < 0 or high > 1:
             raise ConfigError(

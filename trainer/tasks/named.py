@@ -15,9 +15,9 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Direction
 
-# Keras's list of variables without a value.
+# The attribute of Keras with its variables that have no value yet.
 _WAITING = "uninitialized_variables"
-# Keras chooses one of its accuracies by the shapes of labels and outputs.
+# Keras chooses one accuracy by the shapes of labels and outputs.
 _BY_SHAPE = ("accuracy", "acc")
 _SHORT = ("bce", "mse", "mae", "mape", "msle")
 _BASES = {"Loss", "LossFunctionWrapper", "Metric", "Mean", "Sum", "MeanMetricWrapper"}
@@ -48,8 +48,8 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # Looking up these names in Keras creates the objects and starts TensorFlow's threads, but tasks
-    # are forked from a process that has imported this module.
+    # These names are skipped, because Keras would create their objects and start TensorFlow's
+    # threads. Tasks are forked from a process that has imported this module.
     long = (
         keras.metrics.BinaryCrossentropy,
         keras.metrics.MeanSquaredError,
@@ -68,10 +68,10 @@ _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRIC
 
 @contextmanager
 def skip_initial_values() -> Iterator[None]:
-    """Create variables without values in this block: their values are never read.
+    """Create variables without values in this block, because their values are never read.
 
-    Keras would otherwise initialize them when the next stateless scope ends: together with the
-    variables of a model on parameter servers, for example.
+    Keras would otherwise initialize them at the end of the next stateless scope, for example
+    together with the variables of a model on parameter servers.
     """
     waiting = list(global_state.get_global_attribute(_WAITING, []))
     try:
@@ -84,7 +84,7 @@ def skip_initial_values() -> Iterator[None]:
 def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
     """Return the loss that the configuration names at `key`.
 
-    A Keras cross entropy takes `logits` or probabilities, which its name does not say.
+    `logits` says whether a Keras cross entropy takes logits or probabilities.
 
     Raises:
         ConfigError: the name is unknown, or the loss cannot be created.
@@ -104,7 +104,7 @@ def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
 def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
     """Return the metric that the configuration names at `key`, with default arguments.
 
-    A function without arguments returns a metric; any other function is averaged over the examples.
+    A function without arguments must return a metric; any other function is averaged over examples.
 
     Raises:
         ConfigError: the name is unknown, or the metric cannot be created.
@@ -154,7 +154,7 @@ def find_direction(metric: keras.Metric) -> Direction | None:
 
 
 def class_name(metric: keras.Metric) -> str:
-    """Return the name of a metric's class, or of the function that it averages, in snake case."""
+    """Return the snake-case name of a metric's class, or of the function that it averages."""
     function = getattr(metric, "_fn", None)
     if function is not None and type(metric) is keras.metrics.MeanMetricWrapper:
         return str(getattr(function, "__name__", ""))
@@ -162,7 +162,7 @@ def class_name(metric: keras.Metric) -> str:
 
 
 def is_by_class(loss: keras.losses.Loss) -> bool:
-    """Return whether a loss needs an output per class; with one output it is always 0."""
+    """Return whether a loss needs an output for each class; with one output it is always 0."""
     return "categorical" in getattr(getattr(loss, "fn", None), "__name__", "")
 
 

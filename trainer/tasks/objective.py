@@ -1,12 +1,12 @@
 """The training loss and the validation metrics, for one task and any model.
 
-The loss is computed by Keras's `compute_loss` of the model, so that `add_loss`, regularizers,
-masks, example weights and a user's `compute_loss` work under every strategy as in `fit`. The loss
-container of a compiled model is removed before: it creates variables at its first call, which a
+Keras's `compute_loss` of the model computes the loss, so that `add_loss`, regularizers, masks,
+example weights and a user's `compute_loss` work under every strategy as in `fit`. The loss
+container of a compiled model is removed first, because its first call creates variables, which a
 graph on a worker cannot do.
 
-Metrics are Keras's. Their states are sums over the examples: `totals` returns all sums as one
-vector, vectors of several workers are added, and `means` computes the values.
+The states of Keras's metrics are sums over the examples: `totals` returns all sums as one vector,
+the vectors of workers are added, and `means` computes the values.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from flotilla.trainer.tasks.task_loss import (
     whole_losses,
 )
 
-# Tasks whose code has no loops or branches over tensors, so that the slow AutoGraph is not needed.
+# The code of these tasks has no loops or branches over tensors, and skips the slow AutoGraph.
 _BUILT_IN = "flotilla.trainer.tasks."
-# Calls from which a trace is worth its time.
+# The number of calls from which tracing saves time.
 _UNTRACED = 8
 # Labels and outputs of any shape, to look up metrics by name.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
@@ -88,12 +88,12 @@ class Objective:
             outputs: loss and metrics of single outputs, by output name.
             weights: weights of classes in training, by output as in `Task.parts`.
             main_metric: replaces the task's main metric.
-            better: its direction, if neither the task nor Keras knows it.
+            better: the direction of `main_metric`, if neither the task nor Keras knows it.
         """
         self.task = task
         self.main_metric = main_metric or task.main_metric
         self._better = better
-        # Directions of metrics that are not the task's.
+        # The directions of metrics that do not belong to the task.
         self._further: dict[str, Direction | None] = {}
         self.compiled: Compiled | None = None
         if loss and len(task.parts) > 1:
@@ -113,8 +113,8 @@ class Objective:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin without metrics; they are created when the first model is measured."""
-        #: Position of the state of the loss and of each metric in a vector of `totals`.
+        """Remove all metrics; the first measured model creates new ones."""
+        #: The position of the states of the loss and of each metric in a vector of `totals`.
         self.states = [State(name=LOSS, begin=0, end=2, shapes=(), measured=None)]
         self._summed = self._sums
         tasks = (self.task, *self.task.parts.values())
@@ -123,7 +123,7 @@ class Objective:
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._calls: Counter[bool] = Counter()
         self._traced_alone: dict[str, Any] = {}
-        # Outputs whose metrics come from the tally; a user's task may differ.
+        # Outputs whose metrics come from the tally, which a user's task may lack.
         self._exact = {
             _path(name)
             for name, part in self.task.parts.items()
@@ -148,7 +148,7 @@ class Objective:
         return found
 
     def accept(self, model: keras.Model, outputs: Any) -> None:
-        """Take the compiled arguments of a model, and refuse a model that does not fit the task.
+        """Read the compiled arguments of a model, and refuse a model that does not fit the task.
 
         Args:
             model: a built model; afterwards it is no longer compiled.
@@ -186,7 +186,7 @@ class Objective:
                 self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
             what = "its metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
-            # With as many examples as classes, wrong shapes might be broadcast.
+            # If examples and classes were equally many, wrong shapes might be broadcast.
             rows = next(n for n in count(2) if n not in sizes)
             zeros = partial(_zeros, rows=rows)
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
@@ -251,7 +251,7 @@ class Objective:
     def weigh_batch(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Return inputs, labels, and training weights of examples, or None.
 
-        With several outputs, if classes have weights, the weights are by output, as in Keras.
+        With several outputs and weighted classes, the weights are by output, as in Keras.
         """
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if not self._class_weights:
@@ -266,7 +266,7 @@ class Objective:
     def directions(self) -> dict[str, Direction | None]:
         """All metrics by name, and whether higher or lower is better, if known.
 
-        Metrics of the model are known after a model was accepted and measured; see `measures`.
+        Metrics of the model are known after `accept` and the first measurement.
         """
         known = {**self._further, LOSS: "lower", **self.task.directions}
         if self._better and self.main_metric in known:
@@ -286,8 +286,7 @@ class Objective:
         """
         self._build(*_one_example(model, batches.element_spec))
         total = tf.zeros([self.states[-1].end], tf.float64)
-        # No `Dataset.reduce`: functions of a dataset may lack access to variables on other
-        # machines.
+        # Not `Dataset.reduce`, whose functions may lack access to variables on other machines.
         for batch in iter(batches):
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
             given = cast_outputs(model(inputs, training=False))
@@ -302,7 +301,7 @@ class Objective:
     def sums(self, part: Part, *, all_metrics: bool = True) -> Sums:
         """Return the vector of `totals` for examples with stored predictions.
 
-        Without all metrics, those that `tally` measures exactly are left out.
+        With `all_metrics=False` it excludes those that `tally` measures exactly.
         """
         labels, outputs, weights, _ = part
         self._build(*(select_rows(tree, slice(0, 1)) for tree in part[:3]))
@@ -325,8 +324,8 @@ class Objective:
     def measured(self, sums: Sums, *, all_metrics: bool = True) -> dict[str, float | None]:
         """Return the mean loss and the metrics from `totals`, or from a sum of totals.
 
-        A metric is None if these examples do not define it, like an area under the ROC of one
-        class. Without all metrics, those that `tally` measures are left out; see `sums`.
+        A metric is None if these examples do not define it, like the area under the ROC for one
+        class. For `all_metrics` see `sums`.
 
         Raises:
             UserError: there are no examples.
@@ -352,7 +351,7 @@ class Objective:
             return np.stack([values * weights, weights], axis=1)
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
         if state.name not in self._traced_alone:
-            # Tracing it for every part would take longer than the computation.
+            # Tracing for every part would take longer than the computation.
             self._traced_alone[state.name] = tf.function(
                 partial(self._alone, state.measured), reduce_retracing=True
             )
@@ -386,7 +385,6 @@ class Objective:
         """Create the metrics, some of which create their variables at the first update."""
         if len(self.states) > 1:
             return
-        # These variables are never read.
         with named.skip_initial_values():
             for each in [*self._all_metrics(labels, outputs)]:
                 each.metric.update_state(*self._prepare_arguments(each, labels, outputs, weights))
@@ -427,7 +425,7 @@ class Objective:
     def _prepare_arguments(
         self, each: Measured, labels: Any, outputs: Any, weights: Any
     ) -> tuple[Any, ...]:
-        """Return labels, predictions and weights as a metric takes them."""
+        """Return labels, predictions and weights in the form that a metric takes."""
         task, path = self.task, each.path
         part = find_at_path(task.parts, path or ("",))
         true = find_at_path(labels, path)
@@ -484,7 +482,7 @@ class Measuring(Tally):
     """The metrics of some examples: exact ones from the task, others from their states."""
 
     def __init__(self, objective: Objective) -> None:
-        """Begin without examples."""
+        """Start without examples."""
         self.count = 0
         self._objective = objective
         self._sums: Any = 0.0
@@ -504,7 +502,7 @@ class Measuring(Tally):
         """Return `metrics`, `intervals`, and further results of the task's tally."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, **self._task.result()}
         others = self._objective.measured(self._sums, all_metrics=False)
-        # Weights count differently in a loss, which may differ from the task's.
+        # The loss weighs examples in a different way, and may differ from the task's.
         loss, exact = others[LOSS], found["metrics"].get(LOSS)
         if exact is not None and not math.isfinite(loss or 0.0):
             # Single precision would lose digits.
@@ -515,7 +513,7 @@ class Measuring(Tally):
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
-    """Return labels, outputs and weights of one zero example; the model is not run."""
+    """Return labels, outputs and weights of one example of zeros; the model does not run."""
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(spec)
     given = tf.nest.map_structure(
         lambda each: keras.KerasTensor((None, *each.shape[1:]), each.dtype.name), inputs
@@ -543,7 +541,7 @@ def _relax_batch(examples: tf.Tensor | None) -> tf.TensorSpec | None:
 
 
 def select_rows(tree: Any, rows: Any) -> Any:
-    """Return some rows of every array of a nested structure, which may contain None."""
+    """Return some rows of every array in a nested structure, which may contain None."""
     return tf.nest.map_structure(lambda each: None if each is None else each[rows], tree)
 
 

@@ -82,12 +82,12 @@ class Ranking(BinaryClassification):
         return tally.values()[metric].values
 
     def tally(self) -> Tally:
-        """Return an accumulator of examples and, if they are identified, of queries."""
+        """Return an accumulator of examples and, if queries are identified, of queries."""
         return OfQueries(self._group, super().tally()) if self._group else super().tally()
 
 
 class Queries(NamedTuple):
-    """The values of a metric for the queries that define it, and their weights."""
+    """The values of a metric for each query that defines it, and their weights."""
 
     values: Floats
     weights: Floats
@@ -107,10 +107,10 @@ class Queries(NamedTuple):
 
 
 class OfQueries(Tally):
-    """The metrics of examples and by query; groups, labels and scores stay in memory."""
+    """The metrics by example and by query; groups, labels and scores stay in memory."""
 
     def __init__(self, group: str, examples: Tally) -> None:
-        """Begin without examples; `group` names the feature of queries."""
+        """Start without examples; `group` names the feature of queries."""
         self._group, self._examples = group, examples
         self._held: list[tuple[Array, ...]] = []
 
@@ -152,7 +152,7 @@ class OfQueries(Tally):
 def measure_queries(
     groups: Array, labels: Array, scores: Array, weights: Floats | None = None
 ) -> dict[str, Queries]:
-    """Return NDCG, the reciprocal rank of the first item taken, and the area, of each query.
+    """Return NDCG, reciprocal rank of the first taken item, and area under the ROC, by query.
 
     Examples of weight 0 are not ranked.
     """
@@ -182,7 +182,7 @@ def measure_queries(
 
 
 class _Ties(NamedTuple):
-    """Groups of equal scores of a query: `ranks` counts the examples before, by query and score."""
+    """Groups of equal scores of a query; `ranks` counts the examples before, by query and score."""
 
     query: Array
     ranks: Array
@@ -204,12 +204,12 @@ def _ties(query: Array, labels: Array, scores: Array) -> _Ties:
 
 
 def _first(ties: _Ties) -> Floats:
-    """Return the expected reciprocal rank of the first item taken, for queries that have one."""
+    """Return the expected reciprocal rank of the first taken item, for queries that have one."""
     found = np.flatnonzero(ties.hits > 0)
     _, at = np.unique(ties.query[found], return_index=True)
     own = found[at]
     sizes, hits, ranks = ties.sizes[own], ties.hits[own], ties.ranks[own]
-    # Probability of each position of the first of `hits` among `sizes` in a random order.
+    # The probability of each position of the first of `hits` items among `sizes` in random order.
     tie = np.repeat(np.arange(len(own)), sizes)
     places = np.arange(len(tie)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     left, others = sizes[tie] - 1 - places, hits[tie] - 1

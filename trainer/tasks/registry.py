@@ -1,4 +1,4 @@
-"""Create the configured task for the targets of a dataset."""
+"""The creation of the configured task for the targets of a dataset."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Output(NamedTuple):
-    """The task of one output, its configuration, and the key of that."""
+    """The task of one output, its configuration, and the key of the configuration."""
 
     kind: str
     said: OutputConfig
@@ -86,13 +86,12 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
 
 
 def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the dataset with the positive of two classes as the second one.
+    """Return the dataset in which the positive one of two classes comes second.
 
-    Only this function decides which class is positive. All code that uses the returned dataset
-    identifies it by its number, 1.
+    Only this function decides which class is positive; all other code uses the number 1.
 
     Raises:
-        ConfigError: see `create`; `positive` is not a class, or the task has no positive class.
+        ConfigError: see `create`; or `positive` is not a class, or the task has no positive class.
     """
     for label, (kind, said, key) in _outputs(config, dataset).items():
         task, target = _class(kind), find_target(dataset, label)
@@ -102,7 +101,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
                 f"{key}.positive: {kind} of {target.name!r} has no positive class: leave the key "
                 f"empty{_KEPT}"
             )
-        # A target without two classes is refused by the task.
+        # The task refuses a target without two classes.
         if task.positive_by and len(names) == TWO:
             second = _positive(task, target, names, said.positive, key)
             ordered = names if second else names[::-1]
@@ -128,7 +127,7 @@ def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: st
 
 
 def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
-    """Describe the task and the positive class in one line; the dataset is from `set_positive`."""
+    """Describe task and positive class in one line, for a dataset from `set_positive`."""
     name, why = choose_task(config, dataset)
     said = []
     for label, output in _outputs(config, dataset).items():
@@ -163,7 +162,6 @@ def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], k
             if column != dataset.group:
                 _require_feature(column, dataset)
         if label in dataset.target_moments:
-            # It is prepared.
             made.check()
         return made
     except ConfigError as error:
@@ -206,8 +204,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
     """Return the task that suits a label.
 
     A whole number is a class: TFDS stores classes so, and does not mark quantities. If the number
-    of classes is unknown, the task is `classification`, and preparation counts them: the choice
-    does not change then.
+    of classes is unknown, the task is `classification`, also after preparation has counted them.
     """
     target = find_target(dataset, label)
     kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
@@ -215,7 +212,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
         return Choice("regression", f"the label {target} is a quantity")
     if kind == "b" and not target.shape:
         return Choice("binary_classification", f"the label {target} is true or false")
-    # Not the classes of `find_target`, which are counted if they have no names.
+    # `find_target` would count classes without names.
     named = dataset.features[label].num_classes
     if kind in {"i", "u"} and not target.shape:
         if named == TWO:
@@ -235,7 +232,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
 
 
 def _is_per_position(dataset: DatasetSpec, target: Target) -> bool:
-    """Return whether an input has as many positions as a label: a sequence, or an image."""
+    """Return whether an input has as many positions as a label: a sequence or an image."""
     shapes = (dataset.features[name].shape for name in dataset.inputs)
     sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
     places = target.shape[: max(len(target.shape) - 1, 1)]
@@ -246,7 +243,7 @@ def make_objective(config: Config, dataset: DatasetSpec) -> Objective:
     """Return the objective of a run on a dataset.
 
     Raises:
-        ConfigError: see `create`; or a loss, a metric or a class does not exist.
+        ConfigError: see `create`; also if a loss, a metric or a class does not exist.
     """
     task = create(config.task, dataset)
     champion, main_metric = config.gate.champion, config.task.main_metric
@@ -285,7 +282,7 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
 def find_target(dataset: DatasetSpec, name: str) -> Target:
     """Return the description of one target of a dataset.
 
-    For a whole number without class names, the number of classes is counted from the examples.
+    For a whole number without class names, the counts of the examples give the number of classes.
     """
     feature = dataset.features[name]
     counts = dataset.target_counts.get(name, {})

@@ -6,9 +6,9 @@
     metrics   mean_absolute_error, mean_squared_error, root_mean_squared_error, r2_score
     answers   `prediction`, in the label's units and shape
 
-With `standardize` a model's outputs are standardized by the mean and deviation of the label over
-the training split, which helps an optimizer; metrics and answers stay in the label's units. Without
-it, as in plain Keras, the outputs are in the label's units.
+With `standardize`, the outputs are standardized by the mean and the standard deviation of the label
+in the training split, which helps the optimizer. Metrics and answers are always in the label's
+units; without `standardize`, the outputs are too, as in plain Keras.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
-# Most numbers for an exact median, and enough examples for labels of many numbers.
+# The maximum of numbers for an exact median, and the minimum of examples if labels have many.
 _HELD, _LEAST = 1 << 22, 100_000
 
 
@@ -89,18 +89,18 @@ class Regression(Task):
         super().__init__(target)
         self._standardized = standardize
         self.in_units = not standardize
-        # The moments of an unprepared dataset are unknown, and no model is trained on it.
+        # An unprepared dataset has no moments, and no model is trained on it.
         mean, std = target.moments.get("mean", 0.0), target.moments.get("std", 1.0)
         self._mean, self._std = (mean, std or 1.0) if standardize else (0.0, 1.0)
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The mean and the deviation that standardize outputs; 0 and 1 without standardization."""
+        """The mean and the standard deviation for outputs; 0 and 1 without standardization."""
         return float(self._mean), float(self._std)
 
     @property
     def output_shape(self) -> Shape:
-        """The label's shape; a single number has shape (1,), like the output of a dense layer."""
+        """The label's shape; (1,) for a single number, like the output of a dense layer."""
         return self.target.shape or (1,)
 
     def loss(self) -> keras.losses.Loss:
@@ -112,11 +112,11 @@ class Regression(Task):
         return (tf.cast(labels, tf.float32) - self._mean) / self._std
 
     def chance_loss(self) -> float:
-        """Return the loss of zeros, the initial outputs of a model."""
+        """Return the loss of zeros, which are the initial outputs of a model."""
         if self._standardized:
             return 1.0
         mean, std = self.target.moments.get("mean", 0.0), self.target.moments.get("std", 1.0)
-        # The moments of a constant zero are both zero.
+        # Both moments of a constant zero are zero.
         return mean**2 + std**2 or 1.0
 
     def metrics(self) -> list[keras.Metric]:
@@ -139,7 +139,7 @@ class Regression(Task):
         return {"prediction": found if self.target.shape else tf.squeeze(found, axis=-1)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the outputs of a model with this one's standardization."""
+        """Return the outputs of a model with this task's standardization."""
         numbers = np.asarray(answers["prediction"])
         shaped = numbers if self.target.shape else numbers[..., np.newaxis]
         return (shaped - self._mean) / self._std
@@ -151,7 +151,7 @@ class Regression(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return label, prediction and error; of several numbers, those with the largest error."""
+        """Return label, prediction and error; of several numbers, those with the largest errors."""
         true = np.ravel(label).astype(np.float64)
         predicted = np.ravel(self.predictions(output)).astype(np.float64)
         error = predicted - true
@@ -201,7 +201,7 @@ class Regression(Task):
         ]
 
     def tally(self) -> Tally:
-        """Return the accumulator of all `directions`."""
+        """Return the accumulator of all metrics in `directions`."""
         return OfNumbers(math.prod(self.output_shape), 1 / self._std, self.predictions)
 
     def check_labels(self, labels: Any) -> None:

@@ -1,7 +1,7 @@
 """Classification of sequences: one class for the sequence, or one for each position.
 
-`sequence_to_label` is `classification` of padded inputs: the mask of an embedding (`mask_zero`) has
-to be consumed inside the model, by a recurrent or a pooling layer.
+`sequence_to_label` is `classification` of padded inputs. A recurrent or a pooling layer must
+consume the mask of an embedding (`mask_zero`) inside the model.
 
 `sequence_labelling`:
 
@@ -89,10 +89,10 @@ class PlaceLoss(keras.losses.Loss):
 
 
 def places(values: Any, *, classes: bool = False) -> tf.Tensor:
-    """Return the positions of each example in one axis: labels [n, positions], or with classes."""
+    """Return the positions of each example in one axis [n, positions], or with classes."""
     last = [values.shape[-1]] if classes else []
     sizes = values.shape[1:-1] if classes else values.shape[1:]
-    # A variable size is known only at run time.
+    # A variable size is unknown while tracing.
     count = (
         tf.reduce_prod(tf.shape(values)[1 : values.shape.rank - classes])
         if None in sizes
@@ -106,7 +106,7 @@ class PlaceMetrics(metrics.MacroF1):
     """`accuracy` and `macro_f1` of positions, and `example_accuracy`."""
 
     def __init__(self, classes: int) -> None:
-        """Begin with `classes` classes."""
+        """Start with `classes` classes."""
         super().__init__(classes, name="places")
         self.all_right = self.add_weight(name="all_right", initializer="zeros")
         self.weight = self.add_weight(name="weight", initializer="zeros")
@@ -162,7 +162,7 @@ class SequenceLabelling(Softmax):
         return PlaceLoss(name="places")
 
     def metrics(self) -> list[keras.Metric]:
-        """Return all of `directions`."""
+        """Return the metrics in `directions`."""
         return [PlaceMetrics(self.num_classes)]
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
@@ -189,7 +189,7 @@ class SequenceLabelling(Softmax):
         return f"{names} ..." if len(numbers) > _MOST_PLACES else names
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return the most frequent class, that of each position, and frequencies by position."""
+        """Return the most frequent class, overall and by position, and frequencies by position."""
         counts: Floats = np.zeros(1)
         for part in examples.parts():
             labels = part.labels.reshape(len(part.labels), -1).astype(np.int64)
@@ -214,7 +214,7 @@ class SequenceLabelling(Softmax):
         ]
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Test the macro F1 by itself."""
+        """Test the macro F1 by the metric itself."""
         if metric != "macro_f1":
             return None
         found = part.outputs.argmax(axis=-1).reshape(len(part.labels), -1)

@@ -1,7 +1,7 @@
 """The loss of a task in place of Keras's loss container, with Keras's scaling.
 
-Keras divides the values of its losses by the number of replicas, since it sums their gradients.
-Here gradients are averaged, and a loss is the mean of its batch.
+Keras divides losses by the number of replicas, because it sums their gradients. Here gradients are
+averaged, and a loss is the mean of its batch.
 
 In training each example has the weight of its class, as in Keras's `fit`. For a task with several
 labels per example, the weights apply to each label.
@@ -24,23 +24,22 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Array, Task
 from flotilla.trainer.tasks.compiled import Term
 
-# Class names that a message shows.
+# The number of class names that a message shows.
 _SOME = 5
 
 
 class TaskLoss:
     """The loss of a task in place of Keras's loss container; it has no variables."""
 
-    #: Keras reads the metrics of each container.
     metrics: tuple[()] = ()
     variables: tuple[()] = ()
 
     def __init__(self, terms: Sequence[Term]) -> None:
-        """Minimise a sum of losses."""
+        """Store the terms, whose sum is minimized."""
         self.terms = terms
 
     def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-        """Return the mean loss of a batch for what the model returns."""
+        """Return the mean loss of a batch from the model's return value."""
         total = tf.constant(0.0)
         for path, loss, weight, part in self.terms:
             true = find_at_path(labels, path)
@@ -53,14 +52,14 @@ class TaskLoss:
 
 
 def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
-    """Return the value at the path of an output; a value without outputs applies to each."""
+    """Return the value at the path of an output; a single value applies to all outputs."""
     for key in path:
         tree = tree[key] if isinstance(tree, Mapping) else tree
     return tree
 
 
 def _split_labels(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Give each label a separate loss if labels have weights, not only examples."""
+    """Separate the loss of each label if labels, not only examples, have weights."""
     rank = len(labels.shape)
     if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
         return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
@@ -74,7 +73,7 @@ def attach(model: keras.Model, loss: TaskLoss) -> None:
 
 
 def _cast_layer_loss(loss: Any) -> tf.Tensor:
-    """Return the loss of a layer as a float32 scalar, since Keras cannot add mixed precision."""
+    """Return the loss of a layer as a float32 scalar, because Keras cannot add mixed precision."""
     return keras_loss.scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
 
 

@@ -1,7 +1,8 @@
 """The metrics of a run, from its state in the leading task.
 
 Names, units and types are Prometheus's conventions (https://prometheus.io/docs/practices/naming). A
-separate thread serves scrapes, and no step waits for it. A metric without a value is not served.
+separate thread serves the scrapes, so that no step waits for them. A metric without a value is not
+served.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class RunMetrics(Collector):
     """The metrics of one attempt, which `registry` serves."""
 
     def __init__(self, config: Config, run_id: str) -> None:
-        """Begin without values."""
+        """Start without values."""
         self._about = {
             "run_id": run_id,
             "model": config.name,
@@ -97,7 +98,7 @@ class RunMetrics(Collector):
             self.set_checkpoint(event.global_step, event.time)
 
     def set_checkpoint(self, step: int, published: float) -> None:
-        """Set the newest checkpoint, and when it was published in seconds since 1970."""
+        """Set the newest checkpoint and its time of publication, in seconds since 1970."""
         self._checkpoint = max(self._checkpoint or (0.0, 0), (published, step))
 
     def tasks(self, alive: Counts, expected: Counts, restarts: Counts) -> None:
@@ -145,7 +146,7 @@ class RunMetrics(Collector):
         state = self._state
         values: dict[str, float] = {"global_step_target": self._target}
         if state.moved:
-            # At the beginning of an attempt, a lack of progress is a stall.
+            # A lack of progress counts as a stall from the start of an attempt.
             values |= {"global_step": state.global_step, "progress_timestamp_seconds": state.moved}
         if progress := state.newest(Progress):
             workers = progress.metrics.get("workers") or {}
@@ -206,13 +207,16 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
             yield
     finally:
         if server:
-            # Training does not wait for a client that is being answered.
+            # Training does not wait for a client whose request is being served.
             server.shutdown()
             server.server_close()
 
 
 def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
-    """Serve a registry over HTTP in threads; warn and return None if it fails. Port 0: any free."""
+    """Serve a registry over HTTP in threads. Port 0 means any free port.
+
+    Warn and return None if that fails.
+    """
     host = os.environ.get(METRICS_HOST, "") or LOOPBACK
     # One socket serves IPv4 and IPv6 if the system has both.
     tried = ("::", "0.0.0.0") if host == EVERY_HOST else (host,)
@@ -228,7 +232,7 @@ def serve_registry(registry: CollectorRegistry, port: int) -> WSGIServer | None:
 
 
 def _read_newest(job: Job, metrics: RunMetrics) -> None:
-    """Set the checkpoint that a resumed run begins with; a new run has none."""
+    """Set the checkpoint from which a resumed run starts; a new run has none."""
     try:
         found = [
             (int(manifest.fields["global_step"]), manifest.created_at)

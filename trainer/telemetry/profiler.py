@@ -1,7 +1,7 @@
 """The profile of a few global steps, as `training.profile` sets them.
 
-This process is traced from the first to the last of them; TensorFlow's servers are asked for a
-trace of the expected duration. Errors of the profiler do not end training.
+The profiler traces this process from the first to the last of these steps, and requests a trace of
+the expected duration from TensorFlow's servers. Its errors do not end training.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.strategies.strategy import Strategy
 from flotilla.trainer.telemetry.scalars import TRAIN
 
-# The bounds of a trace of the other tasks, in milliseconds; they keep it in memory.
+# The shortest and the longest trace of the other tasks, in milliseconds; traces are in memory.
 SHORTEST, LONGEST = 100, 10_000
-# The most other tasks that are traced: each writes a file of megabytes.
+# The maximum number of other tasks to trace: each one writes a file of megabytes.
 MOST_TASKS = 8
-# How long training waits for the files of the other tasks after the last step.
+# The time that training waits for the files of the other tasks after the last step.
 FILES_SECONDS = 30.0
 log = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces the steps from the first to the last one, once in an attempt."""
+    """Traces a range of steps, once in an attempt."""
 
     def __init__(self, steps: tuple[int, ...], folder: Path | None, servers: list[str]) -> None:
         """Trace `steps` (none, or first and last) into `folder`; `servers` are `grpc://` URLs."""
         self._first, self._last = steps or (0, 0)
-        # As Keras does: next to the curves of training.
+        # The folder of the training curves, as in Keras.
         self._folder = folder / TRAIN if folder and steps else None
         self._servers = servers
         self._is_tracing = False
         self._others: threading.Thread | None = None
 
     def update(self, step: int, steps_per_second: float = 0.0) -> None:
-        """Begin or end the trace between updates; the next one is `step + 1`."""
+        """Start or end the trace between two updates; the next update is `step + 1`."""
         if not self._folder:
             return
         if self._is_tracing and step >= self._last:
@@ -49,7 +49,7 @@ class Profiler:
             self._begin(self._folder, step, steps_per_second)
 
     def end(self) -> None:
-        """End the trace, if one is running, and write its files."""
+        """End a running trace, and write its files."""
         if not self._is_tracing:
             return
         self._is_tracing = False

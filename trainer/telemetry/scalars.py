@@ -4,8 +4,8 @@
     logs/RUN-ID/validation/events.out.tfevents...   loss and the metrics, by the same names
     logs/RUN-ID/events.out.tfevents...              the configuration, for the page HParams
 
-Curves of the same name share a chart. The folders of several runs can be copied into one, because
-their names differ.
+Curves of the same name share a chart. The folders of several runs have different names, so that
+they can be copied into one folder.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from flotilla.trainer.config.schema import Config
 
 TRAIN, VALIDATION = "train", "validation"
 _PREFIX = f"{VALIDATION}_"
-# Keys that say where a run is and do not affect training.
+# Keys that describe the environment of a run and do not affect training.
 _LEFT_OUT = ("cluster.kubernetes", "storage.root")
 log = logging.getLogger(__name__)
 
 
 class TensorBoardLog:
-    """Writes one run for TensorBoard; without a folder it writes nothing."""
+    """Writes the metrics of one run for TensorBoard; without a folder it writes nothing."""
 
     def __init__(self, logs: Path | None, run_id: str) -> None:
-        """Write into the folder of the run below `logs`; files are created with the first row."""
+        """Write into the run's folder below `logs`; the first row creates the files."""
         self.folder = logs / run_id if logs else None
         self._run_id = run_id
         self._is_broken = False
         self._writers: dict[str, Any] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write the numbers of one row of the history at its global step."""
+        """Write the numbers of a history row at its global step."""
         step = int(row["global_step"])
         of_training = dict[str, float]()
         of_validation = dict[str, float]()
@@ -79,7 +79,7 @@ class TensorBoardLog:
 
     @contextmanager
     def as_default(self, step: int) -> Iterator[None]:
-        """Let `tf.summary` write to the folder of training at a global step."""
+        """Let `tf.summary` write to the training folder at a global step."""
         writer = None
         if self.folder and not self._is_broken:
             with self._unless_unwritable():
@@ -99,7 +99,7 @@ class TensorBoardLog:
 
     @contextmanager
     def _unless_unwritable(self) -> Iterator[None]:
-        """Stop writing on a full disk or a similar error, which must not end a run."""
+        """Stop writing after an error such as a full disk, which must not end a run."""
         try:
             yield
         except tf.errors.OpError as error:
@@ -109,7 +109,7 @@ class TensorBoardLog:
 
 
 def hyperparameters(config: Config) -> dict[str, bool | int | float | str]:
-    """Return every key of the configuration with its value; lists and mappings as JSON."""
+    """Return the keys of the configuration with their values; lists and mappings as JSON."""
     return dict(_leaves(config, ""))
 
 

@@ -1,8 +1,8 @@
-"""The number of living tasks of the cluster, and of their restarts.
+"""The number of living tasks of the cluster, and the number of their restarts.
 
-The leading task probes each other task on its port every two seconds: a task that has died takes
-longer to load TensorFlow. For itself, and for the forked tasks of a local run, files in the folders
-of the tasks count the starts.
+The leading task probes the port of each other task every two seconds; a restarted task needs longer
+to load TensorFlow, so that no restart is missed. Its own restarts, and those of forked tasks in a
+local run, are counted in files in the tasks' folders.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from flotilla.trainer.cluster.process import STARTS
 from flotilla.trainer.config.topology import Cluster, Task
 
 FILE = "restarts.json"
-# The pause between two rounds; it grows with the number of tasks, so that at most this many are
-# probed a second.
+# The pause between two rounds. It grows with the number of tasks, so that at most this many are
+# probed per second.
 PAUSE_SECONDS, TASKS_PER_SECOND = 2.0, 32
-# The timeout at the end of an attempt, to see which task ended it.
+# The timeout of the probe at the end of an attempt, which shows the task that ended it.
 LAST_SECONDS = 1.0
 Counts = Mapping[str, int]
 log = logging.getLogger(__name__)
 
 
 class TaskWatch:
-    """Counts by role the tasks that answer, and those that have restarted."""
+    """Counts, for each role, the tasks that answer and the restarts."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class TaskWatch:
         folder: Path,
         report: Callable[[Counts, Counts, Counts], None],
     ) -> None:
-        """Watch from the task `this`; `report` gets the living, the expected, and the restarts."""
+        """Watch from task `this`; `report` gets the living tasks, all tasks, and the restarts."""
         self._cluster, self._this, self._report = cluster, this, report
-        # This process changes its working directory to the folder.
+        # This process changes its working directory later.
         self._file = folder.absolute() / FILE
         self._tasks = [
             Task(role=role, index=index)
@@ -51,16 +51,17 @@ class TaskWatch:
         ]
         self._expected = Counter(task.role for task in self._tasks)
         self._restarts: Counter[str] = Counter()
-        # The launcher's counts of restarts, if it has them.
+        # The restarts that the launcher has counted, if known.
         self._started_again: Counter[str] | None = None
-        # Tasks that have answered before, and those of them that did not answer last time.
+        # The tasks that have ever answered, and those of them that did not answer in the last
+        # round.
         self._seen, self._lost = set[str](), set[str]()
         self._over = threading.Event()
         self._once = threading.Lock()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch in this block, and once more if an error ends it."""
+        """Watch during this block, and once more if an error ends it."""
         self._begin_again()
         self._report({self._this.role: 1}, self._expected, self._count_restarts())
         threading.Thread(target=self._watch, name="metrics-tasks", daemon=True).start()
@@ -75,7 +76,7 @@ class TaskWatch:
             self._over.set()
 
     def look(self, timeout: float | None = None) -> None:
-        """Probe all tasks once, and report."""
+        """Probe all tasks once, and report the result."""
         with self._once:
             self.note(
                 probe_peers(self._cluster, self._this, timeout)
@@ -84,7 +85,7 @@ class TaskWatch:
             )
 
     def note(self, peers: Peers) -> None:
-        """Count the result of one round."""
+        """Process the result of one round."""
         absent = {str(task) for task in (*peers.silent, *peers.gone)}
         alive = [task for task in self._tasks if str(task) not in absent]
         before = (set(self._seen), set(self._lost))
@@ -99,12 +100,12 @@ class TaskWatch:
         self._report(Counter(task.role for task in alive), self._expected, self._count_restarts())
 
     def _count_restarts(self) -> Counter[str]:
-        """Return the number of restarts of tasks; it never decreases while a count is written."""
+        """Return the restarts of the tasks; the count never decreases."""
         self._started_again = self._read_launcher() or self._started_again
         return self._started_again or self._restarts
 
     def _read_launcher(self) -> Counter[str] | None:
-        """Return the launcher's counts of starts of tasks; None if it has none."""
+        """Return how often the launcher has started each task; None if unknown."""
         found = Counter[str]()
         try:
             for task in self._tasks:
@@ -125,7 +126,7 @@ class TaskWatch:
             self._over.wait(pause)
 
     def _begin_again(self) -> None:
-        """Take over the counts of earlier attempts of this task under the same launcher."""
+        """Add the counts of earlier attempts of this task under the same launcher."""
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             kept = json.loads(self._file.read_text(encoding="utf-8"))
             if kept["launcher"] == _launcher():
@@ -141,7 +142,7 @@ class TaskWatch:
             "seen": sorted(self._seen),
             "lost": sorted(self._lost),
         }
-        # On a full disk the next attempt begins its counts at zero.
+        # If the disk is full, the next attempt starts its counts at zero.
         with suppress(OSError):
             self._file.parent.mkdir(parents=True, exist_ok=True)
             self._file.write_text(json.dumps(kept), encoding="utf-8")

@@ -1,9 +1,9 @@
 """The user's Keras callbacks, `training.callbacks`, on the task that publishes checkpoints.
 
-Training here has steps and no epochs, and its variables may be on servers. An epoch of a callback
-is the interval between two validations (`training.validate_every`). A callback reads metrics,
-writes its own summaries with `tf.summary`, and ends training by `self.model.stop_training = True`.
-A callback of batches is refused, since batches are trained in graphs of other processes.
+Training has no epochs, so that an epoch of a callback is the interval between two validations
+(`training.validate_every`). A callback may read metrics, write summaries with `tf.summary`, and end
+training by `self.model.stop_training = True`. Hooks of batches are refused, because other processes
+train the batches in graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 KEY = "training.callbacks"
-# The hooks that are called; Keras has others, of batches and of predictions.
+# The hooks that training calls; Keras also has hooks of batches and of predictions.
 CALLED = (
     "on_train_begin",
     "on_train_end",
@@ -29,19 +29,22 @@ CALLED = (
     "on_test_begin",
     "on_test_end",
 )
-# Keras's prefix of the metrics of a validation.
+# Keras's prefix of validation metrics.
 _KERAS_PREFIX = "val_"
 
 
 class CallbackError(UserError, AttributeError):
-    """A callback uses a part of the model that it cannot have; `hasattr` of it is false."""
+    """A callback uses an attribute of the model that does not exist here.
+
+    It is an `AttributeError`, so that `hasattr` returns false.
+    """
 
 
 class ModelView:
-    """What callbacks have as `self.model`: a flag that ends training."""
+    """The `self.model` of callbacks: only a flag that ends training."""
 
     def __init__(self) -> None:
-        """Let training go on."""
+        """Initialize the flag: training continues."""
         self.stop_training = False
 
     def __getattr__(self, name: str) -> Any:
@@ -68,16 +71,16 @@ class Callbacks:
 
     @property
     def stop(self) -> bool:
-        """Whether a callback asked for the end of training."""
+        """Whether a callback requested the end of training."""
         return bool(self._model.stop_training)
 
     def begin(self, step: int) -> None:
-        """Report that an attempt begins at a global step."""
+        """Tell the callbacks that an attempt begins at a global step."""
         self._call("on_train_begin")
         self._call("on_epoch_begin", step // self._interval)
 
     def end_interval(self, row: Mapping[str, Any], is_last: bool) -> None:
-        """Report the row of the history that ends an interval, with the names of Keras's logs."""
+        """Tell the callbacks that an interval ends, with its history row under Keras's names."""
         logs = _to_logs(row)
         measured = {
             name.removeprefix(_KERAS_PREFIX): value
@@ -93,7 +96,7 @@ class Callbacks:
             self._call("on_epoch_begin", epoch + 1)
 
     def end(self, row: Mapping[str, Any]) -> None:
-        """Report the end of training, with the last row of the history."""
+        """Tell the callbacks that training ends, with the last row of the history."""
         self._call("on_train_end", logs=_to_logs(row))
 
     def _call(self, hook: str, *args: Any, logs: Mapping[str, Any] | None = None) -> None:
@@ -120,7 +123,7 @@ def _find_class(name: str) -> type[keras.callbacks.Callback]:
 
 
 def _list_unsupported(found: type[keras.callbacks.Callback]) -> Iterator[str]:
-    """Yield the hooks that a class defines and that are never called."""
+    """Yield the hooks of a class that are never called."""
     base = keras.callbacks.Callback
     for hook in dir(base):
         overrides = getattr(found, hook) is not getattr(base, hook)
@@ -130,7 +133,7 @@ def _list_unsupported(found: type[keras.callbacks.Callback]) -> Iterator[str]:
 
 @contextmanager
 def _report_errors(name: str, hook: str) -> Iterator[None]:
-    """Turn an error of a callback into one line; raises `UserError`."""
+    """Turn an error of a callback into a `UserError` of one line."""
     try:
         yield
     except UserError:
@@ -142,7 +145,7 @@ def _report_errors(name: str, hook: str) -> Iterator[None]:
 
 
 def _to_logs(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row by the names of Keras, such as `val_loss`."""
+    """Return the numbers of a row under Keras's names, such as `val_loss`."""
     return {
         name.replace(VALIDATION, _KERAS_PREFIX, 1) if name.startswith(VALIDATION) else name: value
         for name, value in row.items()

@@ -1,7 +1,6 @@
-"""The task that leads: it prepares an attempt of training, and runs it to the end.
+"""The leading task: it prepares and runs an attempt of training.
 
-`lead` does all of it. The callbacks of the outer loop are in `Hooks`
-(`flotilla.trainer.training.loop`).
+`Hooks` (`flotilla.trainer.training.loop`) are its callbacks for the outer loop.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     `lease` is the lease of the checkpoints, which this task holds if it publishes them.
 
     Raises:
-        UserError: training fails for good; see `flotilla.trainer.training.loop.train`.
-        RunInterruptedError: SIGINT or SIGTERM came; a last checkpoint is published.
-        ClusterLostError: a task that the strategy needs is gone; a new attempt helps.
+        UserError: training failed permanently; see `flotilla.trainer.training.loop.train`.
+        RunInterruptedError: SIGINT or SIGTERM arrived; a last checkpoint is published.
+        ClusterLostError: a required task is lost; a new attempt may succeed.
     """
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     stop_requested = signals.catch_stop_signals()
@@ -115,12 +114,12 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
 def _end(
     job: Job, strategy: Strategy, checkpoints: Checkpoints, stop_requested: Callable[[], bool]
 ) -> None:
-    """Record the end of training, and leave the other leading tasks; raises `ClusterLostError`."""
+    """Record the end of training, and wait for other leading tasks; raises `ClusterLostError`."""
     if strategy.publishes:
         checkpoints.lease.check()
         completion.record(job, checkpoints.last)
         cluster = job.config.cluster
-        # With the local launcher, the launcher waits for the evaluator, and sees it fail for good.
+        # The local launcher waits for the evaluator itself, and sees its permanent failure.
         if cluster.evaluator and cluster.launcher != "local":
             await_validation(checkpoints, stop_requested)
     strategy.leave()
@@ -131,13 +130,13 @@ def _end(
 def await_validation(
     checkpoints: Checkpoints, stop_requested: Callable[[], bool], poll: float = 1.0
 ) -> None:
-    """Wait until the evaluator has measured the last checkpoint; the engine ends it with this task.
+    """Wait until the evaluator has measured the last checkpoint: the engine ends both tasks.
 
     The evaluator has `EVALUATION_SECONDS` for each checkpoint.
     """
     created = storage.read_manifest(checkpoints.last).created
     measured, since = -1, 0.0
-    # A store does not notify about new rows.
+    # A store sends no notification about new rows.
     pause = threading.Event()
     while not stop_requested():
         rows = checkpoints.read_validations()
@@ -176,10 +175,10 @@ def make_hooks(  # noqa: PLR0913, PLR0917
     stop_requested: Callable[[], bool],
     streaming: Streaming | None = None,
 ) -> Hooks:
-    """Return the hooks of the outer loop. Without `streaming`, all shards are staged."""
+    """Return the hooks of the outer loop; without `streaming`, all shards are staged."""
     spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
     spec = tasks.set_positive(config.task, spec)
-    # An existing dataset is reused with any buckets, so they are checked here.
+    # An existing dataset is reused with any buckets, and therefore checked here.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.make_objective(config, spec)
     require_task(objective.task, spec.features)
@@ -205,7 +204,7 @@ def make_hooks(  # noqa: PLR0913, PLR0917
 
 @contextmanager
 def _lost_cluster(strategy: Strategy) -> Iterator[None]:
-    """Turn TensorFlow's error about a lost task into ours, and close the strategy at the end."""
+    """Convert TensorFlow's error about a lost task, and close the strategy at the end."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -213,7 +212,8 @@ def _lost_cluster(strategy: Strategy) -> Iterator[None]:
             raise UserError(line) from error
         if not is_lost(error):
             raise
-        # The line after the stack trace of the graph; the names of the tasks are on the next one.
+        # The message follows the stack trace of the graph; its second line has the names of the
+        # tasks.
         text = user_code.full_message(error).strip().split("\n\n")[-1]
         first, *more = text.splitlines() or [type(error).__name__]
         line = f"{first} {more[0]}" if more and first.endswith(":") else first
@@ -260,23 +260,23 @@ def _stream(spec: DatasetSpec, seed: int) -> Stream:
 def _batches(
     config: Config, spec: DatasetSpec, streaming: Streaming | None, start: int
 ) -> tf.data.Dataset:
-    """Return the batches of the task in whose working directory this graph runs."""
+    """Return the batches of the task whose working directory is that of the running graph."""
     taken = _count_taken(config, start)
-    # If the count of taken examples is not known, a resumed attempt shuffles differently.
+    # If the number of consumed examples is unknown, a resumed attempt shuffles differently.
     seed = config.training.seed + (0 if taken else start)
     return training_batches(
         spec,
         streaming or PATTERN,
         batch_size=config.training.batch_size,
         buckets=config.data.buckets,
-        # Two workers with the same examples shuffle differently.
+        # Workers with the same examples shuffle them differently.
         seed=seed + 7919 * worker_number(),
         taken=taken,
     )
 
 
 def _count_taken(config: Config, start: int) -> int:
-    """Return about how many examples each worker took before a global step; 0 if not known."""
+    """Return about how many examples each worker consumed before a global step; 0 if unknown."""
     if not find_topology(config.training.strategy).capabilities.mixes_steps:
         return 0
     return start * examples_of_step(config) // config.cluster.workers

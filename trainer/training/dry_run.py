@@ -1,10 +1,9 @@
 """The dry run: whether model, task, dataset and configuration fit, before a cluster starts.
 
-The dataset is described by its first rows, or by its builder. The model is built for one example;
-most variables of a large model get no values. A model that is not large is tried: one step and one
-validation on two examples, the first ones or made-up ones, and an export. Made-up values should not
-make any model fail: arbitrary bytes, numbers from 0 to 1, the whole numbers 0 and 1, each class in
-turn, short texts.
+The first rows or the builder describe the dataset. The model is built for one example; most
+variables of a large model get no values. A smaller model is tried: one step and one validation on
+two examples, real or artificial, and an export. Artificial values should not make any model fail:
+arbitrary bytes, numbers from 0 to 1, the whole numbers 0 and 1, each class in turn, short texts.
 """
 
 from __future__ import annotations
@@ -73,26 +72,27 @@ from flotilla.trainer.training.task_contract import (
     require_task,
 )
 
-# The largest number of values in the variables of a model that is tried: 40 MB, and as much for a
+# The maximum number of values in the variables of a model to try: 40 MB, and as much for a
 # gradient.
 MOST_TRIED = 10_000_000
-# The most layers of a user's model that is written and read back: 150 layers take five seconds.
+# The maximum number of layers of a user's model to write and read back: 150 layers take five
+# seconds.
 MOST_LAYERS = 50
 # The strategies that support a custom train_step: each replica has a whole model.
 OWN_STEP = tuple(name for name, each in TOPOLOGIES.items() if each.capabilities.own_steps)
 # The number of examples of a step, and of a second step if the first one is inconclusive.
 EXAMPLES, MORE_EXAMPLES = 2, 64
 _MADE_UP = "made-up"
-# The largest shard that is fetched for its first examples, as the step requests little disk.
+# The largest shard to fetch for its first examples, because the step requests little disk.
 MOST_BYTES = 1 << 30
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A model that fits: features of an example, task and its reason, number of parameters.
+    """A dry run that succeeded: an example's features, the task and its reason, the parameters.
 
-    `notes` say what the first rows suggest instead.
+    `notes` are suggestions from the first rows.
     """
 
     model: str
@@ -109,7 +109,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     name = config.model.name
     registry.require_trainable(name, model)
     if has_own_step(model):
-        # First, because this error asks for another strategy or another model.
+        # This check is first, because its error asks for another strategy or another model.
         _require_own_step(config, model)
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)
@@ -177,7 +177,7 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
 
 
 def _require_compiler(config: Config, objective: Objective) -> None:
-    """Refuse XLA or an optimizer that only `compile` of the model sets and that is not used."""
+    """Refuse XLA or an optimizer that only the model's `compile` sets, and that is not used."""
     found = objective.compiled
     if found and found.jit_compile and not config.training.jit_compile:
         raise ConfigError(
@@ -226,8 +226,9 @@ def require_metrics(config: Config, objective: Objective) -> None:
 def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> Fit:
     """Build the model of a configuration for its dataset; try it unless it is large.
 
-    `uri` is empty before the dataset is prepared; `scratch` is removed. If only first rows are
-    known (not `whole`), a misfit counts only if no possible whole dataset fits. Raises `UserError`.
+    `uri` is empty before the dataset is prepared; `scratch` is removed. With `whole=False` only the
+    first rows are known, and an error counts only if it occurs for every possible dataset with
+    these rows. Raises `UserError`.
     """
     dataset = find_dataset(config, scratch, uri)
     config = resolve(config, Splits(*map(dataset.examples, Splits._fields)))
@@ -235,7 +236,7 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
         return _fit_dataset(config, dataset, uri)
     errors = []
     for reading in _readings(config, dataset):
-        # The first of sorted rows may be all alike or have no weight; made-up ones do not.
+        # The first of sorted rows may be equal or have no weight; artificial rows do not.
         for examples in (uri, ""):
             try:
                 return _fit_dataset(config, reading, examples)
@@ -245,14 +246,14 @@ def fit(config: Config, scratch: Path, uri: str = "", *, whole: bool = True) -> 
                     break
     refused = max(errors, key=_find_line)
     with suppress(ConfigError):
-        # In this reading of the labels, the first rows show classes.
+        # Under this assumption about the labels, the first rows show classes.
         found = _fit_dataset(config, _read_as_numbers(config, dataset), "")
         return replace(found, notes=(f"in the first rows: {refused}",))
     raise refused
 
 
 def _find_line(error: ConfigError) -> int:
-    """Return the line of `_fit_dataset` that raised the error; the later, the more fits."""
+    """Return the line of `_fit_dataset` that raised the error; a later line means a better fit."""
     below = error.__traceback__ and error.__traceback__.tb_next
     return below.tb_lineno if below else 0
 
@@ -294,7 +295,7 @@ def _objective(config: Config, dataset: DatasetSpec) -> Objective:
 
 
 def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
-    """Return the dataset of a configuration: published, or as its builder describes it."""
+    """Return the dataset of a configuration as published, or as its builder describes it."""
     if uri:
         learnt = index.learnt_of_dataset(uri)
         return DatasetSpec.from_manifest(storage.read_manifest(uri), learnt)
@@ -310,7 +311,7 @@ def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 
 
 def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
-    """Yield the possible whole datasets of some first rows: labels may have more classes."""
+    """Yield the possible datasets that begin with some rows: labels may have more classes."""
     # Moments and counts of a few rows prove nothing.
     sample = replace(sample, target_moments={}, target_counts=_drop_class_counts(sample))
     for least in (TWO, TWO + 1):
@@ -320,9 +321,9 @@ def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
 
 
 def _read_as_numbers(config: Config, sample: DatasetSpec) -> DatasetSpec:
-    """Return the dataset with labels as quantities that look like classes in a few rows.
+    """Return the dataset with numeric labels as quantities, which look like classes in a few rows.
 
-    Further rows may have more values, or fractions. Raises `ConfigError` if there is no such label.
+    Further rows may have more values, or fractions. Raises `ConfigError` without such a label.
     """
     features, said = dict(sample.features), config.data.types
     for name in sample.targets if config.data.source and not config.data.map else ():
@@ -341,13 +342,13 @@ def _is_number(text: str) -> bool:
 
 
 def _drop_class_counts(sample: DatasetSpec) -> dict[str, Any]:
-    # The counts of whole numbers without names determine the number of classes.
+    # The number of classes comes from the counts of whole numbers without names.
     counts = sample.target_counts
     return {name: each for name, each in counts.items() if not sample.features[name].num_classes}
 
 
 def _add_classes(config: Config, sample: DatasetSpec, least: int) -> DatasetSpec:
-    """Return the dataset with the configured classes and at least `least` in its labels."""
+    """Return the dataset with the configured classes and at least `least` classes in its labels."""
     features, counts = dict(sample.features), dict(sample.target_counts)
     for name in sample.targets:
         feature = features[name]
@@ -364,7 +365,7 @@ def _add_classes(config: Config, sample: DatasetSpec, least: int) -> DatasetSpec
 
 
 def _find_configured(config: Config, label: str, known: Sequence[str], least: int) -> Iterator[str]:
-    """Yield classes that the configuration names and the first rows lack."""
+    """Yield the classes that the configuration names and the first rows lack."""
     said = config.task.outputs.get(label, OutputConfig())
     named = [said.positive or config.task.positive] if len(known) < TWO else []
     if least > TWO:
@@ -377,7 +378,7 @@ def _find_configured(config: Config, label: str, known: Sequence[str], least: in
 
 
 def _width(config: Config, dataset: DatasetSpec) -> int:
-    """Return the size of the last axis of the model's output; 0 if it is not known."""
+    """Return the size of the last axis of the model's output; 0 if unknown."""
     found = []
 
     def see(_: keras.Model, outputs: Any) -> None:
@@ -401,7 +402,7 @@ def _few_values() -> Iterator[None]:
         if left >= 0:
             initialize(self, initializer)
         else:
-            # Keras creates the value when a variable is read, which a symbolic graph does not do.
+            # Keras creates the value when a variable is read; a symbolic graph does not read it.
             self._value, self._initializer = None, initializer
 
     def assign_existing(self: Variable, value: Any) -> None:
@@ -418,7 +419,7 @@ def _few_values() -> Iterator[None]:
 def _try_out(
     config: Config, dataset: DatasetSpec, model: keras.Model, objective: Objective, uri: str = ""
 ) -> None:
-    """Train, validate and export the model on the first examples, or on made-up ones."""
+    """Train, validate and export the model on the first or on artificial examples."""
     with tempfile.TemporaryDirectory(prefix="flotilla-try-") as name:
         folder = Path(name)
         batches = make_batch(dataset, folder, uri)
@@ -426,7 +427,7 @@ def _try_out(
             try:
                 _require_step(config.training, model, objective, batches)
             except _NumbersError:
-                # Two examples may be alike, or have no weight.
+                # Two examples may be equal, or have no weight.
                 more = make_batch(dataset, folder, uri, MORE_EXAMPLES)
                 _require_step(config.training, model, objective, more)
         subject = Subject(model=model, task=objective.task, spec=dataset)
@@ -456,7 +457,7 @@ def describe_feature(feature: FeatureSpec) -> str:
 
 
 def examples(spec: DatasetSpec, count: int = EXAMPLES) -> dict[str, Any]:
-    """Return made-up examples: an array for each feature of a batch."""
+    """Return artificial examples: an array for each feature of a batch."""
     random = np.random.default_rng(0)
     found = {name: _values(spec.features[name], random, count) for name in spec.roles}
     for name in spec.roles:
@@ -480,7 +481,7 @@ def _values(feature: FeatureSpec, random: np.random.Generator, count: int) -> An
 def make_batch(
     spec: DatasetSpec, folder: Path, uri: str = "", count: int = EXAMPLES
 ) -> tf.data.Dataset:
-    """Return one batch of a dataset's first shard, or of made-up examples."""
+    """Return one batch of a dataset's first shard, or of artificial examples."""
     if uri and _first_bytes(spec, uri) <= MOST_BYTES:
         shards = stage_shards(uri, folder, "train", of=len(spec.shards["train"]))
         return evaluation_batches(spec, shards, batch_size=count).take(1)
@@ -497,7 +498,7 @@ def _first_bytes(spec: DatasetSpec, uri: str) -> int:
 def _require_step(
     training: TrainingConfig, model: keras.Model, objective: Objective, batches: tf.data.Dataset
 ) -> None:
-    """Take one step, and validate; the model keeps its values unless it has its own step."""
+    """Run one step and a validation; the model keeps its values unless it has its own step."""
     (batch,) = batches
     loss, gradients = call_user_code(
         "a step on a few examples", _step, training, model, objective, batch
@@ -556,7 +557,7 @@ def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any], w
 
 
 class _NumbersError(ConfigError):
-    """A step on a few examples gives a result that is not finite, or zero."""
+    """A step on a few examples returns a number that is not finite, or only zeros."""
 
 
 class _NoGradientError(_NumbersError):

@@ -1,4 +1,4 @@
-"""The evaluator measures each new checkpoint of a run; training does not wait for it."""
+"""The evaluator: it measures each new checkpoint of a run, and training does not wait for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.telemetry.scalars import TensorBoardLog
 
-# A store does not notify about new checkpoints.
+# A store sends no notification about new checkpoints.
 POLL_SECONDS = 1.0
 log = logging.getLogger(__name__)
 Measure = Callable[[str, Path], dict[str, float]]
@@ -37,8 +37,8 @@ Measure = Callable[[str, Path], dict[str, float]]
 def watch(job: Job) -> None:
     """Measure each checkpoint on the validation split, until training is over.
 
-    It is over when the newest checkpoint has all steps, or the launcher has created `OVER`. Raises
-    `UserError`.
+    Training is over when the newest checkpoint has all steps, or the launcher has created `OVER`.
+    Raises `UserError`.
     """
     measure = _measure(job)
     done, passed = Validations(job.checkpoints), set[str]()
@@ -70,11 +70,11 @@ def watch(job: Job) -> None:
 
 
 def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
-    """Return the metrics of a checkpoint; empty if it has to be skipped."""
+    """Return the metrics of a checkpoint; empty if it must be skipped."""
     try:
         metrics = measure(uri, scratch)
     except UserError as error:
-        # A damaged checkpoint, or one deleted since the listing, is skipped. Any other error would
+        # Skip a checkpoint that is damaged, or was deleted since the listing. Any other error would
         # recur with every checkpoint.
         if not isinstance(error, storage.Corrupt) and storage.is_published(uri):
             raise
@@ -87,7 +87,7 @@ def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, 
 
 
 def _log_files(job: Job) -> LogFiles:
-    """Return the folder of TensorBoard's files: the final one, if it is a local folder."""
+    """Return TensorBoard's log folder: the final one, if it is a local folder."""
     uri = storage.join(job.checkpoints, "logs")
     return LogFiles(storage.local_path(uri) or job.workdir / "scratch" / "logs", uri)
 

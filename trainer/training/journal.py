@@ -34,12 +34,12 @@ _PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "second
 
 
 class Journal:
-    """The rows and checkpoints of a run, continued from a global step."""
+    """The history rows and the checkpoints of a run, from a global step on."""
 
     def __init__(
         self, config: Config, checkpoints: Checkpoints, start: int, epoch: float = 0.0
     ) -> None:
-        """Read the rows up to global step `start`; `epoch` counts its steps, 0 if unknown."""
+        """Read the rows up to global step `start`, which is in `epoch`; 0 if unknown."""
         self._config = config
         self._steps = config.training.steps
         self._epochs = self._steps / epoch if epoch else 0.0
@@ -54,14 +54,14 @@ class Journal:
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
         last = self._history.rows[-1] if self._history.rows else {}
         if last.get("global_step") != start:
-            # The values on the servers are newer than this row, so its validation is outdated.
+            # The values on the servers are newer than this row, so that its validation is outdated.
             last = {name: each for name, each in last.items() if not name.startswith(VALIDATION)}
         self._newest = last
         self._board = TensorBoardLog(checkpoints.logs, find_run_id(checkpoints.uri))
 
     @property
     def logs(self) -> Path | None:
-        """Return the local folder of this run for TensorBoard."""
+        """Return the run's local folder for TensorBoard."""
         return self._board.folder
 
     @property
@@ -75,7 +75,7 @@ class Journal:
         return self._checkpoints.last
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
-        """Emit that an attempt begins, with checkpoint fields; `saved` is the newest checkpoint."""
+        """Emit the start of an attempt; `saved` is the newest checkpoint's step, if any."""
         self._fields |= fields
         events.emit(
             events.AttemptBegin(
@@ -102,7 +102,7 @@ class Journal:
         events.emit(events.Validation(global_step=step, metrics=metrics))
 
     def add(self, row: dict[str, Any]) -> None:
-        """Add a row to the history, which keeps at most `MAX_ROWS` and those with a validation."""
+        """Add a row to the history, which keeps up to `MAX_ROWS` and each row with a validation."""
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         asked_for = VALIDATION_LOSS in row or row["global_step"] >= self._steps
         if asked_for or since * MAX_ROWS >= self._steps:
@@ -117,7 +117,7 @@ class Journal:
         return self._board.as_default(step)
 
     def prepare_save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Do the slow preparation of the first save of these variables."""
+        """Run the slow preparation of the first save of these variables."""
         self._checkpoints.prepare(variables, io_device)
 
     def save(
@@ -139,7 +139,7 @@ class Journal:
 
 
 class UnpublishedJournal(Journal):
-    """The journal of a task that does not publish: it writes and emits nothing."""
+    """The journal of a task that does not publish; it writes and emits nothing."""
 
     def begin(self, start: int, fields: Mapping[str, Any], saved: int = -1) -> None:
         """Emit nothing."""
@@ -170,13 +170,13 @@ class UnpublishedJournal(Journal):
 
 
 def read_origin(found: RestoredCheckpoint | None) -> dict[str, str]:
-    """Return what the manifests of the run say about its initial weights."""
+    """Return the fields in the run's manifests that describe its initial weights."""
     fields = found.fields if found else {}
     return {name: str(fields.get(name, "")) for name in ("warmed_from", "warm_start")}
 
 
 def open_stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
-    """Return the stream of the problem at the input position of the checkpoint."""
+    """Return the problem's stream at the input position of the checkpoint."""
     saved = found.fields.get(INPUT_POSITION) if found else None
     if not problem.stream:
         if found and saved:
@@ -186,7 +186,7 @@ def open_stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | 
 
 
 def _warn_of_empty_tables(tables: Mapping[str, Mapping[str, int]]) -> None:
-    """Emit the tables without rows, with the reason from the strategy's counts."""
+    """Emit which tables have no rows, with a reason derived from the strategy's counts."""
     for name, table in tables.items():
         if table["rows"]:
             continue

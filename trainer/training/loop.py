@@ -3,11 +3,11 @@
 The inner loop is `Strategy.advance`: it applies steps, and never saves, logs or evaluates. The
 outer loop does these between two inner loops, in this order:
 
-1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on what to do next: stop,
-   stop early, save a checkpoint, and how many steps the inner loop runs. No other code decides it.
-2. The inner loop, about a second of steps, never across a boundary of `checkpoint_every` or
-   `validate_every`. Between boundaries, the workers of an asynchronous strategy continue meanwhile.
-   The servers note the step that was reached.
+1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on the next action: to
+   stop, to stop early, to save a checkpoint, and the number of steps. No other code decides this.
+2. The inner loop: about a second of steps, never across a boundary of `checkpoint_every` or
+   `validate_every`. Between boundaries, the workers of an asynchronous strategy do not stop. The
+   servers store the step that was reached.
 3. At a boundary: a validation and a row of the history, then a checkpoint.
 
 All workers are idle during a save or a validation (`Strategy.rest`). A checkpoint ends with its own
@@ -47,20 +47,20 @@ from flotilla.trainer.training.journal import Journal, UnpublishedJournal, open_
 from flotilla.trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
-# Long enough that the work between two inner loops costs little, even if workers wait for each
-# other; short enough that progress is visible and a request to stop takes effect soon.
+# Long enough to hide the work between two inner loops, even if workers wait for each other. Short
+# enough to show progress and to react to a request to stop.
 INNER_LOOP_SECONDS = 1.0
-# The length of an inner loop without a boundary is a multiple of this, and so of a strategy's
-# turns.
+# An inner loop that ends at no boundary has a multiple of these steps, to suit the turns of
+# strategies.
 STEP_MULTIPLE = 20
-# A mean loss that is not finite, or this many times the loss of a blind guess, has diverged:
-# weights that Adam has moved far away still give finite losses, and never recover.
+# Training has diverged if the mean loss is not finite, or exceeds this multiple of the loss of a
+# blind guess: weights that Adam has moved far away give finite losses and never recover.
 DIVERGED = 1e4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """The callbacks of the outer loop, outside of the strategy and the checkpoints.
+    """The callbacks of the outer loop.
 
     Attributes:
         make_problem: called once, with the global step at which the attempt begins.
@@ -93,26 +93,26 @@ class Pace:
     steps_per_second: float = 0.0
 
     def next_steps(self, step: int) -> int:
-        """Return how many steps to run from global step `step`, up to the next boundary at most."""
+        """Return the number of steps from global step `step`, up to the next boundary at most."""
         turns = int(self.steps_per_second * INNER_LOOP_SECONDS / STEP_MULTIPLE)
         return min(self.boundary(step) - step, max(1, turns) * STEP_MULTIPLE)
 
     def boundary(self, step: int) -> int:
-        """Return the next global step after `step` at which all workers have to be idle."""
+        """Return the next global step after `step` at which all workers must be idle."""
         training = self.training
         validations = Interval(steps=training.validate_every, last_step=training.steps)
         boundaries = [
             each.find_next(step) for each in (SaveInterval.from_config(training), validations)
         ]
         if profile := self.training.profile:
-            # The trace begins before the first of its steps.
+            # The trace begins before its first step.
             boundaries += [edge for edge in (profile[0] - 1, profile[1]) if edge > step]
         return min(boundaries)
 
 
 @dataclass(kw_only=True)
 class EarlyStopping:
-    """Stops after `patience` validations in a row without a new best; 0 never stops."""
+    """Stops after `patience` validations in a row without a new best one; 0 never stops."""
 
     patience: int
     main: MainMetric = BY_LOSS
@@ -120,7 +120,7 @@ class EarlyStopping:
     without_gain: int = 0
 
     def update(self, row: Mapping[str, Any]) -> bool:
-        """Add the row of a validation, and return whether training should end."""
+        """Add the row of a validation; return whether training should end."""
         order = self.main.order(row)
         self.without_gain = 0 if order < self.best else self.without_gain + 1
         self.best = min(self.best, order)
@@ -130,14 +130,14 @@ class EarlyStopping:
 def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: Hooks) -> int:
     """Train to `training.steps` from the newest valid checkpoint; return the global step reached.
 
-    A run without a checkpoint begins with the weights of `training.warm_start`, if set. The final
-    checkpoint is published when this returns.
+    A run without a checkpoint starts from `training.warm_start`, if set. The final checkpoint is
+    published when this returns.
 
     Raises:
         UserError: the loss is not finite, or a checkpoint does not fit.
         RunInterruptedError: `hooks.should_stop` returned true; a last checkpoint is published.
-        ClusterLostError: the strategy lost a task that it needs, or the tasks that run the outer
-            loop found different checkpoints.
+        ClusterLostError: the strategy lost a required task, or the tasks that run the outer loop
+        found different checkpoints.
     """
     found = checkpoints.newest()
     recovery = Recovery(config, strategy, checkpoints)
@@ -153,7 +153,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
     hooks: Hooks,
     recovery: Recovery,
 ) -> _OuterLoop:
-    """Return the loop of an attempt, after its variables have values; see `Recovery`."""
+    """Return the loop of an attempt whose variables have their initial values; see `Recovery`."""
     # A resumed run has its own weights.
     warm = (
         None if found else warm_start.fetch_weights(config.training.warm_start, checkpoints.scratch)
@@ -190,7 +190,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
 
 
 class _Decision(NamedTuple):
-    """What all tasks that run the outer loop do next: flags as 0 or 1, and a number of steps."""
+    """The next action of all tasks that run the outer loop: flags as 0 or 1, and the steps."""
 
     stop: int
     stop_early: int
@@ -231,7 +231,7 @@ class _OuterLoop:
         self._owes_save = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = self._stepped_at = time.monotonic()
-        # When workers were last reported to continue; None while all of them are idle.
+        # The time since which workers continue during the outer loop; None while all are idle.
         self._goes_on_since: float | None = None
         for row in journal.rows:
             self._note_validation(row)
@@ -246,7 +246,7 @@ class _OuterLoop:
             self._profiler.end()
 
     def _catch_up(self, found: RestoredCheckpoint) -> None:
-        """Finish a boundary that the previous attempt reached."""
+        """Do the work of a boundary that the previous attempt reached and did not finish."""
         step, saved = self._strategy.global_step(), found.global_step
         self._owes_save = self._saves.is_due(saved, step)
         self._saved_at -= self._recovery.seconds_since_save()
@@ -263,7 +263,7 @@ class _OuterLoop:
         while step < self._training.steps:
             decision = self._decide(step)
             if self._goes_on_since and (decision.stop or decision.stop_early or decision.save):
-                # Training may end with the updates that workers apply until they are idle.
+                # The updates that workers apply until they are idle may end training.
                 step = self._process(step, self._inner_loop(step, self._strategy.rest))
                 continue
             if decision.stop:
@@ -280,9 +280,9 @@ class _OuterLoop:
             advance = partial(self._strategy.advance, decision.steps, boundary)
             step = self._process(step, self._inner_loop(step, advance))
             if self._goes_on_since and step < self._training.steps:
-                # The variables' first save would wait for this.
+                # Otherwise the first save would wait for this.
                 self._journal.prepare_save(variables, self._strategy.io_device)
-        # The files of the trace are uploaded with the last checkpoint.
+        # The last checkpoint uploads the files of the trace.
         self._profiler.end()
         self.save()
         with self._journal.summaries(step):
@@ -298,7 +298,7 @@ class _OuterLoop:
             return step
         before, step = step, result.global_step
         self._owes_save = self._saves.is_due(before, step)
-        # Note it before it is reported elsewhere.
+        # Store it on the servers before it is reported elsewhere.
         self._recovery.note(step)
         self._record(before, result)
         if self._owes_save:
@@ -317,13 +317,13 @@ class _OuterLoop:
         )
         self._saved_at = time.monotonic()
         self._stop_early = self._stop_early or self._hooks.should_stop_early()
-        # Without this barrier, a task could not restart together with a publisher that dies here.
+        # Without this barrier, a task could continue although the publishing task dies here.
         self._strategy.barrier()
         self._owes_save = False
         return uri
 
     def _decide(self, step: int) -> _Decision:
-        # Until the first inner loop of an attempt has ended, no save is due by time.
+        # Until an attempt has ended its first inner loop, no save is due by time.
         since = time.monotonic() - self._saved_at if self._pace.steps_per_second else 0.0
         own = _Decision(
             stop=int(self._hooks.should_stop()),
@@ -334,7 +334,7 @@ class _OuterLoop:
         return _Decision(*self._strategy.barrier(*own))
 
     def _inner_loop(self, step: int, advance: Callable[[], Report]) -> _InnerResult:
-        """Apply steps and measure the time; nothing is saved, logged or evaluated."""
+        """Apply steps and measure the time, without saving, logging or evaluating."""
         began = self._goes_on_since or time.monotonic()
         with self._hooks.watch_steps():
             report = advance()
@@ -388,7 +388,7 @@ class _OuterLoop:
                 self._callbacks.end_interval(row, is_last=is_last)
 
     def _make_up_validation(self, step: int) -> None:
-        """Validate now if a task died before the validation of the last boundary."""
+        """Validate now if a task died before the validation at the last boundary."""
         rows = [row for row in self._journal.rows if VALIDATION_LOSS in row]
         before = rows[-1]["global_step"] if rows else 0
         if not self._validations.is_due(before, step):

@@ -1,11 +1,11 @@
-"""Recovery: an attempt takes the values of living servers, and restores the lost ones.
+"""Recovery: an attempt takes the values of living servers, and restores the others.
 
-This applies whether the chief or parameter servers died. The variables of living servers are newer
-than those of any checkpoint, and stay (`flotilla.trainer.strategies.server_state`). Those of a
-restarted server come from the newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR:
-Understanding and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial
-Recovery"). If variables of different steps may not be combined, or no server lives, all variables
-come from the newest checkpoint: full recovery.
+This applies after the chief or parameter servers died. The variables of living servers are newer
+than any checkpoint, and stay (`flotilla.trainer.strategies.server_state`). Those of a restarted
+server come from the newest checkpoint: "partial recovery" (Maeng et al. 2020, "CPR: Understanding
+and Improving Failure Tolerant Training for Deep Learning Recommendation with Partial Recovery"). If
+variables of different steps must not be combined, or no server lives, all variables come from the
+newest checkpoint: full recovery.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flotilla.trainer.strategies.strategy import Strategy
 
 
 def explain_full_recovery(config: Config, strategy: Strategy) -> str:
-    """Return why all variables have to be of the same step; empty if they need not be."""
+    """Return why all variables must have the same global step; empty if they need not."""
     wanted = config.cluster.recovery
     reasons = {
         "cluster.recovery is full": wanted == "full",
@@ -42,7 +42,7 @@ def explain_full_recovery(config: Config, strategy: Strategy) -> str:
 
 
 class Recovery:
-    """The initial values of an attempt: taken from the servers, or restored."""
+    """The initial values of an attempt, which are taken from the servers or restored."""
 
     def __init__(self, config: Config, strategy: Strategy, checkpoints: Checkpoints) -> None:
         """Store the arguments; the strategy is not built yet."""
@@ -51,7 +51,7 @@ class Recovery:
         self._begins = 0
 
     def find_begin(self, found: RestoredCheckpoint | None) -> int:
-        """Find living servers before the strategy is built; return the step to begin at."""
+        """Find living servers before the strategy is built; return the initial global step."""
         self._begins = found.global_step if found else 0
         state = self._state = self._strategy.find_state(self._checkpoints.uri)
         if not state or not state.found:
@@ -78,7 +78,7 @@ class Recovery:
         return self._begins
 
     def _refuse(self, state: ServerState, found: RestoredCheckpoint | None, reached: int) -> str:
-        """Return why all variables are restored from the checkpoint; empty if they are not."""
+        """Return why all variables are restored from the checkpoint; empty for partial recovery."""
         if reason := explain_full_recovery(self._config, self._strategy):
             return reason
         if not found:
@@ -89,21 +89,21 @@ class Recovery:
         reasons = {
             "the chief was assigning values": not living,
             "no other server has variables": not any(each.held for each in living),
-            # A user who deletes a checkpoint does not want the values that followed from it.
+            # A user who deletes a checkpoint does not want values from later training.
             "a checkpoint that was published before no longer exists": max(
                 (each.saved for each in living), default=-1
             )
             > self._checkpoints.newest_step(),
             "no living server has the global step": reached < 0,
             "the newest checkpoint is newer": reached < found.global_step,
-            # The lost server's variables would end with fewer updates than they had.
+            # Otherwise the lost server's variables would end with fewer updates than before.
             "cluster.recovery is auto, and its values go back further than the steps that "
             "are left": auto_loses and left < back,
         }
         return next((reason for reason, is_so in reasons.items() if is_so), "")
 
     def restore(self, found: RestoredCheckpoint | None) -> Mapping[str, tf.Variable]:
-        """Restore the variables that do not live, and return them; raises `UserError`."""
+        """Restore the variables of lost servers, and return them; raises `UserError`."""
         variables, state = self._strategy.variables(), self._state
         if not found:
             return {}
@@ -128,7 +128,7 @@ class Recovery:
         return {path: variables[path] for path in variables.keys() - lost.keys() | restored.keys()}
 
     def list_recovered(self) -> dict[str, Any]:
-        """Return the values that went back since the newest published checkpoint, by server."""
+        """Return the values that were reset since the newest published checkpoint, by server."""
         return {
             f"ps-{number}": {
                 "global_step": step,
@@ -142,11 +142,11 @@ class Recovery:
         }
 
     def seconds_since_save(self) -> float:
-        """Return the seconds since the newest checkpoint, if values since then live; else 0."""
+        """Return the seconds since the newest checkpoint, if later values live on; else 0."""
         return self._state.seconds_since_save() if self._state else 0.0
 
     def note(self, global_step: int) -> None:
-        """Note on the servers the step reached, between two inner loops; raises `OpError`."""
+        """Store the global step on the servers, between two inner loops; raises `OpError`."""
         if self._state:
             self._state.note(self._checkpoints.published_step, global_step)
 

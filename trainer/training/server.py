@@ -1,6 +1,6 @@
 """The role of a worker or a parameter server: it serves TensorFlow's runtime to the chief.
 
-This module does not import Keras, which takes longer than TensorFlow: a server only runs graphs.
+This module does not import Keras, because a server only runs graphs and Keras loads slowly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flotilla.trainer.data.shards.shard_store import (
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError
 
-# With fewer inter-op threads, servers in one process that wait for each other hang.
+# With fewer inter-op threads, servers in one process that wait for each other would hang.
 IN_PROCESS_THREADS = 16
 _SERVERS: list[tf.distribute.Server] = []
 
@@ -59,16 +59,16 @@ def configure_gpus(config: Config, task: Task) -> None:
 def serve(job: Job, cluster: Cluster, task: Task) -> None:
     """Stage this worker's shards, then serve on the task's address; never returns.
 
-    The chief's input pipelines run here, and find the shards of this worker as `shards/*.tfrecord`.
-    Raises `UserError` if shards cannot be fetched, now or later.
+    The chief's input pipelines run here, and read the shards of this worker from
+    `shards/*.tfrecord`. Raises `UserError` if shards cannot be fetched, now or later.
     """
     configure_gpus(job.config, task)
     feed = stage_input(job, cluster, task)
     loopback.close_to_others(cluster.address(task))
-    # It cleans its folder first, as graphs of the chief write there once the server runs.
+    # It cleans its folder first, because graphs of the chief write there once the server runs.
     if task.role == "ps" and not PartServer(Path(), str(task)).start():
-        # An earlier process may have left its record there. The graphs would read it and wait for
-        # ever for a process that does not exist.
+        # An earlier process may have left its record in the folder. The graphs would read it and
+        # wait forever for a process that does not exist.
         os.chdir("/")
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()),
@@ -96,7 +96,7 @@ def serve_in_process(config: Config, cluster: Cluster) -> None:
 def server_settings(config: Config) -> tf.compat.v1.ConfigProto:
     """Return the settings of a server: its share of the GPUs, and threads that sleep.
 
-    By default threads spin before they wait, and a server takes all memory of its GPUs.
+    By default, threads spin before they wait, and a server takes all memory of its GPUs.
     """
     settings = tf.compat.v1.ConfigProto()
     settings.experimental.disable_thread_spinning = True
@@ -107,8 +107,7 @@ def server_settings(config: Config) -> tf.compat.v1.ConfigProto:
     return settings
 
 
-# Graphs of the chief run in the process of a worker, and read its number from its working
-# directory.
+# Graphs of the chief run in the worker's process, and read its number from its working directory.
 NUMBER_FILE = "number.txt"
 SHARDS = "shards"
 PATTERN = f"{SHARDS}/*.tfrecord"
@@ -132,7 +131,7 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
     if task.role == "ps" or (task.role == "chief" and elsewhere):
         return None
     (job.workdir / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
-    # In one process all workers share one folder, and each reads all shards.
+    # In one process all workers share a folder, and each one reads all shards.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
     if streaming := find_streaming(job, cluster):

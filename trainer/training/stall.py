@@ -1,7 +1,7 @@
-"""Stall detection: it ends a process whose training makes no step for `training.stall_timeout`.
+"""Stall detection: it ends a process if training makes no step for `training.stall_timeout`.
 
-A stopped task keeps its connections, and TensorFlow waits on them for ever. Progress is read from
-the exact counter, so a long inner loop of slow steps is not a stall.
+A stopped task keeps its connections, on which TensorFlow waits forever. The exact counter shows
+progress, so that a long inner loop of slow steps is not a stall.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from flotilla.trainer.runtime.output.streams import say
 from flotilla.trainer.strategies.strategy import Strategy
 
-# The number of reads of the counter within the timeout.
+# How often the counter is read within the timeout.
 _READS = 4
 _REMEDY = "raise training.stall_timeout if a step takes longer"
 
@@ -39,20 +39,20 @@ class StallWatch:
         self._began = time.monotonic()
         self._has_stepped = False
         self._seen = -1
-        # How often in a row there was no step although every task answered.
+        # The number of consecutive timeouts without a step although every task answered.
         self._waits = 0
         self._moved = threading.Event()
         self._stepping = threading.Event()
 
     def begin(self) -> None:
-        """Start the thread, which watches until the process ends."""
+        """Start the thread, which runs until the process ends."""
         threading.Thread(target=self._wait, name="stall", daemon=True).start()
         pause = self._seconds / _READS
         Loop(self._read_counter, pause, name="steps", failing="steps are not counted").start()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Expect steps in this block; outside of it, only a silent task is a stall."""
+        """Expect steps in this block; outside of it, only an unresponsive task is a stall."""
         self._moved.set()
         self._stepping.set()
         try:
@@ -63,8 +63,8 @@ class StallWatch:
             self._moved.set()
 
     def _read_counter(self) -> None:
-        # Before the cluster is connected there is no counter to read. Reading from a stopped server
-        # does not return.
+        # There is no counter before the cluster is connected, and a read from a stopped server
+        # never returns.
         with suppress(Exception):
             step = self._strategy.global_step()
             if step != self._seen:
@@ -92,18 +92,18 @@ class StallWatch:
                 self._end(f"{', '.join(names)} {verb} not answer", self._seconds)
         elif self._stepping.is_set() and not peers.gone and self._is_warm():
             self._waits += 1
-            # A restarted task answers before it reaches its first step.
+            # A restarted task answers before its first step.
             if self._waits > 1:
                 self._end(f"every task answers; {_REMEDY}", self._waits * self._seconds)
 
     def _is_warm(self) -> bool:
-        """Return whether all graphs have been traced and compiled, or had enough time for it."""
+        """Return whether all graphs have been traced and compiled, or had the time for it."""
         warm = self._has_stepped and not self._strategy.warming
         return warm or time.monotonic() - self._began > STARTING_SECONDS
 
     def _end(self, why: str, seconds: float) -> NoReturn:
         message = f"no progress for {seconds:g} s: {why}"
-        # The main thread waits inside TensorFlow, where an exception would not reach it.
+        # An exception would not reach the main thread, which waits inside TensorFlow.
         termination.write(self._folder, message)
         say(f"flotilla: {message}")
         os._exit(BEGIN_AGAIN)

@@ -1,8 +1,8 @@
-"""One task of a training cluster: which task this process is, and what its role does.
+"""One task of a training cluster: this process finds its role and runs it.
 
 In a strategy without a chief, every worker leads. Published examples have only parameter servers
-and workers: there worker 0 becomes the chief. A coordinator and a server cannot share a process, so
-worker 0 starts a child process that serves as worker 0.
+and workers; there worker 0 becomes the chief. A coordinator and a server cannot share a process, so
+that worker 0 starts a child process that serves as worker 0.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the task of the flags or TF_CONFIG; a server never returns; raises `UserError`."""
+    """Run the task of the flags or TF_CONFIG; a server never returns. Raises `UserError`."""
     config = length.resolve_for_dataset(load_config(options.config), options.dataset)
     bundle.enter(config.code)
     tasks, this = _cluster(options)
@@ -69,10 +69,10 @@ def run(options: argparse.Namespace) -> None:
         tasks, this = add_chief(tasks), CHIEF
         command = task_command(job, options.config, job.workdir)
         start_first_worker(tasks, command, config.cluster.max_restarts)
-    # For the parts of TensorFlow that read it: without the evaluator, and with the chief.
+    # Parts of TensorFlow read it: without the evaluator, and with the chief.
     os.environ["TF_CONFIG"] = tasks.tf_config(this)
     liveness.find_tasks_soon()
-    # Graphs in this process find its shards by paths relative to its folder.
+    # Graphs in this process find its shards by relative paths.
     _enter(job.workdir)
     if used.leads(this):
         from flotilla.trainer.training.chief import lead
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
 def train_here(job: Job) -> None:
     """Train in this process, without graphs, for a debugger; raises `UserError`.
 
-    An error of the user's code keeps its frames, which are lost in a graph.
+    An error of the user's code keeps its stack frames, which a graph would lose.
     """
     import keras
     import tensorflow as tf
@@ -124,7 +124,7 @@ def add_chief(cluster: Cluster) -> Cluster:
 
 def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> None:
     """Serve as worker 0 in a child process, and restart it up to `restarts` times."""
-    # The heartbeats belong to the process that started this one.
+    # The heartbeats belong to the parent of this process.
     inherited = {name: value for name, value in os.environ.items() if name != liveness.VARIABLE}
     settings = {
         **inherited,
@@ -134,7 +134,8 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
         "TF_USE_LEGACY_KERAS": "1",
     }
 
-    # Read it before this process changes its folder: the command line may have relative paths.
+    # Read it before this process changes its folder, because the command line may have relative
+    # paths.
     here = os.getcwd()
 
     def supervise() -> None:
@@ -157,7 +158,6 @@ def _run_program(job: Job, tasks: Cluster, this: Task) -> None:
 def _evaluate(job: Job) -> None:
     from flotilla.trainer.training.evaluator import watch
 
-    # This process belongs to no TensorFlow cluster.
     os.environ.pop("TF_CONFIG", None)
     _enter(job.workdir)
     liveness.begin()

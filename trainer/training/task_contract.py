@@ -1,6 +1,6 @@
 """The check of a user's learning task against the contract of `flotilla.trainer.tasks.base.Task`.
 
-It runs the task on made-up examples. Without the check an error would appear in the export, or as
+It runs the task on artificial examples. Without it, an error would appear in the export, or as
 metrics that do not add up.
 """
 
@@ -25,16 +25,16 @@ from flotilla.trainer.tasks.base import Array, Direction, Part, Target, Task
 from flotilla.trainer.tasks.objective import Objective
 
 BUILT_IN = "flotilla.trainer.tasks."
-# The number of made-up examples, and the length of features that vary in length.
+# The number of artificial examples, and the length of features of variable length.
 EXAMPLES, LENGTH = 8, 4
-# The tolerance for sums in single precision, of values of any size.
+# The relative tolerance for sums in single precision.
 _CLOSE = 1e-3
 _DISPLAYED = {"tables": {"title", "columns", "rows"}, "charts": {"title", "x", "y", "series"}}
 
 
 @dataclass(frozen=True)
 class _MadeUp:
-    """Examples in two parts, as an evaluation reads them in any number of parts."""
+    """Examples in two parts; an evaluation has any number of parts."""
 
     whole: Part
     count: int = EXAMPLES
@@ -49,7 +49,7 @@ class _MadeUp:
 
 
 def require_task(task: Task, features: Mapping[str, FeatureSpec]) -> None:
-    """Raise `ConfigError` if a user's task, or one of several outputs, breaks the contract."""
+    """Raise `ConfigError` if a user's task, or the task of one output, breaks the contract."""
     for name, part in task.parts.items():
         if not is_built_in(part):
             where = f"task.outputs.{name}" if name else "task"
@@ -151,7 +151,7 @@ def _require_loss(task: Task, whole: Part) -> None:
 
 
 def _require_metrics(task: Task, examples: _MadeUp) -> None:
-    """Refuse metrics without names, or that do not add up over parts of the examples."""
+    """Refuse metrics that have no names, or do not add up over parts of the examples."""
     for each in call_user_code("metrics()", task.metrics):
         kind = type(each).__name__
         is_metric = isinstance(each, keras.Metric)
@@ -239,7 +239,7 @@ def _require_plain(what: str, tree: Any) -> None:
 def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
     random = np.random.default_rng(0)
     labels = _labels(task.target, random)
-    # An axis of any size has the length of the label's.
+    # An axis of any size has the length of the label's axis.
     known = dict(enumerate(labels.shape[1:]))
     sizes = [
         size if size > 0 else known.get(axis, 2) for axis, size in enumerate(task.output_shape)
@@ -257,7 +257,7 @@ def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
 
 
 def number_rows(shape: tuple[int, ...], dtype: np.dtype[Any], count: int = 2) -> Array:
-    """Return an array of whole numbers below `count`, in turn."""
+    """Return an array of whole numbers below `count` in rotation."""
     return (np.arange(math.prod(shape)).reshape(shape) % count).astype(dtype)
 
 

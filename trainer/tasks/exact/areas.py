@@ -1,7 +1,7 @@
 """Areas under the curves of a score, which measure separation independently of a threshold.
 
-    auc                 how often a true example has the higher score of a pair with a false one;
-                        of equal scores half of the pairs count (Mann and Whitney 1947)
+    auc                 how often a true example has a higher score than a false one; of pairs
+                        with equal scores half count (Mann and Whitney 1947)
     average_precision   the mean, over the true examples, of the precision at their score
 
 Both equal scikit-learn's, and are independent of the range of the scores. A constant score has an
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from flotilla.trainer.tasks.exact import intervals
 from flotilla.trainer.tasks.exact.intervals import Interval
 
-# Distinct scores that remain of all columns together when there are too many examples to hold.
+# The number of distinct scores to keep, over all columns, if the examples exceed the memory.
 _FEW, _LEAST = 1 << 18, 1 << 10
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
@@ -30,7 +30,7 @@ Places = npt.NDArray[np.intp]
 
 
 class Areas(NamedTuple):
-    """Both areas; NaN if the examples are of one kind."""
+    """Both areas; NaN if all examples are of one kind."""
 
     auc: float
     average_precision: float
@@ -64,17 +64,17 @@ class Ranked(NamedTuple):
         return cls(scores[order[begins]], *(np.add.reduceat(each[order], begins) for each in sums))
 
     def thin(self, most: int) -> Ranked:
-        """Return at most about `most` scores: each for an equal share of both kinds of examples.
+        """Return at most about `most` scores, each for an equal share of both kinds of examples.
 
-        Scores within a share count as equal. When a quarter of a million scores remain of four
-        million examples, `auc` is 2e-6 lower and the average precision 4e-5.
+        Scores within a share count as equal. If a quarter of a million scores remain of four
+        million examples, `auc` decreases by 2e-6 and the average precision by 4e-5.
         """
         if len(self.scores) <= most:
             return self
         both = (np.cumsum(each) / max(each.sum(), 1e-300) for each in (self.true, self.false))
         place = np.floor(sum(both) * (most / 2))
         begins = np.flatnonzero(_differs(place))
-        # Each interval is represented by the score in its middle.
+        # The score in the middle of each interval represents it.
         middle = (begins + np.append(begins[1:], len(place))) // 2
         return Ranked(self.scores[middle], *(np.add.reduceat(each, begins) for each in self[1:]))
 
@@ -97,13 +97,13 @@ class Ranked(NamedTuple):
         if not len(hits) or not hits[-1] or not misses[-1]:
             none = Influences(*np.zeros((2, len(hits))))
             return Areas(np.nan, np.nan), none, none
-        # Normalized to shares: the product of two tiny sums would underflow.
+        # Shares, because the product of two tiny sums would underflow.
         true, false = self.true / hits[-1], self.false / misses[-1]
         above, below = hits / hits[-1] - true / 2, 1 - misses / misses[-1] + false / 2
         both = hits + misses
         precision = _shares(hits, both)
         areas = Areas(_product(false, above), _product(true, precision))
-        # An example counts in the precision at its own score and at each lower one.
+        # An example affects the precision at its score and at each lower one.
         share = _shares(true, both)
         loss = _reverse_cumsum(share * precision)
         gain = _reverse_cumsum(share) - loss
@@ -134,7 +134,7 @@ class Ranked(NamedTuple):
 
 
 def areas(labels: Any, scores: Floats, weights: Floats | None = None) -> Areas:
-    """Return both areas of examples [n]; examples of weight 0 do not count."""
+    """Return both areas of examples [n], without those of weight 0."""
     return rank_scores(labels, scores, weights).areas()
 
 
@@ -143,9 +143,9 @@ def influences(
 ) -> tuple[Areas, Influences]:
     """Return both areas, and the influence [n] of each example; needs both kinds of examples.
 
-    With weights w, the sum of w times influence is 0, and the sum of its squares is the variance of
-    an area. For two models on the same examples, the variance of the difference is that of the
-    differences of their influences.
+    The sum of weight times influence is 0, and the sum of its squares is the variance of an area.
+    For two models on the same examples, the differences of the influences give the variance of the
+    difference.
     """
     order = np.argsort(-scores)
     found = rank_scores(labels, scores, weights, order)
@@ -171,7 +171,7 @@ def rank_scores(
 
 
 def _places(scores: Floats, order: Places) -> Places:
-    """Return the index [n] of each example's score among the distinct ones."""
+    """Return the index [n] of each example's score among the distinct scores."""
     place = np.empty_like(order)
     place[order] = np.cumsum(_differs(scores[order])) - 1
     return place
@@ -204,14 +204,14 @@ def _reverse_cumsum(values: Doubles) -> Doubles:
 
 
 class Scores:
-    """Scores of examples in columns, with their labels, and the areas of every column.
+    """Scores of examples in columns with their labels, and the areas of each column.
 
-    The areas are exact while all examples are held, which takes their outputs, labels and weights:
-    for one column 13 bytes each in single precision. `condense` keeps about `_FEW` scores.
+    Areas are exact while all examples are in memory, with their outputs, labels and weights (13
+    bytes per example for one column in single precision). `condense` keeps about `_FEW` scores.
     """
 
     def __init__(self, columns: int = 1, scored: Callable[[Floats], Floats] | None = None) -> None:
-        """Begin without examples; `scored` converts the held values to scores."""
+        """Start without examples; `scored` converts the stored values to scores."""
         self._columns, self._scored = columns, scored
         self._held: list[tuple[Any, Floats, Floats]] = []
         self._ranked: list[Ranked] = []
@@ -224,7 +224,7 @@ class Scores:
         self._held.append((labels, scores, weights))
 
     def condense(self) -> None:
-        """Keep few scores of the examples so far, if they are many."""
+        """Reduce many examples to few scores."""
         most = max(_FEW // self._columns, _LEAST)
         if sum(len(scores) for _, scores, _ in self._held) > 4 * most:
             labels, scores, weights = self._all_held()
@@ -271,7 +271,7 @@ class Scores:
         return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
-        """Say which examples are true; if all are of one kind, the order is irrelevant."""
+        """Return which examples are true; if all are of one kind, the order is irrelevant."""
         yes: npt.NDArray[np.bool_]
         yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
         both = self._ranked or (weights[yes].any() and weights[~yes].any())

@@ -1,10 +1,9 @@
 """The 95 % interval of a metric from its standard error, on a scale that respects its bounds.
 
-A share never leaves 0 to 1, an error never falls below 0, and an explained variance never exceeds
-1: shares use the log-odds scale, errors the log scale, both with quantiles of t. Examples of one
-kind, such as a few positive ones, may all be equal, so that the standard error is 0: a share
-`unseen` of other examples may still exist (Wilson 1927, no hit among n), and an interval always
-reaches to the metric with them.
+A share stays within 0 to 1, an error is at least 0, and an explained variance is at most 1. Shares
+use the log-odds scale and errors the log scale, both with quantiles of t. If all examples of one
+kind are equal, such as a few positive ones, the standard error is 0. Other examples may still
+exist: a share `unseen` (Wilson 1927, no hit among n). Each interval includes the metric with them.
 
 `count` is the effective number of examples (Kish 1965, section 11.7).
 """
@@ -59,7 +58,7 @@ def share_interval(share: float, count: float) -> Interval:
 def metric_interval(
     value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)
 ) -> Interval:
-    """Return the interval of a metric from 0 to 1; unseen examples have a metric in `unseen`."""
+    """Return the interval of a metric from 0 to 1; `unseen` has the metrics of unseen examples."""
     if not count > 1:
         return [0.0, 1.0]
     ends = [value]
@@ -92,7 +91,7 @@ def below_one(value: float, error: float, count: float) -> Interval | None:
 def mean_interval(values: Floats, ends: Sequence[Floats], inflation: float) -> Interval:
     """Return the interval of a mean of values from 0 to 1 (Zou and Donner 2008).
 
-    Squared distances of the ends from the values are added; `inflation` corrects their sum for
+    It adds the squared distances of the ends from the values; `inflation` corrects the sum for
     dependent values.
     """
     low, high = (

@@ -1,8 +1,8 @@
 """Sums over weighted examples, for metrics and their standard errors.
 
 Moments       for metrics that are means of example values
-Groups        for metrics that are functions of sums: examples are dealt to groups, and the
-              metric is recomputed without each of them (the jackknife; Quenouille 1949)
+Groups        for metrics that are functions of sums: examples are split into groups, and the
+              metric is recomputed without each group (the jackknife; Quenouille 1949)
 Calibration   for probabilities, by bins
 """
 
@@ -25,10 +25,10 @@ Doubles = npt.NDArray[np.float64]
 
 
 class Moments:
-    """Means of values of the examples, and their standard errors."""
+    """The means of example values, and their standard errors."""
 
     def __init__(self) -> None:
-        """Begin without examples."""
+        """Start without examples."""
         self._near: Any = None
         self._weight = self._squares = 0.0
         self._first = self._squared_first = self._second = np.zeros(0)
@@ -37,7 +37,7 @@ class Moments:
         """Add examples: values [values, n], weights [n]."""
         values, weights = values.astype(np.float64), weights.astype(np.float64)
         if self._near is None:
-            # Squares of values far from 0 would lose their precision.
+            # Squares of values far from 0 would lose precision.
             self._near = values.mean(axis=1)
             self._first = self._squared_first = self._second = np.zeros(len(values))
         centred, squares = values - self._near[:, np.newaxis], weights**2
@@ -62,10 +62,10 @@ class Moments:
 
 
 class Groups:
-    """Sums of the examples by group; examples are dealt to the groups in turn."""
+    """Sums of the examples by group; the groups receive the examples in turn."""
 
     def __init__(self, size: int) -> None:
-        """Begin without examples; each has `size` numbers, of which the first is the weight."""
+        """Start without examples; an example is `size` numbers, the first of them its weight."""
         groups = int(np.clip(_NUMBERS // size, _FEWEST_GROUPS, _MOST_GROUPS))
         self._sums, self._next = np.zeros((groups, size)), 0
 
@@ -98,7 +98,7 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        """Begin without examples."""
+        """Start without examples."""
         self._sums = np.zeros((4, BINS))
 
     def add(self, true: Any, sure: Floats, weights: Floats) -> None:
@@ -119,7 +119,7 @@ class Calibration:
     def interval(self) -> Interval:
         """Return the interval of the mean, from those of the shares in the bins.
 
-        Bins that deviate within chance do not raise the lower end.
+        Bins that deviate by chance do not raise the lower end.
         """
         weight, sure, true, squares = self._bins()
         shares, away, count = weight / weight.sum(), np.abs(sure - true), len(weight)

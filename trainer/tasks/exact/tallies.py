@@ -1,7 +1,7 @@
-"""Accumulators of an evaluation for each kind of task, for all examples or slices.
+"""Accumulators of an evaluation for each kind of task, for all examples or for slices.
 
-Metrics equal scikit-learn's, in double precision, with their intervals. `result` has `metrics` and
-`intervals`, and for several classes `per_class` and `confusion_matrix`.
+The metrics equal scikit-learn's, in double precision, with their intervals. `result` has `metrics`
+and `intervals`, and for several classes `per_class` and `confusion_matrix`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _TWO = 2
 
 
 class OfTwo(Tally):
-    """For one logit: binary labels."""
+    """The metrics of binary labels with one logit."""
 
     def __init__(self, decided: Callable[[Array], Array]) -> None:
-        """Begin without examples; `decided` returns which outputs are taken as positive."""
+        """Start without examples; `decided` returns which outputs count as positive."""
         self._decided = decided
         # Weights and their squares, by label and by decision.
         self._cells = np.zeros((_TWO, _TWO, _TWO))
@@ -48,7 +48,7 @@ class OfTwo(Tally):
         self._scores.add(yes[:, np.newaxis], part.outputs[:, :1], weights)
 
     def condense(self) -> None:
-        """Keep few of the scores."""
+        """Reduce the scores to a few."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -108,10 +108,10 @@ def _f1(jaccard: Any) -> Any:
 
 
 class OfClasses(Tally):
-    """For one logit per class, with one true class."""
+    """The metrics of one true class per example, with one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Begin without examples of these classes."""
+        """Start without examples of these classes."""
         self._labels, count = labels, len(labels)
         # Weights and squared weights of hits, labels and predictions of each class.
         self._counts = np.zeros((2, 3, count))
@@ -135,7 +135,7 @@ class OfClasses(Tally):
         self._scores.add(labels, part.outputs, weights)
 
     def condense(self) -> None:
-        """Keep few of the scores."""
+        """Reduce the scores to a few."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
 
     `counts` [2, hits labels predictions, classes] are sums of weights and of squared weights. The
     variance of a mean gives the effective number of examples of one class, for Wilson's interval
-    (Kott and Carr 1997). An error lowers F1 of two classes at once.
+    (Kott and Carr 1997). One error lowers the F1 of two classes.
     """
     some = counts[:, :, (counts[0, 1] + counts[0, 2]) > 0]
     right, true, taken = some.transpose(1, 0, 2)
@@ -188,7 +188,7 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
         smooth = np.where(count > 0, intervals.middle(shares, count), 0)
         variance = _divide(smooth * (1 - smooth), count)
         if name == "f1":
-            # It increases with the share of hits among examples that are true or predicted.
+            # The mean increases with the share of hits among examples that are true or predicted.
             variance *= (1 + shares) * (2 / (1 + smooth) ** 2) ** 2
             shares, smooth = _f1(shares), _f1(smooth)
         for average, each in weigh.items():
@@ -199,16 +199,16 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
             low, high = intervals.share_interval(mean, effective)
-            # A class without predictions may have any precision.
+            # The precision of a class without predictions may be any number.
             found[f"{average}_{name}"] = [low, min(high + float(each @ (count == 0)), 1.0)]
     return {name: found[name] for name in metrics.AVERAGES}
 
 
 class OfLabels(Tally):
-    """For one logit per class, with any number of true classes."""
+    """The metrics of any number of true classes per example, with one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Begin without examples of these classes."""
+        """Start without examples of these classes."""
         self._labels, self._scores, self._calibration = labels, Scores(len(labels)), Calibration()
         self._groups = Groups(3 + 3 * len(labels))
         self._weight = np.zeros(2)
@@ -231,7 +231,7 @@ class OfLabels(Tally):
         self._loss.add(losses[np.newaxis], weights)
 
     def condense(self) -> None:
-        """Keep few of the scores."""
+        """Reduce the scores to a few."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -285,10 +285,10 @@ def _divide(part: Any, whole: Any) -> Any:
 
 
 class OfPlaces(Tally):
-    """For one logit per class at each position; labels below 0 do not count."""
+    """The metrics of positions, with one logit per class; labels below 0 do not count."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Begin without examples of these classes."""
+        """Start without examples of these classes."""
         self._labels, classes = labels, len(labels)
         self._groups, self._weight = Groups(2 + 3 * classes), np.zeros(2)
         self._matrix = np.zeros((classes, classes))
@@ -353,10 +353,10 @@ def _measure_places(sums: Doubles) -> Doubles:
 
 
 class OfNumbers(Tally):
-    """For one or several numbers; `scale` is the label's unit in units of the loss."""
+    """The metrics of one or several numbers; `scale` is the label's unit in units of the loss."""
 
     def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:
-        """Begin without examples; `predicted` converts outputs to the label's units."""
+        """Start without examples; `predicted` converts outputs to the label's units."""
         self._predicted, self._scale, self._near = predicted, scale, np.zeros(0)
         self._means, self._groups = Moments(), Groups(1 + 3 * numbers)
 
@@ -369,7 +369,7 @@ class OfNumbers(Tally):
         )
         away = self._predicted(outputs) - true
         if not len(self._near):
-            # Squares of values far from 0 would lose their precision.
+            # Squares of values far from 0 would lose precision.
             self._near = true.mean(axis=0)
         centred = true - self._near
         self._means.add(np.stack([np.abs(away).mean(axis=1), (away**2).mean(axis=1)]), weights)

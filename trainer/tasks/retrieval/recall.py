@@ -25,14 +25,14 @@ import numpy.typing as npt
 
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Scores in memory, with about as many bytes for their order: 64 MiB each.
+# The number of scores in memory: 64 MiB, and about as many bytes for their order.
 _AT_ONCE = 1 << 24
 Places = npt.NDArray[np.int64]
 
 
 @dataclass
 class Vectors:
-    """The vector of each id: that of its first example."""
+    """The vector of each id, taken from its first example."""
 
     _ids: list[Array] = field(default_factory=list)
     _vectors: list[Floats] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Search:
     """Collects users, items and taken pairs; stores each vector and each taken pair once."""
 
     def __init__(self) -> None:
-        """Begin without examples."""
+        """Start without examples."""
         self._users, self._items = Vectors(), Vectors()
         self._taken: list[tuple[Array, Array]] = []
         self._weights: list[tuple[Array, Array, Array]] = []
@@ -99,7 +99,7 @@ class Search:
     def recalls(self, numbers: Sequence[int], at_once: int = _AT_ONCE) -> dict[int, Floats]:
         """Return the recall at each number, for each user with a taken item [users].
 
-        Numbers above that of the candidates are left out. About `at_once` scores are in memory.
+        Numbers above the number of candidates are left out. About `at_once` scores are in memory.
         """
         users, of_users = self._users.all()
         items, of_items = self._items.all()
@@ -131,7 +131,7 @@ class Search:
 def _share_found(scores: Floats, number: int, rows: Places, own: Floats) -> Floats:
     """Return the probability [n] that own scores [n] are among the best `number` of their row.
 
-    This function permutes the scores in place.
+    The function permutes the scores in place.
     """
     place = scores.shape[1] - number
     scores.partition(place, axis=1)

@@ -43,7 +43,7 @@ NUMBERS = (10, 100)
 
 
 class OfLogit(keras.losses.BinaryCrossentropy):
-    """A Keras loss of the first column of the outputs."""
+    """A Keras loss on the first column of the outputs."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Return the loss [n]."""
@@ -107,7 +107,7 @@ class Recommendation(Ranking):
         return np.concatenate([logit, answers["user_vector"], answers["item_vector"]], axis=1)
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse an output that is not a logit and two vectors of one size."""
+        """Refuse an output other than a logit and two vectors of one size."""
         super().check_output(output, last)
         width = output.shape[-1]
         if width is None or width < 3 or width % 2 == 0:  # noqa: PLR2004
@@ -118,7 +118,7 @@ class Recommendation(Ranking):
 
     @property
     def learns(self) -> tuple[str, ...]:
-        """The label and item of training examples."""
+        """The label and the item of training examples."""
         return (self.target.name, self._item)
 
     def learn(self, training: Iterable[Mapping[str, Array]]) -> None:
@@ -127,7 +127,7 @@ class Recommendation(Ranking):
             self._taken.update(batch[self._item][batch[self.target.name].astype(bool)].tolist())
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Add the most popular items of training."""
+        """Add the most popular training items."""
         logits = super().constants(examples)
         width = next(iter(examples.parts())).outputs.shape[1] - 1
         found = [each._replace(outputs=np.pad(each.outputs, (0, width))) for each in logits]
@@ -181,7 +181,7 @@ class Recommendation(Ranking):
         search.add(users, items, part.labels.astype(bool), *vectors, weights)
 
     def recalls(self, search: Search) -> dict[str, Queries]:
-        """Return the recalls of a search, without numbers above that of the candidates."""
+        """Return the recalls of a search for numbers up to that of the candidates."""
         weights, found = search.weights, search.recalls(self._numbers)
         return {_name_recall(each): Queries(values, weights) for each, values in found.items()}
 
@@ -200,7 +200,7 @@ class _OfSearch(Tally):
     def result(self) -> dict[str, Any]:
         found = self._ranking.result()
         recalls = self._task.recalls(self._search)
-        # An undefined metric is left out.
+        # Leave out an undefined metric.
         found["metrics"] |= dict.fromkeys(self._task.recall_names)
         for name, each in recalls.items():
             if len(each.values):
