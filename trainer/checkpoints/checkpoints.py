@@ -45,7 +45,7 @@ from flotilla.trainer.runtime.errors import (
 )
 from flotilla.trainer.storage.errors import report_errors
 
-# Prefixes of variables that may be missing in a checkpoint of another configuration.
+# Prefixes of variables that a checkpoint of another configuration may lack.
 _OPTIONAL = (AVERAGE, LOSS_SCALE)
 _NUMBER = re.compile(r"-\d+$")
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class RestoredCheckpoint:
     Attributes:
         folder: its files on this machine.
         fields: the fields of its manifest.
-        apart: whether each server fetches its values, which the folder then does not contain.
+        apart: whether each server fetches its own values, which the folder then lacks.
     """
 
     uri: str
@@ -73,15 +73,14 @@ class Checkpoints:
 
     lease = NoLease()
     learnt = NOTHING
-    #: The positive class of each output that has one; checkpoints are trained for these.
+    #: The positive class of each output that has one; the checkpoints belong to these classes.
     positive: Any = None
     #: Raises if the run may not continue from a checkpoint.
     require_fit: Callable[[RestoredCheckpoint], None] = staticmethod(lambda _: None)
-    #: The URI of the dataset.
     dataset = ""
     #: The saver of parts, if servers write and read their own variables.
     parts: PartSaver | None = None
-    #: The newest published global step that is known; -1 if none.
+    #: The newest published global step that is known; -1 if there is none.
     published_step = -1
 
     def __init__(  # noqa: PLR0913
@@ -97,7 +96,7 @@ class Checkpoints:
         """Keep checkpoints below `uri` according to `Retention`; copies go to `scratch`.
 
         `fingerprint` identifies the dataset: no attempt may continue with other data, because its
-        training examples may be test examples now. `awaited`: an evaluator runs.
+        training examples may now be test examples. `awaited`: an evaluator runs.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -115,8 +114,8 @@ class Checkpoints:
     def newest(self) -> RestoredCheckpoint | None:
         """Fetch the newest valid checkpoint; log each newer one that is skipped, and why.
 
-        Raises `UserError` for other data, and for errors such as a full disk: a fresh start would
-        discard a good checkpoint.
+        Raises `UserError` for other data, and for errors such as a full disk, after which a new
+        start would discard a good checkpoint.
         """
         for uri, step in reversed(self._candidates()):
             folder = self.scratch / "restored"
@@ -156,12 +155,12 @@ class Checkpoints:
         return True
 
     def newest_step(self) -> int:
-        """Return the global step of the newest checkpoint, valid or not; -1 if none."""
+        """Return the global step of the newest checkpoint, even if invalid; -1 if none."""
         return max((step for _, step in self._candidates()), default=-1)
 
     @property
     def servers(self) -> PartServers | None:
-        """The servers, if they read their own parts."""
+        """The servers, if they read their own variables."""
         return self.parts.servers if self.parts else None
 
     def enable_parts(self, servers: PartServers, least: int) -> None:
@@ -173,7 +172,7 @@ class Checkpoints:
         return read_validations(self.uri)
 
     def prepare(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> None:
-        """Do once, before training, the slow preparation of the first save of these variables."""
+        """Run the slow preparation of the first save of these variables once, before training."""
         if self.parts and self.parts.takes(variables):
             self.parts.get_layout(variables)
         else:
@@ -196,7 +195,7 @@ class Checkpoints:
             else:
                 self._save(uri, variables, io_device, own, files)
         self.last = uri
-        # The seconds for which training was paused.
+        # The seconds of the pause in training.
         pause = round(time.monotonic() - began, 4)
         events.emit(events.Saved(uri=uri, global_step=step, seconds=pause))
         return uri
@@ -223,7 +222,7 @@ class Checkpoints:
             self._publish(Path(folder), uri, {**fields, "variables": to_field(stored)})
 
     def prepare_publication(self) -> None:
-        """Raise if this process may not publish any more."""
+        """Raise if this process must not publish any more."""
         self.lease.check()
 
     def not_finite(self, path: str, step: int) -> UserError:
@@ -232,7 +231,7 @@ class Checkpoints:
         return UserError(describe_divergence(f"{path} is not finite", step, last))
 
     def require(self) -> None:
-        """Raise if the lease is known to be lost, or a save by parts has failed."""
+        """Raise if the lease is known to be lost, or if a save by parts failed."""
         self.lease.require()
         if self.parts:
             self.parts.require()
@@ -241,7 +240,7 @@ class Checkpoints:
         """Emit that a checkpoint was published, and delete the ones that retention drops."""
         self.published_step = step
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
-        # Later ones were skipped as unreadable; retention must not prefer them to readable ones.
+        # Later ones were unreadable, and retention must prefer readable ones.
         readable = [each for each in read_index(self.uri) if each.global_step <= step]
         for old in self._retention.list_outdated(readable):
             storage.delete(old)
@@ -257,14 +256,15 @@ class Checkpoints:
         return RowFile(storage.join(self.uri, HISTORY_FILE), self._require_lease)
 
     def _require_lease(self) -> None:
-        # The lease is acquired only after the file object is created.
+        # The lease does not exist yet when the file object is created.
         self.lease.require()
 
     @contextmanager
     def flush_at_end(self) -> Iterator[None]:
-        """Wait at the end of the block until everything saved is published; raises `UserError`.
+        """Wait at the end of the block until all saves are published; raises `UserError`.
 
-        After a `ClusterLostError` it does not wait: the next attempt finds the unpublished files.
+        After a `ClusterLostError` it does not wait, because the next attempt finds the unpublished
+        files.
         """
         try:
             yield
@@ -282,7 +282,7 @@ class Checkpoints:
         self.flush()
 
     def flush(self) -> None:
-        """Wait until everything saved is published; raises `UserError`."""
+        """Wait until all saves are published; raises `UserError`."""
         (self.parts or self.uploads).flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
@@ -307,8 +307,8 @@ def restore(
 ) -> None:
     """Assign the checkpoint's values to `variables`; raises `UserError` if they do not fit.
 
-    If the values are `apart`, the `servers` assign them. Optional variables may be missing from the
-    checkpoint; they keep their values.
+    If the values are `apart`, the `servers` assign them. Optional variables that the checkpoint
+    lacks keep their values.
     """
     try:
         layout = Layout.read(found.folder / PREFIX)
@@ -343,7 +343,7 @@ def uncut(there: Collection[str], here: Collection[str]) -> str:
 
 
 def two_for_one(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
-    """Return the setting for a checkpoint with an output for each of two classes; else empty."""
+    """Return the setting for a checkpoint with one output for each of two classes; else empty."""
     if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
         return ""
     return "; two classes share one logit now: set task.name: classification for one logit each"
@@ -354,9 +354,9 @@ def select_resumed(
 ) -> dict[str, tf.Variable]:
     """Return the variables that a resumed run restores.
 
-    New averages and a new loss scale begin with this attempt. With another `training.freeze`, a
-    variable that was frozen has no slots in the checkpoint and gets new ones; so do slots whose
-    paths differ only by a number (those of Adafactor), since the number then refers to another
+    New averages and a new loss scale start with this attempt. If `training.freeze` has changed, a
+    variable that was frozen has no slots in the checkpoint and gets new ones. So do slots whose
+    paths differ only by a number (those of Adafactor), because the number may now mean another
     variable.
     """
     if any(path.startswith(_OPTIONAL) for path in variables):
@@ -386,7 +386,7 @@ def select_resumed(
 
 
 def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
-    """Return the shapes of all variables in a checkpoint by path."""
+    """Return the shape of each variable in a checkpoint by path."""
     return dict(Layout.read(found.folder / PREFIX).shapes)
 
 

@@ -13,11 +13,11 @@ from flotilla.trainer.checkpoints.index import newest_checkpoint, read_checkpoin
 from flotilla.trainer.runtime.json_records import parse_record
 
 PREFIX = "variables"
-# The manifest field that maps each server that was lost since the previous checkpoint to the paths
-# of its variables and the global step that their values went back to.
+# The manifest field with the variables of servers that were lost since the previous checkpoint: by
+# server, the paths and the global step to which the values were reset.
 RECOVERED = "recovered"
 INDEX_FILE = f"{PREFIX}.index"
-# TensorFlow's escape sequences for paths in the keys of a checkpoint.
+# TensorFlow's escape sequences for paths in checkpoint keys.
 _ESCAPED = {"..": ".", ".S": "/"}
 _ROOT = "variables/"
 _MOST_NUMBERS = 1 << 60
@@ -25,7 +25,7 @@ _MOST_NUMBERS = 1 << 60
 
 @dataclass(frozen=True, kw_only=True)
 class StoredVariable:
-    """A variable in a checkpoint: TensorFlow's dtype name, its shape, and its part."""
+    """A variable in a checkpoint: the name of its dtype in TensorFlow, its shape, and its part."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Contents:
 
 
 def data_file(part: int, of: int) -> str:
-    """Return the path of the data of one part, as TensorFlow names it."""
+    """Return the path of the data of one part, under TensorFlow's name."""
     return f"{PREFIX}.data-{part:05d}-of-{of:05d}"
 
 
@@ -113,7 +113,7 @@ def read_field(fields: Mapping[str, Any]) -> dict[str, StoredVariable]:
 
 
 def find_parts(variables: Mapping[str, StoredVariable], paths: Iterable[str]) -> set[int] | None:
-    """Return the parts that hold these paths; None if a path is not known."""
+    """Return the parts that hold these paths; None if a path is unknown."""
     numbers = {variables[path].part if path in variables else None for path in paths}
     return None if None in numbers else {each for each in numbers if each is not None}
 

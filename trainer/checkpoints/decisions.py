@@ -14,8 +14,8 @@ from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.report.wording import spell_metric
 from flotilla.trainer.runtime.errors import UserError
 
-# The number of unmeasured checkpoints to keep for an evaluator, so that one that never measures
-# cannot fill the disk.
+# The number of unmeasured checkpoints to keep for an evaluator; without a limit, an evaluator that
+# never measures would fill the disk.
 MAX_AWAITED = 10
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveInterval(Interval):
-    """When to save a checkpoint: by steps, and after a number of seconds; 0 means never."""
+    """When to save a checkpoint: after a number of steps or of seconds; 0 means never."""
 
     seconds: float = 0.0
 
@@ -64,8 +64,8 @@ class Retention:
     """Which checkpoints to keep: the newest, the best, and the newest unmeasured ones.
 
     Attributes:
-        every_hours: also keep the first checkpoint, and the first one of each further interval
-            after a kept one; 0 means none.
+        every_hours: also keep the first checkpoint, and after each kept one the first that is this
+            much later; 0 means none.
     """
 
     newest: int
@@ -73,7 +73,7 @@ class Retention:
     every_hours: float = 0.0
 
     def list_outdated(self, found: Sequence[IndexEntry]) -> list[str]:
-        """Return the URIs that may be deleted, of all published checkpoints, oldest first."""
+        """Return the URIs that may be deleted among all published checkpoints, oldest first."""
         unmeasured = [each for each in found if not each.validation] if self.unmeasured else []
         kept = [
             *found[-self.newest :],
@@ -96,14 +96,14 @@ class Retention:
 def best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
     """Return the measured checkpoints, best first; see `MainMetric.order`.
 
-    Of two equal ones the earlier is first.
+    The earlier one of two equal checkpoints comes first.
     """
     measured = [each for each in found if each.validation]
     return sorted(measured, key=lambda each: each.main.order(each.validation))
 
 
 def _explain_best(best: IndexEntry) -> tuple[str, str]:
-    """Return the metric that selected the best one, and why it is not the main metric."""
+    """Return the metric that selected the best checkpoint, and why it is not the main metric."""
     by, main = best.by, best.main
     why = "" if by == main else f": a validation does not measure {spell_metric(main.name)}"
     return f"best by validation {spell_metric(by.name)}", why
@@ -115,10 +115,10 @@ class SelectedCheckpoint:
 
     Attributes:
         trained: the global step of the last checkpoint.
-        why: why it was selected, in a few words.
+        why: the reason for the selection, in a few words.
         fields: the fields of its manifest.
         validation: the metrics of its validation.
-        best: the best by validation, valid or not; None if none was measured.
+        best: the best one by validation, even if invalid; None if none was measured.
     """
 
     uri: str
@@ -133,17 +133,18 @@ class SelectedCheckpoint:
 def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedCheckpoint:
     """Return the selected checkpoint below `uri`, and emit which one it is.
 
-    With `choice` "best" it is the best valid checkpoint by the main metric of the validations, or
-    the last if none was measured after training began; otherwise the last, and `choice` may say why
-    in words. Raises `UserError` if
-    there is none, or if the last one is damaged. `main_metric` is for a finished run that was
-    resumed with another main metric.
+    If `choice` is "best", it is the best valid checkpoint by the main metric of the validations, or
+    the last one if none was measured after training began. Otherwise it is the last one, and
+    `choice` may be the reason in words. `main_metric` is for a finished run that was resumed with
+    another main metric.
+
+    Raises `UserError` if there is none, or if the last one is damaged.
     """
     found = read_index(uri, main_metric)
     if not found:
         raise none_below(uri)
     ranked = best_first(found) if choice == "best" else []
-    # A slow evaluator may have measured only the weights from before training.
+    # A slow evaluator may have measured only the initial weights.
     if found[-1].global_step and not any(each.global_step for each in ranked):
         ranked = []
     damaged = ""
@@ -164,8 +165,8 @@ def select_checkpoint(uri: str, choice: str, main_metric: str = "") -> SelectedC
 def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpoint | None:
     """Return the last checkpoint of a user's own program, and emit which one it is.
 
-    With `needs_model` it is the last one that has a model; raises `UserError` if there is none.
-    Otherwise it is None for a program that has written no checkpoint.
+    With `needs_model`, it is the last one with a model, or `UserError` is raised. Otherwise it is
+    None if the program wrote no checkpoint.
     """
     found = read_index(uri)
     for entry in reversed(found):
@@ -184,7 +185,7 @@ def select_program_checkpoint(uri: str, *, needs_model: bool) -> SelectedCheckpo
 
 def _select(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> SelectedCheckpoint:
     read_checkpoint(entry.uri)
-    # The checkpoint may have been damaged since its publication.
+    # The checkpoint may have been damaged after its publication.
     fields = storage.verify(entry.uri).fields
     step, trained = entry.global_step, found[-1].global_step
     events.emit(events.HandedOn(uri=entry.uri, global_step=step, trained=trained, why=why))

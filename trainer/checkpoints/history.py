@@ -1,10 +1,12 @@
-"""The history of a run as rows, one JSON object a line, next to its checkpoints.
+"""The history of a run: rows, as one JSON object per line, next to the checkpoints.
 
-The chief writes `history.jsonl`, one row per inner loop. A new attempt drops the rows after its
-checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint; of two rows of a step
-the later one counts. In an object store the rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and
-so on, and only the last segment is rewritten: the written bytes grow linearly with the rows, not
-quadratically. Readers skip lines that are not rows, such as a line that a kill has truncated.
+The chief writes `history.jsonl`, one row per inner loop; a new attempt drops the rows after its
+checkpoint. The evaluator writes `validation.jsonl`, one row per checkpoint; of two rows of a step,
+the later one counts.
+
+In an object store, rows are in segments, `NAME.jsonl`, `NAME.2.jsonl` and so on. Only the last
+segment is rewritten, so that the written bytes grow linearly with the rows and not quadratically.
+Readers skip damaged lines, such as a line that a killed process has truncated.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"
 SEGMENT_BYTES = 1 << 20
 _SUFFIX = ".jsonl"
-# Maximum number of damaged lines in one warning.
+# The maximum number of damaged lines in a warning.
 _MOST_NAMED = 5
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class History:
         if self._begun:
             self._file.append(row)
             return
-        # Rows after the checkpoint and damaged lines are removed.
+        # This removes rows after the checkpoint and damaged lines.
         self._file.begin(self.rows)
         self._begun = True
 
@@ -91,13 +93,13 @@ class Validations:
     """The validation rows of one run by global step."""
 
     def __init__(self, uri: str) -> None:
-        """Read the rows below the checkpoints' `uri`, to append to them."""
+        """Read the rows below the checkpoints' `uri`; `add` appends to them."""
         self._file = row_file(storage.join(uri, VALIDATIONS_FILE))
         self._begun = False
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Return whether this very checkpoint was measured."""
+        """Return whether this checkpoint, and not an earlier one of its step, was measured."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 
@@ -181,7 +183,7 @@ class RowFile:
     """A writer of a file of rows in a file system; it calls `require` before each write."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
-        """Store the arguments; nothing is written."""
+        """Store the arguments, and write nothing."""
         self._uri = uri
         self._require = require
 
@@ -200,18 +202,18 @@ class RowFile:
 
 
 class SegmentedRowFile(RowFile):
-    """A writer of a file of rows in an object store; any thread may call `upload`."""
+    """A writer of a file of rows in an object store; each thread may call `upload`."""
 
     def __init__(self, uri: str, require: Callable[[], None] = lambda: None) -> None:
-        """Store the arguments; no request is sent."""
+        """Store the arguments, and send no request."""
         super().__init__(uri, require)
         self._mutex = threading.Lock()
-        # The segments that are not written yet, by number; the last one is still growing.
+        # The unwritten segments by number; only the last one grows.
         self._open: dict[int, bytearray] = {}
         self._is_new = False
 
     def begin(self, rows: Iterable[Row]) -> None:
-        """Replace all rows with the next upload."""
+        """Replace all rows at the next upload."""
         self._require()
         with self._mutex:
             self._open, self._is_new = {1: bytearray()}, True
@@ -219,7 +221,7 @@ class SegmentedRowFile(RowFile):
                 self._add(row)
 
     def append(self, row: Row) -> None:
-        """Append one row with the next upload, after the rows of `begin`."""
+        """Append one row at the next upload, after the rows of `begin`."""
         self._require()
         with self._mutex:
             self._add(row)
@@ -231,7 +233,7 @@ class SegmentedRowFile(RowFile):
             self._open[last + 1] = bytearray()
 
     def upload(self) -> None:
-        """Write the changed segments, and delete those of an earlier attempt."""
+        """Write the changed segments, and delete those of earlier attempts."""
         with self._mutex:
             segments = {number: bytes(data) for number, data in self._open.items()}
             is_new = self._is_new
@@ -240,13 +242,13 @@ class SegmentedRowFile(RowFile):
         self._require()
         last = max(segments)
         if is_new:
-            # The last segment may have no row yet, and is then not written.
+            # A last segment without rows is not written.
             self._delete_segments(max((each for each in segments if segments[each]), default=1))
         for number, data in segments.items():
             if data or number == 1:
                 storage.write_bytes(_segment(self._uri, number), data)
             with self._mutex:
-                # Keep it if `begin` has replaced it meanwhile.
+                # Keep it if `begin` has replaced it during the upload.
                 if number < last and bytes(self._open.get(number, b"")) == data:
                     del self._open[number]
         with self._mutex:
@@ -258,7 +260,8 @@ class SegmentedRowFile(RowFile):
         found = [
             re.fullmatch(rf"{re.escape(stem)}\.([0-9]+){re.escape(_SUFFIX)}", n) for n in names
         ]
-        # Delete the highest first, so that a kill leaves no gap that hides later segments.
+        # Delete the highest segment first: otherwise a kill may leave a gap that hides later
+        # segments.
         for number in sorted((int(each[1]) for each in found if each), reverse=True):
             if number > last:
                 storage.delete(_segment(self._uri, number))

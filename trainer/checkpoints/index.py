@@ -1,6 +1,6 @@
 """The published checkpoints of a run, and the dataset statistics that belong to their weights.
 
-An embedding has a row for each number of a vocabulary, so weights need their own vocabulary.
+An embedding has a row for each number of a vocabulary, so that weights need their own vocabulary.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
             found.append((at, step, manifest))
         else:
             log.warning("skipped: the manifest of %s has no global step", at)
-    # A program's model is published at the step of an earlier checkpoint.
+    # A program's model may be published at the step of an earlier checkpoint.
     return sorted(found, key=lambda each: (each[1], each[2].created_at))
 
 
 def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
-    """Raise `ConfigError` if a run without checkpoints needs initial weights that are missing."""
+    """Raise `ConfigError` if a new run needs initial weights that are missing."""
     if not list_checkpoints(uri):
         require_weights(value)
 
 
 def require_weights(value: str | Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if the initial weights are missing; `UserError` of the store."""
+    """Raise `ConfigError` if the initial weights are missing, or a `UserError` of the store."""
     source = initial_weights(value).source
     if source in ("", CHAMPION):
         return
@@ -100,7 +100,7 @@ class IndexEntry:
     """A published checkpoint, and its validation metrics, empty if it was not measured.
 
     Attributes:
-        main: the metric by which the run selects.
+        main: the metric by which the run selects checkpoints.
     """
 
     uri: str
@@ -116,19 +116,19 @@ class IndexEntry:
 
     @property
     def by(self) -> MainMetric:
-        """The metric that compares checkpoints: the main metric, or the loss without one."""
+        """The metric that compares checkpoints: the main metric, or the loss if that is missing."""
         return self.main if self.main.column in self.validation else BY_LOSS
 
 
 def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first.
 
-    `main_metric` compares them; by default the one that the newest checkpoint names.
+    `main_metric` compares them; by default, the newest checkpoint names it.
     """
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     there = _readable(uri)
     said = [each.fields for _, _, each in there if each.fields.get("main_metric")]
-    # A run may have been resumed with another metric, or begun before manifests named it.
+    # A run may have been resumed with another metric, or started before manifests had one.
     own = {"main_metric": main_metric} if main_metric else {}
     main = MainMetric.of({**said[-1], **own}) if said else BY_LOSS
     found = []
@@ -158,7 +158,7 @@ def _validation(measured: Any) -> dict[str, float]:
 def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
     """Publish a checkpoint, replacing an unreadable one at the same step."""
     if storage.is_published(uri):
-        # The checkpoint is not valid, since a valid one would have been resumed.
+        # The checkpoint is invalid, because a valid one would have been resumed.
         storage.delete(uri)
     storage.publish(folder, uri, kind=KIND, fields=fields)
 
@@ -174,7 +174,7 @@ def learnt_of_checkpoint(uri: str, dataset: str) -> Learnt:
 
 
 def learnt_of_run(checkpoints: str, training: TrainingConfig, dataset: str) -> Learnt:
-    """Return the statistics for the model of a run: those of its weights or of the dataset."""
+    """Return the statistics for a run's model: those of its initial weights or of the dataset."""
     return Learnt(lambda: _first([*_list_own(checkpoints, training), dataset]))
 
 
@@ -185,12 +185,11 @@ def _list_own(checkpoints: str, training: TrainingConfig) -> list[str]:
 
 
 def _first(uris: Sequence[str]) -> tuple[bytes, str]:
-    """Return the first existing statistics; the last URI, the dataset, must have some."""
+    """Return the first existing statistics; the last URI is the dataset, which must have some."""
     *before, dataset = uris
     for uri in before:
         try:
             return storage.read_file(uri, FILE), uri
-        # A resumed run skips damaged checkpoints too.
         except (storage.Missing, storage.NotPublished, storage.Corrupt, storage.UnknownSchema):
             continue
     return storage.read_file(dataset, FILE), dataset

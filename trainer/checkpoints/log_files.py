@@ -22,7 +22,7 @@ class LogFiles:
         self._has_failed = False
 
     def upload(self) -> None:
-        """Upload the files that have grown; a failure is logged once and does not end training."""
+        """Upload the files that have grown; log a failure once, and continue."""
         try:
             for path in sorted(self.folder.rglob("*")):
                 if not path.is_file() or self._uploaded.get(path) == path.stat().st_size:

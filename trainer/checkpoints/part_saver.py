@@ -2,15 +2,16 @@
 
 Values never pass through the chief. A save has three stages, and training waits only for the first:
 
-1. Each server copies its variables in its own memory, as a snapshot. TensorFlow copies variables
-that are looked up by rows at once, and others at their next update. 2. Each server writes its
-snapshot to a file, unless a number is not finite, and frees the snapshot. The next save waits for
-the end of this stage, so that there is only one copy. 3. Each server adds its file to a draft of
-the checkpoint (`flotilla.trainer.checkpoints.part_server`), and the chief merges the indexes and
-commits the draft. Readers do not see the checkpoint before.
+1. Each server copies its variables to its memory, as a snapshot. TensorFlow copies variables with
+row lookups at once, and others at their next update.
+2. Each server writes its snapshot to a file, unless a number is not finite, and frees the snapshot.
+The next save waits for the end of this stage, so that there is only one copy.
+3. Each server adds its file to a draft of the checkpoint
+(`flotilla.trainer.checkpoints.part_server`). The chief merges the indexes and commits the draft.
+Only then do readers see the checkpoint.
 
-The result is a TensorFlow checkpoint with one data file per server, which every reader of
-checkpoints can read.
+The result is a TensorFlow checkpoint with one data file per server, which all readers of
+checkpoints support.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from flotilla.trainer.storage.errors import report_errors
 
 
 class Owner(Protocol):
-    """The interface of a run's checkpoints that parts need."""
+    """The methods of a run's checkpoints that parts need."""
 
     def prepare_publication(self) -> None:
-        """Raise if publication is not allowed; first publish files that must precede it."""
+        """Raise if publication is not allowed; before it, publish files that must come first."""
 
     def note_published(self, uri: str, step: int) -> None:
         """Note that a checkpoint was published."""
@@ -82,7 +83,7 @@ class _Save:
         return int(self.fields["global_step"])
 
     def prefix(self, server: int) -> str:
-        """Return the prefix of a server's files: inside the draft if that is a local folder."""
+        """Return the prefix of a server's files, which is in the draft if that is a local folder."""
         shared = storage.local_path(self.draft)
         name = f"part-{server}"
         return f"{shared}/{name}" if shared else f"{part_server.FOLDER}/{self.token}-{name}"
@@ -102,12 +103,12 @@ class PartSaver:
         self._scratch = scratch
         self._written = threading.Event()
         self._written.set()
-        # Cancelled saves whose parts are not removed yet.
+        # Cancelled saves whose parts still exist.
         self._unwanted: list[_Save] = []
         self._failure: BaseException | None = None
 
     def takes(self, variables: Variables) -> bool:
-        """Return whether variables are saved by parts."""
+        """Return whether these variables are saved by parts."""
         held = {path: each for path, each in variables.items() if find_server(each) is not None}
         return bool(held) and count_bytes(held) >= self.least and self.servers.are_ready()
 
@@ -146,12 +147,12 @@ class PartSaver:
             raise self._failure
 
     def settle(self) -> None:
-        """Wait until the servers have written everything saved, and its publication is queued."""
+        """Wait until the servers have written all saves, and their publication is queued."""
         self._written.wait()
         self.require()
 
     def flush(self) -> None:
-        """Wait until everything saved is published; raises `UserError`."""
+        """Wait until all saves are published; raises `UserError`."""
         try:
             self.settle()
         except ClusterLostError:
@@ -171,7 +172,7 @@ class PartSaver:
             save.snapshot.clear()
             publish, discard = partial(self._publish, save), partial(self._discard, save)
             self._uploads.put("checkpoint", publish, discard)
-        # The training thread raises it later, as if it had saved the checkpoint itself.
+        # The training thread raises it later, as if that thread had saved the checkpoint.
         except BaseException as error:
             self._failure = error
             save.snapshot.clear()
@@ -207,7 +208,7 @@ class PartSaver:
     def _publish(self, save: _Save) -> None:
         self._owner.prepare_publication()
         if not save.replies and storage.is_published(save.uri):
-            # The checkpoint is not valid, since a valid one would have been resumed.
+            # The checkpoint is invalid, because a valid one would have been resumed.
             storage.delete(save.uri)
         side_by_side(save.parts, partial(self._publish_part, save))
         small = self._add_small(save)
@@ -226,7 +227,7 @@ class PartSaver:
             save.replies[server] = self.servers.ask(server, request)
 
     def _add_small(self, save: _Save) -> list[storage.FileEntry]:
-        """Add the files that hold no server's data; they are written on this machine first."""
+        """Write the files without server data on this machine, and add them."""
         with (
             report_errors(f"save {save.uri}"),
             tempfile.TemporaryDirectory(dir=self._scratch) as name,
@@ -238,7 +239,7 @@ class PartSaver:
             return [storage.add_file(save.draft, at, at.name) for at in folder.iterdir()]
 
     def _discard(self, save: _Save) -> None:
-        """Remove the parts of a save, and remaining parts of earlier saves."""
+        """Remove the parts of a save, and the remaining parts of earlier saves."""
         self._unwanted.append(save)
         for each in list(self._unwanted):
             # Another thread may have removed it.

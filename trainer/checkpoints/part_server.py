@@ -1,15 +1,15 @@
 """The parameter server's side of checkpoints by parts: it publishes and fetches its own files.
 
-The graphs of a chief run in the process of a server, in its working directory, but the chief's
-Python code does not. A request that needs a store's client is therefore a file: the chief writes
-`parts/requests/TOKEN.json` by an operation on the server, and reads the reply at
-`parts/replies/TOKEN.json` in the same way. This needs no port and no address: a chief that can run
-graphs on the server can send requests. `parts/ready.json` says that the server answers.
+The graphs of a chief run in the process and the working directory of a server, but the chief's
+Python code does not. A request that needs a store's client is therefore a file: an operation on the
+server writes `parts/requests/TOKEN.json`, and another one reads the reply at
+`parts/replies/TOKEN.json`. This needs no port and no address. `parts/ready.json` says that the
+server answers.
 
-On a full disk a reply may not fit. Then the server writes a shorter one that asks to try again; if
-that does not fit either, it moves the request to the place of the reply, which takes no space. It
-keeps the results of actions that cannot be repeated for the next attempt. If nothing can be
-written, there is no reply: the chief detects this by writing `parts/probe` while it waits.
+On a full disk a reply may not fit. Then the server writes a shorter one that asks to try again. If
+that does not fit either, the server moves the request to the place of the reply, which takes no
+space. It stores the results of actions that cannot be repeated for the next attempt. If nothing can
+be written, there is no reply: while the chief waits, it writes `parts/probe` to detect this.
 
 This module is free of TensorFlow; `flotilla.trainer.checkpoints.part_saver` is the chief's side.
 """
@@ -40,15 +40,14 @@ REQUESTS = f"{FOLDER}/requests"
 REPLIES = f"{FOLDER}/replies"
 PROBE = f"{FOLDER}/probe"
 SUFFIX = ".json"
-# A poll costs one listing of an empty folder.
 POLL_SECONDS = 0.05
-# The number of replies to keep: a chief reads a reply soon.
+# The number of replies to keep; a chief reads each reply soon.
 KEPT_REPLIES = 16
-# The error of a reply that may succeed later.
+# The error of a reply to a request that may succeed later.
 UNWRITTEN = "cannot write its answer"
-# The suffixes of a part's files as a TensorFlow operation writes them.
+# The suffixes of a part's files that a TensorFlow operation writes.
 DATA, INDEX = ".data-00000-of-00001", ".index"
-# The files that are kept from one chief to the next.
+# The files that stay when the chief restarts.
 _OWN = {Path(each).name for each in (READY, REQUESTS, REPLIES)}
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Request:
 
     Attributes:
         action: "begin", "publish", "fetch" or "discard"; see `_ACTIONS`.
-        uri: the draft that a part is added to, or the checkpoint to fetch.
+        uri: the draft that receives a part, or the checkpoint to fetch.
         prefix: the prefix of the files that the server has written, or the folder to fetch into.
         files: the paths to fetch from the checkpoint.
     """
@@ -80,7 +79,7 @@ class Reply:
     """A server's reply.
 
     Attributes:
-        path: the path of the file in the checkpoint; for the next three see `FileEntry`.
+        path: the path of the file in the checkpoint; for the next three fields see `FileEntry`.
         index: the index of the part, in base64.
         transient: whether the request may succeed later.
     """
@@ -115,16 +114,13 @@ class PartServer:
         self._folder = folder.absolute()
         self._task = task
         self._replied: deque[Path] = deque()
-        # The replies that could not be written, of requests that cannot be repeated.
+        # The replies that could not be written, to requests that cannot be repeated.
         self._unwritten: dict[Request, Reply] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
     def start(self) -> bool:
-        """Start the threads, which end with the process or by `stop`.
-
-        Return whether that worked.
-        """
+        """Start the threads, which end with the process or `stop`; return whether this worked."""
         shutil.rmtree(self._folder / FOLDER, ignore_errors=True)
         ready = json.dumps({"task": self._task, "folder": str(self._folder)})
         try:
@@ -164,7 +160,7 @@ class PartServer:
             self._ended.wait(POLL_SECONDS)
 
     def answer_next(self, is_quick: bool | None = None) -> bool:
-        """Answer one complete request of the given kind (waiting for an upload or not).
+        """Answer one complete request of the given kind (with or without an upload).
 
         Return whether there was one.
         """
@@ -198,7 +194,7 @@ class PartServer:
             old.unlink(missing_ok=True)
 
     def _reply(self, path: Path, target: Path, request: Request, reply: Reply) -> None:
-        """Write a reply, or the error that it cannot be written."""
+        """Write a reply, or the error of writing it."""
         try:
             _write(target, reply)
             self._unwritten.pop(request, None)
@@ -243,7 +239,7 @@ def _write(target: Path, reply: Reply) -> None:
         part.write_text(json.dumps(tree_of(reply)), encoding="utf-8")
         os.replace(part, target)
     except OSError:
-        # A partial file would take the space that the next one needs.
+        # A partial file would take space from the next one.
         part.unlink(missing_ok=True)
         raise
 
@@ -267,7 +263,7 @@ def _publish(folder: Path, request: Request) -> Reply:
     # Read it first, because a file can be moved only once.
     data = index.read_bytes()
     entry = storage.add_file(request.uri, Path(f"{prefix}{DATA}"), request.name)
-    # If it cannot be removed now, the next chief lets the server remove it.
+    # If this fails, the next chief lets the server remove it.
     with suppress(OSError):
         index.unlink()
     return Reply(
@@ -286,13 +282,13 @@ def _fetch(folder: Path, request: Request) -> Reply:
 
 
 def _discard(folder: Path, request: Request) -> Reply:
-    """Remove a part that will not be published, or fetched files."""
+    """Remove fetched files, or a part that will not be published."""
     first, *below = Path(request.prefix).parts or ("",)
     if first != FOLDER or not below or ".." in below or below[0] in _OWN:
         raise UserError(f"{request.prefix!r} is not part of a checkpoint: it is not removed")
     at = folder / request.prefix
     shutil.rmtree(at, ignore_errors=True)
-    # TensorFlow gives its unfinished files other suffixes of the prefix.
+    # TensorFlow's unfinished files have other suffixes.
     for path in at.parent.glob(f"{glob.escape(at.name)}.*"):
         path.unlink(missing_ok=True)
     return Reply()

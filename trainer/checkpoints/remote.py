@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: valid on this machine at once, published in the background."""
+"""Checkpoints in an object store: valid locally at once, and published in the background."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class RemoteCheckpoints(Checkpoints):
         return SegmentedRowFile(uri, self._require_lease)
 
     def read_validations(self) -> list[dict[str, Any]]:
-        """Return the validations of the last read, and queue the next read."""
+        """Return the validations of the last read, and queue another read."""
         self.uploads.put("measured", self._refresh_validations)
         return self._measured
 
     def flush(self) -> None:
-        """Wait until everything saved is published, with the history; raises `UserError`."""
+        """Wait until all saves are published, with the history; raises `UserError`."""
         try:
             self.uploads.put("history", self.history.upload)
         finally:
@@ -80,7 +80,7 @@ class RemoteCheckpoints(Checkpoints):
         return sorted([*there, *(here if self._alone else [])], key=lambda pair: pair[1])
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
-        # Pending checkpoints on this machine are resumed from as well.
+        # A run also resumes from pending checkpoints on this machine.
         self.lease.require()
         name = storage.name_of(uri)
         here = storage.join(self._pending, name)
@@ -105,12 +105,12 @@ class RemoteCheckpoints(Checkpoints):
         there = storage.join(self.uri, name)
         try:
             if there in self.passed_over:
-                # An invalid checkpoint may have the same manifest with other data.
+                # An invalid checkpoint may have the same manifest and other data.
                 storage.delete(there)
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):
-            # The pending checkpoint is about to be replaced, and another job may own the run since
-            # the upload.
+            # The pending checkpoint is replaced next, and another job may own the run since the
+            # upload.
             self.lease.check()
             publish_anew(folder, there, manifest.fields)
         self.passed_over.discard(there)
@@ -129,7 +129,7 @@ class RemoteCheckpoints(Checkpoints):
         try:
             self._measured = read_validations(self.uri)
         except UserError as error:
-            # Without validations, training works except for early stopping.
+            # Training works without validations, except for early stopping.
             log.warning("%s", error)
 
     def _upload_logs(self) -> None:

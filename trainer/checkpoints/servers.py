@@ -34,7 +34,7 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.retry import retry_until_deadline
 from flotilla.trainer.strategies.placement import fetch_value, run_on_device, server_device
 
-# Seconds between two polls for a reply, first and last, and until a server is probed.
+# The first and the last pause between two polls for a reply, and the time until a probe.
 FIRST_SECONDS, LAST_SECONDS, PROBE_SECONDS = 0.02, 0.5, 5.0
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class PartServers:
         pause, probed = FIRST_SECONDS, time.monotonic()
         while (data := self._read(server, f"{part_server.REPLIES}/{name}")) is None:
             if time.monotonic() - probed >= PROBE_SECONDS:
-                # A server that cannot write anything cannot report it either.
+                # A server that cannot write cannot report this either.
                 self._write(server, part_server.PROBE, "")
                 probed = time.monotonic()
             time.sleep(pause)
@@ -105,7 +105,7 @@ class PartServers:
         return f"ps-{server} ({os.path.dirname(os.path.join(self._folders.get(server, ''), path))})"
 
     def restore(self, uri: str, layout: Layout, wanted: Variables) -> None:
-        """Assign values of the checkpoint at `uri` on the servers that hold the variables."""
+        """Assign values of the checkpoint at `uri`, on the servers that hold the variables."""
         places = {path: find_server(each) or 0 for path, each in wanted.items()}
 
         def restore_own(server: int) -> None:
@@ -138,7 +138,7 @@ class PartServers:
             return {}
 
     def retry(self, server: int, action: str, path: str, work: Callable[[], Result]) -> Result:
-        """Run `work` on files of a server, and retry while its error may be transient."""
+        """Run `work` on files of a server; retry it while its error may be transient."""
         place = partial(self.place, server, path)
         return retry_until_deadline(place(), partial(_once, server, action, place, work))
 
@@ -158,7 +158,7 @@ class PartServers:
         return self.retry(server, READ, path, read)
 
 
-# A nested function would be kept alive by an error; see `side_by_side`.
+# An error would keep a nested function alive; see `side_by_side`.
 def _once(server: int, action: str, where: Callable[[], str], work: Callable[[], Result]) -> Result:
     with lost(server), run_on_server(server), report_file_errors(action, where):
         return work()
@@ -203,14 +203,10 @@ def lost(server: int) -> Iterator[None]:
 
 
 def merge(parts: list[Reply], folder: Path, servers: PartServers) -> None:
-    """Write a checkpoint's index from the indexes of its parts, without data.
-
-    Raises `UserError`.
-    """
+    """Write a checkpoint's index from those of its parts, without data; raises `UserError`."""
     prefixes = [str(folder / f"part-{number}") for number in range(len(parts))]
     for prefix, reply in zip(prefixes, parts, strict=True):
         Path(f"{prefix}{part_server.INDEX}").write_bytes(base64.b64decode(reply.index))
-        # TensorFlow renames the data files.
         Path(f"{prefix}{part_server.DATA}").touch()
     with report_file_errors(WRITE, lambda: folder), tf.device(servers.io_device):
         tf.raw_ops.MergeV2Checkpoints(

@@ -1,7 +1,7 @@
 """Values of variables in TensorFlow's files (a tensor bundle).
 
-`BundleWriter` writes the same variables many times with one graph: TensorFlow's own checkpoint
-traces a new one for each save, for which training waits.
+`BundleWriter` writes the same variables many times with one graph. TensorFlow's own checkpoint
+traces a new graph for each save, while training waits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from flotilla.trainer.storage.errors import PASSING
 from flotilla.trainer.storage.retry import retry_until_deadline
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
-# Errors of a full disk, a folder without permission, and a file that exceeds a size limit.
+# Errors for a full disk, a folder without permission, and a file above a size limit.
 _UNWRITABLE = (
     tf.errors.ResourceExhaustedError,
     tf.errors.PermissionDeniedError,
     tf.errors.OutOfRangeError,
 )
-# The operating system's reasons, in an error of any type: TensorFlow has no type for a damaged
-# disk. A missing file is left out, as it means a restarted server.
+# The operating system's reasons, which appear in errors of any type, as TensorFlow has no type for
+# a damaged disk. A missing file is not among them, because it means a restarted server.
 _REASONS = {os.strerror(number) for number in errno.errorcode if number != errno.ENOENT}
 _REMEDIES = {
     **{os.strerror(number): "check whether its file system answers there" for number in PASSING},
@@ -50,9 +50,9 @@ Variables = Mapping[str, tf.Variable]
 
 @contextmanager
 def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[None]:
-    """Turn a file error of TensorFlow into a `UserError`; other errors pass.
+    """Convert a file error of TensorFlow to a `UserError`; other errors pass.
 
-    `action` is `WRITE` or `READ`; `where` returns the folder, for the message. A transient error
+    `action` is `WRITE` or `READ`; `where` returns the folder for the message. A transient error
     becomes `storage.Unavailable`.
     """
     try:
@@ -67,7 +67,7 @@ def report_file_errors(action: str, where: Callable[[], object]) -> Iterator[Non
 
 def _reason(error: tf.errors.OpError, action: str) -> str:
     """Return the operating system's reason; empty for an error of another kind."""
-    # The line after the stack trace of the graph is "PATH; REASON".
+    # After the stack trace of the graph, the line is "PATH; REASON".
     last, *_ = error.message.strip().split("\n\n")[-1].splitlines() or [""]
     path, _, reason = last.partition(" [Op:")[0].rpartition("; ")
     is_written = action == WRITE and isinstance(error, _UNWRITABLE)
@@ -96,10 +96,7 @@ class Layout:
         )
 
     def fitting(self, wanted: Variables) -> Variables:
-        """Drop optional variables that are missing in a checkpoint.
-
-        Raises `ValueError` on a mismatch.
-        """
+        """Drop optional variables that a checkpoint lacks; raises `ValueError` on a mismatch."""
         there = {
             path: each for path, each in wanted.items() if path in self.shapes or not may_lack(path)
         }
@@ -128,7 +125,7 @@ def assign(variables: Variables, layout: Layout, prefix: str, io_device: str | N
 
 
 def write(variables: Variables, prefix: Path, io_device: str | None) -> None:
-    """Write a bundle of variables once; raises `UserError` if that fails."""
+    """Write a bundle of variables once; raises `UserError`."""
     retry_until_deadline(
         str(prefix.parent), partial(_write, variables, prefix, io_device, place=prefix.parent)
     )
@@ -173,11 +170,11 @@ class BundleWriter:
         make_layout(variables, io_device, self._scratch)
 
     def read(self, variables: Variables, io_device: str | None) -> Values:
-        """Return the values of variables; nothing may change them until they are written."""
+        """Return the values of variables, which must not change until they are written."""
         return self._get_reader(variables, io_device)()
 
     def write(self, values: Values, prefix: Path, io_device: str | None) -> None:
-        """Write a bundle; raises `UserError` if that fails."""
+        """Write a bundle; raises `UserError`."""
         layout = make_layout(values.by_path, io_device, self._scratch)
         names = [*(layout.keys[path] for path in values.by_path), GRAPH]
 
@@ -200,7 +197,7 @@ class BundleWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """Values by the paths of their variables, and the paths of those that are not finite."""
+    """Values by the paths of their variables, and the paths of values that are not finite."""
 
     by_path: Mapping[str, tf.Tensor]
     not_finite: Sequence[str]
@@ -217,7 +214,7 @@ class _Reader:
         self._read = tf.function(self._reading, autograph=False).get_concrete_function()
 
     def reads(self, variables: Variables, io_device: str | None) -> bool:
-        """Return whether it reads these variables, in this order."""
+        """Return whether the graph reads these variables, in this order."""
         same = [*variables] == [*self._variables] and io_device == self._io_device
         return same and all(self._variables[path] is each for path, each in variables.items())
 
@@ -238,14 +235,14 @@ class _Reader:
                 own = {path: _value(self._variables[path]) for path in paths}
                 finite.append(tf.stack([_is_finite(each) for each in own.values()]))
             values |= own
-        # On a task with a GPU, all values would be copied there.
+        # Otherwise a task with a GPU would copy all values to it.
         with tf.device(self._io_device), tf.device("/device:CPU:0"):
             here = {path: tf.identity(each) for path, each in values.items()}
             return here, [tf.identity(each) for each in finite]
 
 
 def _value(variable: tf.Variable) -> tf.Tensor:
-    # For variables with sparse updates, every other way to read copies the value.
+    # Any other way to read a variable with sparse updates copies the value.
     if isinstance(variable, BaseResourceVariable):
         return variable.read_value_no_copy()
     return tf.convert_to_tensor(variable)

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class _Upload(NamedTuple):
-    """An upload, and a callback for its replacement by a newer one."""
+    """An upload, and the callback for its replacement by a newer one."""
 
     run: Callable[[], None]
     replaced: Callable[[], None]
@@ -37,8 +37,8 @@ class UploadQueue:
     ) -> None:
         """Queue an upload; it replaces a waiting or failed one in the same slot.
 
-        `replaced` of the replaced one is then called, on any thread. Raises `UserError` if an
-        earlier upload failed for a reason that retries cannot fix.
+        Then any thread calls `replaced` of the old upload. Raises `UserError` if an earlier upload
+        failed for a reason that retries cannot fix.
         """
         with self._change:
             self._raise_lasting()

@@ -1,9 +1,10 @@
 """A warm start: a new run that begins with existing weights.
 
-The weights come from a checkpoint, a `.keras` file, or an exported model with one. The global step
-and the optimizer are new; see `docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`.
-Variables are matched by path. Keras omits the name of a model around a layer from some paths: a
-path of a `.keras` file may lack such names or have more of them, if the match stays unique.
+The weights come from a checkpoint, a `.keras` file, or an exported model with such a file. The
+global step and the optimizer are new; see
+`docs/decisions/0026-warm-starts-and-the-selected-checkpoint.md`. Variables are matched by path.
+Keras omits the names of outer models from some paths, so that a path in a `.keras` file may have
+fewer or more leading names if the match is unique.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 _KEY = "training.warm_start"
 _MODEL = "model/"
 _FILE = f"model{KERAS}"
-# The number of skipped variables that a message names.
+# The maximum number of skipped variables in a message.
 _NAMED = 4
 NOT_INCLUDED, EXCLUDED, ABSENT = "not included", "excluded", "absent there"
 NOT_HERE = "not in this model"
@@ -57,7 +58,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The variables of the model that are loaded, and those that are skipped, by reason."""
+    """The variables of the model to load, and those to skip, by reason."""
 
     taken: list[str] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Selection:
         self.left.setdefault(why, []).append(path)
 
     def __str__(self) -> str:
-        """Return a line with the names of some skipped variables."""
+        """Return a line that names some of the skipped variables."""
         plural = "" if len(self.taken) == 1 else "s"
         parts = [f"{len(self.taken)} variable{plural} taken"]
         for why, paths in self.left.items():
@@ -77,7 +78,7 @@ class Selection:
 
 
 def check(value: str | Mapping[str, Any], paths: Sequence[str]) -> None:
-    """Raise `ConfigError` if a glob matches no path of the model's variables."""
+    """Raise `ConfigError` if a glob matches no variable path of the model."""
     weights = initial_weights(value)
     for name, globs in (("include", weights.include), ("exclude", weights.exclude)):
         for glob in globs:
@@ -218,10 +219,10 @@ def _from_keras(source: Source, paths: Sequence[str], io_device: str | None) -> 
     """Convert a Keras model file to a checkpoint with the paths of this model."""
     assert source.file
     try:
-        # The loaded model is needed only for its values.
+        # Only the values of the loaded model are used.
         with tf.device("CPU:0"):
             model = keras_file.read(source.file)
-    # The file and the classes that it names may raise any exception.
+    # The file and the classes in it may raise any exception.
     except Exception as error:
         words = user_code.short_message(error).partition(". ")[0]
         raise ConfigError(

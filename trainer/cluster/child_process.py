@@ -1,7 +1,7 @@
-"""Run a module in a child process: its request, environment, answer and errors.
+"""A module in a child process: its request, environment, answer and errors.
 
-The request is a JSON file, the answer the last line of its output that is a JSON object, and an
-error the last line that begins with `flotilla: `. The child ends with its parent.
+The request is a JSON file. The answer is the last output line that is a JSON object, and an error
+is the last line that begins with `flotilla: `. The child ends with its parent.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ _PREFIX = "flotilla: "
 class ChildError(UserError):
     """The process ended without an answer; the message is its last error line."""
 
-    #: The exit code.
     code = 0
 
 
 class ChildLostError(ChildError):
-    """The process took too long or was killed; its answer is not known."""
+    """The process took too long or was killed; its answer is unknown."""
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child of this process, overridden by `variables`."""
+    """Return the environment of a child of this process; `variables` take precedence."""
     own = {**signals.parent_environment(), **user_code.environment()}
     return {**os.environ, **own, **(variables or {})}
 
@@ -50,7 +49,7 @@ def start(
 
 
 def end(process: subprocess.Popen[Any], seconds: float) -> None:
-    """End a running process by SIGTERM, and by SIGKILL after `seconds`."""
+    """End a running process by SIGTERM, and after `seconds` by SIGKILL."""
     if process.poll() is not None:
         return
     process.terminate()
@@ -72,8 +71,8 @@ def call(  # noqa: PLR0913
 ) -> dict[str, Any]:
     """Return the answer of a module to a request; raises `ChildLostError` or `ChildError`.
 
-    The module gets `OPTION FILE`, the file of the request, and `--workdir DIR`, a temporary folder.
-    It is forked from the fork server of the run if one has loaded the module `loads`.
+    The module gets `OPTION FILE` with the request, and `--workdir DIR`, a temporary folder. If the
+    fork server of the run has loaded the module `loads`, that server forks the process.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-", ignore_cleanup_errors=True) as folder:
         path, log = Path(folder, "request.json"), Path(folder, "output.txt")
@@ -99,7 +98,7 @@ def call(  # noqa: PLR0913
 
 
 def answer(code: int, out: str, errors: str) -> dict[str, Any]:
-    """Return the answer of a process that ended with `code`; raises as `call` does."""
+    """Return the answer of a process that ended with `code`; raises like `call`."""
     if code != DONE:
         raise failure(code, errors)
     last = [line for line in out.splitlines() if line.startswith("{")][-1]

@@ -1,7 +1,7 @@
 """The end of training: a record that the leading task writes after the last publication.
 
 An exit code of 0 proves nothing, because user code may end the process. The record is valid for
-this run and configuration, while its checkpoint is the newest.
+this run and configuration, as long as its checkpoint is the newest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Completion:
         steps: `training.steps`.
         reason: `ALL_STEPS` or `EARLY_STOP`.
         checkpoint: the name of the last checkpoint.
-        created: the time in its manifest; another checkpoint may have the same name later.
+        created: the time in its manifest, because another checkpoint may get the same name later.
     """
 
     run_id: str
@@ -57,14 +57,14 @@ def record(job: Job, checkpoint: str) -> Completion:
 
 
 def is_over(job: Job) -> bool:
-    """Return whether training is over, according to its record and the newest checkpoint."""
+    """Return whether training is over, according to the record and the newest checkpoint."""
     try:
         found = read_record(Completion, storage.read_bytes(_place(job)))
     except storage.Missing:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False
-    # The newest by time and not by step: training may have skipped a damaged one of a later step.
+    # The newest by time and not by step, because training may have skipped a damaged later one.
     newest = max(
         storage.list_published(job.checkpoints),
         key=lambda pair: (pair[1].created, pair[0]),

@@ -1,4 +1,4 @@
-"""Run the dry run in a child process, which loads TensorFlow and the user's code."""
+"""The dry run in a child process, which loads TensorFlow and the user's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import USAGE, ConfigError
 
-# TensorFlow alone takes ten seconds of it on a busy machine.
+# TensorFlow alone takes ten seconds to load on a busy machine.
 SECONDS = 90.0
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class NotKnownError(ConfigError):
 
 
 def require(config: Config, dataset: str = "") -> None:
-    """Raise `ConfigError` if model and dataset do not fit; log if that is not known."""
+    """Raise `ConfigError` if model and dataset do not fit; log if this is unknown."""
     if config.program.command:
         return
     try:
@@ -43,12 +43,11 @@ def begin(
 ) -> threading.Thread:
     """Start a dry run in a thread; it calls `on_mistake` with an error of the configuration.
 
-    When `is_over` returns true, the dry run ends and reports nothing.
+    If `is_over` returns true, the dry run ends and reports nothing.
     """
 
     def work() -> None:
         if config.program.command:
-            # It has its own model.
             return
         try:
             try_fit(config, dataset)
@@ -66,10 +65,10 @@ def begin(
 def try_fit(
     config: Config, dataset: str = "", seconds: float = SECONDS, *, elsewhere: bool = False
 ) -> dict[str, Any]:
-    """Return the result of a dry run without a GPU: see `flotilla.trainer.training.dry_run.fit`.
+    """Return the result of a dry run without a GPU; see `flotilla.trainer.training.dry_run.fit`.
 
     `dataset` is empty before it is prepared. `elsewhere`: the run is on other machines, which may
-    have other packages, files, and a network. Raises `NotKnownError` after `seconds`, or if the
+    have other packages and files, and a network. Raises `NotKnownError` after `seconds`, or if the
     process was killed or failed, and `ConfigError` if model and dataset do not fit.
     """
     try:

@@ -32,7 +32,7 @@ def find_run_id(checkpoints: str) -> str:
 
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
-    """Return the command line of one task in `workdir`; TF_CONFIG holds its role."""
+    """Return the command line of a task in `workdir`; TF_CONFIG holds its role."""
     stage = [sys.executable, "-m", "flotilla.trainer", "task", "--config", str(config)]
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     return [*stage, *uris, "--workdir", str(workdir)]
@@ -42,8 +42,8 @@ class Launcher(Protocol):
     """Starts the tasks of a job, supervises them, and returns when training is done."""
 
     def __call__(self, job: Job) -> None:
-        """Train to the end: the final checkpoint is published, and no task is left running.
+        """Train to the end: the final checkpoint is published, and no task runs any more.
 
-        Raises `UserError`, which names the task and its error, or `RunInterruptedError`: a stop was
-        requested, and the last checkpoint is published.
+        Raises a `UserError` that names the task and its error, or `RunInterruptedError` after a
+        stop was requested and the last checkpoint is published.
         """

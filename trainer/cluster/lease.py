@@ -2,14 +2,13 @@
 
 A lease is a lock that expires unless it is renewed. It is a file `.lock/000003.json` below the
 folder, created by a write that never replaces a file. The highest number holds the lease, unless
-its file says `released` or has not been renewed for `LEASE_SECONDS`. A new holder creates the next
-number first and changes no other file before, so that a replaced holder always notices. Clocks of
-different machines may differ by hours: a lease that has expired only by the clock is watched for as
-long as a holder needs to renew it.
+its file says `released` or was not renewed for `LEASE_SECONDS`. A new holder first creates the next
+number, so that a replaced holder always notices. Clocks of machines may differ by hours, so that a
+lease that has expired by the clock is watched for as long as a holder needs to renew it.
 
-A task that was killed restarts at once, as another process and perhaps on another machine, and
-finds its own earlier lease: for example a chief that Kubernetes restarts, or the retry of a step.
-Only renewals show whether that holder lives, so `acquire_waiting` waits for one, or the expiry.
+A killed task, such as a chief that Kubernetes restarts or the retry of a step, restarts at once,
+perhaps on another machine, and finds its own earlier lease. Only a renewal shows whether the holder
+lives, so that `acquire_waiting` waits for a renewal or for the expiry.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from flotilla.trainer.storage.local import is_gone, is_living, writer
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
-# A living holder renews it twice in this time.
+# A living holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
 POLL_SECONDS = 2.0
 # A holder without access to the store, or with a wrong clock, may still train. The file of an
-# expired lease blocks no job, so it is kept for long.
+# expired lease blocks no job, so that it can stay for long.
 ABANDONED_SECONDS = 24 * 3600.0
 _SUFFIX = ".json"
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class LeaseHolder:
 
     Attributes:
         token: unique to this holder.
-        job: the job whose attempts share the lease, or empty: a new one takes over at once.
+        job: the job whose attempts share the lease, so that a new one takes over at once; or empty.
         writer: see `flotilla.trainer.storage.local.writer`.
     """
 
@@ -73,7 +72,7 @@ class LeaseHolder:
 
     @property
     def is_abandoned(self) -> bool:
-        """Return whether its file may be deleted to free its number; never before the expiry."""
+        """Return whether the file may be deleted; never before the lease expires."""
         is_dead = is_gone(self.writer) and not self.released
         return is_dead or time.time() >= self.until + ABANDONED_SECONDS
 
@@ -86,10 +85,7 @@ class LeaseHeldError(UserError):
     """Another job writes to the folder `uri`."""
 
     def __init__(self, uri: str, holder: LeaseHolder, watch: float = LEASE_SECONDS) -> None:
-        """Build the message with the holder and the expiry.
-
-        `watch` is the time to watch the holder.
-        """
+        """Build the message about a holder that was watched for `watch` seconds."""
         super().__init__(
             f"{holder} writes to {uri} since {clock_time(holder.started)}, and holds its lease "
             f"until {clock_time(holder.until)} at least: wait for its end, or stop it; if it is "
@@ -101,11 +97,11 @@ class LeaseHeldError(UserError):
 
 
 class LeaseLostError(UserError):
-    """Another job has taken over, or the lease was removed: this job must not write any more."""
+    """Another job has the lease, or the lease was removed: this job must not write any more."""
 
 
 def holders(uri: str) -> dict[int, LeaseHolder | None]:
-    """Return the holders below the folder `uri` by number; None if one cannot be read."""
+    """Return the holders below the folder `uri` by number; None for an unreadable file."""
     found: dict[int, LeaseHolder | None] = {}
     for name in storage.names(storage.join(uri, FOLDER)):
         if (number := parse_number(name.removesuffix(_SUFFIX))) is not None:
@@ -123,7 +119,7 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
 def remove_expired(uri: str) -> list[str]:
     """Delete the leases of dead holders and those older than a day; return their URIs.
 
-    An unreadable file blocks no job, and may belong to someone else, so it stays.
+    An unreadable file blocks no job, and stays because it may have another owner.
     """
     expired = [
         lease_uri(uri, number)
@@ -150,7 +146,7 @@ class NoLease:
     """The lease of a task that does not publish, or whose folder has no other writer."""
 
     def require(self) -> None:
-        """Raise `LeaseLostError` if the lease is known to be lost; sends no request."""
+        """Raise `LeaseLostError` if the lease is known to be lost, without a request."""
 
     def check(self) -> None:
         """Read the store, and raise `LeaseLostError` if the lease is no longer held."""
@@ -182,17 +178,17 @@ class Lease(NoLease):
     def acquire(self, dead: LeaseHolder | None = None) -> None:
         """Acquire the lease; raises `LeaseHeldError` (another job holds it) or `UserError`.
 
-        `dead` is a holder that did not renew it for its duration, measured by this clock.
+        `dead` is a holder that did not renew the lease for its duration, by this clock.
         """
         self._dead = dead
         while not self._number:
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
-            # The call may have waited for the lease, so its duration starts now.
+            # The call may have waited for the lease, so that its duration starts now.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
-            # If two jobs write at once, or an answer is lost, only the store knows who won.
+            # If two jobs write at once, or an answer is lost, only the store knows the holder.
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
@@ -213,7 +209,7 @@ class Lease(NoLease):
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
     def renew_or_end(self) -> bool:
-        """Renew the lease; return whether renewing should continue."""
+        """Renew the lease; return whether to continue."""
         try:
             self.renew()
         except LeaseLostError as error:
@@ -224,7 +220,7 @@ class Lease(NoLease):
         return True
 
     def require(self) -> None:
-        """Raise `LeaseLostError` if the lease is known to be lost; sends no request."""
+        """Raise `LeaseLostError` if the lease is known to be lost, without a request."""
         if self._lost:
             raise LeaseLostError(self._lost)
 
@@ -236,8 +232,8 @@ class Lease(NoLease):
     def release(self) -> None:
         """Release the lease; raises `LeaseLostError` if it is lost.
 
-        Its file stays: the next holder takes the next number, so a late write of this holder can
-        never be taken for that of another.
+        Its file stays: the next holder takes the next number, so that a late write of this holder
+        is never mistaken for a write of that one.
         """
         with self._mutex:
             self._read_holder()
@@ -250,7 +246,7 @@ class Lease(NoLease):
         self.require()
         found = holders(self._uri)
         newest = max(found, default=0)
-        # If the file of this lease cannot be read, the next renewal rewrites it.
+        # If the file of this lease is unreadable, the next renewal rewrites it.
         readable = found.get(self._number)
         if newest == self._number and (readable is None or self._is_own(readable)):
             return
@@ -279,7 +275,7 @@ class Lease(NoLease):
             events.emit(events.LeaseTakenOver(uri=self._uri, holder=str(newest), reason=why))
 
     def _refuse_newcomers(self, number: int, after: dict[int, LeaseHolder | None]) -> None:
-        """Give up the lease if another holder appeared meanwhile with another number."""
+        """Give up the lease if another holder appeared with another number."""
         for other, holder in after.items():
             if other != number and holder and not self._is_free(holder):
                 storage.delete(lease_uri(self._uri, number))
@@ -305,10 +301,10 @@ def acquire_waiting(
 ) -> None:
     """Retry `acquire` while it raises `LeaseHeldError` and the lease holder may be dead.
 
-    A holder is dead if it does not renew the lease while it is watched, whatever its clock said; a
-    lease that has expired by this machine's clock is watched for a shorter time. Raises
-    `LeaseHeldError` if the holder lives or another one was faster, `RunInterruptedError`,
-    `UserError`.
+    A holder is dead if it does not renew the lease while it is watched, independently of its clock.
+    A lease that has expired by this machine's clock is watched for a shorter time. Raises
+    `RunInterruptedError`, `UserError`, or `LeaseHeldError` if the holder lives or another one was
+    faster.
     """
     first: LeaseHolder | None = None
     waited, watch = 0.0, LEASE_SECONDS
@@ -317,7 +313,7 @@ def acquire_waiting(
         if is_living(holder.writer) or holder != (first or holder):
             raise refused
         interrupts: list[None] = []
-        # Logging would swallow an exception that a signal handler raises.
+        # Logging would swallow an exception of a signal handler.
         with handle_interrupts(partial(interrupts.append, None)):
             if first is None:
                 until = clock_time(holder.until)
@@ -344,14 +340,14 @@ def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
 
 @contextmanager
 def hold_lease(uri: str, run: str) -> Iterator[Lease]:
-    """Hold the lease of the folder `uri` in this block, renewed by a thread.
+    """Hold the lease of the folder `uri` in this block, and renew it in a thread.
 
     For errors see `acquire_waiting`. An attempt that ends by `ClusterLostError` does not release
-    the lease: the next one can begin.
+    the lease, which the next attempt takes over.
     """
     lease = Lease(uri, run)
     acquire_waiting(lease.acquire)
-    # The thread continues as long as this process trains, whatever errors a client raises.
+    # The thread runs as long as this process trains, despite any errors of the client.
     renewal = Loop(
         lease.renew_or_end, RENEW_SECONDS, name="lease", failing="the lease is not renewed"
     ).start()
@@ -369,7 +365,7 @@ def hold_lease(uri: str, run: str) -> Iterator[Lease]:
 
 @cache
 def lease_environment() -> dict[str, str]:
-    """Return the environment variables by which the tasks of this process share a lease."""
+    """Return the environment variables that let the tasks of this process share a lease."""
     return {events.JOB: f"launch {secrets.token_hex(8)}"}
 
 

@@ -1,11 +1,11 @@
-"""Liveness: how a process detects that another one makes progress, and does not only exist.
+"""Liveness: how a process detects whether another one makes progress.
 
-A process that is stopped, swapped out or stuck in the kernel does not end, so waiting for its end
-does not help. There are two signals:
+A process that is stopped, swapped out or stuck in the kernel does not end, so that waiting for its
+end does not help. There are two signals:
 
 - The heartbeat of a child. A task writes a byte into a pipe at an interval, and its parent waits
-  for bytes. Bytes that were sent while the parent itself was stopped are still in the pipe, so the
-  task is not taken for dead.
+  for bytes. Bytes that arrive while the parent itself is stopped stay in the pipe, so that the task
+  does not seem dead.
 - An answer of a peer on its port. TensorFlow waits for a stopped task as long as the connection
   exists, and the kernel keeps it. A live gRPC server sends its settings to each client that
   connects (RFC 9113, section 3.4); a stopped process accepts connections and sends nothing.
@@ -28,10 +28,10 @@ from flotilla.trainer.runtime.background import Loop
 VARIABLE = "FLOTILLA_HEARTBEAT"
 # A starting task loads TensorFlow, which holds the interpreter lock for long on a busy machine.
 STARTING_SECONDS = 180.0
-# Heartbeats per timeout, almost all of which may be missed.
+# The number of heartbeats per timeout; all but one may be missed.
 _BEATS = 5
 
-# Long enough for a process on a busy machine.
+# Enough time for a process on a busy machine.
 ANSWER_SECONDS = 10.0
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 _MAX_THREADS = 64
@@ -46,7 +46,7 @@ def heartbeat_environment(descriptor: int, timeout: float) -> dict[str, str]:
 
 
 def begin() -> None:
-    """Start sending heartbeats if the parent of this process asked for them."""
+    """Start sending heartbeats if the parent of this process requested them."""
     descriptor, _, seconds = os.environ.pop(VARIABLE, "").partition(":")
     if descriptor.isdigit():
         beat = partial(_beat, int(descriptor))
@@ -70,14 +70,14 @@ def _beat(descriptor: int) -> bool:
     try:
         os.write(descriptor, b".")
     except OSError:
-        # The parent has ended; this thread only stops sending.
+        # The parent has ended; only this thread stops.
         return False
     return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """Tasks that are `silent` or unreachable, and tasks that are `gone`: they have ended."""
+    """Tasks that are `silent` or unreachable, and tasks that are `gone` because they have ended."""
 
     silent: tuple[Task, ...] = ()
     gone: tuple[Task, ...] = ()
@@ -114,32 +114,33 @@ def _answer(address: str, timeout: float) -> str:
     except TimeoutError:
         return _SILENT
     except OSError as error:
-        # Otherwise the connection was refused, the host name is unknown, or the task was killed.
+        # The connection was refused, the host name is unknown, or the task was killed.
         return _SILENT if error.errno in _UNREACHABLE else _GONE
 
 
-# TensorFlow reads it when a process opens its first channel: NAME=NUMBER,NAME=NUMBER.
+# TensorFlow reads this variable when a process opens its first channel: NAME=NUMBER,NAME=NUMBER.
 CHANNELS = "TF_GRPC_DEFAULT_OPTIONS"
 CHANNEL_OPTIONS = {
-    # The interval at which TensorFlow's channels try to connect.
+    # The minimum interval between two name resolutions.
     "grpc.dns_min_time_between_resolutions_ms": 1000,
-    # The first pause after a refused connection, which grows with each failure; the default is 1 s.
+    # The first pause after a refused connection, which grows with each failure; by default 1 s.
     "grpc.initial_reconnect_backoff_ms": 100,
-    # Despite its name, the timeout of a connection attempt. It is long enough for TCP to resend two
-    # lost packets, and ends before a starting task serves.
+    # Despite its name, this is the timeout of a connection attempt. It is long enough for TCP to
+    # resend two lost packets, and ends before a starting task serves.
     "grpc.min_reconnect_backoff_ms": 5000,
-    # A gRPC server closes a channel that sends more than two pings within 300 s without data, as in
-    # a call that lasts for hours; no option of TensorFlow's changes that.
+    # A gRPC server closes a channel that sends more than two pings within 300 s without data, for
+    # example during a call of several hours; TensorFlow has no option for this.
     "grpc.keepalive_time_ms": 310_000,
-    # The timeout of a keepalive ping, including the pings with which gRPC measures a connection
-    # while data arrives. A transfer from a machine that disappeared ends after this time.
+    # The timeout of a keepalive ping, also of the pings by which gRPC measures a connection. A
+    # transfer from a machine that disappeared ends after this time.
     "grpc.http2.ping_timeout_ms": 20_000,
-    # gRPC sets TCP_USER_TIMEOUT to it: how long bytes that were sent may be unacknowledged. Not
-    # shorter than a task may be stopped or swapped out, by `training.stall_timeout`.
+    # gRPC sets TCP_USER_TIMEOUT to it: the time for which sent bytes may be unacknowledged. It must
+    # exceed the time for which a task may be stopped or swapped out (`training.stall_timeout`).
     "grpc.keepalive_timeout_ms": 120_000,
-    # Ping for as long as a call lasts; the default is two pings.
+    # Ping throughout a call; the default is two pings.
     "grpc.http2.max_pings_without_data": 0,
-    # Ignore the environment's web proxy: it cannot reach tasks, and calls to loopback would hang.
+    # Ignore the web proxy of the environment: it cannot reach tasks, and calls to loopback would
+    # hang.
     "grpc.enable_http_proxy": 0,
 }
 

@@ -1,8 +1,8 @@
 """The local launcher: a cluster on loopback with one supervised process per task.
 
-A socket that is bound but does not listen reserves each port while the cluster exists: with
-SO_REUSEADDR on both sides the task can listen on the same port, and the kernel gives the port to no
-other process that asks for a free one.
+A bound socket that does not listen reserves each port while the cluster exists. With SO_REUSEADDR
+on both sides the task can listen on the same port, and the kernel never offers the port as a free
+one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _hold(sockets: ExitStack) -> int:
 
 
 def launch(job: Job) -> None:
-    """Train `job` on this machine; a signal saves a last checkpoint, a second one ends it."""
+    """Train `job` on this machine. A signal saves a last checkpoint; a second one ends the run."""
     require_gpus(job.config)
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)
@@ -97,7 +97,7 @@ def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
 log = logging.getLogger(__name__)
 # A growing file sends no event.
 _LOOK_SECONDS = 0.5
-# A function of the name of a task and a line of its log.
+# A function that takes the name of a task and a line of its log.
 LineSink = Callable[[str, str], None]
 
 
@@ -108,7 +108,7 @@ class TaskLogs:
     """
 
     def __init__(self, workdir: Path, sink: LineSink) -> None:
-        """Begin after the logs of earlier attempts."""
+        """Skip the logs of earlier attempts."""
         self.traceback = ""
         self._sink = sink
         self._workdir = workdir
@@ -116,9 +116,9 @@ class TaskLogs:
         self._positions = {path: path.stat().st_size for path in self._logs()}
 
     def take(self) -> None:
-        """Read new lines: events are logged in words, other lines go to the sink."""
+        """Read new lines; log the events in words, and pass other lines to the sink."""
         for path in self._logs():
-            # The folder may be removed meanwhile.
+            # Another process may remove the folder.
             with suppress(OSError):
                 for line in self._new(path):
                     self._relay(path.parent.name, line)
@@ -130,7 +130,7 @@ class TaskLogs:
         with path.open("rb") as file:
             file.seek(self._positions.get(path, 0))
             for line in file:
-                # The rest of an incomplete line is read the next time.
+                # The next call reads the rest of an incomplete line.
                 if line.endswith(b"\n"):
                     self._positions[path] = file.tell()
                     yield line.decode("utf-8", errors="replace").rstrip("\n")
@@ -147,7 +147,7 @@ class TaskLogs:
 
 @contextmanager
 def relay_logs(workdir: Path, sink: LineSink) -> Iterator[None]:
-    """Relay the logs of the tasks below `workdir` until the block ends, to their last line."""
+    """Relay the logs of the tasks below `workdir` in this block, up to their last line."""
     logs = TaskLogs(workdir, sink)
     follower = Loop(
         logs.take, _LOOK_SECONDS, name="task logs", failing="logs of tasks are not followed"

@@ -1,11 +1,11 @@
 """The ports of a local cluster, closed to all connections except those over loopback.
 
-TensorFlow's servers run any graph that they are sent, and listen on every address of the machine.
+TensorFlow's servers run any graph that they receive, and listen on every address of the machine.
 Their address cannot be set, but they can share their port (SO_REUSEPORT). Therefore a socket of
 this process listens first, and a filter lets the kernel choose between the two: a connection over
-loopback goes to the server, any other one to our socket, which drops it. The filter is in place
-before the server listens. A loopback connection before that goes to our socket too, which closes it
-at once; the client tries again after a second. See `docs/decisions/0032-pods-and-networks.md`.
+loopback goes to the server, any other one to this socket, which drops it. The filter is active
+before the server listens. A loopback connection before that also goes to this socket, which closes
+it at once; the client retries after a second. See `docs/decisions/0032-pods-and-networks.md`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ WARNING = (
     "other machines can reach the tasks of this run and run any graph as this user: this system "
     "cannot keep TensorFlow's servers on loopback, see docs/security.md"
 )
-# The address at which the leading task serves its metrics: loopback, or all in a pod.
+# The address where the leading task serves its metrics: loopback, or all addresses in a pod.
 METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"
-# TensorFlow reads it when it creates a server.
+# TensorFlow reads this variable when it creates a server.
 _SHARE_PORT = "TF_GRPC_REUSE_PORT"
 # asm-generic/socket.h
 _ATTACH_FILTER, _ATTACH_REUSEPORT_FILTER = 26, 51
-# linux/filter.h: offsets from here on count from the start of the IP header.
+# linux/filter.h: offsets above this one count from the start of the IP header.
 _IP = 0xFFF00000
 _LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
 _DROP = [(_RETURN, 0, 0, 0)]
-# Each instruction has an operation, the instructions to skip if its comparison is true or false,
-# and a value. The result is an index into the sockets that share the port. The source is checked
-# too, so that a router that forwards 127.0.0.0/8 (`route_localnet`) cannot forge it.
+# An instruction has an operation, the numbers of instructions to skip if its comparison is true or
+# false, and a value. The result is an index into the sockets that share the port. The source is
+# checked too, so that a router that forwards 127.0.0.0/8 (`route_localnet`) cannot forge it.
 _SERVER_IF_LOOPBACK = [
     (_LOAD_BYTE, 0, 0, _IP),
     (_SHIFT_RIGHT, 0, 0, 4),
@@ -65,12 +65,12 @@ _SERVER_IF_LOOPBACK = [
 ]
 # The result is the number of bytes of a packet to keep.
 _DROP_OTHERS = [*_SERVER_IF_LOOPBACK[:-2], (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)]
-# Tasks connect several times a second while they look for this one.
+# While tasks look for this one, they connect several times a second.
 _BACKLOG = 128
 _PAUSE_SECONDS = 0.05
-# A kernel that accepts the filter and ignores it distributes connections at random.
+# A kernel that accepts the filter but ignores it distributes connections at random.
 _TRIALS, _TRIAL_SECONDS = 8, 1.0
-# The sockets remain open as long as this process runs.
+# The sockets stay open as long as this process runs.
 _closed: list[socket.socket] = []
 
 
@@ -85,8 +85,8 @@ def is_loopback(address: str) -> bool:
 def close_to_others(address: str) -> None:
     """Let only loopback connections reach the server that this process creates at `address`.
 
-    A task that other machines need stays open; so does one on a system without this filter, with a
-    warning. Raises `UserError` if the port is taken.
+    A task that other machines need stays open. On a system without this filter, all tasks stay
+    open, with a warning. Raises `UserError` if the port is taken.
     """
     if not is_loopback(address):
         return
@@ -115,7 +115,7 @@ def _close_each(held: socket.socket) -> None:
 
 
 def can_close() -> bool:
-    """Return whether this system can close a port to others, by trying it."""
+    """Return whether this system can close a port to other machines, by a trial."""
     if sys.platform != "linux":
         return False
     try:
@@ -131,7 +131,7 @@ def can_close() -> bool:
 
 
 def _listening(port: int, passed: list[tuple[int, int, int, int]]) -> socket.socket:
-    """Return a socket that gets all connections to `port` except the server's, over loopback."""
+    """Return a socket that gets the connections to `port` that do not come over loopback."""
     held = _bound(port)
     try:
         _attach(held, _ATTACH_REUSEPORT_FILTER, _SERVER_IF_LOOPBACK)
@@ -144,7 +144,7 @@ def _listening(port: int, passed: list[tuple[int, int, int, int]]) -> socket.soc
 
 
 def _bound(port: int) -> socket.socket:
-    """Return a socket on all addresses with gRPC's options: only equal ones share a port."""
+    """Return a socket on all addresses with gRPC's options: only equal sockets share a port."""
     family = socket.AF_INET6 if _has_ipv6() else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,7 @@
 """One task of a local cluster as a process: folder, environment, resources, log and end.
 
-The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores one
-thread per operation gave 15 % more steps a second, and a core for each worker another 10 %.
+The tasks share one machine, so that each is limited to a part of its cores and GPUs. On two cores,
+one thread per operation gave 15 % more steps a second, and a core for each worker another 10 %.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
     """Pin a started worker to separate cores, if there are enough cores for all workers."""
     if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
-        # The process may have ended already.
+        # The process may have ended.
         with suppress(OSError):
             os.sched_setaffinity(pid, own)
 
@@ -85,17 +85,17 @@ def require_memory(config: Config, parameters: int) -> None:
 
 
 def list_gpu_limits(cluster: ClusterConfig, count: int) -> list[int]:
-    """Return the limit of memory, in MB, of each of the `count` GPUs that this process sees.
+    """Return the memory limit, in MB, of each of the `count` GPUs that this process sees.
 
     Returns:
         an empty list if memory grows on demand.
 
     Raises:
-        ConfigError: the limit is a share of a memory that the driver does not tell.
+        ConfigError: the limit is a fraction, and the driver does not report the memory.
     """
     if not count or not cluster.gpu_memory_fraction:
         return [cluster.gpu_memory_mb] * count if cluster.gpu_memory_mb else []
-    # TensorFlow does not tell the memory of a GPU before it takes it.
+    # TensorFlow reports the memory of a GPU only after allocating it.
     size, device, limits = ctypes.c_size_t(), ctypes.c_int(), []
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -129,7 +129,7 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
 
 # TensorFlow imports Keras 3 at start, but Keras 2 only when used, which a server never does.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
-#: The imports of each kind of task besides TensorFlow: a fork server has loaded them.
+#: The imports of each kind of task besides TensorFlow; the fork server loads them.
 MODULES = {
     "server": "flotilla.trainer.training.server",
     "chief": "flotilla.trainer.training.chief",
@@ -138,9 +138,9 @@ MODULES = {
 }
 CONFIG = "config.json"
 LOG = "log.txt"
-# The guard of a program holds it while it runs.
+# The guard of a program locks this file while it runs.
 GUARD_LOCK = "exchange/guard.lock"
-# The file that counts the starts of the task by the launcher.
+# The file with the number of times that the launcher has started the task.
 STARTS = "starts.txt"
 # The file in the evaluator's folder that marks the end of training.
 OVER = "over.txt"
@@ -154,10 +154,10 @@ class End:
     """How a task ended.
 
     Attributes:
-        code: its exit code, or the signal's number below zero.
-        why: why the launcher killed it; empty if it did not.
+        code: the exit code, or the negative number of the signal.
+        why: the reason if the launcher killed it; else empty.
         stalled: whether it was killed because its heartbeats stopped.
-        planned: whether it was killed on purpose, which is not an incident.
+        planned: whether it was killed on purpose, which is no incident.
     """
 
     code: int
@@ -200,7 +200,7 @@ class TaskProcess:
         self.heartbeat = -1
 
     def start(self) -> forked.Process:
-        """Start the process; the caller closes its `heartbeat`; raises `UserError`."""
+        """Start the process; raises `UserError`. The caller closes its `heartbeat`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             termination.reserve(self.folder)
@@ -231,12 +231,12 @@ class TaskProcess:
         return self._started
 
     def terminate(self) -> None:
-        """Send SIGTERM if it runs."""
+        """Send SIGTERM if the task runs."""
         if self._started and self._started.poll() is None:
             self._started.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for its end."""
+        """Send SIGKILL, and wait for the end."""
         if self._started:
             self._started.kill()
             self._started.wait()
@@ -244,12 +244,12 @@ class TaskProcess:
             await_guard(self.folder)
 
     def kill_stalled(self, seconds: float) -> None:
-        """Kill it because it sent no heartbeat for `seconds`."""
+        """Kill the task because it sent no heartbeat for `seconds`."""
         why = f"no heartbeat for {seconds:g} s"
         self._kill_because(End(code=-signal.SIGKILL, why=why, stalled=True))
 
     def kill_grown(self, before: int, now: int) -> None:
-        """Kill it because its memory has grown, in bytes."""
+        """Kill the task because its memory has grown from `before` to `now` bytes."""
         why = f"its memory grown from {before >> 20} to {now >> 20} MB"
         self._kill_because(End(code=-signal.SIGKILL, why=why, planned=True))
 
@@ -259,14 +259,14 @@ class TaskProcess:
             self._started.kill()
 
     def end(self) -> End:
-        """Return how it ended, after its end."""
+        """Return how the task ended; call it after the end."""
         code = (self._started.poll() if self._started else 0) or 0
         if self._killed and code == self._killed.code:
             return self._killed
         return End(code=code)
 
     def resident_bytes(self) -> int:
-        """Return its resident memory; 0 if the system has no `/proc`."""
+        """Return the resident memory of the task; 0 if the system has no `/proc`."""
         try:
             pid = self._started.pid if self._started else 0
             text = Path(f"/proc/{pid}/statm").read_text("ascii")
@@ -275,15 +275,15 @@ class TaskProcess:
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def termination_message(self) -> str:
-        """Return the line that the task wrote at its end; empty if it was killed."""
+        """Return the line that the task wrote when it ended; empty if it was killed."""
         return termination.read(self.folder)
 
     def last_line(self) -> str:
-        """Return the last line of its log."""
+        """Return the last line of the log."""
         return (self.last_lines(1) or ["(nothing)"])[0]
 
     def last_lines(self, count: int) -> list[str]:
-        """Return up to `count` last lines of its log, without timestamps."""
+        """Return up to `count` last lines of the log, without timestamps."""
         with self.log.open("rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
             text = log.read().decode("utf-8", errors="replace")
@@ -293,18 +293,18 @@ class TaskProcess:
         return task_command(self._job, self.folder / CONFIG, self.folder)
 
     def _loads(self) -> str:
-        """Return the module whose import dominates its start; empty to start it without a fork."""
+        """Return the module whose import takes longest; empty to start without a fork."""
         if self._job.config.cluster.in_process or self._is_program:
-            # A debugger attaches to processes that are started under it, not to forked ones.
+            # A debugger attaches to processes that start under it, and not to forked ones.
             return ""
         return MODULES["server" if self._serves else self.task.role]
 
     def _environment(self) -> dict[str, str]:
         return {
-            # TensorFlow's messages about devices would hide the messages of the task.
+            # TensorFlow's messages about devices would hide those of the task.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # gRPC then reads a message in one piece; on this machine it is in memory already.
+            # gRPC then reads a message in one piece; on this machine it is already in memory.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **cores.environment(),
             **(_SERVER if self._serves else {}),
@@ -319,14 +319,14 @@ class TaskProcess:
 
 
 def await_guard(folder: Path) -> None:
-    """Wait until the guard of a program has killed the program, whose agent has ended."""
+    """Wait until the guard of a program has killed the program whose agent has ended."""
     # The kernel frees the lock with the process.
     with suppress(OSError), (folder / GUARD_LOCK).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)
 
 
 def report_failure(process: TaskProcess, end: End) -> None:
-    """Report that a task is given up: which one, how it ended, and its last log lines."""
+    """Report that a task has failed permanently: its name, how it ended, and its last log lines."""
     events.emit(
         events.TaskFailed(
             task=str(process.task),

@@ -4,12 +4,12 @@ Every event is a `TaskEvent` in one queue: the end of a task, or a request to st
 `flotilla.trainer.runtime.signals`). `Supervisor.run` processes them one by one:
 
 - The leader ended, and its record says that training is over
-  (`flotilla.trainer.cluster.completion`): the evaluator may finish the last checkpoint, then the
-  run is over. An exit code 0 without this record fails the run.
-- A task died: it is restarted, after at most `cluster.max_restarts` incidents in all. Exit codes of
-  a final failure (`End.is_final`) end the run.
+  (`flotilla.trainer.cluster.completion`): the evaluator may finish the last checkpoint, and the run
+  is over. An exit code 0 without this record fails the run.
+- A task died: it restarts, after at most `cluster.max_restarts` incidents in all. Exit codes of a
+  permanent failure (`End.is_final`) end the run.
 - A request to stop: the leader gets SIGTERM, and `GRACE_SECONDS` for a last checkpoint.
-- The evaluator (`EvaluatorSupervision`) is restarted separately, and never ends a run.
+- The evaluator (`EvaluatorSupervision`) restarts separately, and never ends a run.
 
 TensorFlow's servers outlive a chief and keep the resources of its graphs for ten minutes: for each
 attempt tens of megabytes on a parameter server, and a hundred or more on a worker. When a chief
@@ -42,15 +42,16 @@ from flotilla.trainer.runtime.errors import (
 )
 from flotilla.trainer.runtime.signals import handle_interrupts
 
-# A leader that was asked to stop has this long to publish its last checkpoint.
+# The time for a leader to publish its last checkpoint after a request to stop.
 GRACE_SECONDS = 60.0
-# After training, the evaluator has this long for each checkpoint, including the last one.
+# The time for the evaluator to measure each checkpoint after training, including the last one.
 EVALUATION_SECONDS = 600.0
-# The allowed growth of a server's memory, relative to the end of the first attempt: a restart loses
-# the values of a parameter server, and TensorFlow frees the memory of a dead chief in time.
+# The allowed growth of a server's memory, relative to the end of the first attempt. A restart loses
+# the values of a parameter server, and TensorFlow frees the memory of a dead chief later.
 MAX_GROWTH = 1.0
 EVALUATOR = Task(role="evaluator", index=0)
-# An evaluator that keeps failing is given up; its restarts do not count for `cluster.max_restarts`.
+# The supervisor gives up an evaluator that keeps failing; its restarts do not count for
+# `cluster.max_restarts`.
 MAX_EVALUATOR_RESTARTS = 20
 _SERVERS = ("ps", "worker")
 
@@ -62,7 +63,7 @@ class ServerMemory:
     """The resident memory of servers at the end of each attempt of a chief."""
 
     def __init__(self) -> None:
-        """Begin with the first attempt."""
+        """Start with the first attempt."""
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
 
@@ -71,7 +72,7 @@ class ServerMemory:
         for server in servers:
             now = server.resident_bytes()
             restarted = server.task in self._first and server.task not in self._last
-            # A server that was restarted for another reason has not served a whole attempt.
+            # A server that restarted for another reason has not served a whole attempt.
             if not now or (server.started_at > chief.started_at and not restarted):
                 continue
             first = self._first.setdefault(server.task, now)
@@ -101,12 +102,12 @@ class EvaluatorSupervision:
         return self._process
 
     def kill(self) -> None:
-        """Kill its process, if any."""
+        """Kill the process, if any."""
         if self._process:
             self._process.kill()
 
     def handle_end(self, end: End) -> TaskProcess | None:
-        """Handle its end; return the process to restart, or None."""
+        """Handle the end of the process; return the process to restart, or None."""
         process = self._process
         if process is None or end.code == DONE:
             self.running = False
@@ -127,8 +128,8 @@ class EvaluatorSupervision:
         events.emit(events.EvaluatorLeft(reason=reason))
 
     def signal_end(self) -> None:
-        """Signal to the evaluator that no checkpoint will follow."""
-        # On a full disk the file cannot be written; then waiting for the evaluator times out.
+        """Tell the evaluator that no checkpoint will follow."""
+        # If the disk is full, the file cannot be written, and the wait for the evaluator times out.
         if self._process:
             with suppress(OSError):
                 (self._process.folder / OVER).touch()
@@ -155,13 +156,13 @@ class Supervisor:
         self._events: TaskEvents = queue.SimpleQueue()
         self._memory = ServerMemory()
         self._restarts = 0
-        # The number of restarts in all when each task was last started.
+        # The total number of restarts when each task was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)
 
     def run(self) -> None:
-        """Start all tasks, and return when the leader is done; no task is left running.
+        """Start all tasks, and return when the leader is done and no task runs.
 
-        Raises `UserError` if a task failed for good, `RunInterruptedError` at SIGINT or SIGTERM.
+        Raises `UserError` if a task failed permanently, `RunInterruptedError` at SIGINT or SIGTERM.
         """
         with handle_interrupts(lambda: self._events.put(None)):
             try:
@@ -185,21 +186,22 @@ class Supervisor:
                 self._start_evaluator(self._evaluator.handle_end(end))
                 continue
             if end.code == DONE and process is not self._leader and self._is_program:
-                # It needs no record: only the leader of a program says that training is over.
+                # It needs no record, because only the leader of a program says that training is
+                # over.
                 continue
             if end.code == DONE:
                 # If all workers run the outer loop, they may end shortly before the leader.
                 completion.require(self._job, f"{process.task} (log {process.log})")
                 is_over = True
             if process is self._leader and is_over:
-                # Restarted alone, it would wait for the workers that have left.
+                # If only this one restarted, it would wait for the workers that have left.
                 self._await_evaluator()
                 return
             if end.code not in (DONE, INTERRUPTED) or process is self._leader:
                 self._restart(process, end)
 
     def _restart(self, process: TaskProcess, end: End) -> None:
-        """Restart a task that died, or raise if that would not help."""
+        """Restart a task that died, or raise an error if that would not help."""
         if end.code == INTERRUPTED:
             raise RunInterruptedError(process.termination_message())
         if end.is_final:
@@ -220,8 +222,8 @@ class Supervisor:
         self._start(process)
 
     def _count_incident(self, process: TaskProcess, end: End) -> None:
-        # A task that restarts because another one was lost belongs to the same incident, and so
-        # does one that is found stalled after the tasks that waited for it have restarted.
+        # A task that restarts because another one was lost belongs to the same incident. So does a
+        # task that stalled after the tasks that waited for it have restarted.
         follows = end.code == BEGIN_AGAIN or end.stalled
         if follows and self._restarts_at_start[process.task] < self._restarts:
             return
@@ -266,7 +268,7 @@ class Supervisor:
         raise RunInterruptedError(message or "interrupted before training began")
 
     def _stop_leader(self) -> int:
-        """Send SIGTERM to the leader and return its exit code; it publishes a last checkpoint."""
+        """Send SIGTERM to the leader, which publishes a last checkpoint; return its exit code."""
         self._leader.terminate()
         while True:
             try:

@@ -1,12 +1,12 @@
 """The termination message of a task: one line, whose space is reserved in case of a full disk.
 
-The path of the line that ends a failed run:
+The message passes through these places to the line that ends a failed run:
 
 1. The task writes its error here (`trainer/__main__.py`).
 2. The supervisor of the local cluster (`supervisor.py`), or the launcher on Kubernetes
-   (`components/kubernetes/restarts.py`), reads it and raises a `UserError`.
+(`components/kubernetes/restarts.py`), reads it and raises a `UserError`.
 3. `components/records/record.py` writes the error into the record and the event of its step.
-4. `pipelines/runs/outcome.py` makes the line, and `pipelines/cli/exit.py` prints it.
+4. `pipelines/runs/outcome.py` formats the line, and `pipelines/cli/exit.py` prints it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ROOM = 4096
 
 
 def reserve(workdir: Path) -> None:
-    """Reserve the space, and delete the earlier attempt's message; raises `OSError`."""
+    """Reserve the space, and delete the message of an earlier attempt; raises `OSError`."""
     (workdir / FILE).write_bytes(_pad(""))
 
 
 def remove(workdir: Path) -> None:
-    """Remove the earlier attempt's message."""
+    """Remove the message of an earlier attempt."""
     path = workdir / FILE
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        # In a container the file may be a mount, which is emptied instead.
+        # In a container the file may be a mount, which can only be emptied.
         with suppress(OSError):
             os.truncate(path, 0)
 

@@ -1,7 +1,7 @@
 """Requests to a fork server, and their transfer over a Unix socket.
 
-The server writes the id of the process, its descriptor, and finally its exit code into the
-connection. If the client closes the connection before, the server ends the process.
+The server sends the id of the process, its descriptor, and finally its exit code. If the client
+closes the connection earlier, the server ends the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NUMBER = struct.Struct("!q")
 _MOST_DESCRIPTORS = 16
 _MOST_BYTES = 1 << 26
 _PART_BYTES = 1 << 16
-# Client and server are on the same machine.
+# The timeout, in seconds; client and server are on the same machine.
 _SECONDS = 10.0
 
 
@@ -30,9 +30,10 @@ class Request:
 
     Attributes:
         command: the whole command line; the third word is the module.
-        loaded: the module that a server has to have loaded; empty: do not fork.
+        loaded: the module that the server must have loaded; empty to start the process without a
+        fork.
         environment: the whole environment.
-        descriptors: the descriptors that it inherits, under the same numbers.
+        descriptors: the descriptors that the process inherits, under the same numbers.
     """
 
     command: Sequence[str]
@@ -57,7 +58,7 @@ class Arriving:
     """An incoming request; the server does not wait for a client that stops sending."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Read from a connection, which becomes non-blocking meanwhile."""
+        """Read from a connection, which becomes non-blocking."""
         connection.setblocking(False)
         self._connection = connection
         self._data = bytearray()
@@ -66,11 +67,11 @@ class Arriving:
 
     @property
     def is_late(self) -> bool:
-        """Whether the client has exceeded the time for a request."""
+        """Whether the client has exceeded the time limit of a request."""
         return time.monotonic() > self._until
 
     def read(self) -> tuple[Request, list[int]] | None:
-        """Return the request and its descriptors, for the caller to close; raises `OSError`."""
+        """Return the request and its descriptors, which the caller closes; raises `OSError`."""
         with suppress(BlockingIOError):
             while True:
                 part, descriptors, _, _ = socket.recv_fds(
@@ -136,7 +137,7 @@ def _whole(connection: socket.socket, length: int, begun: bytes = b"") -> bytes:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Return whether the other end is a process of this user."""
+    """Return whether the other end is a process of the same user."""
     own = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", own)
     return bool(user == os.getuid())

@@ -1,14 +1,14 @@
 """The fork server of a run: a process that loads TensorFlow once, and is forked for each task.
 
 `python -m flotilla.trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are the
-descriptors of two listening sockets. The server loads the modules AT_ONCE, forks a second server
-that continues with the modules LATER, and serves requests for processes that need the first
-modules; the second server serves the others once their module is loaded. Both end with stdin.
+descriptors of two listening sockets. The server loads the modules AT_ONCE, and forks a second
+server that loads the modules LATER. Each server handles the requests for its own modules. Both end
+with stdin.
 
-A process may be forked if no other thread holds a resource that the copy needs, because the copy
-has only the forking thread. A server has one thread of its own, and those of libraries: OpenBLAS
-(of NumPy and SciPy) and the allocator of Arrow, which stop or restart theirs at a fork. TensorFlow
-has none before its first operation, and this module calls none.
+A copy has only the forking thread, so that no other thread may hold a resource that the copy needs.
+A server has one thread, and those of libraries: OpenBLAS (of NumPy and SciPy) and the allocator of
+Arrow, which stop or restart their threads at a fork. TensorFlow has no threads before its first
+operation, and this module runs none.
 
 The kernel ends the server with its parent, and each process with the server.
 """
@@ -35,7 +35,7 @@ from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
-# Descriptors from here on are not used by libraries.
+# Libraries use no descriptors from here on.
 _HIGH = 400
 BACKLOG = 64
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -103,9 +103,9 @@ class Server:
         self._processes: dict[socket.socket, int] = {}
 
     def load(self, modules: Sequence[str]) -> _Copy | None:
-        """Load modules; returns a value only in a process that was forked meanwhile."""
+        """Load modules; return a value only in a process that was forked during this."""
         for name in modules:
-            # On an error a request starts a new process, which reports it.
+            # After an error, the request starts a new process, which reports the error.
             with suppress(Exception):
                 importlib.import_module(name)
                 self._loaded.add(name)
@@ -155,7 +155,7 @@ class Server:
             timeout = _MOMENT if self._arriving else 0
         for each in [each for each, found in self._arriving.items() if found.is_late]:
             self._forget(each)
-        # A forked copy needs the other requests in the list to close them.
+        # A forked copy must close the connections of all waiting requests.
         for entry in [each for each in self._waiting if each[1].loaded in self._loaded]:
             self._waiting.remove(entry)
             if copy := self._fork(*entry):
@@ -234,7 +234,7 @@ class Server:
     def _kill_orphan(self, connection: socket.socket) -> None:
         """End a process whose client has closed the connection."""
         if connection not in self._processes:
-            # The process ended at the same time, and was reported.
+            # The process ended at the same time, and its end was reported.
             return
         self._selector.unregister(connection)
         with suppress(OSError):
@@ -259,7 +259,7 @@ def main() -> None:
     signals.end_with_parent()
     cores.limit_threads()
     tensorflow_import.prepare()
-    # Signals go to the process group: the runner ends, and this process with it.
+    # Signals go to the process group: when the runner ends, this process ends too.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     _, _, sockets, at_once, later = sys.argv
@@ -267,7 +267,7 @@ def main() -> None:
     try:
         show_command_line([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
     except OSError:
-        # Without this kernel feature, processes are started without a fork.
+        # Without this kernel feature, processes start without a fork.
         return
     # Loading modules creates no garbage, and a copy ignores the server's objects (`gc.freeze`).
     gc.disable()
@@ -322,7 +322,7 @@ class _Map(ctypes.Structure):
 
 
 def show_command_line(words: Sequence[str]) -> None:
-    """Set the displayed command line; raises `OSError` if the kernel does not allow it."""
+    """Set the command line that tools display; raises `OSError` if the kernel does not allow it."""
     text = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words)
     # The kernel reads a command line only from private memory.
     memory = mmap.mmap(-1, len(text), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -337,7 +337,7 @@ def show_command_line(words: Sequence[str]) -> None:
     libc.sbrk.argtypes = [ctypes.c_ssize_t]
     libc.malloc.restype = ctypes.c_void_p
     libc.free.argtypes = [ctypes.c_void_p]
-    # The heap must not grow between the two calls, so it gets more room than they need.
+    # The heap must not grow between the two calls, so that it gets more room than they need.
     libc.free(libc.malloc(1 << 16))
     new.brk = libc.sbrk(0)
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(new), ctypes.sizeof(new), 0):

@@ -1,4 +1,4 @@
-"""Start a process: forked by the fork server of this run, or new if there is none."""
+"""The start of a process: forked by the fork server of this run, or without a fork."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Protocol
 from flotilla.trainer.cluster.forks import fork_request
 from flotilla.trainer.cluster.forks.fork_request import Request
 
-# The server's address; child processes inherit it.
+# The variable with the server's address, which child processes inherit.
 VARIABLE = "FLOTILLA_FORK_SERVER"
-# Set by a user to disable forking.
+# The value by which a user disables forking.
 NONE = "none"
-# Descriptors from here on are not used by libraries.
+# Libraries use no descriptors from here on.
 _HIGH = 200
 
 
@@ -29,23 +29,23 @@ class Process(Protocol):
     returncode: int | None
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code, or None while the process runs."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end; return the exit code, negative for a signal."""
+        """Wait for the end; return the exit code, negative for a signal."""
 
     def send_signal(self, sig: int) -> None:
-        """Send a signal if it runs."""
+        """Send a signal if the process runs."""
 
     def kill(self) -> None:
-        """Send SIGKILL if it runs."""
+        """Send SIGKILL if the process runs."""
 
 
 class Forked:
-    """A process that a fork server has forked for this one; the kernel ends it with the server."""
+    """A process that a fork server has forked; the kernel ends it with the server."""
 
     def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
-        """Follow the process `pid`, which `descriptor` refers to."""
+        """Follow the process `pid`; `descriptor` refers to it."""
         self.pid = pid
         self.returncode: int | None = None
         self._connection = connection
@@ -76,7 +76,7 @@ class Forked:
 
     def send_signal(self, sig: int) -> None:
         """See `Process`."""
-        # Use the descriptor: the id may belong to another process by now.
+        # Use the descriptor, because the id may now belong to another process.
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._descriptor, sig)
 
@@ -113,7 +113,7 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
 
 
 def start_process(wanted: Request, output: int) -> Process:
-    """Start a process, forked if a server can; with an empty `loaded` always a new one."""
+    """Start a process; a server forks it if one can and `loaded` is not empty."""
     address = server_address()
     if address and wanted.loaded and (found := fork(address, wanted, output)):
         return found
