@@ -83,7 +83,7 @@ class _Save:
         return int(self.fields["global_step"])
 
     def prefix(self, server: int) -> str:
-        """Return the prefix of a server's files, which is in the draft if that is a local folder."""
+        """Return the prefix of a server's files, inside the draft if it is a local folder."""
         shared = storage.local_path(self.draft)
         name = f"part-{server}"
         return f"{shared}/{name}" if shared else f"{part_server.FOLDER}/{self.token}-{name}"

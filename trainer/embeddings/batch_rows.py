@@ -1,13 +1,13 @@
-"""The embedding rows of a batch: one message per server, each row once.
+"""The embedding rows of a batch: one message per server, and each row once.
 
-A table is a layer that looks up rows of variables on servers: Keras's embedding, or one whose rows
-are split over several variables (`ShardedEmbedding`). `Lookups.find_ids` finds the ids of a batch
-before the model runs: it prunes the graph of the forward pass to the operations that the ids depend
-on. The rows then come in one message from each server and the model reads them from there; their
-gradient, summed per row, goes back in one message.
+A table is a layer that looks up rows of variables on servers: Keras's embedding, or
+`ShardedEmbedding`, whose rows are split over several variables. `Lookups.find_ids` finds the ids of
+a batch before the model runs: it prunes the graph of the forward pass to the operations that
+compute the ids. One message from each server then brings the rows, which the model uses; one
+message returns their gradient, summed per row.
 
 A model has no `Lookups` if its ids cannot be known beforehand: if it has dynamic tables, computes
-ids from rows, or uses a table in another way. Its layers then look up rows one after the other.
+ids from rows, or uses a table in another way. Its layers look up rows one after the other.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from flotilla.trainer.embeddings.unique_rows import spread
 # Stateful operations that return the same value at each call: vocabulary lookups, and reads of
 # variables that no step trains.
 _SAME = ("Lookup", "HashTable", "VarHandle", "ReadVariable")
-# Ragged and sparse tensors.
 _NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)
 # A vector of ids or of places for each table.
 Vectors = list[tf.Tensor]
 
 
 class RowsOnce(tf.IndexedSlices):
-    """A gradient of rows in which each row occurs once."""
+    """A gradient of rows without duplicates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A layer with its n variables: row `id` is row `id div n` of variable `id mod n`."""
+    """A layer with n variables: row `id` is row `id div n` of variable `id mod n`."""
 
     layer: Any
     shards: tuple[keras.Variable, ...]
@@ -55,16 +54,16 @@ class Table:
 
 
 class Unforeseen(Exception):  # noqa: N818
-    """An error: the rows of a batch cannot be known before the model runs."""
+    """The rows of a batch cannot be known before the model runs."""
 
 
 class Lookups:
-    """Intercepts the lookups of a model's layers while a graph is traced."""
+    """The lookups of a model's layers, intercepted while a graph is traced."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         """Replace the lookups of the layers; outside of a trace they are unchanged."""
         self.tables = list(tables)
-        #: The function that performs a lookup, given the number of a table and its ids.
+        #: The function that performs a lookup, from the number of a table and its ids.
         self._answer: Callable[[int, tf.Tensor], tf.Tensor] | None = None
         for number, table in enumerate(self.tables):
             table.layer.call = self._wrap_call(number, table)
@@ -91,7 +90,7 @@ class Lookups:
 
     @contextmanager
     def answer(self, rows: Sequence[tf.Tensor], places: Sequence[tf.Tensor]) -> Iterator[None]:
-        """Answer the lookups in the scope, in their order, with `rows[places]` of each table."""
+        """Let the lookups in this block return, in order, `rows[places]` of each table."""
         begins: list[Any] = [0] * len(self.tables)
 
         def answer(number: int, ids: tf.Tensor) -> tf.Tensor:
@@ -142,7 +141,7 @@ class Lookups:
             raise Unforeseen("computes ids from variables")
         if any(each.op_def.is_stateful and not each.type.startswith(_SAME) for each in needed):
             raise Unforeseen("draws ids at random, or calls a function for them")
-        # The remaining forward pass, including its checks, runs once with the rows.
+        # The rest of the forward pass, with its checks, runs once with the rows.
         only: Callable[..., Vectors] = traced.prune(traced.inputs[: len(specs)], ids)
         return only
 
@@ -189,7 +188,7 @@ def find_plain_tables(model: keras.Model) -> list[Table]:
 
 
 def find_lookups(model: keras.Model) -> Lookups | None:
-    """Return the lookups of a model, if any; must be called after other replacements of lookups."""
+    """Return the lookups of a model, if any; call it after other replacements of lookups."""
     tables = find_tables(model)
     return Lookups(tables) if tables else None
 
@@ -208,7 +207,7 @@ def _make_table(layer: Any) -> Table | None:
             return None
         shards, known = (layer._embeddings,), _resolve_negative(layer.input_dim)
     else:
-        # A layer with these attributes looks up rows as `Table` describes; a subclass may differ.
+        # A layer with these attributes looks up rows like `Table`; a subclass may differ.
         shards, known = tuple(getattr(layer, "tables", ())), getattr(layer, "known", None)
         looks_up = next(each for each in type(layer).__mro__ if "call" in vars(each))
         if "known" not in vars(looks_up):
@@ -230,7 +229,7 @@ def _whole(known: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[Any], tf.Tensor
 
 
 def _find_dependencies(ends: Sequence[tf.Tensor]) -> set[Any]:
-    """Return all operations that the values of some tensors of a graph depend on."""
+    """Return all operations that determine the values of these tensors of a graph."""
     found, left = set[Any](), [each.op for each in ends]
     while left:
         op = left.pop()
@@ -264,7 +263,7 @@ class Sent:
         self._send(local)
 
     def rows(self) -> list[tf.Tensor]:
-        """Return the rows of each table, in the order of its ids, on the device of the scope."""
+        """Return the rows of each table, in the order of its ids, on the current device."""
         found = dict[tuple[int, int], tf.Tensor]()
         for (device, _), keys in self._servers.items():
             with tf.device(device):
@@ -297,7 +296,7 @@ class Sent:
 
     def _send(self, local: dict[tuple[int, int], tf.Tensor]) -> None:
         for (device, _), keys in self._servers.items():
-            # Int32 halves the bytes if all row numbers fit.
+            # If all row numbers fit, int32 halves the bytes.
             rows = max(self._shard(key).shape[0] for key in keys)
             kind = tf.int32 if rows < tf.int32.max else tf.int64
             sizes = tf.stack([tf.size(local[key], kind) for key in keys])

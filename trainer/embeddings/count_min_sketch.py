@@ -2,9 +2,9 @@
 
 Four cells count each id; the count is the smallest of the four (Cormode and Muthukrishnan 2005, "An
 Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of its id
-(Estan and Varghese 2002, "New Directions in Traffic Measurement and Accounting"). If the cells hold
-too many ids, all cells are halved (Einziger et al. 2017, "TinyLFU"), but not before each id of the
-largest lookups could occur often enough.
+(Estan and Varghese 2002, "New Directions in Traffic Measurement and Accounting"). If the sketch
+holds too many ids, all cells are halved (Einziger et al. 2017, "TinyLFU"), but only after each id
+of the largest lookups had enough time to occur often enough.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
 
-# The number of cells in a block; the number of cells that count an id, all in one block; the
-# minimum number of blocks, one per slot of a shard; and the ids per block above which all cells are
-# halved.
+# The number of cells in a block; the number of cells for an id, all in one block; the minimum
+# number of blocks, one per slot of a shard; the ids per block above which all cells are halved.
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
@@ -40,13 +39,11 @@ class CountMinSketch:
     def count(
         self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids; return which have occurred often enough, and the change of the sketch.
-
-        The change is that of the number of ids in the sketch.
+        """Count ids; return which have occurred often enough, and the change in the number of ids.
 
         Args:
             keys: int64 [n], unique.
-            counts: how often each of them occurred, [n].
+            counts: how often each key occurred, [n].
             sieved: the number of ids in the sketch.
         """
         seen, window = self._seen, self._window
@@ -65,7 +62,7 @@ class CountMinSketch:
 
         def halve() -> tf.Tensor:
             half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
-            # One byte per block is used, since the cells may take gigabytes.
+            # One byte per block, because the cells may take gigabytes.
             held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
             left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
             # A larger lookup may occur again; its size decays like the counts.
@@ -88,9 +85,9 @@ def size_sketch(capacity: int) -> tuple[int, int]:
 
 
 def _select_cells(keys: tf.Tensor) -> tf.Tensor:
-    """Return the cells of a block that count each key [n], as all bits set [n, CELLS].
+    """Return the cells of a block that count each key [n], as bytes with all bits set [n, CELLS].
 
-    Each is in a different part of the block, so no two are equal.
+    The cells of a key are in different parts of the block, so that they differ.
     """
     part = CELLS // CELLS_OF_ID
     bits = part.bit_length() - 1
@@ -102,7 +99,7 @@ def _select_cells(keys: tf.Tensor) -> tf.Tensor:
 
 
 def hash_keys(keys: Any, below: int) -> Any:
-    """Return a number from 0 to `below - 1` for each key [n], the same on every machine.
+    """Return a number from 0 to `below - 1` for each key [n], equal on every machine.
 
     Similar keys get unrelated numbers (the finalizer of Steele et al. 2014, "Fast Splittable
     Pseudorandom Number Generators").
@@ -117,5 +114,5 @@ def hash_keys(keys: Any, below: int) -> Any:
 
 
 def _long(value: int) -> Any:
-    # One axis, because Keras stores a scalar as a Python number, which these operations refuse.
+    # An axis, because Keras stores a scalar as a Python number, which these operations refuse.
     return np.array([value], np.uint64).astype(np.int64)

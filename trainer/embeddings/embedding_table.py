@@ -1,18 +1,17 @@
 """A dynamic embedding table: ids are 64-bit integers or strings, without a vocabulary.
 
-An id gets its own row when training has seen it `min_count` times, while rows are free; `capacity`
-is the number of rows. When all rows are in use, the least recently used ones are given to other
-ids; rows that were not used for `max_age` steps are evicted earlier. Two ids never share a row,
-except the one row of all ids without a row: it is trained by ids that training refused a row, and
-it is the result for unknown ids in evaluation and in the exported model. This row begins with
-zeros.
+An id gets a row after training has seen it `min_count` times, while rows are free; `capacity` is
+the number of rows. When all rows are in use, other ids get the least recently used ones; rows
+without use for `max_age` steps are evicted earlier. Ids never share a row, except for the single
+row of all ids without a row. That row begins with zeros, learns from ids that get no row in
+training, and is the result for unknown ids in evaluation and in the exported model.
 
-Ids are split by hash over shards, each on one server (`table_shard`). Rows are variables, and a
-gradient touches only the rows of its batch, so every optimizer works.
+A hash splits the ids over shards, each on one server (`table_shard`). Rows are variables, and a
+gradient touches only the rows of its batch, so that every optimizer works.
 
-A string is identified by two fingerprints of 63 bits: the first finds its row, the second verifies
-it. The probability that two of n strings have the same first one is n^2 / 2^64 (of a hundred
-million, one in two thousand); the later of the two then has no row.
+A string is identified by two fingerprints of 63 bits: the first one finds its row, the second one
+verifies it. The probability that two of n strings have the same first fingerprint is n^2 / 2^64 (of
+a hundred million, one in two thousand); the later of the two strings has no row.
 
 XLA cannot compile the lookup. An exported table has only the rows in use, and needs no code.
 """
@@ -42,14 +41,13 @@ from flotilla.trainer.embeddings.unique_rows import spread
 from flotilla.trainer.runtime.errors import ConfigError
 
 KEYS = ("int64", "string")
-# The SipHash key of the fingerprint that verifies a string.
 _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
-# Paths of variables that count ids without a row, in this format and in an earlier one.
+# The paths of variables that count ids without a row, in this format and in an earlier one.
 _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
-#: The end of the path of a seed; the second number of a seed counts the draws.
+#: The end of a seed's path; the second number of a seed counts the draws.
 SEED = "seed_generator_state"
-# Strategies whose replicas each have all variables.
+# Strategies in which each replica has all variables.
 _COPIES = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 # The functions that draw new rows, by their initializer without its seed.
 _DRAWS: dict[object, Any] = {}
@@ -86,15 +84,15 @@ class EmbeddingTable(keras.layers.Layer):
                 beginning.
             dimension: the length of a row.
             keys: the type of ids: "int64" (or a smaller integer), or "string".
-            shards: the number of shards of the rows. It belongs to the model, not to the cluster: a
-                checkpoint fits only the same number. It may exceed the number of servers.
+            shards: the number of shards. It belongs to the model, not to the cluster: a checkpoint
+                fits only the same number. It may exceed the number of servers.
             min_count: the number of times that training must see an id before it gets a row, up to
                 255.
-            min_age: the steps without use before a row may be given to another id, because
-                gradients may be on their way; it must exceed the number of workers.
+            min_age: the steps without use before another id may get the row, because gradients may
+                be in transit; it must exceed the number of workers.
             max_age: the steps without use after which a row is evicted; 0: only to make room.
             initializer: the initializer of new rows; it may not depend on the number of rows.
-            **kwargs: of a Keras layer.
+            **kwargs: arguments of a Keras layer.
 
         Raises:
             ValueError: a number is too small or too large, or another value of `keys`.
@@ -116,7 +114,7 @@ class EmbeddingTable(keras.layers.Layer):
         """Create the shards.
 
         Raises:
-            ConfigError: in the scope of a strategy whose replicas have copies of variables.
+            ConfigError: the scope is that of a strategy whose replicas have copies of variables.
         """
         if isinstance(tf.distribute.get_strategy(), _COPIES):
             raise ConfigError(
@@ -177,9 +175,9 @@ class EmbeddingTable(keras.layers.Layer):
         return tf.cast(rows, self.compute_dtype)
 
     def _split(self, ids: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor, list[Asked]]:
-        """Return places of each shard's ids among the unique ones, places of all ids, and the ids.
+        """Return places of each shard's ids among the unique ids, places of all ids, and the ids.
 
-        Each id is sent once, even if the batch contains it several times. Also, most Keras
+        Each id is sent once, even if the batch contains it several times. Besides, most Keras
         optimizers square a gradient before they sum the parts of a row.
         """
         if self.keys == "string":
@@ -206,7 +204,7 @@ class EmbeddingTable(keras.layers.Layer):
         steps = self._parts[0].steps
         if steps is None:
             return None
-        # Otherwise the counter could be read while the input still waits for its batch.
+        # Otherwise the counter might be read while the input still waits for its batch.
         with tf.control_dependencies([ids]), tf.device(steps.device):
             return steps.read_value()
 
@@ -229,9 +227,9 @@ class EmbeddingTable(keras.layers.Layer):
         return keras.KerasTensor((*ids.shape, self.dimension), self.compute_dtype)
 
     def plain(self, ids: Any) -> Any:
-        """Return the rows of a symbolic tensor from a table that was shrunk.
+        """Return the rows of a symbolic tensor from a shrunk table.
 
-        Keras lookup layers find the rows, which come after the row of all ids without a row.
+        Keras lookup layers find the rows, which follow the shared row of ids without a row.
         """
         live = [np.flatnonzero(each.noted.used.numpy() >= 0) for each in self._parts]
         keys, proof = keras.ops.cast(ids, "int64") if self.keys != "string" else ids, None
@@ -273,9 +271,9 @@ class EmbeddingTable(keras.layers.Layer):
     ) -> None:
         """Connect the step counter and the optimizer slots of each variable of rows.
 
-        `slots_of` returns pairs for a Keras variable: a slot of its shape, and the value of a new
-        row there, or None for the row itself. `alike` is a table of the same model: shards of equal
-        structure share what is traced for one of them.
+        `slots_of` returns pairs for a Keras variable: a slot of its shape, and its value for a new
+        row, or None for the row itself. `alike` is another table of the model: shards of equal
+        structure share one trace.
         """
         (first, *_) = (alike or self)._parts
         for shard in self._parts:
@@ -308,7 +306,7 @@ class EmbeddingTable(keras.layers.Layer):
         return [each for shard in self._parts for each in shard.noted.bookkeeping()]
 
     def metrics(self) -> dict[str, int]:
-        """Return the counts of rows in use, rows given to other ids, and ids without a row.
+        """Return the counts of rows in use, of reassigned rows, and of ids without a row.
 
         An id without a row counts at each lookup of training.
         """
@@ -338,7 +336,7 @@ class EmbeddingTable(keras.layers.Layer):
             )
 
     def load_own_variables(self, store: Any) -> None:
-        """Load the values from a file; a sketch of another format starts empty."""
+        """Load the values from a file; a sketch in another format starts empty."""
         sieves = {id(shard.noted.seen) for shard in self._parts}
         values = {name: store[name] for name in store.keys()}  # noqa: SIM118
         for number, each in enumerate([*self._trainable_variables, *self._non_trainable_variables]):
@@ -361,8 +359,8 @@ class EmbeddingTable(keras.layers.Layer):
 def may_lack(path: str) -> bool:
     """Return whether a checkpoint of the same model may lack a variable of this path.
 
-    This is the count of ids without a row, which then begins at zero, and a seed: images may be
-    augmented in one run and not in the other.
+    These are the count of ids without a row, which then starts at zero, and seeds: images may be
+    augmented in only one of the runs.
     """
     return bool(_COUNTING.search(path)) or path.endswith(SEED)
 
@@ -375,7 +373,7 @@ def shrink(model: keras.Model) -> None:
 
 
 def _recount(shard: Shard) -> None:
-    """Set the count of rows to that of the actual rows, which may be newer in a snapshot."""
+    """Set the count of rows to the actual number, which may be newer in a snapshot."""
     with tf.device(shard.device):
         tally = shard.noted.tally.value
         given, evicted = (
@@ -415,7 +413,7 @@ class _Seed(keras.random.SeedGenerator):
 def _make_draw(initializer: Any, dimension: int) -> tuple[Any, int]:
     """Return a function from a number, a count, and the rows drawn before to new rows.
 
-    The result also has the number of the first shard, which stands for the seed. Initializers that
+    The result includes the number of the first shard, which replaces the seed. Initializers that
     differ only by their seeds share the function.
 
     Raises:

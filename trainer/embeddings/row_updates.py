@@ -1,8 +1,8 @@
 """Sparse updates of embedding tables, which read and update only the rows of a batch.
 
 The updates are lazy, like TensorFlow's sparse kernels and `LazyAdam` of TensorFlow Addons: a row
-and its slots do not change while the row has no gradient. They differ from updates by the equal
-dense gradient (`training.optimizer.dense_updates`), which also change rows with a zero gradient:
+and its slots do not change while the row has no gradient. Updates by a dense gradient
+(`training.optimizer.dense_updates`) also change rows with a zero gradient. The differences:
 
 - Adam: the moments of a row neither decay nor move the row between two touches. The bias is
   corrected by the global step, as in the dense update, and not by the touches of a row.
@@ -12,9 +12,9 @@ dense gradient (`training.optimizer.dense_updates`), which also change rows with
   new learning rate takes effect at the next touch, and `l2_shrinkage` acts at touches.
 - Weight decay acts on the touched rows, once per touch.
 
-The kernels of momentum and Ftrl lock the variable and its slots, so each update is atomic. With the
-others, if two workers touch a row at once, a part of one gradient may be lost in that row, in its
-slots or in single numbers of it ("Hogwild!", Niu et al. 2011); other rows are not affected.
+The kernels of momentum and Ftrl lock the variable and its slots, so that each update is atomic.
+With other optimizers, two workers that touch a row at once may lose a part of one gradient in that
+row or its slots ("Hogwild!", Niu et al. 2011); other rows are not affected.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from flotilla.trainer.config.schema import TrainingConfig
 
 log = logging.getLogger(__name__)
 
-# The smallest number of values for which a warning is logged, and the milliseconds that a million
-# values take in each step: a million rows of 16 took 36 to 70 ms with Adam.
+# The minimum number of values for a warning, and the milliseconds that a million values take in
+# each step: a million rows of 16 took 36 to 70 ms with Adam.
 LARGE = 1_000_000
 MILLISECONDS = 3
 # The AUC was 0.55 instead of 0.76 after 600 steps on the data of configs/clicks.yaml.
@@ -52,7 +52,7 @@ def use(
     pulled: bool = False,
     summed: bool = False,
 ) -> None:
-    """Read and update only rows where possible; log the reason if a large table is updated whole.
+    """Read and update only rows where possible; log why a large table is updated whole.
 
     `pulled`: workers pull and push tables whole; `summed`: the optimizer itself sums the gradients
     of the replicas after clipping.
@@ -119,7 +119,6 @@ def _make_call(layer: Any) -> Callable[[Any], Any]:
     def call(inputs: Any) -> Any:
         ids = inputs if isinstance(inputs, keras.KerasTensor) else tensor_of(inputs)
         if not isinstance(ids, tf.Tensor):
-            # Symbolic, sparse or ragged ids.
             return whole(inputs)
         if ids.dtype not in {tf.int32, tf.int64}:
             ids = tf.cast(ids, tf.int32)
@@ -137,7 +136,7 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
     """Make a built optimizer lazy; an optimizer without a lazy form is unchanged.
 
     A gradient has each row once (`flotilla.trainer.optimizers.optimizers`). For rows that every
-    step touches, the results equal those of Keras's formula, up to rounding.
+    step touches, the results equal Keras's formula, up to rounding.
     """
     rows = _lazy_form(optimizer)
     if rows is None:
@@ -156,7 +155,7 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
             rows.update([(gradient, _tensor(v)) for gradient, v in touched], learning_rate)
 
     optimizer._backend_update_step = update
-    # The method runs before the update, without the gradients.
+    # The method would run before the update, without the gradients.
     optimizer._apply_weight_decay = lambda _variables: None
 
 
@@ -165,7 +164,7 @@ def _tensor(variable: Any) -> tf.Variable:
 
 
 class _Rows(ABC):
-    """Updates rows of a variable and of its slots, on their device."""
+    """The updates of rows of a variable and of its slots, on their device."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -178,12 +177,11 @@ class _Rows(ABC):
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
     ) -> None:
-        """Update the rows of gradients of one dtype, in which each row occurs once."""
+        """Update the rows of gradients of one dtype, without duplicate rows."""
 
     def update(self, touched: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
-        """Update the rows of all tables; in a replica context, or without distribution."""
+        """Update the rows of all tables, in a replica context or without distribution."""
         with tf.device(self.optimizer.iterations.value.device):
-            # One message per server.
             rates = {
                 dtype: tf.stack(self._rates(tf.cast(learning_rate, dtype)))
                 for dtype in {_precision(variable) for _, variable in touched}
@@ -219,7 +217,7 @@ class _Rows(ABC):
 
 
 class _Adam(_Rows):
-    """Adam (Kingma and Ba 2015, the end of section 2) as in Keras; TensorFlow has no kernel."""
+    """Adam (Kingma and Ba 2015, end of section 2) as in Keras; TensorFlow has no kernel for it."""
 
     def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
         dtype = learning_rate.dtype
@@ -248,10 +246,7 @@ class _Adam(_Rows):
 
 
 class _Adagrad(_Rows):
-    """Keras's Adagrad, which adds epsilon under the root.
-
-    TensorFlow's kernel adds it to the root.
-    """
+    """Keras's Adagrad, with epsilon under the root; TensorFlow's kernel adds it to the root."""
 
     def move(
         self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
@@ -321,7 +316,7 @@ def _subtract(handle: tf.Tensor, ids: tf.Tensor, values: tf.Tensor) -> None:
 
 
 def _precision(variable: tf.Variable) -> tf.DType:
-    """Return the dtype of scalars: powers of betas near 1 need single precision."""
+    """Return the dtype of scalars: powers of betas near 1 require single precision."""
     return tf.float64 if variable.dtype == tf.float64 else tf.float32
 
 

@@ -1,9 +1,9 @@
 """An embedding whose rows are split over several variables, and so over several servers.
 
-Row `id` is in shard `id mod shards` at `id div shards`: consecutive ids, which are often equally
-popular, are on different servers. Each shard is a plain Keras variable, which the strategy places.
-A server gathers its rows, and their gradient is `tf.IndexedSlices` of the same rows: the table is
-never sent.
+Row `id` is in shard `id mod shards` at `id div shards`, so that consecutive ids, which are often
+equally popular, are on different servers. Each shard is a plain Keras variable, which the strategy
+places. A server gathers its rows, and their gradient is `tf.IndexedSlices`: the table is never
+sent.
 
 The optimizer applies this gradient on the server of the shard (`trainer/embeddings/row_updates.py`;
 measured in `docs/decisions/0017-tables-of-embeddings.md`):
@@ -12,7 +12,8 @@ measured in `docs/decisions/0017-tables-of-embeddings.md`):
   unless `training.optimizer.dense_updates` is set.
 - Other element-wise optimizers (RMSprop, Nadam and so on) update every row in every step, by
   Keras's definition: the network traffic is the same, but the work grows with the table.
-- LAMB, Adafactor and Muon use a variable as a whole, so the number of shards changes the result.
+- LAMB, Adafactor and Muon use a variable as a whole, so that the number of shards affects the
+  result.
 
 XLA cannot compile the lookup, because its shapes depend on the ids. An exported SavedModel or
 `.keras` file needs no code (`plain`).
@@ -33,9 +34,9 @@ UNKNOWN = ("error", "wrap")
 
 @keras.saving.register_keras_serializable(package="flotilla")
 class ShardedEmbedding(keras.layers.Layer):
-    """An embedding layer, from integers of any shape `[...]` to rows `[..., dimension]`.
+    """An embedding layer from integers of any shape `[...]` to rows `[..., dimension]`.
 
-    Unlike `keras.layers.Embedding` it never counts a negative id from the end.
+    Unlike `keras.layers.Embedding`, it never counts a negative id from the end.
     """
 
     #: Strategies leave the variables on their servers instead of pulling them whole.
@@ -56,13 +57,13 @@ class ShardedEmbedding(keras.layers.Layer):
         Args:
             rows: the number of rows; ids go from 0 to `rows - 1`.
             dimension: the length of a row.
-            shards: the number of variables that the rows are split over; the result is the same for
-                any number. It belongs to the model, not to the cluster: a checkpoint fits only the
-                same number. It may exceed the number of servers.
-            initializer: the initializer of each shard; each gets its own seed.
+            shards: the number of variables that hold the rows; the result does not depend on it. It
+                belongs to the model, not to the cluster: a checkpoint fits only the same number. It
+                may exceed the number of servers.
+            initializer: the initializer of each shard, with a separate seed.
             unknown: the result for an id outside of the table: "error" (InvalidArgumentError), or
             "wrap" for the row `id mod rows`, which a known id also uses.
-            **kwargs: of a Keras layer.
+            **kwargs: arguments of a Keras layer.
 
         Raises:
             ValueError: a size below 1, more shards than rows, or another value of `unknown`.
@@ -100,7 +101,7 @@ class ShardedEmbedding(keras.layers.Layer):
         """Return the rows of `ids` in the layer's compute dtype."""
         known = self.known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
         # Each row is sent once in each direction, even if the batch contains it several times.
-        # Also, most Keras optimizers square a gradient before they sum the parts of a row.
+        # Besides, most Keras optimizers square a gradient before they sum the parts of a row.
         wanted, places = tf.unique(known)
         found = tf.compat.v1.nn.embedding_lookup(
             [table.value for table in self.tables], wanted, partition_strategy="mod"
@@ -115,7 +116,7 @@ class ShardedEmbedding(keras.layers.Layer):
         if self.unknown == "wrap":
             ids = keras.ops.mod(ids, self.rows)
         else:
-            # Keras counts a negative id from the end; this turns it into an invalid one.
+            # Keras counts a negative id from the end; make it invalid.
             ids = keras.ops.where(ids < 0, keras.ops.full_like(ids, self.rows), ids)
         table = np.empty((self.rows, self.dimension), self.tables[0].dtype)
         for shard, each in enumerate(self.tables):
@@ -138,7 +139,7 @@ class ShardedEmbedding(keras.layers.Layer):
         }
 
     def known(self, ids: tf.Tensor) -> tf.Tensor:
-        """Return the row numbers [n] for ids [n]; strategies use it to find the rows of a batch."""
+        """Return the row numbers [n] of ids [n]; strategies use it to find the rows of a batch."""
         if self.unknown == "wrap":
             return tf.math.floormod(ids, self.rows)
         inside = tf.logical_and(ids >= 0, ids < self.rows)
@@ -149,10 +150,7 @@ class ShardedEmbedding(keras.layers.Layer):
             return tf.identity(ids)
 
     def _initializer(self, shard: int) -> Any:
-        """Return the initializer of one shard.
-
-        A Keras initializer returns the same numbers at each call.
-        """
+        """Return the initializer of a shard; one of Keras repeats its numbers at each call."""
         if not isinstance(self.initializer, keras.initializers.Initializer):
             return self.initializer
         config = self.initializer.get_config()

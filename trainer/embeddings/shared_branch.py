@@ -1,9 +1,9 @@
 """A rare branch that is traced once for all shards, which differ only by their resources.
 
 `tf.cond` would trace the branch for each shard, and add all of its operations to the graph of a
-step: tracing a table would take a chief longer than the rest of a model, and each worker would
-prepare operations that hardly any step needs. Here the branch is a function of a shard's resources
-and one operation of the graph, which runs it when needed.
+step. A chief would trace a table longer than the rest of a model, and each worker would prepare
+operations that hardly any step needs. Here the branch is a function of a shard's resources, and one
+operation of the graph calls it when needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SharedBranch:
     """A conditional that several shards share; only resources and arguments differ."""
 
     def __init__(self) -> None:
-        """Create the branch; it is traced when first needed."""
+        """Create the branch; the first use traces it."""
         self._traced: dict[object, _Traced] = {}
 
     def run(  # noqa: PLR0913, PLR0917
@@ -48,9 +48,10 @@ class SharedBranch:
             is_needed: a scalar, bool.
             work: from `given` to a tensor like the first of them; it uses only `resources`.
             given: tensors.
-            resources: handles, in the same order for all shards; another number is another branch.
+            resources: handles, in the same order for all shards; a different number is a different
+            branch.
             device: the device of all resources.
-            kind: everything else that `work` depends on; another kind is another branch.
+            kind: everything else that `work` depends on; a different kind is a different branch.
         """
         if tf.executing_eagerly():
             return work(*given) if is_needed else given[0]
@@ -79,7 +80,6 @@ def _trace(
     resources: Sequence[tf.Tensor],
 ) -> _Traced:
     numbers = {id(each): number for number, each in enumerate(resources)}
-    # The function runs on the devices of its resources.
     with tf.device(None):
         taken = tf.function(work, autograph=False).get_concrete_function(*signature)
         order = tuple(numbers[id(each)] for each in taken.captured_inputs)

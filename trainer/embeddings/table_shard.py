@@ -1,12 +1,12 @@
 """One shard of a dynamic table: its rows, and the map from ids to rows.
 
-The rows are a plain variable with a fixed number of slots, and so are the records of each slot: its
-id and the step of its last use. Only the map from an id to its slot is a TensorFlow hash table,
-which is rebuilt from the recorded ids (`Shard.rebuild`). All of them are on one device, as are
-their changes: a mutex there makes each lookup of a training step atomic.
+The rows are a plain variable with a fixed number of slots. Other variables record the id of each
+slot and the step of its last use. Only the map from an id to its slot is a TensorFlow hash table,
+which is rebuilt from the recorded ids (`Shard.rebuild`). All of them are on one device, where a
+mutex makes each lookup of a training step atomic.
 
-A slot for which a gradient may be on its way is not reused: only rows that no step has used for
-`Rules.min_age` steps lose their slots.
+Only rows without use for `Rules.min_age` steps lose their slots, because a gradient for a slot may
+be in transit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The unique ids of a lookup: their keys [n], checks for equal keys, and counts."""
+    """The unique ids of a lookup: their keys [n], checks of equal keys, and counts."""
 
     keys: tf.Tensor
     checks: tf.Tensor
@@ -54,7 +54,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Noted:
-    """The Keras variables of a shard; `checks` and `seen` only if they are needed."""
+    """The Keras variables of a shard; `checks` and `seen` exist only if needed."""
 
     rows: Any
     ids: Any
@@ -70,7 +70,7 @@ class Noted:
 
 
 class Shard:
-    """A shard of slots [capacity + 1]; all ids without a row share the last slot."""
+    """A shard with slots [capacity + 1]; all ids without a row share the last slot."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -85,9 +85,9 @@ class Shard:
         """Create a shard without rows.
 
         Args:
-            noted: its variables.
-            capacity: its number of slots, without the last one.
-            rules: the rules of its table.
+            noted: the variables of the shard.
+            capacity: the number of slots, without the last one.
+            rules: the rules of the table.
             draw: creates new rows from `number`, their count, and the count of rows created before.
             number: distinguishes the shard's rows from those of other shards.
             branch: the branch that shards share.
@@ -95,7 +95,6 @@ class Shard:
         self.noted, self.capacity = noted, capacity
         self._rules, self._draw = rules, draw
         self._number = np.int64(number)
-        #: The branch that shards share.
         self.branch = branch or SharedBranch()
         #: The step counter, if a strategy has one; otherwise lookups are counted.
         self.steps: tf.Variable | None = None
@@ -103,18 +102,19 @@ class Shard:
         #: itself.
         self.slots: list[tuple[tf.Variable, Any]] = []
         with tf.init_scope():
-            # The values are created on the device instead of being sent.
+            # The device creates the values, so that they need not be sent.
             made = partial(tf.Variable, dtype=tf.int64, trainable=False)
             self.free = made(lambda: tf.range(capacity - 1, -1, -1, dtype=tf.int64))
             self.room = made(capacity)
             # The steps of earlier runs, which are part of the ages.
             self.earlier = made(0)
-            # The ids that the sketch counted since it was halved, and those of the largest lookup.
+            # The ids that the sketch has counted since it was halved, and those of the largest
+            # lookup.
             self.window = made(lambda: tf.zeros([2], tf.int64))
-            # Servers outlive a process, so a sequence number might belong to another table.
+            # Servers outlive a process, so that a sequence number might belong to another table.
             self._names = f"ids-{uuid.uuid4().hex}", f"mutex-{uuid.uuid4().hex}"
             self.make_map()
-        #: Variables that no checkpoint has.
+        #: Variables that are in no checkpoint.
         self.unsaved = (self.free, self.room, self.earlier, self.window)
 
     @property
@@ -151,18 +151,18 @@ class Shard:
         return self._none_to_last(self._check_keys(tf.where(is_it, place, _NEVER), asked.checks))
 
     def admit(self, asked: Asked, step: tf.Tensor | None) -> tf.Tensor:
-        """Return the slot [n] of each id, after giving slots to new ids, at global step `step`."""
+        """Return the slot [n] of each id at global step `step`, after giving slots to new ids."""
         here = [tf.identity(each) for each in (asked.keys, asked.checks, asked.counts)]
         keys, checks, counts = here
         step = None if step is None else tf.identity(step)
         asked = Asked(keys=keys, checks=checks, counts=counts)
-        # The inputs arrive before the mutex is locked.
+        # The inputs must arrive before the mutex is locked.
         with tf.control_dependencies([*here, *([] if step is None else [step])]):
             (slots,) = self.run_locked(lambda: [self._update(asked, step)])
         return slots
 
     def run_locked(self, work: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
-        """Return the tensors of `work`, which runs while no id gets or loses a slot; in a graph."""
+        """Run `work` while no id gets or loses a slot, and return its tensors; for a graph."""
         lock = tf.raw_ops.MutexLock(mutex=self.mutex)
         with tf.control_dependencies([lock]):
             made = work()
@@ -178,9 +178,9 @@ class Shard:
         now = counted[CLOCK] if step is None else self.earlier + step
         found = self._find(asked.keys)
         slots = self._check_keys(found, asked.checks)
-        # This happens before an eviction, so that the rows of this batch are kept.
+        # Before an eviction, so that the rows of this batch stay.
         used, places = self.noted.used.value, self._none_to_last(slots)
-        # A slow worker's step may be lower than that of another worker's lookup.
+        # The step of a slow worker may be lower than the step of another worker's lookup.
         _put(used, places, tf.maximum(used.sparse_read(places), now))
         changes = tf.reduce_any(found < 0)
         if self._rules.max_age:
@@ -200,7 +200,7 @@ class Shard:
         return [self.map, *(each.handle for each in variables)]
 
     def _kind(self) -> Hashable:
-        """Return everything that `_add_ids` depends on except resources."""
+        """Return everything except resources that `_add_ids` depends on."""
         noted = self.noted
         variables = [noted.rows.value, *(slot for slot, _ in self.slots)]
         there = (noted.checks is None, noted.seen is None)
@@ -275,13 +275,12 @@ class Shard:
         return tf.concat([old, tf.cast(least, tf.int64)], 0)
 
     def _take(self, slots: tf.Tensor, room: tf.Tensor) -> tf.Tensor:
-        """Remove the rows of slots from their ids, and return the number of rows."""
+        """Separate the rows of these slots from their ids, and return the number of rows."""
         keys = tf.gather(self.noted.ids.value, slots)
-        # An id that another slot also has is kept: a step that ended halfway may have left two
-        # slots.
+        # If another slot has the same id, because a step ended halfway, the id stays.
         keys = _those(keys, tf.equal(self._find(keys), slots))
         count = tf.size(slots, tf.int64)
-        # A worker may die at any point, so a slot becomes free only after no id has it.
+        # A worker may die at any point, so that a slot becomes free only after no id has it.
         last = tf.raw_ops.LookupTableRemoveV2(table_handle=self.map, keys=keys)
         with tf.control_dependencies([last]):
             last = _put(self.noted.used.value, slots, tf.fill(tf.shape(slots), _NEVER))
@@ -310,13 +309,13 @@ class Shard:
             shape = [count, *slot.shape[1:]]
             first = rows if value is None else tf.fill(shape, tf.cast(value, slot.dtype))
             new.append((slot, tf.cast(first, slot.dtype)))
-        # A worker may die at any point, so an id's slot must not be free and all its values must be
-        # new.
+        # A worker may die at any point, so that an id's slot must not be free and its values must
+        # be new.
         with tf.control_dependencies([places]):
             room = self.room.assign_sub(count, read_value=True)
         with tf.control_dependencies([room]):
             written = [_put(variable, places, values) for variable, values in new]
-        # A used slot belongs to its id when the map is rebuilt, so its values must be complete.
+        # A rebuilt map gives a used slot to its id, so that the values must be complete.
         with tf.control_dependencies(written):
             used = _put(noted.used.value, places, tf.fill(tf.shape(places), now))
         with tf.control_dependencies([used]):
@@ -327,14 +326,14 @@ class Shard:
         with tf.device(self.device):
             used = self.noted.used.value.read_value()
             if self.steps is not None:
-                # A run that began with the rows of another run counts its steps from 0. The rows
-                # that were used last may have been evicted since.
+                # A run that began with the rows of another run counts its steps from 0. The most
+                # recently used rows may have been evicted since.
                 swept = self.noted.tally.value.read_value()[SWEPT]
                 latest = tf.maximum(tf.reduce_max(used), swept)
                 self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))
             used = used[: self.capacity]
             live = tf.where(used >= 0)[:, 0]
-            # If a dead worker left an id with two slots, the later slot is used.
+            # If a dead worker left an id with two slots, the later slot counts.
             live = tf.gather(live, tf.argsort(tf.gather(used, live), stable=True))
             keys = tf.gather(self.noted.ids.value, live)
             tf.raw_ops.LookupTableImportV2(table_handle=self.map, keys=keys, values=live)
@@ -366,7 +365,7 @@ class Shard:
         return found
 
     def _check_keys(self, found: tf.Tensor, checks: tf.Tensor) -> tf.Tensor:
-        """Return the last slot for ids that only share their key with another id."""
+        """Return the last slot for ids that share only their key with another id."""
         if self.noted.checks is None:
             return found
         there = tf.gather(self.noted.checks.value, tf.maximum(found, 0))
@@ -383,10 +382,10 @@ def _those(values: tf.Tensor, wanted: tf.Tensor) -> tf.Tensor:
 
 
 def _run_unordered(operation: tf.Operation | None) -> None:
-    """Let a function run an operation before it ends, without ordering it against others.
+    """Let a function run an operation before it ends, in any order relative to others.
 
-    TensorFlow runs stateful operations without a resource in program order: the release of one
-    mutex would wait for that of another one that another worker may hold, which is a deadlock.
+    TensorFlow runs stateful operations without a resource in program order. The release of one
+    mutex would wait for the release of another one, which another worker may hold: a deadlock.
     """
     if not tf.executing_eagerly():
         manager = tf.compat.v1.get_default_graph().experimental_acd_manager
@@ -401,6 +400,6 @@ def _put(variable: tf.Variable, places: tf.Tensor, values: tf.Tensor) -> tf.Oper
 
 
 def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:
-    """Change the size of a Keras variable, since Keras has no method for this."""
+    """Change the size of a Keras variable, which Keras has no method for."""
     variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
     variable._shape = value.shape

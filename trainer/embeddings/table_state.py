@@ -1,7 +1,7 @@
 """The support of strategies for dynamic tables: layers with `grows`.
 
-Their variables change in place: no worker pulls them, those of a shard are on one server, and a row
-that is given to another id gets new optimizer slots.
+Their variables change in place: no worker pulls them, those of a shard are on one server, and a
+reassigned row gets new optimizer slots.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def list_tables(model: keras.Model) -> list[Any]:
 
 
 def list_shards(model: keras.Model) -> list[Any]:
-    """Return the shards of these layers."""
+    """Return the shards of the dynamic tables of a model."""
     return [part for table in list_tables(model) for part in table.parts()]
 
 
@@ -99,7 +99,7 @@ def require(config: Config, model: keras.Model) -> None:
 def list_slots(
     optimizer: keras.optimizers.Optimizer, variable: keras.Variable
 ) -> Iterator[tuple[tf.Variable, Any]]:
-    """Yield an optimizer's slots of a variable and their initial value: None means its value."""
+    """Yield an optimizer's slots of a variable and their initial value; None means its value."""
     trained = optimizer._trainable_variables
     index = next((i for i, each in enumerate(trained) if each is variable), None)
     if index is None:

@@ -1,4 +1,4 @@
-"""Unique rows of a table, copied to all their places in a batch."""
+"""Unique rows of a table, and copies of them at all their places in a batch."""
 
 from __future__ import annotations
 

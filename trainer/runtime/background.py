@@ -11,12 +11,12 @@ log = logging.getLogger(__name__)
 
 
 class Loop:
-    """Calls a function until it returns False, or `stop` is called; an error is logged once."""
+    """Calls a function at an interval until it returns False or `stop` is called."""
 
     def __init__(
         self, work: Callable[[], object], seconds: float, *, name: str, failing: str
     ) -> None:
-        """Name the thread and set its pause before calls; `failing` is the log text for errors."""
+        """Store the thread's name and the pause before calls; the first error logs `failing`."""
         self._work, self._seconds, self._failing = work, seconds, failing
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -1,7 +1,7 @@
 """The number of processors this process may use: its CPU affinity and the limit of its container.
 
-Libraries start one thread per processor of the machine. In a container with a limit of one CPU
-these use up the quota at once and are then throttled; see "CFS Bandwidth Control" in the Linux
+Libraries start one thread per processor of the machine. In a container with a limit of one CPU,
+these threads use up the quota at once and are throttled; see "CFS Bandwidth Control" in the Linux
 kernel documentation.
 """
 
@@ -16,15 +16,14 @@ from pathlib import Path
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 # Intra-op threads of TensorFlow, and the threads of NumPy, SciPy and Arrow. The inter-op threads
-# are not limited, since some of them only wait for others.
+# are not limited, because some of them only wait for others.
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 # The values that `limit_threads` has set.
 _LIMITED: dict[str, str] = {}
 
 
 def affinity() -> list[int]:
-    """Return the numbers of the processors that this process may run on; None if unknown."""
-    # Some systems do not have this function.
+    """Return the numbers of the processors that this process may run on; empty if unknown."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
@@ -34,12 +33,12 @@ def usable() -> int:
 
 
 def present() -> int:
-    """Return the number of processors this process may run on, whatever its quota."""
+    """Return the number of processors that this process may run on, regardless of its quota."""
     return len(affinity()) or os.cpu_count() or 1
 
 
 def limit_threads() -> None:
-    """Make libraries that are loaded later start at most `usable` threads."""
+    """Make libraries that load later start at most `usable` threads."""
     count = usable()
     if count == present():
         return
@@ -49,7 +48,7 @@ def limit_threads() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for processes that share this one's processors: without limits."""
+    """Return the environment for processes on the same processors, without the limits."""
     return {name: value for name, value in os.environ.items() if _LIMITED.get(name) != value}
 
 
@@ -69,7 +68,7 @@ def _limits() -> Iterator[float]:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the cgroup folders of this process and their parents; a container may see `/` only."""
+    """Yield the cgroup folders of this process and their parents; a container may see only `/`."""
     with suppress(OSError):
         for line in os.fsdecode(_OWN.read_bytes()).split("\n"):
             _, controllers, path = (*line.split(":", 2), "", "")[:3]

@@ -17,12 +17,12 @@ USAGE = 2
 REFUSED = 3
 INTERRUPTED = 130
 BEGIN_AGAIN = 138
-# A task that ends with this code or a higher one (that of a signal, or the one above) is restarted.
-# A task with a lower code has failed permanently.
+# A task with this exit code or a higher one restarts; codes above it include those of signals. A
+# task with a lower code has failed permanently.
 RETRYABLE = 128
-# Exit code of a task that ends with a `TransientError`: EX_TEMPFAIL of sysexits(3). It is below
-# 128, so that neither a supervisor nor an operator restarts the task at once: it has retried for
-# minutes.
+# The exit code of a task that ends with a `TransientError`: EX_TEMPFAIL of sysexits(3). It is below
+# 128, so that neither a supervisor nor an operator restarts the task at once, because it has
+# retried for minutes.
 TRY_AGAIN = 75
 EXIT_CODES = {
     DONE: "done, and blessed where there is a gate",
@@ -39,23 +39,23 @@ _NO_MEMORY = re.compile(
 
 
 class UserError(Exception):
-    """Something that the user can fix; the message is the whole report.
+    """An error that the user can fix; the message is the whole report.
 
     Attributes:
-        exit_code: of the process that ends with this error.
-        traceback: of the user's code in another process, or empty.
+        exit_code: the exit code of the process that ends with this error.
+        traceback: the traceback of the user's code in another process, or empty.
     """
 
     exit_code = FAILED
     traceback = ""
 
     def __init__(self, message: str = "") -> None:
-        """Keep one line without credentials, since it may quote libraries and damaged files."""
+        """Reduce the message to one line without credentials; it may quote damaged files."""
         super().__init__(one_line(message))
 
 
 class TransientError(UserError):
-    """An operation that failed until its deadline but may succeed later, as a store request."""
+    """An operation that failed until its deadline, and may succeed later, like a store request."""
 
 
 class ConfigError(UserError):
@@ -65,7 +65,7 @@ class ConfigError(UserError):
 
 
 def error_for_exit(code: int | None) -> type[UserError]:
-    """Return the error with which to end when a task has ended with this code."""
+    """Return the class of the error to raise after a task has ended with this exit code."""
     return {TRY_AGAIN: TransientError, USAGE: ConfigError}.get(code or DONE, UserError)
 
 
@@ -76,7 +76,7 @@ class RunInterruptedError(UserError):
 
 
 class ClusterLostError(UserError):
-    """A task of the cluster is lost; the process that raises this must begin a new attempt."""
+    """A task of the cluster is lost; the process that raises this must start a new attempt."""
 
     exit_code = BEGIN_AGAIN
 
@@ -102,7 +102,7 @@ def describe_out_of_memory(error: BaseException, what: str = "a tensor") -> str:
 
 
 def describe_divergence(what: str, step: int, last: str, *, at_once: bool = False) -> str:
-    """Return the message for diverged training; `at_once` if it diverged from the first steps."""
+    """Return the message for diverged training; `at_once` if it diverged in the first steps."""
     zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
     last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
     return (

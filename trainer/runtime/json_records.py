@@ -1,4 +1,4 @@
-"""JSON records of other processes, parsed and checked by their readers.
+"""JSON records of other processes, which their readers parse and check.
 
 A full disk, another version or an editor may have altered a record. A record is a dataclass, whose
 fields pydantic checks strictly; unknown fields are ignored.
@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 Record = TypeVar("Record")
 _ANY = TypeAdapter[Any](Any)
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-# A longer integer becomes a float, as in every other JSON reader.
+# A longer integer becomes a float, as in other JSON readers.
 _MOST_DIGITS = 19
 
 
@@ -54,7 +54,7 @@ def parse_record(kind: type[Record], tree: object) -> Record | None:
 
 
 def read_record(kind: type[Record], text: str | bytes) -> Record | None:
-    """Return the dataclass record of a JSON text; None if it holds no such record."""
+    """Return the dataclass record of a JSON text; None if it contains no such record."""
     try:
         return parse_record(kind, parse(text))
     except ValueError:
@@ -82,7 +82,7 @@ def _field_tree(value: Any) -> Any:
 def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
     """Return a JSON tree with None for non-finite numbers, which JSON cannot represent.
 
-    `text` maps each string and key to its replacement.
+    `text` converts each string and key.
     """
     if isinstance(tree, Mapping):
         return {text(str(name)): finite(each, text) for name, each in tree.items()}
@@ -96,14 +96,14 @@ def finite(tree: Any, text: Callable[[str], str] = str) -> Any:
 def parse_number(text: str) -> int | None:
     """Return the whole number that a text of ASCII digits denotes; None for any other text.
 
-    `str.isdigit` accepts digits that `int` refuses, and any length.
+    Unlike it, `str.isdigit` accepts digits that `int` refuses, and any length.
     """
     is_one = text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS
     return int(text) if is_one else None
 
 
 def parse_time(text: object) -> datetime | None:
-    """Return the time of an ISO 8601 text, in UTC if it has no zone; None for any other text."""
+    """Return the time of an ISO 8601 text, in UTC if it has no zone; None for other texts."""
     try:
         found = datetime.fromisoformat(str(text))
         found = found if found.tzinfo else found.replace(tzinfo=UTC)

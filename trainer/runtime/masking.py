@@ -1,7 +1,7 @@
 """Masks credentials, and escapes characters that control a terminal or a page.
 
-A configuration or command line with credentials is refused. Library messages, and names and texts
-from data, are written to a terminal, a log or a page through `mask`, `printable` or `one_line`.
+A configuration or command line with credentials is refused. Library messages, names and texts from
+data go to a terminal, a log or a page through `mask`, `printable` or `one_line`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ VARIABLES = (
     "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD",
 )  # fmt: skip
 _LEAST_SECRET = 8
-# An AWS secret may contain a slash. A port cannot follow the colon of a bucket, but can follow that
-# of a host.
+# An AWS secret may contain a slash. A port can follow the colon after a host, but not after a
+# bucket.
 _IN_AUTHORITY = re.compile(
     r"""(?P<scheme>(?:gs|s3|minio)://)(?:[^\s'"<>\\/?\#]*(?:@|%40)|[^\s'"<>\\/?\#@]*(?::|%3A)[^\s'"<>\\?\#]+(?:@|%40)?)
       | (?P<other>[a-z][a-z0-9+.-]*://|[?&]endpoint=)(?:[^\s'"<>\\/?\#]*(?:@|%40)
@@ -45,12 +45,11 @@ _IN_HEADER = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 # Characters that move the cursor of a terminal, change its colours or title, reverse the direction
-# of text, or are invisible. The two joiners that emoji and some scripts need are not among them.
+# of text, or are invisible. The two joiners for emoji and some scripts are allowed.
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
-#: Terminal escape sequences, as libraries put them into their messages.
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BREAKS = re.compile("[\t-\r\x85\u2028\u2029]+")
 
@@ -76,7 +75,7 @@ def unbroken(text: str) -> str:
 
 
 def _escape(found: re.Match[str]) -> str:
-    # The escapes are those of JSON, so that the document keeps its meaning.
+    # The escapes are those of JSON, so that a document keeps its meaning.
     units = found[0].encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
@@ -137,7 +136,7 @@ def _mask_value(found: re.Match[str]) -> str:
 def _environment_secrets() -> Iterator[str]:
     for name in VARIABLES:
         value = os.environ.get(name, "")
-        # A shorter value is not a secret, and masking it would remove letters from words.
+        # A shorter value is no secret, and masking it would remove letters from words.
         if len(value) >= _LEAST_SECRET:
             yield value
             if (encoded := quote(value, safe="")) != value:

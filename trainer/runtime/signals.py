@@ -4,16 +4,16 @@ A request to stop (`flotilla cancel`, Ctrl-C, the eviction of a pod) is a SIGTER
 handlers only record. From the command to the last checkpoint:
 
 1. `flotilla.pipelines.cli.runs`: the command.
-2. `flotilla.pipelines.runs.control`: signals the process group of the run, which includes the step
-   that is running. After Ctrl-C `flotilla.pipelines.runs.local` does the same.
-3. `flotilla.trainer.cluster.supervisor`: in the process of the step, sends SIGTERM to the task that
-   leads, and waits for its end.
-4. `flotilla.trainer.training.chief`: the task notes it (`catch_stop_signals`), which is
+2. `flotilla.pipelines.runs.control`: signals the process group of the run, which includes the
+   running step. After Ctrl-C, `flotilla.pipelines.runs.local` does the same.
+3. `flotilla.trainer.cluster.supervisor`: in the process of the step, sends SIGTERM to the leading
+   task, and waits for its end.
+4. `flotilla.trainer.training.chief`: the task records it (`catch_stop_signals`), which is its
    `Hooks.should_stop`.
 5. `flotilla.trainer.training.loop`: stops at the next barrier, with a last checkpoint.
 
-No process outlives its parent, even if that was killed by SIGKILL: the parent passes its process id
-in the environment, and the child asks the kernel to be killed when the parent exits.
+No process outlives its parent, even one killed by SIGKILL: the parent passes its process id in the
+environment, and the child asks the kernel to kill it when the parent exits.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from types import FrameType
 PARENT_VARIABLE = "FLOTILLA_PARENT"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-# Number of wake-ups of the main thread after a signal, and the interval between them.
+# The number of times that the main thread is woken after a signal, and the interval.
 _WAKES, _AGAIN_SECONDS = 20, 0.05
 
 
 @contextmanager
 def handle_interrupts(callback: Callable[[], object]) -> Iterator[None]:
-    """Call `callback` at each SIGINT and SIGTERM in this block, in the main thread only."""
+    """Call `callback` at each SIGINT and SIGTERM in this block, only in the main thread."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         callback()
@@ -58,9 +58,9 @@ def handle_interrupts(callback: Callable[[], object]) -> Iterator[None]:
 def _main_thread_woken() -> Iterator[None]:
     """Wake the main thread from a blocking call when another thread has received a signal.
 
-    The kernel may deliver a signal to another thread, while the main thread, which runs the
-    handlers, keeps waiting. A wake-up just before the main thread begins to wait is lost, so there
-    are several.
+    The kernel may deliver a signal to another thread while the main thread, which runs the
+    handlers, waits. A wake-up is lost if the main thread starts to wait after it, so that several
+    follow.
     """
     main = threading.main_thread().ident
     assert main is not None
@@ -96,7 +96,7 @@ def _main_thread_woken() -> Iterator[None]:
 
 
 def catch_stop_signals() -> Callable[[], bool]:
-    """Record SIGINT and SIGTERM from now on; the returned function says whether one has arrived."""
+    """Record SIGINT and SIGTERM from now on; return a function that tells whether one arrived."""
     seen: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
@@ -122,18 +122,18 @@ def ending_at_once() -> Iterator[None]:
 
 
 def end_at_hang_up() -> None:
-    """Treat SIGHUP, of a closed terminal, as SIGTERM, unless it is ignored (`nohup`)."""
+    """Treat SIGHUP, which a closed terminal sends, as SIGTERM, unless it is ignored (`nohup`)."""
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def parent_environment() -> dict[str, str]:
-    """Return the environment variables that make a child process end with this one."""
+    """Return the environment variables that make a child process end with this process."""
     return {PARENT_VARIABLE: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """End this process as soon as the one named by `parent_environment`, if any, has ended."""
+    """End this process when the process in `parent_environment`, if any, has ended."""
     named = os.environ.get(PARENT_VARIABLE, "")
     if not named.isdigit():
         return
@@ -144,7 +144,7 @@ def end_with_parent() -> None:
         if os.getppid() != parent:
             _kill_self()
         return
-    # There may be a shell between the two processes; KFP's runner starts steps that way.
+    # There may be a shell between the two processes, because KFP's runner starts steps so.
     try:
         wait = _watch_parent(parent)
     except ProcessLookupError:

@@ -1,8 +1,9 @@
 """Imports TensorFlow and Keras faster and without noise, and configures shared GPUs.
 
-Keras 3 imports scikit-learn, matplotlib and pandas, a third of the import time, and TensorBoard
-imports the S3 client; both also work without these packages. Garbage collection takes a fifth of
-the import time, so it is paused during the import, and later collections skip these objects.
+Keras 3 imports scikit-learn, matplotlib and pandas, which take a third of the import time, and
+TensorBoard imports the S3 client; both also work without these packages. Garbage collection takes a
+fifth of the import time, so that it is paused during the import, and later collections skip these
+objects.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flotilla.trainer.runtime.output import noise
 
 _NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
 _IMPORTERS = {"keras", "tensorboard", "tensorflow"}
-# Frames of the import system between the importer and the finder.
+# The import system's frames between the importer and the finder.
 _MACHINERY = {"importlib", "_frozen_importlib"}
 
 
@@ -107,7 +108,7 @@ def has_gpus() -> bool:
 def prepare() -> None:
     """Prepare this process to import TensorFlow faster and without noise, and to share its GPUs."""
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    # TensorFlow logs a missing GPU as an error, at the level of real errors.
+    # TensorFlow logs a missing GPU at the level of real errors.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if has_gpus() else "3")
     logging.getLogger("tensorflow").addFilter(noise.QUIET)
     if not any(isinstance(finder, _Absent) for finder in sys.meta_path):

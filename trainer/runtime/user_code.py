@@ -1,7 +1,7 @@
 """The user's modules: where Python finds them, and where they raised an error.
 
-The folder of the command is the last entry of Python's path in every process, so that a file
-`json.py` there hides no other module.
+The command's folder is the last entry of Python's path in every process, so that a file `json.py`
+in it hides no other module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.masking import COLOURS
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
-# The URI of the bundle in that folder, if the run has one.
+# The URI of the bundle in the folder, if the run has one.
 BUNDLE_VARIABLE = "FLOTILLA_CODE"
 _OWN = {"flotilla"}
 _LIBRARIES = (
@@ -36,18 +36,18 @@ _LIBRARIES = (
 )
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _INSTALLED = {"site-packages", "dist-packages"}
-# Folders where TensorFlow writes the code it generates from the user's functions, and KFP the
-# source of a component; the stack of a graph node begins with them.
+# Folders with code that TensorFlow generates from the user's functions, and with the source of a
+# KFP component; the stack of a graph node begins with them.
 _GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
-# Keras and TensorFlow put their own text before the error's message, and sometimes after it.
+# Keras and TensorFlow put text before the error's message, and sometimes after it.
 _WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
 _WITHIN = re.compile(r"Error encountered:\n\s*(\S[^\n]*)")
 _GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
 # The frame is in a graph that another process has traced.
 _NO_STACK = re.compile(r"Detected at node [^\n]*:\n<stack traces unavailable>\n\n?")
 _MAX_TRACEBACK = 12_000
-# A frame of a traceback as text: file, line, function and source line.
+# A frame of a printed traceback: file, line, function and source line.
 _PRINTED = re.compile(r'File "([^"\n]+)", line (\d+), in (\S+)\n +(\S[^\n]*)')
 _imported: set[str] = set()
 
@@ -58,12 +58,12 @@ def folder() -> str:
 
 
 def bundle() -> str:
-    """Return the URI of the bundle in the folder; empty if the folder is the user's own."""
+    """Return the URI of the bundle in the folder; empty if the folder belongs to the user."""
     return os.environ.get(BUNDLE_VARIABLE, "")
 
 
 def environment() -> dict[str, str]:
-    """Return the variables with which a child process finds the same modules."""
+    """Return the variables that let a child process find the same modules."""
     return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder(), BUNDLE_VARIABLE: bundle()}
 
 
@@ -101,7 +101,7 @@ def _remedy(name: str, error: BaseException) -> str:
     if name.endswith(".py"):
         return f"; write it without .py: {name.removesuffix('.py')}"
     where = "the folder of --code" if bundle() else folder()
-    # An import inside the user's module more often means a package than the user's file.
+    # An import inside the user's module more often refers to a package than to the user's file.
     install = "" if f"{name}.".startswith(f"{lacking}.") else "install it, or "
     return f"; {hidden(lacking) or f'{install}it has to be in {where} or on PYTHONPATH'}"
 
@@ -151,7 +151,7 @@ def find_traceback(error: BaseException) -> str:
         return error.traceback or (find_traceback(cause) if cause else "")
     if not find_place(error):
         return ""
-    # If the error itself names the place, its cause adds nothing.
+    # If the error itself has a place, its cause adds nothing.
     lines = traceback.format_exception(error, chain=not _frames(error))
     text = COLOURS.sub("", "".join(lines))
     if len(text) > _MAX_TRACEBACK:
@@ -225,13 +225,12 @@ def _short_path(file: str, line: int) -> str:
 class _Finder(MetaPathFinder):
     """A finder that looks up modules in the user's folder if no other finder has them.
 
-    An entry at the end of `sys.path` would come before the finder of an editable installation. The
-    finder of a bundle comes before `PYTHONPATH`, where an image may have older copies of the
-    modules.
+    An entry at the end of `sys.path` would precede the finder of an editable installation. The
+    finder of a bundle precedes `PYTHONPATH`, where an image may have older copies of the modules.
     """
 
     def __init__(self, *, of_bundle: bool) -> None:
-        """Search the folder as the user's own, or as a bundle."""
+        """Search the user's folder, or the folder of a bundle."""
         self.of_bundle = of_bundle
 
     def find_spec(
@@ -277,7 +276,7 @@ def require_arguments(
 ) -> None:
     """Raise `ConfigError` if a function or class does not accept the arguments in `KEY.args`.
 
-    Flotilla passes the arguments named in `given`.
+    Flotilla passes the arguments in `given`.
     """
     takes = {
         each.name: each
@@ -291,7 +290,6 @@ def require_arguments(
         if argument not in takes and not takes_any:
             hint = nearest(argument, takes)
             raise ConfigError(f"{key}.args: {name} has no argument {argument!r} ({known}){hint}")
-    # A decorator may supply some.
     own = inspect.signature(call, follow_wrapped=False).parameters
     for each in takes.values():
         if each.default is each.empty and each.name in own and each.name not in args:
@@ -340,7 +338,7 @@ def digest(what: str, module: str) -> str:
 
 
 def is_users(module: str) -> bool:
-    """Return whether a module is a user's file: not installed, and not part of Flotilla."""
+    """Return whether a module is a user's file: neither installed nor part of Flotilla."""
     _look_into_folder()
     return _source_file(module) is not None
 
@@ -369,7 +367,7 @@ def _source_file(name: str) -> Path | None:
         return None
     try:
         spec = importlib.util.find_spec(name)
-    # The name is not a module, or its parent is not one.
+    # The name is not a module, or its parent is not.
     except (ImportError, AttributeError, ValueError):
         return None
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):

@@ -1,9 +1,8 @@
 """Meaningless startup messages of libraries: one table, with their sources.
 
-TensorFlow writes its first lines before it reads any log setting, so they can only be filtered:
-`filter_output` removes them from a terminal and from the log of a pod, `QUIET` those of a logger,
-and `flotilla logs` the rest. This file also runs as a program, so it imports nothing of this
-project.
+TensorFlow writes its first lines before it reads any log setting, so that they can only be
+filtered: `filter_output` filters a terminal and the log of a pod, `QUIET` a logger, and `flotilla
+logs` the rest. This file also runs as a program, and imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("absl, of TensorFlow: INFO", rf"I{_ABSL}[\w./-]+\.(?:cc|cu|h):\d+\] "),
     ("tsl/platform/default/logging.cc: INFO", r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I "),
     ("cpu_feature_guard.cc", r"To enable the following instructions: .* rebuild TensorFlow"),
-    # On a machine without a GPU.
     ("cuda_platform.cc", r"(?:E.*cuda_platform\.cc:\d+\] |.*: E .*)failed call to cuInit"),
     ("cuda_(dnn|fft|blas).cc", r".*Unable to register cu\w+ (?:plugin )?factory"),
     ("cuda_executor.cc", r"W.*cuda_executor\.cc:\d+\] .*NUMA node"),
@@ -42,7 +40,6 @@ TABLE: tuple[tuple[str, str], ...] = (
      r"Generating \w+ examples|Shuffling) ?.*\.\.\.: "),
 )  # fmt: skip
 _NOISE = re.compile("|".join(pattern for _, pattern in TABLE))
-# Before the import of TensorFlow is over, the message is the whole line.
 _SECONDS_TO_END = 5.0
 
 
@@ -59,7 +56,7 @@ class _Quiet(logging.Filter):
         return not is_noise(record.getMessage())
 
 
-#: One instance, so that a logger or a handler adds it only once.
+#: A single instance, because a logger or a handler adds an instance only once.
 QUIET = _Quiet()
 
 
@@ -67,14 +64,14 @@ QUIET = _Quiet()
 def filter_output() -> Iterator[None]:
     """Remove the noise from this process's standard error in the block.
 
-    The filter runs in another process, so that messages during this process's exit still pass.
+    Another process runs the filter, so that messages during this process's exit still pass.
     """
     reader, writer = os.pipe()
     with suppress(OSError, ValueError):
         sys.stderr.flush()
     saved = os.dup(2)
     try:
-        # The program reads no file of ours, and imports nothing from the user's folder.
+        # The program reads no file of this project, and imports nothing from the user's folder.
         command = [sys.executable or "python3", "-I", "-S", __file__]
         process = subprocess.Popen(command, stdin=reader, stdout=saved, stderr=saved)
     except OSError:
@@ -100,7 +97,7 @@ def filter_output() -> Iterator[None]:
 
 
 def main() -> None:
-    """Copy standard input without the noise, each line at once, until it ends."""
+    """Copy standard input without the noise, line by line, until it ends."""
     # Signals go to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

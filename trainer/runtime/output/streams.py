@@ -1,4 +1,4 @@
-"""The standard output, standard error and log of a process: lines, masked.
+"""The standard output, standard error and log of a process: masked lines.
 
 Only programs whose output is a document write to these streams directly.
 """
@@ -37,7 +37,7 @@ def relay(task: str, line: str) -> None:
 
 
 def discard(stream: IO[str]) -> None:
-    """Discard everything that is still written to a stream whose reader has closed it."""
+    """Discard all further text of a stream whose reader has closed it."""
     # A non-empty buffer would raise again when the process exits.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -47,7 +47,7 @@ def discard(stream: IO[str]) -> None:
 def log_to_stderr() -> None:
     """Write this process's masked log to standard error, with the final traceback.
 
-    If another program has set up logging, as KFP's does, its handlers get the mask.
+    If another program has configured logging, as KFP does, its handlers mask their records.
     """
     mask_libraries()
     sys.excepthook = lambda *bug: logging.critical("not handled", exc_info=bug)
@@ -59,7 +59,7 @@ def log_to_stderr() -> None:
 
 
 def mask_libraries() -> None:
-    """Mask log records of a process that has set up no logging, and Python's warnings."""
+    """Mask log records of a process without configured logging, and Python's warnings."""
     if logging.lastResort:
         logging.lastResort.setFormatter(_Masked(logging.Formatter()))
     warnings.formatwarning = lambda *warned, **more: mask(_indent(_FORMAT(*warned, **more)))
@@ -68,7 +68,7 @@ def mask_libraries() -> None:
 class _Masked(logging.Formatter):
     """A formatter that masks the whole text of a record, including tracebacks.
 
-    Only the first line begins at the margin, so that a quoted line is never taken for another
+    Only the first line begins at the margin, so that a quoted line is never mistaken for another
     record or an event.
     """
 
