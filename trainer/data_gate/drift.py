@@ -1,4 +1,4 @@
-"""Drift rules: one feature, many features together, and differences between splits."""
+"""Drift rules: for one feature, for many features together, and between splits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flotilla.trainer.data_gate.two_samples import exceeds, holm, homogeneity, k
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 
 Pair = tuple[str, FeatureProfile, FeatureProfile]
-# With fewer features, each one is tested separately.
+# Below this number of features, each one is tested separately.
 _FEWEST = 5
 _FEWEST_ROWS = 50
-# Above this count and this multiple of the frequency of the rarest counted value, the other sample
-# has certainly counted the value too.
+# If a value occurs this often, and this many times as often as the rarest counted value, the other
+# sample has certainly counted it too.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
@@ -26,9 +26,9 @@ def compare_samples(
 ) -> tuple[float, float] | None:
     """Return effect size and p-value of the difference of a feature in two samples, or None.
 
-    The effect size is the Kolmogorov-Smirnov distance for numbers, and for tensors that of the
-    means of their examples; for texts and classes the total variation. `sizes` bounds the effective
-    sample sizes.
+    The effect size is the Kolmogorov-Smirnov distance for numbers and for the example means of
+    tensors, and the total variation for texts and classes. `sizes` limits the effective sample
+    sizes.
     """
     if new.kind in (TEXT, CLASS):
         if not new.counts or not old.counts:
@@ -43,8 +43,8 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield the counts of values that both samples certainly counted, and of all other values."""
-    # The rarest values of a text with many values are not counted, and they differ between samples.
+    """Yield the counts of values that both samples have certainly counted, and of all others."""
+    # If a text has many values, the rarest ones are not counted, and differ between samples.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)
          for each in (new, old) if not each.is_counted),
@@ -59,7 +59,7 @@ def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, floa
     for each in (new, old):
         whole = max(each.present, sum(each.counts.values()))
         counts = {name: float(each.counts.get(name, 0)) for name in names}
-        # No value can have this name: it contains a line feed.
+        # The line feed makes this name different from all values.
         yield {**counts, "\nothers": whole - sum(counts.values())}
 
 

@@ -1,7 +1,7 @@
 """Rules on whole examples: duplicates within a split, and leakage between splits.
 
-Examples are compared by the hashes of their inputs. For a large split only the smallest hashes are
-known: a uniform sample of its distinct examples, and the same sample in every split.
+The hashes of the inputs identify an example. For a large split only the smallest hashes are known:
+a uniform sample of its distinct examples, and the same sample in every split.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSO
 
 # A number identifies examples if at least this share of its values is distinct.
 _TELLS_APART = 0.9
-# Factor by which the values of a number are denser than evenly spread values.
+# The factor by which the values of a number are denser than evenly spread values.
 _DENSER = 4.0
 # Below this probability of a duplicate by chance, the binomial test is used.
 _RARE = 0.005
 
 
 def duplicates(question: Question) -> Iterator[Finding]:
-    """Find the split with the most duplicates beyond those that its values explain."""
+    """Find the split with the most unexpected duplicates."""
     dataset, limit = question.dataset, question.limit("duplicates")
     found: dict[str, tuple[float, float]] = {}
     for split, each in dataset.splits.items():
@@ -85,8 +85,8 @@ def _get_champion_share(question: Question, split: str) -> float | None:
 def _estimate_chance(dataset: DatasetProfile) -> float | None:
     """Return the probability of a duplicate by chance; None if it is unknown.
 
-    Two examples are hardly ever equal if an image or a tensor is an input. For numbers, the number
-    of possible values is estimated: the range divided by the smallest step of a sample.
+    Two examples are hardly ever equal if an image or a tensor is an input. The number of possible
+    values of a number is estimated as the range divided by the smallest step of a sample.
     """
     train = dataset.splits.get("train")
     if train is None or not train.copies.sum():
@@ -95,8 +95,7 @@ def _estimate_chance(dataset: DatasetProfile) -> float | None:
     if any(each.kind in (TENSOR, IMAGE) for each in features):
         return 0.0
     unlike = train.examples * len(train.copies) / float(train.copies.sum())
-    # The examples that have the most frequent value and also share one of the other possible
-    # values.
+    # The examples with the most frequent value that also share one of the other possible values.
     chances = [
         float(counts.max()) / len(each.numbers)
         + _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)
@@ -141,7 +140,7 @@ class Copies:
 
 
 def leakage(question: Question) -> Iterator[Finding]:
-    """Find splits whose examples are in another split, beyond what their values explain."""
+    """Find splits with more examples of another split than their values explain."""
     splits, limit = question.dataset.splits, question.limit("leakage")
     for first, second in combinations([name for name in splits if len(splits[name].hashes)], 2):
         one, other = splits[first], splits[second]
@@ -169,11 +168,11 @@ def find_copies(
     """Return the examples of a split that are in another split, if more than by chance.
 
     Args:
-        dataset: dataset of the split `asked`.
-        asked: split whose examples are searched for.
-        known: split in which the examples are searched for.
-        significance: significance level of the test.
-        limit: excess over the expected share that is allowed.
+        dataset: the dataset of the split `asked`.
+        asked: the split whose examples are searched for.
+        known: the split in which they are searched for.
+        significance: the significance level of the test.
+        limit: the allowed excess over the expected share.
     """
     examples, found = count_shared(asked, known)
     whole, again = _count_duplicates(known)
@@ -194,8 +193,8 @@ def find_new_copies(
 ) -> Copies | None:
     """Return the test examples of a dataset that are in `known`, but not in its training split.
 
-    None if equally many are only in the training split, since chance copies occur equally in both
-    splits.
+    Return None if as many are only in the training split, because chance copies occur equally in
+    both splits.
     """
     asked, own = dataset.splits["test"], dataset.splits["train"]
     within = asked.hashes <= min(_limit(asked), _limit(own), _limit(known))

@@ -5,8 +5,8 @@
       city: {type: text, values: [Aachen, Bonn]}
       note: {required: false}
 
-`data.schema_file` is its path or URI; the format is YAML or JSON. A feature that it does not list
-is unconstrained. A validation publishes an inferred schema as a starting point.
+`data.schema_file` is its path or URI; the format is YAML or JSON. Features that are not in the file
+are unconstrained. A validation publishes an inferred schema as a starting point.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.uri import is_uri
 
 FILE = "schema.yaml"
-# A text with more values than this is not a category.
+# A text with more values is not a category.
 _MOST_VALUES = 50
 
 
 class ExpectedFeature(Section):
-    """Constraints on one feature; an absent key is not checked."""
+    """Constraints on one feature; a missing key is not checked."""
 
     type: Literal["", "number", "text", "class", "tensor", "image"] = ""
     required: bool = True

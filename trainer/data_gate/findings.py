@@ -17,9 +17,9 @@ from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate.expected import ExpectedFeatures
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
-# YAML texts that need no quotes in a list, unless they are a word of another type.
+# YAML texts that need no quotes in a list, except words of another type.
 _PLAIN = re.compile(r"(?!(?:yes|no|on|off|true|false|null|y|n)$)[A-Za-z_][\w.-]*", re.IGNORECASE)
-#: Text of a value that is not a finite number.
+#: A number that is not finite is a text.
 Value = float | int | str | None
 
 
@@ -29,8 +29,8 @@ class Finding:
 
     Attributes:
         rule: one of `flotilla.trainer.config.data_gate.RULES`.
-        says: one sentence with the problem and its remedy.
-        feature: the feature, or empty; likewise `split`.
+        says: the problem and its remedy, in one sentence.
+        feature: the feature, or empty; `split` likewise.
         value: the measured value.
         limit: the allowed value, or None.
         champion: the value of the champion's dataset, or None.
@@ -86,7 +86,7 @@ class Question:
         return self.limits.limit(name)
 
     def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
-        """Yield name and profiles of each feature of a split that has one kind in both datasets."""
+        """Yield name and profiles of the features of a split that have one kind in both datasets."""
         known = self.champion.features(split) if self.champion else {}
         for name, found in self.dataset.features(split).items():
             if name in known and found.kind == known[name].kind:
@@ -94,7 +94,7 @@ class Question:
 
     @property
     def group(self) -> str:
-        """Return the feature by which splits are grouped; empty if they are drawn by inputs."""
+        """Return the feature that groups the splits; empty if the inputs decide the split."""
         drawn = self.splits.time or self.splits.column
         return self.splits.group or ("" if drawn else self.dataset.group)
 
@@ -106,9 +106,9 @@ class Question:
     def independent(self, dataset: DatasetProfile, split: str, *, by_inputs: bool) -> float:
         """Return the effective sample size of a split.
 
-        Examples of one group, or equal examples if splits are drawn by the inputs, are not
-        independent: the effective number of groups is the squared sum of their sizes over the sum
-        of their squared sizes ("Survey Sampling", Kish 1965).
+        Examples of one group are dependent; so are equal examples if the inputs decide the split.
+        The effective number of groups is the squared sum of their sizes over the sum of their
+        squared sizes ("Survey Sampling", Kish 1965).
         """
         found = dataset.splits[split]
         size = max(found.examples, 1)
@@ -136,7 +136,7 @@ def percent(value: float) -> str:
 
 
 def advise_dropping(name: str) -> str:
-    """Return advice on how to leave a column out."""
+    """Return advice on how to leave out a column."""
     plain = name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
     return f"set data.drop: [{plain}]"
 

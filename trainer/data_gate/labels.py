@@ -11,11 +11,11 @@ from flotilla.trainer.data_gate.findings import Finding, Question, percent, shar
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from flotilla.trainer.features.class_names import ClassIndex
 
-# Metrics that are sensitive to a rare class; so is a metric that is bounded for one class.
+# Metrics that are sensitive to a rare class; so is a metric with a bound for one class.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy")
-# A weaker association than this cannot count as lost.
+# A weaker association cannot count as lost.
 _LEAST = 0.15
-# Share of an association below which it is lost.
+# An association is lost if less than this share of it remains.
 _LEFT = 0.5
 _FEWEST = 50
 _NEARLY_ONE = 0.999999
@@ -73,7 +73,7 @@ def _find_gone(
     for name, count in before.items():
         if found.get(name, 0) or not count or not examples:
             continue
-        # Probability that all examples of the class are in the other sample by chance.
+        # The probability that all examples of the class are in the other sample by chance.
         chance = stats.hypergeom.sf(count - 1, known + examples, count, known)
         if chance < alpha:
             says = (
@@ -95,7 +95,7 @@ def _find_single(dataset: DatasetProfile, target: str, split: str) -> Iterator[F
 
 
 def shares(question: Question) -> Iterator[Finding]:
-    """Find classes so rare that accuracy hides them, and shares that have changed."""
+    """Find rare classes, which accuracy hides, and shares that have changed."""
     for target in question.dataset.class_counts:
         counts = question.dataset.count_classes(target, "train")
         yield from _imbalance(question, target, counts)
@@ -176,10 +176,7 @@ def _find_lost(
     words: tuple[str, str],
     most: Sequence[float],
 ) -> Iterator[Finding]:
-    """Compare the strongest associations by Fisher's transform.
-
-    `most` are the effective sample sizes.
-    """
+    """Compare the strongest associations by Fisher's transform; `most` limits the sample sizes."""
     for target in question.dataset.targets:
         known = {
             name: each.association[target]

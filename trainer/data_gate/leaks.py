@@ -1,9 +1,11 @@
 """The rule of leaks: one input decides a label, which legitimate inputs hardly ever do.
 
 A leak of a class is a value that all its examples share, or a few thresholds between which all
-examples have one class. Natural classes may also be separable, like the petals of one iris species:
-then examples become rare near the threshold. A derived label cuts a distribution in two, or gives
-all examples of a class one value. A leak of a number is a linear relation, an order, or a value.
+examples have one class. Natural classes may also be separable, like the petals of one iris species,
+but then examples become rare near the threshold. A derived label cuts a distribution in two, or
+gives all examples of a class one value. A leak of a number is a linear relation, an order, or a
+value.
+
 The rule uses the sample of the training split.
 """
 
@@ -22,14 +24,14 @@ from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
 Numbers = NDArray[np.float64]
 _FEWEST, _FEWEST_OF_THRESHOLDS = 50, 100
-# For classes, and for the values of a numeric label.
+# The minimum number of examples, for classes and for the values of a numeric label.
 _FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
-# Share of the examples that frequent classes have to cover.
+# The share of the examples that frequent classes must cover.
 _MOST_OF_ALL = 0.9
-# Intervals for each class.
+# The maximum number of intervals for each class.
 _INTERVALS = 2
 # The number of examples around a threshold whose width is compared, the allowed factor of that
-# width, the quantile of the widths to compare with, and their minimum number.
+# width, the quantile of the widths to compare with, and the minimum number of widths.
 _NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
 _MOST_REMAINDERS = 32
 
@@ -87,7 +89,7 @@ def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
 
 
 def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
-    """Return which examples belong to frequent classes; none if there are too few such examples."""
+    """Return which examples belong to frequent classes; none if too few examples do."""
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
     usual = counts >= _FEWEST_OF_CLASS
     is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)
@@ -96,7 +98,7 @@ def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
 
 
 def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -> str:
-    """Compare the spread that a feature leaves of a label with the allowed share."""
+    """Compare the spread of a label that a feature leaves unexplained with the allowed share."""
     if len(np.unique(y)) < _FEWEST_NUMBERS:
         return ""
     if _residual_by_value(x, y) <= spread:
@@ -118,7 +120,7 @@ def _residual(x: Numbers, y: Numbers) -> float:
 
 
 def _residual_by_value(x: Numbers, y: Numbers) -> float:
-    """Return the remaining spread if each example is predicted by others with its value."""
+    """Return the remaining spread if other examples with the same value predict each example."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]
     others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)
@@ -212,7 +214,6 @@ def _is_cut(x: Numbers, ends: list[int]) -> bool:
     start, cut, end = ends
     if any(len(each) >= _NEAR and each[0] == each[-1] for each in (x[start:cut], x[cut:end])):
         return True
-    # A missing number is below all others.
     there = x[np.isfinite(x)]
     start, cut, end = (max(0, each - len(x) + len(there)) for each in ends)
     half = _NEAR // 2

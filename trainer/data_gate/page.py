@@ -1,4 +1,4 @@
-"""The report of a validation: findings, and each feature next to that of the champion's dataset."""
+"""The report of a validation: findings, and each feature next to the champion's."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from flotilla.trainer.report.pages import environment
 from flotilla.trainer.runtime.masking import mask
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-# The page shows at most this many features; features with findings come first.
+# The maximum number of features on the page; features with findings come first.
 MOST_FEATURES = 60
 _MOST_FINDINGS = 200
 _BINS, _MOST_BARS, _LONGEST = 24, 12, 40
 WIDTH, HEIGHT = 300, 90
 # A smaller share of other values is a rounding error.
 _LEAST_REST = 1e-9
-# Only values between these quantiles are drawn: one outlier would squeeze all others into one bar.
+# Only values between these quantiles are drawn, because an outlier would squeeze all others into
+# one bar.
 _DRAWN = (0.005, 0.995)
 
-# A bar: its name or position, and its size for the dataset and the champion.
+# A bar: its name or position, and its size for the dataset and for the champion.
 Bar = dict[str, Any]
 
 

@@ -25,7 +25,7 @@ from flotilla.trainer.features.statistics.statistics import (
     SplitStatistics,
 )
 
-# Largest range of row numbers, as a multiple of the examples.
+# The largest range of row numbers, as a multiple of the examples.
 _GAPS = 20
 
 
@@ -49,7 +49,7 @@ class FeatureProfile(FeatureStatistics):
 
     @property
     def is_serial(self) -> bool:
-        """Return whether it numbers the examples: distinct whole numbers with few gaps."""
+        """Return whether the feature numbers the examples: distinct whole numbers with few gaps."""
         return (
             self.kind == NUMBER
             and 1 < self.present <= self.distinct
@@ -75,9 +75,9 @@ class SplitProfile(ExampleSketch):
 class DatasetProfile:
     """A dataset: its splits, the types of its features, and their roles.
 
-    `class_counts` are the examples of each class by label and split, in the order of the classes.
-    `group` names the feature of groups, or is empty. `times` are the columns of times, `notes` the
-    notes of the source, and `spans` the spans of the dataset.
+    `class_counts` has the examples of each class by label and split, in the order of the classes.
+    `group` is the feature that groups examples, or empty. `times` lists the columns of times,
+    `notes` the notes of the source, and `spans` the spans of the dataset.
     """
 
     uri: str

@@ -1,7 +1,7 @@
 """Two-sample tests on stored statistics.
 
-Each test returns an effect size and a p-value: with many examples the smallest difference is
-significant, and with few a large one is not.
+Each test returns an effect size and a p-value, because with many examples the smallest difference
+is significant, and with few examples even a large one is not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-# The chi-square approximation is invalid for expected counts below this.
+# The chi-square approximation is invalid for smaller expected counts.
 _LEAST_EXPECTED = 5.0
 Numbers = NDArray[np.float64]
 
@@ -83,7 +83,7 @@ def absence_test(count: int, of: int, whole: int) -> float:
 
 
 def holm(chances: Mapping[str, float], significance: float) -> set[str]:
-    """Return which of many tests are significant together (Holm, 1979)."""
+    """Return the tests that are significant together (Holm, 1979)."""
     found = set()
     ordered = sorted(chances.items(), key=lambda each: each[1])
     for place, (name, chance) in enumerate(ordered):

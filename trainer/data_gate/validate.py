@@ -40,7 +40,6 @@ from flotilla.trainer.runtime.errors import UserError
 KIND = "validation"
 ACCEPTED, REFUSED = "accepted", "refused"
 FILE, PAGE = "validation.json", "page.html"
-# The function of each rule.
 _MOST_LINES = 5
 _RULES: tuple[Rule, ...] = (
     structure.schema,
@@ -65,7 +64,7 @@ _RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Opponent:
-    """The champion's dataset; `note` gives the reason if there is none."""
+    """The champion's dataset; `note` is the reason if there is none."""
 
     version: int = 0
     uri: str = ""

@@ -19,7 +19,7 @@ from flotilla.trainer.data_gate.profile import FeatureProfile
 from flotilla.trainer.data_gate.two_samples import absence_test, fisher_test, kolmogorov_smirnov
 from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
-# Factor and offset between units, with their names. Both directions are tried.
+# Factors and offsets between units, with their names. Both directions are tried.
 _UNITS = (
     (1000.0, 0.0, "thousands"), (1e6, 0.0, "millions"), (1e9, 0.0, "billions"),
     (100.0, 0.0, "hundreds, percent or cents"), (10.0, 0.0, "tens"), (60.0, 0.0, "minutes"),
@@ -28,7 +28,7 @@ _UNITS = (
     (1.8, 32.0, "degrees Fahrenheit"), (1.0, 273.15, "kelvin"),
 )  # fmt: skip
 _FEWEST_VALUES = 5
-# Distances of distributions: above the first the units differ, below the second they agree.
+# Distances of distributions: units differ above the first one, and agree below the second one.
 _APART, _ALIKE = 0.15, 0.05
 _CHANCE = 0.01
 
@@ -176,7 +176,8 @@ def new_values(question: Question) -> Iterator[Finding]:
     for name, new, old in pairs:
         unseen = {value: count for value, count in new.counts.items() if value not in old.counts}
         examples = sum(unseen.values())
-        # Good-Turing: unseen categories are as frequent as those seen once, so they are not new.
+        # Good-Turing: unseen categories are as frequent as those seen once, so that they are not
+        # new.
         once = sum(1 for count in old.counts.values() if count == 1) / max(old.present, 1)
         part = share(examples, new.present)
         if part - once <= question.limit("new_values"):
@@ -184,7 +185,7 @@ def new_values(question: Question) -> Iterator[Finding]:
         alpha = question.significance / len(pairs)
         largest = max(unseen.values())
         chance = absence_test(largest, new.present, old.present) * len({**old.counts, **unseen})
-        # A frequent category is tested separately; the rare ones are tested together by those seen
+        # A frequent category is tested separately; rare ones are tested together by those seen
         # once.
         if chance < alpha or part > 3 * once + 10 / max(min(new.present, old.present), 1):
             names = sorted(unseen, key=lambda value: -unseen[value])

@@ -7,23 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# More points than this are not distinguishable at this width.
+# More points are not distinguishable at this width.
 MOST_POINTS = 600
 MARKED_POINTS = 40
-# Beyond this, the grid cannot be computed or read.
+# Beyond this value, the grid cannot be computed or read.
 _LARGEST = 1e100
-# A series that falls by a larger factor is drawn on a log scale; otherwise its end would be on the
-# axis.
+# A series that falls by a larger factor has a log scale; otherwise its end would be on the axis.
 MOST_LINEAR = 20.0
-# An axis that begins this near to zero, as a share of its length, begins at zero.
+# An axis that begins closer to zero, as a share of its length, begins at zero.
 _NEAR_ZERO = 0.25
 _ROWS, _COLUMNS = 5, 5
 # The space below and above the values, as a share of their range, so that no line is on the border.
 _ROOM = 0.05
-# Flags that are closer than this are merged, so that a thousand restarts remain legible.
+# Flags that are closer are merged, so that a thousand restarts remain legible.
 _APART = 1.5
 _FEWEST_TICKS, _MOST_TICKS = 2, 7
-# Lower limit, divisor and letter of each unit prefix.
+# The lower limit, divisor and letter of each unit prefix.
 _UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e5, 1e3, "k"))
 
 Point = tuple[float, float]
@@ -40,7 +39,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A horizontal axis, or a vertical one from the bottom: its ends, its scale and its ticks."""
+    """An axis: its ends, its scale and its ticks. A vertical one begins at the bottom."""
 
     low: float
     high: float
@@ -59,7 +58,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series in percent from the top left. If there are few points, each point is marked."""
+    """One series in percent from the top left. If there are few points, each one is marked."""
 
     label: str
     points: tuple[Point, ...]
@@ -97,7 +96,7 @@ class Chart:
 
     @property
     def compares(self) -> bool:
-        """Return whether it has more than one line, such as training and validation."""
+        """Return whether the chart has several lines, such as training and validation."""
         return len(self.lines) > 1
 
 
@@ -113,15 +112,15 @@ def line_chart(  # noqa: PLR0913
 ) -> Chart | None:
     """Draw the columns `series`, with their labels, over the column `across`; None without points.
 
-    A row that lacks a number adds no point, but its place is on the axis. `flags` are texts at
-    places of that axis, which is called `named`. If `logarithmic`, values that fall far are drawn
-    on a log scale.
+    A row without a number adds no point, but the axis includes its place. `flags` are texts at
+    places of the axis, and `named` is the name of the axis. If `logarithmic`, values that decrease
+    strongly are on a log scale.
     """
     found = {label: _points(table, across, name) for name, label in series.items()}
     values = [value for points in found.values() for _, value in points]
     if not values:
         return None
-    # This shows a series that begins late or ends early.
+    # The axis shows a series that begins late or ends early.
     x_axis = fit_axis([at for row in table if (at := number(row.get(across))) is not None])
     is_log = logarithmic and min(values) > 0 and max(values) / min(values) > MOST_LINEAR
     y_axis = fit_axis(values, is_log=is_log, is_vertical=True)
@@ -148,9 +147,9 @@ def fit_axis(
     is_vertical: bool = False,
     is_exact: bool = False,
 ) -> Axis:
-    """Return the axis that fits these values, with round ticks within it.
+    """Return the axis for these values, with round ticks.
 
-    It begins at a zero that is near, unless `is_exact`; a vertical one has room at its ends.
+    It begins at zero if zero is near, unless `is_exact`; a vertical one has space at its ends.
     """
     low, high = _spread(values)
     is_log = is_log and low > 0
@@ -173,7 +172,7 @@ def is_constant(table: Sequence[Facts], across: str, name: str) -> float | None:
 
 
 def number(value: object) -> float | None:
-    """Return the number if it can be drawn, else None."""
+    """Return the number if it can be drawn; else None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST else None
@@ -193,7 +192,7 @@ def _points(table: Sequence[Facts], across: str, name: str) -> list[Point]:
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
-    """Keep the lowest and highest point of each stretch, so that no peak is lost."""
+    """Keep the lowest and highest point of each section, so that no peak is lost."""
     if len(points) <= MOST_POINTS:
         return list(points)
     width = math.ceil(2 * len(points) / MOST_POINTS)
@@ -218,7 +217,7 @@ def _spread(values: Sequence[float]) -> Point:
 
 
 def _widen(low: float, high: float, *, is_log: bool) -> Point:
-    """Leave room at both ends; an axis of values that are not negative begins at 0 or above."""
+    """Leave space at both ends; an axis of values that are not negative begins at 0 or above."""
     if is_log:
         room = (high / low) ** _ROOM
         return low / room, high * room
@@ -227,7 +226,7 @@ def _widen(low: float, high: float, *, is_log: bool) -> Point:
 
 
 def _multiples(low: float, high: float, count: int) -> list[float]:
-    """Return the round values from `low` to `high`, about `count`, at least two."""
+    """Return about `count` round values from `low` to `high`, at least two."""
     least = (high - low) / count
     power = 10.0 ** math.floor(math.log10(least))
     step = next((n * power for n in (1, 2, 2.5, 5) if n * power >= least * (1 - 1e-9)), 10 * power)

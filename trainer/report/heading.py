@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.json_records import make_time
 Facts = Mapping[str, Any]
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>.+)$')
-# Code outside these folders is the user's; it may call library code that raises an error.
+# Code outside of these folders is the user's; it may call library code that raises an error.
 _NOT_HIS = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 _OURS = re.compile(r"(^|/)(trainer|components|pipelines)/[\w/]+\.py$")
 _WHOLE = 100
@@ -59,7 +59,7 @@ def particulars(facts: Facts) -> list[tuple[str, str]]:
 
 
 def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
-    """Return the median examples a second, without the first interval; 0 if unknown."""
+    """Return the median of examples per second, without the first interval; 0 if unknown."""
     speeds = [number(row.get("steps_per_second")) for row in history]
     known = [each for each in speeds if each]
     each_step = _examples_of_a_step(history) or _configured_examples(config)
@@ -95,7 +95,7 @@ def find_place(traceback: str) -> dict[str, str]:
 def commands(facts: Facts, broken: Sequence[Facts] = ()) -> list[dict[str, str]]:
     """Return the next steps after a failure or a refusal, each with `why` and `command`.
 
-    `broken` are the rules that have refused the model.
+    `broken` lists the rules that refused the model.
     """
     verdict, run_id = facts.get("verdict"), str(facts.get("run_id") or "")
     if not run_id or verdict not in ("failed", "interrupted", "refused"):
@@ -179,7 +179,7 @@ def _workdir(facts: Facts) -> list[str]:
 
 def _model(config: Facts, facts: Facts) -> str:
     name = config.get("name")
-    # A program trains its own model, of which nothing else is known.
+    # A program trains its own model, about which nothing else is known.
     kind = describe_program(config) or (config.get("model") or {}).get("name")
     version = (facts.get("registered") or {}).get("version")
     text = " ".join(str(each) for each in (name, f"version {version}" if version else "") if each)
@@ -224,7 +224,7 @@ def _examples_of_a_step(history: Sequence[Facts]) -> float:
     """Return the number of examples of one global step from the workers' counts; 0 if unknown."""
     sums = [(number(row.get("global_step")), _sum_counts(row.get("workers"))) for row in history]
     known = [(step, count) for step, count in sums if step is not None and count]
-    # Each attempt starts its counts from 0.
+    # Each attempt starts its counts at 0.
     ratios = [
         (later[1] - sooner[1]) / (later[0] - sooner[0])
         for sooner, later in pairwise(known)
@@ -241,8 +241,8 @@ def _sum_counts(workers: object) -> float:
 
 
 def _configured_examples(config: Facts) -> float:
-    # The configuration of another version may lack a section, or have unknown keys; what a step of
-    # a user's own program reads is not known.
+    # The configuration of another version may lack a section or have unknown keys; the batches of a
+    # user's own program are unknown.
     with suppress(UserError):
         found = parse_config(config)
         known = "training" in config and is_resolved(found) and not found.program.command
@@ -257,7 +257,7 @@ def steps_of_epoch(last: Facts) -> str:
 
 
 def _length(history: Sequence[Facts]) -> str:
-    """Return the length of training in global steps and epochs; empty if there was no training."""
+    """Return the length of training in global steps and epochs; empty without training."""
     last = history[-1] if history else {}
     step, epoch = number(last.get("global_step")), number(last.get("epoch"))
     steps = f"{step:,.0f} steps" if step else ""

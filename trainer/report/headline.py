@@ -2,9 +2,9 @@
 
     churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
 
-Terminal, tables, report, decisions and the pages of a KFP instance show this sentence. Any of the
-facts may be missing: `name`, `version`, `verdict`, `measured` (see `describe_metric`), `rules` that
-were judged, and `step`, where it ended.
+Terminal, tables, report, decisions and the pages of a KFP instance show this sentence. Any fact may
+be missing: `name`, `version`, `verdict`, `measured` (see `describe_metric`), the judged `rules`,
+and `step`, where the run ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flotilla.trainer.runtime.masking import one_line
 
 Facts = Mapping[str, Any]
 
-# The share of the gain over a constant that a proposed bound requires, if no interval is known.
+# The share of the gain over a constant that a proposed bound requires if no interval is known.
 _KEPT = 0.9
 _MOST_CLASSES, _MOST_DIGITS = 5, 6
 # A proposed bound closer to 0 than this is 0.
@@ -43,8 +43,7 @@ def headline(facts: Facts) -> str:
     subject = f"{name} v{version}" if version else name
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
-    # Each part is escaped separately: a run called `authorization` would mask the text after its
-    # colon.
+    # Escape each part separately: a run called `authorization` would mask the text after its colon.
     parts = filter(None, map(one_line, [found, _ending(facts)]))
     return f"{one_line(subject)}: {'; '.join(parts)}"
 
@@ -58,7 +57,7 @@ def describe_metric(evaluation: Facts) -> dict[str, Any]:
     """Return the main metric of an evaluation, next to those of the champion and a constant.
 
     The keys are `metric`, `value`, `interval`, `better`, `champion` and `constant`, with None if
-    unknown, and `positive`, a line for each positive class.
+    unknown, and `positive`, with a line for each positive class.
     """
     metrics = evaluation.get("metrics") or {}
     if not metrics:
@@ -167,13 +166,13 @@ def _ending(facts: Facts) -> str:
 
 
 def has_bound(rules: Iterable[Facts]) -> bool:
-    """Return whether a model was compared with anything besides a constant."""
+    """Return whether a rule compared the model with anything besides a constant."""
     keys = (rule.get("key") or f"gate.{rule.get('bound')}" for rule in rules)
     return any(key in ("gate.min", "gate.max", MARGIN) for key in keys)
 
 
 def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Return notes for the reader about an evaluated model, in sentences."""
+    """Return notes about an evaluated model for the reader, in sentences."""
     found = describe_metric(evaluation)
     champion = evaluation.get("champion") or {}
     return [
@@ -187,7 +186,7 @@ def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 
 
 def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Suggest a bound if none is set, with a value that this model certainly meets."""
+    """If no bound is set, suggest one that this model certainly meets."""
     if has_bound(rules) or not all(rule.get("passed") for rule in rules):
         return []
     asked = "any model that beats a constant" if _asks_constant(rules) else "any model"
@@ -211,7 +210,7 @@ def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:
         bound = (value + constant) / 2
     text, largest = f"{bound:g}", math.floor(math.log10(max(abs(bound), _SMALLEST)))
     for digits in range(2, _MOST_DIGITS):
-        # The bound is rounded so that the model meets it and the constant does not.
+        # Round the bound so that the model meets it and the constant does not.
         size = 10.0 ** (largest - digits + 1)
         text = f"{(math.ceil if is_lower else math.floor)(bound / size) * size:.{digits}g}"
         if constant is None or (float(text) < constant if is_lower else float(text) > constant):
@@ -224,7 +223,7 @@ def _asks_constant(rules: Sequence[Facts]) -> bool:
 
 
 def _report_constant(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Report a model or champion that does not beat a constant, if no rule reports it."""
+    """Report a model or champion that does not beat a constant, unless a rule reports it."""
     constant = evaluation.get("constant") or {}
     paired, notes = constant.get("paired") or {}, []
     bound, metric = number(paired.get("bound")), spell_metric(paired.get("metric"))
@@ -265,7 +264,7 @@ def _describe_scores(evaluation: Facts, baseline: Facts) -> str:
 
 
 def _name_unjudged(champion: Facts) -> list[str]:
-    """Name the classes with too few examples to tell whether they were lost."""
+    """Name the classes with too few examples to detect a loss."""
     few = [
         each
         for each in champion.get("classes") or ()

@@ -27,7 +27,7 @@ def environment(folder: Path = _OWN) -> jinja2.Environment:
         loader=jinja2.FileSystemLoader([folder, _OWN]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        # Our markup contains none of these characters.
+        # This project's markup contains none of these characters.
         finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,

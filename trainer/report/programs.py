@@ -1,6 +1,6 @@
 """Python programs that call a model, for the report, `flotilla models show` and the docs.
 
-The programs are made from the manifest of a model, and call it with the examples of `request.json`.
+They are derived from the model's manifest, and call the model with the examples of `request.json`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SEVERAL = '{each["feature"]: given[each["name"]] for each in manifest["inputs"]
 
 
 def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the program for each library that loads the model in a folder, by the library's name.
+    """Return the program for each library that can load the model in a folder, by library.
 
     `fields` are the manifest's; a model of an earlier version has no program for Keras.
     """

@@ -59,11 +59,11 @@ _CHARTS = (
     ("Global steps a second", {"steps_per_second": "training"}),
     ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
 )
-# Only the newest incidents are listed; the run's events have all of them.
+# The page lists only the newest incidents; the run's events have all of them.
 _MOST_INCIDENTS = 200
-# Keys of an incident that are not among its details.
+# Keys of an incident that its details leave out.
 _APART = ("event", "time", "last_lines")
-# Keys of a worst example that are not listed as its lines below it.
+# Keys of a worst example that its lines leave out.
 _PLACED = ("index", "label", "predicted", "inputs", "columns", "picture", "data")
 
 Facts = Mapping[str, Any]
@@ -182,7 +182,7 @@ def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, An
 
 
 def _describe_selection(steps: Sequence[Facts]) -> list[str]:
-    """Say in a sentence which checkpoint was evaluated, and why, if that is known."""
+    """Return a sentence about the evaluated checkpoint and the reason for it, if known."""
     said = (e["metrics"] for e in steps if isinstance(e.get("metrics"), Mapping))
     metrics: Facts = next((each for each in said if each.get("handed_on_as")), {})
     step, of = metrics.get("handed_on_step"), metrics.get("global_step")
@@ -244,7 +244,7 @@ def _describe_metrics(evaluation: Facts, facts: Facts) -> dict[str, Any]:
 
 
 def _worst(rows: Sequence[Facts], pictures: Facts) -> dict[str, Any]:
-    """Return the worst examples; those that the model got wrong are in a separate list."""
+    """Return the worst examples, with a separate list of wrong predictions."""
     wrong = [row for row in rows if views.is_wrong(row)]
     right = [row for row in rows if views.is_wrong(row) is False]
     groups = {"wrong": wrong, "right": right} if wrong or right else {"": list(rows)}
@@ -304,7 +304,7 @@ def _reasons(facts: Facts) -> list[str]:
     if facts.get("verdict") == "refused":
         intervals = (facts.get("evaluation") or {}).get("intervals") or {}
         broken = [sentence(each, intervals) for each in list_rules(facts) if not each.get("passed")]
-        # A lost promotion race broke no rule.
+        # A lost promotion race breaks no rule.
         return broken or [
             str(each) for of in (facts, registered) for each in of.get("reasons") or ()
         ]
@@ -325,7 +325,7 @@ def list_rules(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _number_incidents(events: Sequence[Facts]) -> list[dict[str, str]]:
-    """Return the newest incidents for the page; each attempt to train has its number."""
+    """Return the newest incidents for the page, with numbered attempts of training."""
     attempts, found = 1, []
     for event in events:
         name = format_value(event.get("event"))

@@ -1,10 +1,9 @@
 """Explains the rules of the gate and the registry: the value, the bound and what would pass.
 
 A rule is plain data as in `decision.json`: `metric`, `bound` (`min` or `max`), `threshold`,
-`value`, `key`, `note`, `passed`. The value of a comparison is a bound of the difference; its
+`value`, `key`, `note`, `passed`. The value of a comparison is a bound of the difference. Its
 `found` holds, if known, `metric`, `own` with its `interval`, `other`, `opponent`, `label` (a
-class), `answer` (of a constant), `examples`, and `needed`, the number of examples that would
-suffice.
+class), `answer` (of a constant), `examples`, and `needed`, the sufficient number of examples.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _SEEN = {
         "the champion cannot be compared with this model",
     ),
 }
-#: The metrics of rules that ask whether this is the same model as the champion.
+#: The metrics of rules that check whether the model matches the champion.
 IDENTITY = ("same_signature", "comparable")
 _NAMES = {
     "megabytes": "the size of the model in megabytes",
@@ -81,7 +80,7 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
 
 
 def because(rule: Facts) -> str:
-    """Return the reason of a refusal, which follows "refused:"."""
+    """Return the reason for a refusal, which follows "refused:"."""
     metric, key, found = str(rule.get("metric") or "a value"), rule.get("key"), _comparison(rule)
     if metric in _SEEN:
         return _SEEN[metric][1]

@@ -25,7 +25,7 @@ _MOST_TILES = 4
 _ACROSS = {"roc": "false positive rate", "pr": "recall"}
 _DARKEST = 55
 _MOST_COLUMNS = 12
-# Marks of the timeline that are closer than this, in percent of the run, become one.
+# Marks of the timeline that are closer, in percent of the run, are merged.
 _MARK_APART = 0.25
 # Short names of incidents.
 _CALLED = {
@@ -210,7 +210,7 @@ def remarks(evaluation: Facts) -> list[str]:
 def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
     """Return every metric with its interval and the metrics of all opponents.
 
-    A row has `name`, `interval`, `cells` of the model and its opponents with a flag for the best
+    A row has `name`, `interval`, `cells` for the model and its opponents with a flag for the best
     one, and `comparisons` with the champion and the constant.
     """
     intervals, others = evaluation.get("intervals") or {}, headline.opponents(evaluation)
@@ -231,7 +231,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar], float]:
-    """Return the steps as bars over the run's time at work, and the idle seconds left out.
+    """Return the steps as bars over the run's active time, and the omitted idle seconds.
 
     The bars of a step with several tries are numbered; each bar has the events during the try.
     """
@@ -274,7 +274,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
 
 
 def list_spans(tries: Iterable[Facts]) -> list[tuple[str, float, float]]:
-    """Return step, begin and end of every try whose times are known."""
+    """Return step, begin and end of every try with known times."""
     return [
         (str(each.get("step")), began, began + seconds)
         for each in tries
@@ -288,7 +288,7 @@ def _work_until(moment: float, joined: Sequence[tuple[float, float]]) -> float:
 
 
 def _number_tries(tries: Sequence[Facts]) -> list[str]:
-    """Return the name of each try: the step, with a number if it was tried several times."""
+    """Return the name of each try: the step, with a number if there were several tries."""
     names = [str(each.get("step")) for each in tries]
     return [
         f"{name}, try {names[: at + 1].count(name)}" if names.count(name) > 1 else name

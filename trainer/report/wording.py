@@ -13,17 +13,17 @@ from flotilla.trainer.runtime.masking import one_line
 Facts = Mapping[str, Any]
 
 NOTHING = "-"
-# The digits of a value whose interval is unknown.
+# The digits of a value without a known interval.
 _DIGITS = 4
 # More digits do not help to distinguish two numbers.
 _MOST_DIGITS = 17
-# Numbers beyond these limits are written with a power of ten.
+# Numbers beyond these limits have a power of ten.
 _LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
 _NAMES = {"r2": "R²", "f1": "F1"}
 _PAIR = 2
 _MOST_METRICS = 4
-# Characters of a class name that a reader needs.
+# The characters of a class name that a reader needs.
 _LONGEST_NAME = 60
 
 
@@ -44,10 +44,7 @@ def format_value(value: object, digits: int = 6) -> str:
 
 
 def round_value(value: object, interval: object = None) -> str:
-    """Round a number to the digits that its `interval` (a pair) supports.
-
-    Without one, to four digits.
-    """
+    """Round a number to the digits that its `interval` (a pair) supports; without one, to four."""
     plain = number(value)
     if plain is None or isinstance(value, int):
         return format_value(value, _DIGITS)
@@ -62,10 +59,7 @@ def round_value(value: object, interval: object = None) -> str:
 
 
 def like(value: float) -> tuple[float, float]:
-    """Return an interval that rounds a number to four digits, and its neighbours to as many places.
-
-    It replaces an unknown interval.
-    """
+    """Return an interval for a number without a known one, which rounds it to four digits."""
     if not value or not math.isfinite(value):
         return (0.0, 0.0)
     return (0.0, 2 * 10.0 ** (math.floor(math.log10(abs(value))) - _DIGITS + 2))
@@ -88,7 +82,7 @@ def apart(*values: float, interval: object = None) -> list[str]:
 
 
 def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[tuple[str, bool]]:
-    """Format values with equal decimal places, and say for each whether it is the best."""
+    """Format values with equal decimal places, and return for each whether it is the best."""
     known = [each for each in values if isinstance(each, float) and number(each) is not None]
     places = interval or like(known[0] if known else 0.0)
     best = round_value((min if better == "lower" else max)(known), places) if known else ""
@@ -153,7 +147,7 @@ def _ends(interval: object) -> Sequence[float] | None:
 
 
 def _places(interval: object) -> int | None:
-    """Return the decimal places at which half of the interval has two digits; negative for tens."""
+    """Return the decimal places for two digits of half the interval; negative for tens."""
     ends = _ends(interval)
     if not ends or not ends[1] > ends[0]:
         return None

@@ -1,8 +1,8 @@
 """Published directories: complete or absent, even if their writers die.
 
-The manifest is written last, as the atomic commit, and lists each file with its size and crc32c.
-Directories are named by URI: `file://`, `gs://`, `s3://` or `minio://`, with one contract. Errors
-that a user can fix are raised as `flotilla.trainer.runtime.errors.UserError`.
+The manifest is written last, as the atomic commit, and lists each file with its size and crc32c. A
+URI names a directory: `file://`, `gs://`, `s3://` or `minio://`, with one contract. A
+`flotilla.trainer.runtime.errors.UserError` is an error that the user can fix.
 """
 
 from flotilla.trainer.storage.errors import (

@@ -25,7 +25,7 @@ _REMEDIES = {
 PASSING = frozenset({errno.ECONNRESET, errno.EIO, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT})
 
 
-# Callers use these names with the package, as in `storage.Corrupt`.
+# Callers write these names with the package, as in `storage.Corrupt`.
 
 
 class Missing(UserError):  # noqa: N818
@@ -77,7 +77,7 @@ def report_errors(action: str, kind: type[UserError] = UserError) -> Iterator[No
 def check_form(where: str) -> Iterator[None]:
     """Raise a one-line `Corrupt` if a record has unexpected fields or types.
 
-    Another version or program may have written it with a valid checksum.
+    Another version or program may have written it, with a valid checksum.
     """
     try:
         yield
@@ -91,8 +91,7 @@ def check_form(where: str) -> Iterator[None]:
 def _reason(error: OSError) -> str:
     if isinstance(error, StoreError):
         return str(error)
-    # The second name of a rename is the destination; the first is a staging folder that no longer
-    # exists.
+    # The second name of a rename is the destination; the first is a staging folder that is gone.
     name = error.filename2 or error.filename
     where = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
     what = error.strerror or str(error) or type(error).__name__

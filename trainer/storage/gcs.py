@@ -105,8 +105,8 @@ class GcsBucket:
                     raise
 
         self._retry(rest)
-        # The listing has the checksum of the stored content; this checksum is computed from the
-        # received bytes.
+        # The listing has the checksum of the stored content; this one is computed from the received
+        # bytes.
         return ""
 
     def put(self, key: str, data: bytes) -> None:
@@ -132,7 +132,7 @@ class GcsBucket:
             if_generation_match=0,
             timeout=TIMEOUTS,
             checksum="crc32c",
-            # The client accepts any function as the wrapper of a request.
+            # The client accepts any function that wraps a request.
             retry=lambda request: lambda: self._retry(request),
         )
         if _checksum(blob) != expected:
@@ -181,7 +181,7 @@ class GcsBucket:
         self._retry(lambda: self._blob(key).delete(timeout=TIMEOUTS, retry=None))
 
     def abort_upload(self, mark: str) -> None:
-        """Do nothing: the store deletes unfinished uploads itself, and does not bill them."""
+        """Do nothing: the store itself deletes unfinished uploads, and does not bill them."""
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
@@ -223,8 +223,8 @@ class GcsBucket:
 
 @cache
 def _client(_process: int, _emulator: str) -> storage.Client:
-    # All threads can share the client; a forked child cannot. For tracing, which is not used, the
-    # client would read the metadata of the bucket, which needs a permission.
+    # All threads can share the client, but a forked child cannot. Tracing is disabled: the client
+    # would read the metadata of the bucket for it, which requires a permission.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     client = storage.Client()
     adapter = HTTPAdapter(pool_maxsize=2 * THREADS)

@@ -1,8 +1,8 @@
 """Storage in the file system: one atomic rename publishes a directory.
 
-Its files are written to a staging folder, which the writer locks while it runs; the next writer
-deletes the orphans of dead writers. `writer` identifies a process across machines, for stores
-without locks.
+A writer writes the files to a staging folder, which it locks while it runs; the next writer deletes
+the orphans of dead writers. `writer` identifies a process across machines, for stores without
+locks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FileStore:
     """Local disks and mounted file systems."""
 
     def __init__(self, count: Count = count_nothing) -> None:
-        """Report the number of copied bytes to `count`."""
+        """Store `count`, which receives the number of copied bytes."""
         self.count = count
 
     def read(self, uri: str) -> bytes:
@@ -183,7 +183,7 @@ class FileStore:
 def append_line(path: Path, line: bytes) -> None:
     """Append a line with its newline and flush it to disk, completely or not at all.
 
-    The file must have only one writer. A last line that a kill has cut short is terminated first.
+    The file must have a single writer. A last line that a kill has truncated is terminated first.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Opening a pipe would block until a reader opens it.
@@ -206,8 +206,8 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def tag_of(before: os.stat_result, after: os.stat_result | None = None) -> str:
-    """Return the tag of a file; a different one if the file changed while it was read."""
-    # The ctime cannot be set back, unlike the mtime.
+    """Return the tag of a file, which is different if the file changed while it was read."""
+    # Unlike the mtime, the ctime cannot be set back.
     names = ("st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
     if after and any(getattr(before, name) != getattr(after, name) for name in names):
         return "changed while it was read"
@@ -234,7 +234,7 @@ def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterato
     with os.scandir(folder) as entries:
         for entry in entries:
             path = f"{above}{entry.name}"
-            # The entry may have been removed since the folder was read.
+            # The entry may have been removed after the folder was read.
             with suppress(FileNotFoundError):
                 if entry.is_dir():
                     yield from _walk(folder / entry.name, f"{path}/", below)
@@ -265,7 +265,7 @@ def _commit(stage: Path, target: Path) -> bool:
                 if (target / MANIFEST).exists():
                     return False
                 # Only an unpublished directory may be replaced. A parent of published directories
-                # means a mistake in the URI, and replacing it would delete them all.
+                # means a mistake in the URI; replacing it would delete them all.
                 if inside := next(target.rglob(MANIFEST), None):
                     raise UserError(
                         f"cannot publish at {target}: {inside.parent} is published below it"
@@ -292,10 +292,10 @@ def _rename_away(path: Path) -> None:
 
 @contextmanager
 def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
-    """Create a staging folder named after `name`; with `resume`, take over a dead writer's."""
+    """Create a staging folder for `name`; with `resume`, take over the folder of a dead writer."""
     parent.mkdir(parents=True, exist_ok=True)
     inherited = _inherit(parent, name) if resume else None
-    # Orphans are deleted last, so that the inherited folder is kept.
+    # Delete orphans last, so that the inherited folder stays.
     for other in filter(is_staging, os.listdir(parent)):
         with suppress(OSError):
             _delete_if_orphan(parent / other)
@@ -311,7 +311,7 @@ def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
 def locked(directory: Path) -> Iterator[None]:
     """Exclude other writers that lock the same directory; raises `UserError` after a time-out.
 
-    Any process that may read a directory may lock it.
+    Any process that can read a directory can lock it.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -363,8 +363,8 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
     while True:
         stage = parent / f".{name}.{uuid.uuid4().hex[:12]}.part"
         stage.mkdir()
-        # Between mkdir and lock the folder looks like an orphan, so that another writer may lock
-        # and delete it.
+        # Between mkdir and lock the folder looks like an orphan, which another writer may lock and
+        # delete.
         with suppress(FileNotFoundError):
             descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
             if _lock(descriptor) is not False and stage.exists():
@@ -399,13 +399,13 @@ def _delete_if_orphan(stage: Path) -> bool:
 
 
 def _lock(descriptor: int) -> bool | None:
-    """Lock a folder; return False if another process holds the lock, and None without locks."""
+    """Lock a folder; return False if another process has the lock, None without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        # Some network file systems cannot lock a folder. A rename is still atomic there; only the
+        # Some network file systems cannot lock a folder. A rename is still atomic; only the
         # deletion of orphans and the replacement of an unpublished directory are less safe.
         if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.ENOTSUP):
             return None
@@ -427,7 +427,7 @@ def _lock_holder(descriptor: int) -> str:
 
 
 def _unlock(descriptor: int) -> None:
-    # A child forked meanwhile would keep the lock if the descriptor were only closed.
+    # If the descriptor were only closed, a child that was forked meanwhile would keep the lock.
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
@@ -439,7 +439,7 @@ def writer() -> str:
 
 
 def is_gone(text: str) -> bool:
-    """Return whether the process of a `writer`, on this machine, has certainly ended."""
+    """Return whether the process of a `writer` ran on this machine and has certainly ended."""
     number, started = _here(text)
     return bool(number) and _start_time(number) != started
 
@@ -460,7 +460,7 @@ def _here(text: str) -> tuple[int, str]:
 
 @cache
 def _machine() -> str:
-    # Two containers of one machine may use the same PID.
+    # Two containers on one machine may use the same PID.
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"

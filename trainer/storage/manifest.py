@@ -113,7 +113,7 @@ class Manifest:
         if len({entry.path for entry in ordered}) < len(ordered):
             raise ValueError("a file is named twice")
         object.__setattr__(self, "files", ordered)
-        # Tuples become lists, since a manifest must equal the manifest that is read back.
+        # Tuples become lists, because a manifest must equal the manifest that is read back.
         object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))
 
     @property
@@ -151,7 +151,7 @@ class Manifest:
             tree = parse(data)
             if not isinstance(tree, dict):
                 raise ValueError("not an object")
-            # The schema is checked first, since another schema may have different names.
+            # Check the schema first, because another schema may have different names.
             _refuse_other_schema(tree.get("schema"), where)
             missing = [name for name in RESERVED if name not in tree]
             if missing:

@@ -1,10 +1,10 @@
 """Storage in object stores: creating the manifest publishes a directory.
 
 No object that a manifest may list is ever overwritten: if an object exists at a file's path, the
-file is stored next to it. So every manifest stays valid, and the first manifest wins.
-An orphan is an object that was uploaded for a published directory (its metadata names the writer)
-and that no manifest lists or will list: its directory is published, its writer has ended, or it is
-older than any publication takes. `collect` removes orphans and no other objects.
+file is stored next to it. Therefore every manifest stays valid, and the first manifest wins. An
+orphan is an object that a writer uploaded for a published directory, and that no manifest lists or
+will list: the directory is published, the writer (see its metadata) has ended, or the object is
+older than any publication takes. `collect` removes only orphans.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from flotilla.trainer.storage.store import (
 )
 from flotilla.trainer.storage.uri import join, locate
 
-# Seconds after which a writer on another machine counts as dead.
+# The age in seconds after which a writer on another machine counts as dead.
 ORPHAN_SECONDS = 24 * 3600.0
-# More collisions than this at one path are not a coincidence.
+# More collisions at one path are no coincidence.
 _ATTEMPTS = 3
-# Suffixes of the empty objects with which tools mark a folder.
+# Suffixes of the empty objects that tools create to mark a folder.
 _FOLDER_MARKS = ("/", "_$folder$")
 
 Result = TypeVar("Result")
@@ -77,7 +77,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
     over = run_parallel(is_over, unnamed)
-    # A writer that has ended meanwhile may have published before it ended.
+    # A writer that has ended during this may have published first.
     _, named = _published_files(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
@@ -143,7 +143,7 @@ class ObjectStore:
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one object; check first in stores without conditional writes."""
+        """Create one object; in stores without conditional writes, check first."""
         return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
@@ -195,7 +195,7 @@ class ObjectStore:
 
     @contextmanager
     def draft(self, uri: str) -> Iterator[str]:
-        """Return the destination: readers ignore it until the manifest exists."""
+        """Return the destination, which readers ignore until the manifest exists."""
         yield uri
 
     def add(self, draft: str, path: Path, name: str) -> FileEntry:
@@ -208,7 +208,7 @@ class ObjectStore:
         return placed
 
     def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Create the manifest when all its objects are visible; delete objects not listed in it."""
+        """Create the manifest when all its objects are visible; delete all other objects."""
         there = self._below(draft)
         if MANIFEST in there:
             return None
@@ -248,7 +248,7 @@ class ObjectStore:
                 yield ListedFile("", each.bytes, _tag(each))
 
     def remove(self, uri: str) -> None:
-        """Remove manifests first, then the other objects in parallel."""
+        """Remove the manifests first, then the other objects in parallel."""
         below = self._below(uri)
         manifests = [path for path in below if path.rpartition("/")[2] == MANIFEST]
         itself = self._exists(uri)
@@ -260,7 +260,7 @@ class ObjectStore:
             run_parallel(lambda path: self.discard(join(uri, path)), paths)
 
     def discard(self, uri: str) -> None:
-        """Remove one object; needs no permission to list objects."""
+        """Remove one object, without the permission to list objects."""
         with suppress(FileNotFoundError), self._translate(uri):
             self._bucket.remove(_key(uri))
 
@@ -350,13 +350,13 @@ class ObjectStore:
 
     @contextmanager
     def _translate(self, uri: str, *, writes: bool = False) -> Iterator[None]:
-        """Convert the client's errors into the errors that all stores raise."""
+        """Convert the client's errors to the errors of all stores."""
         try:
             yield
         except Exception as error:
             trouble = self._bucket.judge(error)
             if writes and trouble is Trouble.ABSENT:
-                # A write cannot fail because of a missing object: the bucket was deleted meanwhile.
+                # A write cannot fail because an object is missing: the bucket was deleted.
                 trouble = Trouble.NO_BUCKET
             if trouble is Trouble.FOREIGN:
                 raise
@@ -395,7 +395,7 @@ class ObjectStore:
 
 
 class _Counted:
-    """A file that counts the written bytes and accepts at most `most` of them, unless that is 0."""
+    """A file that counts the written bytes, and accepts at most `most` of them if that is not 0."""
 
     def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
         self._file, self._count, self._most = file, count, most

@@ -37,7 +37,7 @@ class Pattern:
     Attributes:
         key: the configuration key, for messages.
         root: URI of the folder before the first wildcard, or of the file if there is none.
-        expression: for paths below the root; None matches all.
+        expression: the expression for paths below the root; None matches all.
     """
 
     key: str
@@ -103,7 +103,7 @@ def parse(key: str, text: str) -> Pattern:
 
 
 def _is_special(parts: list[str], text: str) -> bool:
-    """Return whether the last part is a pattern; a folder may also be named `[old]`."""
+    """Return whether the last part is a pattern; a folder may also have the name `[old]`."""
     there = is_local(text) and os.path.lexists(f"/{'/'.join(parts)}")
     return bool(_SPECIAL.search(parts[-1])) and not there
 

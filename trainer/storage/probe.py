@@ -15,7 +15,7 @@ from flotilla.trainer.storage.retry import describe, shorter_retry
 from flotilla.trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"
-# Seconds for which the requests of one action are retried.
+# The seconds for which the requests of one action are retried.
 SECONDS = 5.0
 
 Result = TypeVar("Result")
@@ -27,7 +27,7 @@ class Unfit(UserError):  # noqa: N818
     Attributes:
         trouble: a name of `store.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
             the file system) or `ALTERED` (the content read differs from the content written).
-        actions: the actions that failed: write, read, list, delete.
+        actions: the failed actions: write, read, list, delete.
     """
 
     def __init__(self, trouble: str, actions: tuple[str, ...], reason: str) -> None:
@@ -51,7 +51,6 @@ class Probe:
         self._missing = [each for each in parents if not each.exists()]
         self._stopped = threading.Event()
         self._failed: list[Unfit] = []
-        #: Whether written data may still exist.
         self.is_left = False
         self._writing = False
 
@@ -89,7 +88,7 @@ class Probe:
         for folder in self._missing:
             with suppress(OSError):
                 folder.rmdir()
-        # A write that is in progress may still succeed.
+        # A write in progress may still succeed.
         self.is_left = self._writing
 
     def stop(self) -> None:

@@ -47,9 +47,9 @@ def publish(
 ) -> Manifest:
     """Publish all files below `directory` at `uri`, atomically and verified.
 
-    Publishing the same kind, files and fields again does nothing; it trusts the manifest and does
-    not read the published files (`verify` does). A `MANIFEST.json` in `directory` and empty folders
-    are left out; links to files are followed. An unpublished directory at `uri` is replaced.
+    Publishing the same kind, files and fields again does nothing. It trusts the manifest and does
+    not read the published files; `verify` does. Empty folders and a `MANIFEST.json` in `directory`
+    are skipped, and links to files are followed. An unpublished directory at `uri` is replaced.
     Returns the manifest at `uri`. Raises `Conflict` if other content is published there, else
     `UserError`.
     """
@@ -67,7 +67,7 @@ def publish(
 
 @contextmanager
 def draft(uri: str) -> Iterator[str]:
-    """Begin a publication at `uri` by several processes; uncommitted files are removed at the end.
+    """Begin a publication at `uri` by several processes; the end removes uncommitted files.
 
     Any process may add files to the draft (`add_file`); readers see nothing before the `commit`. In
     a file system the draft is a staging folder next to `uri`; in an object store it is `uri`
@@ -153,7 +153,7 @@ def _stored_checksum(store: Store, uri: str, entry: FileEntry) -> Checksum | Non
 
 
 def read_file(uri: str, path: str) -> bytes:
-    """Return one small file published at `uri`, verified; raises as `verify`, or `Missing`."""
+    """Return one small file published at `uri`, verified; raises like `verify`, or `Missing`."""
     named = {entry.path: entry for entry in read_manifest(uri).files}
     if path not in named:
         raise Missing(f"{uri} does not contain {path}{nearest(path, named)}")
@@ -167,7 +167,7 @@ def read_file(uri: str, path: str) -> bytes:
 
 
 def read_json(uri: str, path: str) -> dict[str, Any]:
-    """Return the JSON object of a small file published at `uri`; raises as `read_file`."""
+    """Return the JSON object of a small file published at `uri`; raises like `read_file`."""
     with check_form(f"{path} of {uri}"):
         return parse_mapping(read_file(uri, path))
 
@@ -194,9 +194,9 @@ def fetch(
 ) -> Manifest:
     """Copy the published files at `uri`, or the paths in `only`, into `directory`, verified.
 
-    Files appear when all are verified; a new directory appears atomically. Valid files that already
-    exist, also from an interrupted fetch, are kept. Returns the whole manifest. Raises
-    `NotPublished`, `Corrupt`, or `UserError` where `directory` cannot be written.
+    Files appear when all are verified; a new directory appears atomically. Valid existing files
+    stay, including those of an interrupted fetch. Returns the whole manifest. Raises
+    `NotPublished`, `Corrupt`, or `UserError` if `directory` cannot be written.
     """
     manifest = manifest or read_manifest(uri)
     directory = Path(os.path.abspath(directory))
@@ -269,7 +269,7 @@ def list_published(uri: str, kind: str | None = None) -> list[tuple[str, Manifes
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
-    """Return the most recently published directory below `uri` of one kind or any, or None."""
+    """Return the most recently published directory below `uri`, of a kind if given; or None."""
     return max(list_published(uri, kind), key=lambda found: found[1].created, default=None)
 
 
@@ -286,7 +286,7 @@ def _readable(uri: str) -> Manifest | None:
 def collect_garbage(uri: str) -> list[str]:
     """Remove the orphans of dead or losing writers in and below `uri`; return their URIs.
 
-    Files of running processes on this machine, and unpublished directories, are kept.
+    Files of running processes on this machine and unpublished directories stay.
     """
     with report_errors(f"collect garbage below {uri}"):
         return choose_store(uri).sweep(uri)
@@ -299,7 +299,7 @@ def delete(uri: str) -> None:
 
 
 def read_bytes(uri: str) -> bytes:
-    """Return the content of the file at `uri`; raises `Missing` or `Corrupt` (not a file)."""
+    """Return the content of the file at `uri`; raises `Missing`, or `Corrupt` if it is no file."""
     with report_errors(f"read {uri}"):
         try:
             return choose_store(uri).read(uri)
@@ -333,8 +333,8 @@ def append_line(uri: str, line: bytes) -> None:
 def create_bytes(uri: str, data: bytes) -> bool:
     """Create the file at `uri` if it does not exist; return whether it was created.
 
-    Not every store guarantees this for concurrent writers: read the file again to learn which
-    writer won.
+    Some stores do not guarantee this for concurrent writers: read the file again to find out which
+    writer was first.
     """
     with report_errors(f"create {uri}"):
         return choose_store(uri).create(uri, data)
@@ -405,7 +405,7 @@ def _difference(there: Manifest, new: Manifest) -> str:
 def choose_store(uri: str, count: Count = count_nothing) -> Store:
     """Return the store for `uri`, for one operation; raises `UserError`.
 
-    `count` is called with the number of bytes copied since its last call.
+    `count` receives the number of bytes copied since its last call.
     """
     if find_scheme(uri) == "file":
         return FileStore(count)

@@ -1,4 +1,4 @@
-"""Store requests: retried with backoff under one deadline, and run in parallel."""
+"""Requests to stores: retried with backoff under one deadline, and run in parallel."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import tenacity
 from flotilla.trainer.runtime.environment import read_variable
 from flotilla.trainer.storage.errors import StoreUnavailable, Unavailable
 
-# Seconds for which the requests of an operation are retried before it fails.
+# The seconds for which the requests of an operation are retried before it fails.
 VARIABLE = "FLOTILLA_STORAGE_DEADLINE"
 DEADLINE = 300.0
 FIRST_PAUSE = 0.25
 MAX_PAUSE = 20.0
-# Seconds that the last request gets for a response.
+# The seconds that the last request has for a response.
 LEAST_SECONDS = 5.0
-# Bytes that count as progress of one request.
+# The number of bytes that count as progress of a request.
 PROGRESS_BYTES = 1 << 20
 # At 30 ms per request, 300 small files take 9.7 s one by one, 1.2 s on 8 threads and 0.6 s on 16.
 THREADS = 16
@@ -48,11 +48,11 @@ def shorter_retry(seconds: float) -> Iterator[None]:
 
 
 class Retry:
-    """The deadline of one operation, shared by all of its requests and threads.
+    """The deadline of one operation, which all of its requests and threads share.
 
     It restarts with each request that succeeds, and with every `PROGRESS_BYTES` that a request
-    receives, so an operation may last as long as it makes progress. A request gets the remaining
-    time and a few extra seconds, whatever the time-out of its client.
+    receives, so that an operation may last as long as it makes progress. A request has the
+    remaining time and a few extra seconds, regardless of its client's time-out.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Retry:
     def within_deadline(self, request: Callable[[], Result]) -> Result:
         """Return the result of a request; raises `TimeoutError` after the deadline.
 
-        A client only limits the time between two bytes. The thread that waits for them ends with
+        A client limits only the time between two bytes. The thread that waits for them ends with
         this process.
         """
         future = Future[Result]()
@@ -109,8 +109,8 @@ class Retry:
         try:
             return future.result()
         finally:
-            # The error's frames hold the response; only the garbage collector would close its
-            # sockets.
+            # The error's frames hold the response, whose sockets only the garbage collector would
+            # close.
             del future
 
     def _seconds_left(self) -> float:
@@ -147,7 +147,7 @@ def retry_until_deadline(where: str, request: Callable[[], Result]) -> Result:
         return Retry().call(where, request, lambda error: isinstance(error, Unavailable))
     except StoreUnavailable as error:
         last = error.__cause__
-    # The cause is cleared, since the two errors would be each other's cause.
+    # Clear the cause, because the two errors would be each other's cause.
     assert last is not None
     raise last
 
@@ -159,7 +159,7 @@ def describe(error: BaseException | None) -> str:
 
 
 def run_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return `act` of each item, in order; the first error cancels items that have not started."""
+    """Return `act` of each item, in order; the first error cancels the remaining items."""
     if not items:
         return []
     with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="storage") as pool:

@@ -43,10 +43,9 @@ from flotilla.trainer.storage.store import (
 )
 
 Result = TypeVar("Result")
-# The maximum number of parts in S3.
 _MAX_PARTS = 10_000
 _CHUNK = 1 << 20
-# Headers that every store's response has; a response without them comes from a proxy.
+# Headers in every response of a store; a response without them comes from a proxy.
 _ANSWERED = {
     "GetObject": "ETag",
     "HeadObject": "LastModified",
@@ -79,7 +78,7 @@ _TRANSIENT_CODES = (408, 429, 500, 502, 503, 504)
 _TROUBLES = {
     "NoSuchBucket": Trouble.NO_BUCKET,
     "NoSuchKey": Trouble.ABSENT,
-    # The upload was completed, but the response was lost.
+    # The upload was complete, but the response was lost.
     "NoSuchUpload": Trouble.EXISTS,
     "404": Trouble.ABSENT,
     "PreconditionFailed": Trouble.EXISTS,
@@ -160,7 +159,7 @@ class S3Bucket:
                     file.write(chunk)
 
         self._retry(rest)
-        # Several ETags mean that the object was replaced before the download was resumed.
+        # Several ETags mean that the object was replaced before the download resumed.
         return " ".join(sorted(tags))
 
     def put(self, key: str, data: bytes) -> None:
@@ -186,7 +185,7 @@ class S3Bucket:
             parts = self._parts(upload, path, expected, count)
             self._unless_there(partial(self._complete, upload, parts))
         except BaseException:
-            # If the upload is not aborted here, it is found later by its mark.
+            # If this fails, a later command finds the upload by its mark.
             with suppress(boto.ClientError, boto.BotoCoreError):
                 self._abort(upload)
                 self._client.delete_object(**self._object_key(mark))
@@ -211,7 +210,7 @@ class S3Bucket:
         return stored.digest == f"{whole}-{len(digests)}"
 
     def vouched(self, key: str) -> Checksum | None:  # noqa: ARG002
-        """Return an empty text: the store only returns the checksum that the writer sent."""
+        """Return None: the store only returns the checksum that the writer sent."""
         return None
 
     def walk(self, prefix: str) -> Iterator[Stored]:
@@ -243,7 +242,7 @@ class S3Bucket:
         self._retry(lambda: self._client.delete_object(**self._object_key(key)))
 
     def abort_upload(self, mark: str) -> None:
-        """Abort the upload of a mark; a finished upload is not an error."""
+        """Abort the upload of a mark; a finished upload is no error."""
         key = mark.removesuffix(UPLOAD_MARK).rpartition(".")[0]
         upload = {**self._object_key(key), "UploadId": self.get(mark).decode(errors="replace")}
         try:
@@ -276,7 +275,7 @@ class S3Bucket:
         except boto.ClientError as error:
             if self.judge(error) is not Trouble.EXPIRED:
                 raise
-        # Credentials in a profile file may have been renewed; a client reads them once.
+        # Credentials in a profile file may have been renewed, and a client reads them only once.
         client.cache_clear()
         return self._retrying(request)
 
@@ -290,8 +289,7 @@ class S3Bucket:
     def _unless_there(self, request: Callable[..., None]) -> None:
         """Create an object if it does not exist, as far as the store can guarantee this.
 
-        The condition is left out for stores that refuse it; stores that ignore it were checked
-        before.
+        Stores that refuse the condition get none; stores that ignore it were checked before.
         """
         try:
             request(IfNoneMatch="*")
@@ -305,7 +303,7 @@ class S3Bucket:
         self._retry(lambda: self._client.complete_multipart_upload(**whole))
 
     def _send(self, key: str, data: bytes, **how: Any) -> None:
-        """Store an object; if a new object was damaged in transfer, remove it and send it again."""
+        """Store an object; remove and resend a new object that was damaged in transfer."""
         digest = _base64(hashlib.md5(data).digest())
         is_new = "Metadata" in how
         damaged = False
@@ -323,8 +321,8 @@ class S3Bucket:
                 **self._object_key(key), Body=data, ContentMD5=digest, **how
             )
             arrived = self._has_arrived(key, data, answer, is_new)
-            # Some stores do not compare the MD5 of the request, and a damaged manifest must never
-            # be read.
+            # Some stores do not check the MD5 of the request, and a damaged manifest must never be
+            # read.
             damaged = is_new and not arrived
             remove_damaged()
             if not arrived:
@@ -393,7 +391,7 @@ def _base64(digest: bytes) -> str:
 @cache
 def client(_process: int, endpoint: Endpoint) -> Any:
     """Return the client of an endpoint, one for each process."""
-    # All threads can share the client; a forked child cannot.
+    # All threads can share the client, but a forked child cannot.
     made = boto3.session.Session().client(
         "s3",
         endpoint_url=endpoint.url or None,
@@ -401,9 +399,9 @@ def client(_process: int, endpoint: Endpoint) -> Any:
         config=Config(
             connect_timeout=TIMEOUTS[0],
             read_timeout=TIMEOUTS[1],
-            # Flotilla retries in the same way for all stores.
+            # Flotilla itself retries requests, in the same way for all stores.
             retries={"mode": "standard", "total_max_attempts": 1},
-            # Some stores do not support the newer checksums, so each request has an MD5.
+            # Each request has an MD5, because some stores do not support the newer checksums.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             max_pool_connections=2 * THREADS,
@@ -416,7 +414,7 @@ def client(_process: int, endpoint: Endpoint) -> Any:
 
 
 def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
-    """Refuse a success response that no store sends and that would be read as an empty list."""
+    """Refuse a success response that no store sends, and that would read as an empty list."""
     lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
     if http_response.status_code in SUCCESS and lacks:
         raise DamagedInTransitError(f"the answer to {model.name} is not from an object store")

@@ -18,7 +18,7 @@ KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
 # Variables that boto3 itself reads.
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-# Variables that select other credentials than the pair of keys: a role or a profile.
+# Variables that select other credentials than a pair of keys: a role or a profile.
 _OTHERS = (
     BOTO_KEYS[0], "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -29,7 +29,7 @@ _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a store; boto3 decides where a text is empty.
+    """How to reach a store; boto3 decides if a text is empty.
 
     `kfp_secret`: whether the keys of KFP's secret are for this store. They are for every store
     except Amazon's, which uses the role of the service account.

@@ -18,7 +18,7 @@ class ListedFile:
     """One file of a listing, which does not read it.
 
     Attributes:
-        path: relative to the listed URI; empty if that is the file itself.
+        path: the path relative to the listed URI; empty if the URI is the file.
         tag: a value that changes with the content: the store's checksum, or the time of change.
     """
 
@@ -68,8 +68,8 @@ class Store(Protocol):
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
         """Copy the files of `source` in `manifest` to `uri`, verified, the manifest last.
 
-        Returns the written manifest, with the paths where the files are stored, or None if `uri`
-        already has one; readers see no change then.
+        Returns the written manifest, with the paths where the files are stored. If `uri` already
+        has one, readers see no change, and the result is None.
         """
 
     def draft(self, uri: str) -> AbstractContextManager[str]:
@@ -102,7 +102,7 @@ Result = TypeVar("Result")
 PART_BYTES = 8 << 20
 # The largest page that all stores return.
 PAGE = 1000
-# Seconds to connect, and seconds until the next bytes arrive.
+# The seconds to connect, and the seconds until the next bytes arrive.
 TIMEOUTS = (5.0, 60.0)
 SUCCESS = range(200, 300)
 # The metadata key for the process that wrote an object of a published directory.
@@ -110,7 +110,7 @@ WRITER = "flotilla-writer"
 # The suffix of a key that marks a multipart upload in progress: `KEY.TOKEN` and this. A store does
 # not record which process began an upload.
 UPLOAD_MARK = ".flotilla-upload"
-# Maximum number of consecutive empty pages in a listing.
+# The maximum number of consecutive empty pages in a listing.
 _EMPTY_PAGES = 1000
 
 
@@ -135,8 +135,8 @@ class Stored:
 
     Attributes:
         digest: the store's checksum of the content; empty if it has none.
-        created: Unix timestamp.
-        writer: its metadata `WRITER`; None if the request returns no metadata.
+        created: the Unix timestamp of the creation.
+        writer: the metadata `WRITER`; None if the request returns no metadata.
     """
 
     key: str
@@ -198,7 +198,7 @@ class Bucket(Protocol):
         """Return whether an object has the content of a file."""
 
     def vouched(self, key: str) -> Checksum | None:
-        """Return the checksum that the store itself computed for an object, if it computes one."""
+        """Return the checksum that the store itself computed for an object, or None."""
 
     def walk(self, prefix: str) -> Iterator[Stored]:
         """Yield all objects whose key begins with `prefix`, in key order, while listing them."""
@@ -255,7 +255,7 @@ def tls_trouble(error: BaseException) -> Trouble:
     """Return the class of a client's TLS error, from its causes."""
     cause: BaseException | None = error
     while cause:
-        # The endpoint speaks plain HTTP. Other TLS errors come from dropped connections.
+        # The endpoint uses plain HTTP. Other TLS errors come from dropped connections.
         plain = isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER"
         if plain or isinstance(cause, ssl.SSLCertVerificationError):
             return Trouble.NO_TLS

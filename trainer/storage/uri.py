@@ -29,7 +29,7 @@ OPTIONS = (
     "hostname_immutable", "awssdk",
 )  # fmt: skip
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
-# A URI has to fit on one line of logs and tables.
+# A URI must fit on one line of logs and tables.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # Limits of all object stores and of Linux: for a path and for a name in it.
 _MOST_KEY, _MOST_PATH, _MOST_NAME = 1024, 4095, 255
@@ -50,12 +50,12 @@ class Location:
         return f"{self.scheme}://{self.bucket}"
 
     def option(self, *names: str) -> str:
-        """Return the first set option of these names, or an empty text."""
+        """Return the first of these options that is set, or an empty text."""
         found = dict(self.options)
         return next((found[name] for name in names if found.get(name)), "")
 
     def is_on(self, *names: str) -> bool:
-        """Return whether any of these options is true."""
+        """Return whether one of these options is true."""
         return self.option(*names).lower() in ("true", "1", "yes")
 
 
@@ -118,7 +118,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parent_of(uri: str) -> str:
-    """Return the URI without its last name, the one that `join` added."""
+    """Return the URI without its last name, which `join` added."""
     # A file URI has no options.
     path, mark, query = (uri, "", "") if find_scheme(uri) == "file" else uri.partition("?")
     return path.rstrip("/").rpartition("/")[0] + mark + query
@@ -187,7 +187,7 @@ def _check_key(bare: str, path: str) -> str:
 
 
 def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
-    """Raise `UserError` for a path that leaves its folder or that some store does not accept."""
+    """Raise `UserError` for a path that leaves its folder, or that some store does not accept."""
     if too_long:
         raise UserError(
             f"{uri[:100]!r}... is not a storage URI: its path is too long: use shorter names"
@@ -199,7 +199,7 @@ def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
 
 
 def web_address(text: str, where: str) -> str:
-    """Return the URL of a store's server; raises `ConfigError`, which names `where` it is set."""
+    """Return the URL of a store's server; raises `ConfigError` that names `where` it is set."""
     if why := find_credentials(text):
         raise ConfigError(
             f"{where}: {why}; leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"

@@ -1,8 +1,8 @@
 """Waits with a time-out and a log message, and marks that expire.
 
-A mark is a small file with the time at which an operation began. Its writer may have
-been killed, and the clock of its writer may be wrong, so a mark is valid for a limited time before
-and after the reader's clock. An unreadable mark is not valid.
+A mark is a small file with the time when an operation began. Its writer may have been killed or
+have a wrong clock, so that a mark is valid for a limited time before and after the reader's clock.
+An unreadable mark is invalid.
 """
 
 from __future__ import annotations
