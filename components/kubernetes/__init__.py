@@ -1,1 +1,1 @@
-"""The shared parts of the Kubernetes engines."""
+"""What all Kubernetes engines share."""

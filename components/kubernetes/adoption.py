@@ -1,9 +1,9 @@
-"""Adopt the unfinished job of an earlier attempt of the step, or create a new one.
+"""Adopts the unfinished job of an earlier attempt of the step, or creates a new one.
 
 A retry of the step finds the job of the earlier attempt under the same name. It adopts the job if
-the digest of the manifest is the same. A job that has finished, is being stopped or deleted, or
-has another manifest is replaced by a new one, whose training resumes from the newest checkpoint.
-No job is created while a pod of an earlier one is left: two would train at the same time.
+the digest of the manifest is the same. A job that has finished, is being stopped or deleted, or has
+another manifest is replaced by a new one, whose training resumes from the newest checkpoint. No job
+is created while an earlier job has a pod, because two jobs would train at the same time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_SECONDS = 1.0
 
 
 class Adoption:
-    """Ensures that the job of a manifest exists; `is_adopted` if an earlier attempt created it."""
+    """Makes sure that the job of a manifest exists; `is_adopted`: an earlier attempt created it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Adoption:
         deadlines: DeadlinesConfig,
         wait: Callable[[float], None],
     ) -> None:
-        """Take the API, how long it and the controller may be silent, and the sleep function."""
+        """Store the API, how long it and the controller may be silent, and the sleep function."""
         self._engine, self._kind = engine, engine.kind
         self._api = api
         self._deadlines = deadlines
@@ -46,8 +46,8 @@ class Adoption:
     def adopt_or_create(self, manifest: Tree, own: Tree, delete_seconds: float) -> Tree:
         """Return the job as the API holds it.
 
-        `own` is the owner reference of this attempt, and `delete_seconds` how long the deletion of
-        another job of this name may take. Raises `UserError`.
+        `own` is the owner reference of this attempt. `delete_seconds` limits the time to delete
+        another job of this name. Raises `UserError`.
         """
         metadata = manifest["metadata"]
         name = metadata["name"]
@@ -58,7 +58,7 @@ class Adoption:
             if found is None:
                 self.wait_until_deleted(name, delete_seconds)
                 self._require_own_service(name)
-                # It may exist by now, perhaps since the answer of a call was lost.
+                # The response to an earlier call may have been lost, so that the job may exist.
                 create = partial(self._api.create, resource, job, strict=self._engine.is_strict)
                 created = self._ask(create, unless=HTTPStatus.CONFLICT)
                 if created is not None:
@@ -98,7 +98,7 @@ class Adoption:
             )
 
     def _require_own_service(self, name: str) -> None:
-        """Refuse another owner's Service, with which the tasks would not find each other."""
+        """Refuse a Service of another owner, because the tasks could not find each other by it."""
         if not self._kind.has_child_jobs:
             return
         try:

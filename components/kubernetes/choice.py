@@ -1,4 +1,4 @@
-"""Resolves `cluster.launcher: auto`: to an engine that the cluster serves, or to this machine."""
+"""Resolves `cluster.launcher: auto` to an engine that the cluster serves, or to this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_on_a_cluster() -> bool:
 
 
 def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
-    """Return the engine that has a job of the run, else the first one served, else `local`."""
+    """Return the engine with a job of the run, else the first one served, else `local`."""
     if not is_on_a_cluster():
         log.info("cluster.launcher auto: local, since neither a pod nor KUBECONFIG names a cluster")
         return "local"

@@ -16,7 +16,7 @@ from flotilla.trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
 _ADMISSION = "it is suspended; Kueue admits it once its queue has room: kubectl get workloads"
-# Maximum number of tasks in a message.
+# The maximum number of tasks in a message.
 _NAMED = 5
 _REMEDIES = {
     "image": (
@@ -28,9 +28,9 @@ _REMEDIES = {
 
 
 class Deadlines:
-    """The stage of a job as a whole, and how long it may last.
+    """The current stage of a job, and the limit of its duration.
 
-    A job that has run stays in the stage `running`, whatever its tasks do; only suspension returns
+    A job that has run stays in the stage `running` regardless of its tasks; only suspension returns
     it to the queue. `is_taken_up`: the engine's controller has reacted to the job.
     """
 
@@ -41,13 +41,13 @@ class Deadlines:
         expected: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin in the stage `queueing`.
+        """Start in the stage `queueing`.
 
         Args:
-            engine: of the job.
-            config: seconds, 0 for none.
-            expected: how many tasks each role has.
-            clock: in seconds.
+            engine: the engine of the job.
+            config: the seconds of each deadline, 0 for none.
+            expected: the number of tasks of each role.
+            clock: returns the time in seconds.
         """
         self._engine = engine
         self._config = config
@@ -56,19 +56,18 @@ class Deadlines:
         self._clock = clock
         self._stage = pod_state.QUEUEING
         self._entered_at = self._progressed_at = clock()
-        # The report of the leading task's guard about names that do not resolve; empty if there is
-        # none.
+        # The guard's report about names that do not resolve; empty if all resolve.
         self.unresolved = ""
         self._uid = ""
         self._made_at = clock()
         self.is_taken_up = self._is_suspended = self._is_put_back = False
         # When each pod that cannot start was first seen in that state.
         self._failing_since: dict[str, float] = {}
-        # Seconds for which earlier jobs of this run have run.
+        # The seconds for which earlier jobs of this run have run.
         self._ran = 0.0
 
     def begin_again(self) -> None:
-        """Return to the stage `queueing`: the job is recreated, and its training continues."""
+        """Return to the stage `queueing` for a recreated job, whose training continues."""
         if self._stage == pod_state.RUNNING:
             self._ran += self._clock() - self._entered_at
         self._stage = pod_state.QUEUEING
@@ -136,7 +135,7 @@ class Deadlines:
         return len(self._newest_pods(pods)) < self.expected_pods and not self._is_suspended
 
     def restart_progress(self) -> None:
-        """Restart the deadline for progress, since the global step has changed."""
+        """Restart the deadline for progress after a change of the global step."""
         self._progressed_at = self._clock()
 
     def seconds_left(self) -> float:
@@ -171,7 +170,7 @@ class Deadlines:
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
         """Return how many tasks of a job that does not train yet run, and what each role waits for.
 
-        For a pod it is the reason that Kubernetes gives.
+        For a pod this is the reason that Kubernetes gives.
         """
         pods = self._newest_pods(every)
         running = sum(pod_state.stage(pod) == pod_state.RUNNING for pod in pods)
@@ -208,7 +207,7 @@ class Deadlines:
             self._entered_at = self._progressed_at = self._clock()
 
     def _ends(self) -> dict[str, float]:
-        # The job that has taken the capacity decides how long this lasts.
+        # The job that has taken the capacity determines how long this lasts.
         since = {} if self._is_put_back else {self._stage: self._entered_at}
         if not self.is_taken_up:
             since["operator"] = self._made_at

@@ -1,4 +1,4 @@
-"""The interface of an engine: makes a kind of jobs on Kubernetes, and interprets their status."""
+"""The interface of an engine, which creates one kind of Kubernetes jobs and reads their status."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnd:
-    """How a job has ended; `roles` are those of which the controller counts a task as failed."""
+    """The end of a job; `roles` are the roles with a failed task, as the controller counts them."""
 
     is_done: bool
     message: str = ""
@@ -41,9 +41,9 @@ class Engine(ABC):
     """Interface to one kind of Kubernetes job.
 
     Attributes:
-        name: the value of `cluster.launcher`.
+        name: the value of `cluster.launcher` for the engine.
         kind: the kind of the jobs.
-        is_strict: whether the API shall refuse an unknown field of a job.
+        is_strict: whether the API refuses an unknown field of a job.
         fails_with_a_pod: whether the loss of a pod fails the whole job. Otherwise the pod is
             replaced, at once after `bring_back`.
     """
@@ -55,11 +55,11 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, config: Config) -> None:
-        """Raise a `ConfigError` for a setting that this kind of jobs lacks."""
+        """Raise a `ConfigError` for a setting that this kind of jobs does not support."""
 
     @abstractmethod
     def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the job that trains `job`, equal for equal arguments."""
+        """Return the job that trains `job`; equal arguments give equal jobs."""
 
     @abstractmethod
     def templates(self, tree: Tree) -> Sequence[Tree]:
@@ -87,11 +87,11 @@ class Engine(ABC):
 
     @abstractmethod
     def failure(self, api: Api, tree: Tree, /) -> JobEnd:
-        """Return the reason of a failure, with all details from the API."""
+        """Return the reason for a failure, with all details from the API."""
 
     @abstractmethod
     def is_final(self, config: Config, end: TaskEnd, /) -> bool:
-        """Return whether a task with this exit is not restarted, so that the job fails."""
+        """Return whether a task with this exit does not restart, so that the job fails."""
 
     @abstractmethod
     def stop(self, tree: Tree) -> Stop:
@@ -121,8 +121,8 @@ def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -
 def add_digest(tree: Tree) -> Tree:
     """Add the digest of a job to it; a retry adopts the job with the same digest.
 
-    The label of isolated pods and the tracker's variables are left out of the digest, since they
-    may differ between two attempts of one step.
+    The digest excludes the label of isolated pods and the tracker's variables, which may differ
+    between two attempts of one step.
     """
     digest = hashlib.sha256(json.dumps(_drop_tracker(tree), sort_keys=True).encode()).hexdigest()
     metadata = tree["metadata"]

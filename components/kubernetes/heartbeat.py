@@ -1,7 +1,7 @@
-"""The heartbeat of a launcher: a lease named after the job and owned by it.
+"""The heartbeat of a launcher: a lease with the name of the job, which owns it.
 
-An annotation of the job would not do: while its controller is away a job can be read but not
-written, and the guard of a healthy run would consider its launcher dead.
+An annotation of the job is unsuitable: while the job's controller is away, the job can be read but
+not written, and the guard of a healthy run would consider its launcher dead.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)
-# Several heartbeats may be lost before the guard considers the job an orphan.
+# The guard considers a job an orphan only after several lost heartbeats.
 HEARTBEATS = 10
 MAX_HEARTBEAT_SECONDS = 20.0
-# Retries for a lease that vanishes or changes with the earlier job that owns it.
+# Attempts if the lease disappears or changes with the earlier job that owns it.
 _ATTEMPTS = 5
 _CHANGED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -50,25 +50,23 @@ class Heartbeat:
     ) -> None:
         """Renew the lease `HEARTBEATS` times in `limit` seconds; then the guard ends the job.
 
-        `on_refused` is called after that many refusals in a row, or if another launcher holds the
-        lease.
+        Call `on_refused` after that many refusals in a row, or if another launcher has the lease.
         """
         self._api = api
         self._kind = kind
         self._limit = limit
         interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
         self._loop = Loop(self._beat, interval, name="heartbeat", failing="no heartbeat is sent")
-        # This many refusals in a row are not transient.
+        # This many consecutive refusals are not transient.
         self._most_refusals = limit / 2 / interval
         self._refusals = 0
         self._on_refused = on_refused
-        # Unique for each launcher.
         self._holder = f"flotilla-launcher-{secrets.token_hex(4)}"
         self._job: Tree = {}
         self.is_taken_over = False
 
     def hold(self, job: Tree, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
-        """Take the lease of a job, and renew it; raises `UserError` if that fails."""
+        """Take the lease of a job, and renew it; raises `UserError`."""
         self._job = job
         seconds = min(limits.unreachable or self._limit, self._limit)
         try:
@@ -108,7 +106,7 @@ class Heartbeat:
         except RefusedError as error:
             if error.is_missing:
                 return False
-            # Otherwise another launcher may have taken it since; the next heartbeat will show.
+            # Otherwise another launcher may have taken it; the next heartbeat will show this.
             if error.code != HTTPStatus.CONFLICT:
                 return self._was_refused(error)
         return True
@@ -181,13 +179,13 @@ class Heartbeat:
                 "another name"
             )
         spec["leaseTransitions"] = int((found.get("spec") or {}).get("leaseTransitions") or 0) + 1
-        # A stop request for an earlier job of this name does not apply to this one.
+        # A stop request for an earlier job of this name does not apply to this job.
         stop = {names.STOP: None} if found["metadata"].get("annotations") else {}
         if (found["metadata"].get("annotations") or {}).get(names.STOP) == job["uid"]:
             stop = {}
         if found["metadata"].get("ownerReferences") == metadata["ownerReferences"]:
-            # Some clusters let only those change an owner who may delete: OpenShift, by its
-            # admission `OwnerReferencesPermissionEnforcement`.
+            # In some clusters only those who may delete an object may change its owner: in
+            # OpenShift, by the admission plugin `OwnerReferencesPermissionEnforcement`.
             del metadata["ownerReferences"]
         metadata |= {"uid": found["metadata"]["uid"], "annotations": stop}
         self._api.patch(LEASES, job["name"], {"metadata": metadata, "spec": spec})
@@ -215,7 +213,7 @@ def read_heartbeat(lease: Tree) -> str:
 
 
 def is_renewed(lease: Tree) -> bool:
-    """Return whether a launcher has renewed a lease since taking it."""
+    """Return whether a launcher has renewed a lease after taking it."""
     spec = lease.get("spec", {})
     return bool(spec.get("renewTime") != spec.get("acquireTime"))
 

@@ -1,7 +1,7 @@
 """The Kubernetes events of the job and its pods, by the uid of the involved object.
 
-They say why a pod cannot be created, unlike the conditions of the job. Without the permission to
-list them a job continues.
+Unlike the conditions of the job, they tell why a pod cannot be created. A job continues without the
+permission to list them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from flotilla.components.kubernetes.deadlines import Deadlines
 from flotilla.components.kubernetes.names import EVENTS, JobKind, Tree
 
 log = logging.getLogger(__name__)
-# Number of events in a report.
+# The number of events in a report.
 REPORTED = 3
-# Seconds between two reads of a job's events while pods are missing.
+# The seconds between two reads of a job's events while pods are missing.
 LOOK_SECONDS = 5.0
-# Reasons of the training operator and of the Job controller.
+# The reasons of events by the training operator and by the Job controller.
 _REFUSALS = ("FailedCreatePod", "FailedCreate")
-# Admission refuses the manifest itself: the controller retries for ever with the same result.
+# Admission refuses the manifest itself, so that each retry of the controller fails.
 _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
-# Transient reasons: capacity in use by others, or a pod of the same name that has not ended yet.
+# Transient reasons: other jobs use the capacity, or a pod of the same name has not ended yet.
 _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
 
 
 def last_events(api: Api, *uids: str) -> str:
-    """Return the last events of objects; empty for none, or if the API does not answer."""
+    """Return the last events of objects; empty if there are none or the API does not answer."""
     try:
         found = sorted((each for uid in uids for each in _events(api, uid)), key=_time_of)
     except UnreachableError:
@@ -69,14 +69,13 @@ class PodRefusals:
         deadlines: Deadlines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the deadlines of the job, and a function that returns the uids of reporters."""
+        """Store the deadlines of the job, and the function that returns the uids of reporters."""
         self._api, self._kind = api, kind
         self._reporters = reporters
         self._deadlines = deadlines
         self._clock = clock
         self._look_at = clock() + LOOK_SECONDS
         self._logged: set[str] = set()
-        # The most recent reason for missing pods.
         self.newest = ""
 
     def final(self) -> str:

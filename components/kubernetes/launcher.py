@@ -1,17 +1,15 @@
 """The launcher of an engine: creates or adopts the job of a run, watches it, and deletes it.
 
-A job must not outlive its launcher, however the launcher ends. Any of these ends the job: the
-signal handler first requests a stop (`stop.Stop`), or deletes the job if no guard would respond;
-`launch` deletes it on every return; the exit step ends all jobs with the run's label; the guard of
-the leading task ends the job on request, and when the lease expires; the job has an owner reference
-to the step's pod; and an active deadline.
-
-The lease is first renewed before training can begin, so that a launcher without the permission is
-refused.
+A job must not outlive its launcher, however the launcher ends. Therefore the signal handler
+requests a stop (`stop.Stop`), or deletes the job if no guard would respond; `launch` deletes it on
+every return; the exit step ends all jobs with the run's label; the guard of the leading task ends
+the job on request and when the lease expires; and the job has an owner reference to the step's pod,
+and an active deadline. The lease is first renewed before training can begin, so that a launcher
+without the permission is refused.
 
 An engine may fail the whole job when one of its pods is deleted, evicted or preempted. The launcher
-then deletes the job, waits until its pods are gone, and recreates it from the same manifest:
-training resumes from the newest checkpoint, which the chief has published in its grace period.
+then deletes the job, waits until its pods are gone, and recreates it from the same manifest.
+Training resumes from the newest checkpoint, which the chief has published in its grace period.
 """
 
 from __future__ import annotations
@@ -74,9 +72,9 @@ ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
     "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "FLOTILLA_STORAGE_DEADLINE",
 )  # fmt: skip
-# Time for the removal of pods from their nodes after the grace period.
+# The time for the removal of pods from their nodes after the grace period.
 REMOVAL_SECONDS = 60
-# A user's code writes to the same log, so only names are accepted, and only a few.
+# A user's code writes to the same log, so that only a few characters are accepted.
 _UNRESOLVED = re.compile(re.escape(names.UNRESOLVED) + r"[a-z0-9., -]{1,300}")
 # How long the exit step retries while the API is unreachable.
 DELETE_SECONDS = 120.0
@@ -86,11 +84,12 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     """Train `job` as a job of an engine; see `flotilla.trainer.cluster.launcher.Launcher`.
 
     After SIGINT or SIGTERM the chief publishes a last checkpoint within its grace period, and the
-    job is deleted; a second signal deletes it without that. `defaults` apply to unset settings.
+    job is deleted; a second signal deletes it without a checkpoint. `defaults` apply to unset
+    settings.
 
     Raises:
         ConfigError: the engine lacks a configured feature, such as servers that are not pods of the
-            job.
+        job.
     """
     for key in ("in_process", "existing_servers"):
         if getattr(job.config.cluster, key):
@@ -106,8 +105,8 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list[str]:
     """End the remaining jobs of a run, and return their names; raises `UserError`.
 
-    A job whose leading task runs is asked to stop with a last checkpoint before it is deleted: this
-    process may have only ten seconds.
+    A job whose leading task runs is requested to stop with a last checkpoint before it is deleted,
+    because this process may have only ten seconds.
     """
     connection = connect()
     api = Api(connection, settings.namespace or connection.namespace)
@@ -118,7 +117,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
             partial(api.list_labelled, resource, label), DELETE_SECONDS, time.sleep
         )
     except RefusedError as error:
-        # If the kind is not served there are no jobs.
+        # There are no jobs of a kind that is not served.
         if error.is_unserved or (error.is_forbidden and not api.serves(resource)):
             return []
         raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
@@ -129,7 +128,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
 
 
 def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
-    """End a job, and return why it could not be deleted, or an empty string."""
+    """End a job; return why it could not be deleted, or an empty string."""
     name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
     log.warning("ending the job %s, whose launcher has ended", name)
     if not engine.end(orphan) and not orphan["metadata"].get("deletionTimestamp"):
@@ -143,7 +142,7 @@ def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
 
 
 def _stop(engine: Engine, api: Api, job: Tree) -> None:
-    """Ask the leading task of a job, if it runs, to end with a last checkpoint, and wait for it."""
+    """Request that the leading task, if it runs, ends with a last checkpoint, and wait for it."""
     ending = engine.stop(job)
     with suppress(RefusedError, UnreachableError):
         if stop.is_requested(api, job):
@@ -188,7 +187,8 @@ class _Launch:
         self._heartbeat = self._new_heartbeat()
         limits = settings.deadlines
         if job.config.program.command:
-            # A program need not report its steps; `program.stall_timeout` is its own deadline.
+            # A program need not report its steps, and has its own deadline,
+            # `program.stall_timeout`.
             limits = limits.model_copy(update={"stalling": 0})
         self._deadlines = Deadlines(engine, limits, replicas(job.config))
         self._restarts = Restarts(job.config, engine)
@@ -220,8 +220,8 @@ class _Launch:
         own: Tree = {"ownerReferences": [owner]} if owner else {}
         limits = self._settings.deadlines
         adoption = Adoption(self._engine, self._api, limits, self._wait)
-        # A pod on a lost node stays until Kubernetes notices: as long as one without a node may
-        # wait.
+        # A pod on a lost node stays until Kubernetes detects the loss, which may take as long as a
+        # pod may wait for a node.
         patience = max(self._deletion_seconds, limits.queueing or math.inf)
         created = adoption.adopt_or_create(self._manifest, own, patience)
         self._uid, self._is_adopted = created["metadata"]["uid"], adoption.is_adopted
@@ -242,7 +242,7 @@ class _Launch:
         )  # fmt: skip
 
     def _make_policy(self, job: Tree) -> None:
-        """Create the network policy of a job; an isolated job is not left open."""
+        """Create the network policy of a job; an error must not leave an isolated job open."""
         templates = self._engine.templates(job)
         policy = owned_objects.network_policy(self._kind, job, templates)
         if policy is None:
@@ -260,12 +260,12 @@ class _Launch:
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
-        """Watch a job until it is deleted; return the loss for which it has to be recreated."""
+        """Watch a job until it is deleted; return the loss after which it must be recreated."""
         relay = EventRelay(self._deadlines.restart_progress, self._restarts.record_progress)
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
         watches = [
-            # It may be deleted before it is listed.
+            # The job may be deleted before it is listed.
             self._watch(self._kind.kind, self._kind.resource, by_name, created),
             self._watch("Pod", PODS, {"labelSelector": self._kind.selector(self._name)}),
         ]
@@ -292,12 +292,12 @@ class _Launch:
             logs.drain(DRAIN_SECONDS)
             self._message = supervisor.termination_message() or self._message
             if lost:
-                # The count is reset only now, since the last checkpoint, published in the grace
-                # period, counts as progress.
+                # Count the loss only now: the last checkpoint, which the grace period publishes,
+                # counts as progress.
                 self._restarts.count_loss(lost)
             return lost
         except UserError as error:
-            # A job that is being deleted also fails, which is not an error of the run.
+            # A job that is being deleted also fails, which is no error of the run.
             if self._is_interrupted:
                 raise self._finish_interrupted(supervisor, logs) from None
             error.traceback = relay.traceback
@@ -320,7 +320,7 @@ class _Launch:
             relay.take(event)
 
     def _note_names(self, text: str) -> None:
-        """Handle a line of the guard about names that do not resolve, or that resolve again."""
+        """Handle a line of the guard about names that do not resolve, or resolve again."""
         if found := _UNRESOLVED.search(text):
             self._deadlines.unresolved = found[0]
         elif names.RESOLVED in text:
@@ -355,7 +355,7 @@ class _Launch:
         return self._interruption()
 
     def _await_stop(self) -> None:
-        """Wait once for the end of a job that was asked to stop."""
+        """Wait once for the end of a job that was requested to stop."""
         if self._is_stopping and self._stop:
             log.info("stopping: saving the last checkpoint")
             self._stop.wait(self._api, self._is_interrupted_again.wait)
@@ -365,7 +365,7 @@ class _Launch:
         return RunInterruptedError(self._message or "interrupted before training began")
 
     def _handle_interrupt(self) -> None:
-        """End the job first, since this process may have one second left."""
+        """End the job first, because this process may have only one second left."""
         again, self._is_interrupted = self._is_interrupted, True
         if again:
             self._is_interrupted_again.set()
@@ -378,13 +378,13 @@ class _Launch:
         self._job_events.put(None)
 
     def _is_stop_requested(self) -> bool:
-        """Ask the guard of the leading task to end the job; return whether it may respond."""
+        """Ask the leading task's guard to end the job; return whether it may respond."""
         try:
             if self._stop is None:
                 self._find_earlier()
             if self._stop is None:
                 return False
-            # The pods of an adopted job may run before this launcher has seen any of them.
+            # The pods of an adopted job may run before this launcher has seen one.
             if not self._leader_runs() and not (
                 self._is_adopted and self._stop.leader_runs(self._handler_api)
             ):
@@ -402,7 +402,7 @@ class _Launch:
             self._stop = self._engine.stop(found)
 
     def _delete(self) -> bool:
-        """Delete the job, unless it is gone or was replaced; return whether it was deleted."""
+        """Delete the job unless it is gone or was replaced; return whether it was deleted."""
         if self._heartbeat.is_taken_over:
             return False
         call = partial(self._api.delete, self._kind.resource, self._name)

@@ -1,7 +1,7 @@
 """Follows the logs of all tasks: each line once, across broken connections, and their events.
 
-The API can only repeat a log from a whole second on: lines that were read before are recognized by
-their timestamp, and lines with equal timestamps by their count.
+The API can repeat a log only from a whole second on. Timestamps identify lines that were read
+before, and the count identifies lines with equal timestamps.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events.event_lines import LogLines, convert_to_work
 
 log = logging.getLogger(__name__)
-# Number of lines of a failed task in its report.
+# The number of lines of a failed task in its report.
 TAIL = 5
 _RETRY_SECONDS = 1.0
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
-# Events of training; any other event in the log of the leading task is an ordinary line.
+# Events of training; other events in the log of the leading task are ordinary lines.
 _TRAINING_EVENTS = (
     events.AttemptBegin,
     events.Progress,
@@ -39,7 +39,7 @@ _TRAINING_EVENTS = (
 )
 
 LogSink = Callable[[Task, str], None]
-# Seconds and nanoseconds, each as text that sorts by time.
+# Seconds and nanoseconds, as texts that sort by time.
 _Timestamp = tuple[str, str]
 
 
@@ -50,17 +50,17 @@ class LogPosition:
         """Begin at the first line."""
         self._last: _Timestamp = ("", "")
         self._zone = ""
-        # Number of lines with the last timestamp: read in all, and repeated by the current request.
+        # The number of lines with the last timestamp: in all, and in the current request.
         self._read = self._repeated = 0
         self._catching_up = False
 
     def begin_request(self) -> str:
-        """Begin a new request, and return its `sinceTime`; empty for the whole log."""
+        """Start a new request, and return its `sinceTime`; empty for the whole log."""
         self._repeated, self._catching_up = 0, True
         return f"{self._last[0]}{self._zone}" if self._last[0] else ""
 
     def take(self, line: str) -> str | None:
-        """Return the text of a new line, None for one that was read before."""
+        """Return the text of a new line; None for a line that was read before."""
         time, _, text = line.partition(" ")
         match = _TIME.fullmatch(time)
         if not match:
@@ -82,7 +82,7 @@ class LogFollower(threading.Thread):
     """A daemon thread that reads the log of one container, up to its next restart."""
 
     def __init__(self, api: Api, pod: Tree, container: str, sink: LogSink) -> None:
-        """Do not start yet."""
+        """Store the arguments; `start` begins to read."""
         self.task = pod_state.find_task(pod)
         super().__init__(name=f"log {self.task}", daemon=True)
         self._api = api
@@ -147,7 +147,7 @@ class Logs:
     """The log followers of all tasks, and the last lines of each task."""
 
     def __init__(self, api: Api, sink: LogSink) -> None:
-        """Take the API and the function that receives every line."""
+        """Store the API and the function that receives every line."""
         self._api = api
         self._sink = sink
         self._followers: dict[tuple[str, str, int], LogFollower] = {}
@@ -191,14 +191,14 @@ class EventRelay:
     def __init__(
         self, on_progress: Callable[[], None], on_published: Callable[[int], None]
     ) -> None:
-        """Take the functions to call when the global step has changed, and at each checkpoint."""
+        """Store the functions to call after a change of the global step, and at each checkpoint."""
         self._on_progress, self._on_published = on_progress, on_published
         self.traceback = ""
         self._step = -1
         self._lines = LogLines()
 
     def take(self, event: events.Event) -> None:
-        """Take the next event of the log."""
+        """Process the next event of the log."""
         if not isinstance(event, _TRAINING_EVENTS):
             return
         if isinstance(event, events.UserCodeFailed):
@@ -210,7 +210,7 @@ class EventRelay:
         if isinstance(event, events.CheckpointPublished):
             self._on_published(event.global_step)
         if os.environ.get(events.VARIABLE):
-            # With the clock of this machine, like all events in the file.
+            # All events in the file have the time of this machine.
             events.emit(replace(event, time=events.now()))
         elif line := self._lines.take(event):
             if isinstance(event, events.Progress):

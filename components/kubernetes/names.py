@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-# A Kubernetes object, or a part of one, as JSON.
+# A Kubernetes object, or a part of it, as JSON.
 Tree = dict[str, Any]
 
 # The controllers find the container by this name.
@@ -23,7 +23,7 @@ INDEX_LABELS = ("training.kubeflow.org/replica-index", "jobset.sigs.k8s.io/job-i
 # Flotilla's labels on the job and its pods.
 RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
-# The label of pods with their job's network policy: no other policy of Flotilla selects them.
+# The label of pods for their job's network policy; no other policy of Flotilla selects them.
 NETWORK = "flotilla/network"
 # The label of a job that waits for admission by a Kueue queue.
 KUEUE = "kueue.x-k8s.io/queue-name"
@@ -38,15 +38,15 @@ RESOLVED = "the names of all tasks resolve"
 # The line that the guard of the leading task logs when it has seen `STOP`.
 STOPPING = "the run is cancelled: training ends with a last checkpoint"
 
-# Pod names, service names and label values have at most 63 characters.
+# The maximum length of pod names, service names and label values.
 MAX_LENGTH = 63
-# The length of the suffix of a JobSet's pod: index of the only pod of a child Job and random end.
+# The length of the suffix of a JobSet's pod: the index of the pod in its Job and a random end.
 _LONGEST_SUFFIX = max(len("-evaluator-0-0-abcde"), len("-worker-9999-0-abcde"))
 _DIGEST_LENGTH = 12
 
 
 def job_name(model: str, checkpoints: str) -> str:
-    """Return the name of the job that trains to `checkpoints`: the same for every retry."""
+    """Return the name of the job that trains to `checkpoints`, which is equal for every retry."""
     return f"{_job_prefix(model)}{_digest(checkpoints)}"
 
 
@@ -60,14 +60,14 @@ def is_job_name(name: str, model: str) -> bool:
 def _job_prefix(model: str) -> str:
     """Return the common prefix of the names of a model's jobs."""
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
-    # The name of a service has to begin with a letter.
+    # The name of a service must begin with a letter.
     slug = slug if slug[:1].isalpha() else f"f-{slug}"
     length = MAX_LENGTH - _LONGEST_SUFFIX - _DIGEST_LENGTH - 1
     return f"{slug[:length].rstrip('-')}-"
 
 
 def label_value(text: str) -> str:
-    """Return a text as a label value; replace one that is too long by a digest."""
+    """Return a text as a label value; replace a text that is too long by a digest."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
         return text
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
@@ -115,9 +115,9 @@ class JobKind:
     """The kind of the jobs of an engine.
 
     Attributes:
-        resource: their API resource.
+        resource: the API resource of the jobs.
         kind: the `kind` of the objects, such as `TFJob`.
-        label: the label of every pod whose value is the name of the job.
+        label: the label of every pod that has the name of the job.
         controller: the controller's name in words.
         show: the command that shows whether the controller runs.
         remedy: what to do if the cluster does not serve the kind.

@@ -1,4 +1,4 @@
-"""The object that a job owns, its network policy, and the owner of the job, the step's pod."""
+"""The network policy that a job owns, and the owner of the job: the step's pod."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flotilla.components.kubernetes.names import NETWORK_POLICIES, JobKind, Tree
 
 
 def step_pod() -> Tree | None:
-    """Return the owner reference to the pod of this step; None outside of one.
+    """Return the owner reference to the pod of this step; None outside of a pod.
 
     Kubernetes considers an owner in another namespace missing, and would delete the job.
     """
@@ -29,8 +29,8 @@ def isolate(templates: Sequence[Tree]) -> None:
 def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree | None:
     """Return the network policy of a job in the API; None for a job without isolation.
 
-    Only the pods of the job reach each other, on every port, since NCCL uses any. Any pod of the
-    cluster reaches the metrics port. The name is unique to this job, since the policy of an earlier
+    The pods of the job reach each other on every port, because NCCL uses any port. All pods of the
+    cluster reach the metrics port. The name is unique to this job, because the policy of an earlier
     job may still exist.
     """
     labels = [each.get("metadata", {}).get("labels") or {} for each in templates]
@@ -56,9 +56,9 @@ def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree 
 
 
 def is_foreign(kind: JobKind, service: Tree) -> bool:
-    """Return whether the Service of a job's name belongs to no job of the kind.
+    """Return whether the Service with a job's name belongs to no job of the kind.
 
-    JobSet 0.12 uses any existing Service with the name that its own would have.
+    JobSet 0.12 uses any existing Service with the name of its own Service.
     """
     owners = service["metadata"].get("ownerReferences") or []
     name = service["metadata"]["name"]

@@ -19,7 +19,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAG
 def describe_failure(
     api: Api, end: TaskEnd, log_tail: Iterable[str], *, is_program: bool = False
 ) -> str:
-    """Return the report of a task that has failed; that of a program is its agent's message."""
+    """Return the report of a task that has failed; for a program, its agent's message."""
     if (end.code in (FAILED, TRY_AGAIN, USAGE) or is_program) and end.message:
         return f"{end.message} ({end.task}, pod {end.pod})"
     report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
@@ -30,8 +30,8 @@ def describe_failure(
 class Restarts:
     """The restarts of all tasks of a run; Kubernetes only counts those of one pod.
 
-    Lost pods are not the fault of training: they count towards `cluster.max_restarts` only until
-    training has published a newer checkpoint.
+    Training does not cause the loss of a pod: lost pods count towards `cluster.max_restarts` only
+    until training has published a newer checkpoint.
     """
 
     def __init__(self, config: Config, engine: Engine) -> None:
@@ -44,17 +44,17 @@ class Restarts:
         self._newest = -1
         # Pods lost since the newest checkpoint.
         self._losses: Counter[Task] = Counter()
-        # The pods whose end is counted; the operator may notice their deletion after it.
+        # The pods whose end is counted; the operator may detect their deletion later.
         self._counted: set[str] = set()
-        # The count at the last start of each task.
+        # The number of restarts at the last start of each task.
         self._count_at_start: dict[Task, int] = {}
 
     def is_final(self, end: TaskEnd) -> bool:
-        """Return whether the task is not restarted, so that the job fails."""
+        """Return whether the task does not restart, so that the job fails."""
         return self._engine.is_final(self._config, end)
 
     def record_progress(self, step: int) -> None:
-        """Record a published checkpoint; a newer one than all before is progress."""
+        """Record a published checkpoint; if it is newer than all before, it is progress."""
         with self._lock:
             if step > self._newest:
                 self._newest = step
@@ -77,7 +77,7 @@ class Restarts:
     def _count_task(
         self, task: Task, code: int | None, cause: str, lost: Task | None = None
     ) -> bool:
-        # A restart caused by the loss of another task belongs to the same incident.
+        # A restart after the loss of another task belongs to the same incident.
         same = code == BEGIN_AGAIN and self._count_at_start.get(task, 0) < self._count
         # Training does not depend on the evaluator.
         if not same and task.role != "evaluator" and not self._draw(lost):

@@ -1,7 +1,7 @@
 """The early stop of a job, in which the chief saves the variables of the servers.
 
-The DNS names of pods vanish as soon as the job is deleted, and a channel that TensorFlow then opens
-fails. So the job is asked to stop, and is deleted when its leading task has ended.
+The DNS names of pods disappear with the job, and TensorFlow could then open no further channel.
+Therefore the job is requested to stop, and deleted when its leading task has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 # How long the guard may take to respond to a stop request, and the interval of the checks.
 ANSWER_SECONDS = 8.0
 POLL_SECONDS = 0.5
-# For a pod without a grace period.
+# The grace period of a pod without a configured one.
 _GRACE_SECONDS = 30
 
 
@@ -29,7 +29,7 @@ class Stop:
     """The stop of a job by the guard of its leading task, which reads the lease."""
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
-        """Take the job as returned by the API, its leading task, and the template of its pod."""
+        """Store the job as the API returned it, its leading task, and the template of its pod."""
         self.kind = kind
         self.name, self.uid = job["metadata"]["name"], job["metadata"]["uid"]
         self._leader = leader
@@ -42,13 +42,13 @@ class Stop:
         return leader is not None and pod_state.is_alive(leader)
 
     def request(self, api: Api) -> None:
-        """Ask the guard of the leading task to end training, and then the job."""
-        # The lease of another job of this name has another owner, to which this does not apply.
+        """Request that the guard of the leading task ends training, and then the job."""
+        # The request does not apply to the lease of another job of this name.
         patch = {"metadata": {"annotations": {names.STOP: self.uid}}}
         api.patch(LEASES, self.name, patch, quick=True)
 
     def wait(self, api: Api, pause: Callable[[float], object]) -> None:
-        """Return when the leading task has ended, will not end, or `pause` returns true."""
+        """Return when the leading task has ended or will not end, or `pause` returns true."""
         began, limit = time.monotonic(), self.answer_seconds()
         while not pause(POLL_SECONDS):
             try:
@@ -98,7 +98,7 @@ class Stop:
         if leader is None:
             return False
         seconds = round(max(self.grace, 2 * ANSWER_SECONDS))
-        # The guard of the trainer is its container; the agent of a program, the last one.
+        # The guard of the trainer is its container; the agent of a program is the last one.
         container = pod_state.logging_containers(leader)[-1]
         recent = api.recent_log(leader["metadata"]["name"], seconds, container)
         return any(names.STOPPING in line for line in recent)
@@ -107,12 +107,12 @@ class Stop:
 class SuspendingStop(Stop):
     """The stop of a job by suspension: its tasks get SIGTERM, and their DNS names stay.
 
-    The guard is asked as well: it deletes the job if the launcher is killed or the controller is
-    away.
+    The guard is requested to stop too: it deletes the job if the launcher is killed or the
+    controller is away.
     """
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
-        """Take the job as returned by the API, its leading task, and the template of its pod."""
+        """Store the job as the API returned it, its leading task, and the template of its pod."""
         super().__init__(kind, job, leader, template)
         self._is_suspended = bool(job["spec"].get("suspend"))
 
@@ -124,7 +124,7 @@ class SuspendingStop(Stop):
             api.patch(self.kind.resource, self.name, patch, quick=True)
             self._is_suspended = True
         except UnreachableError:
-            # Then only the leading task gets a signal.
+            # In that case only the leading task gets a signal.
             self._is_suspended = False
             super().request(api)
             return
@@ -136,14 +136,14 @@ class SuspendingStop(Stop):
         return ANSWER_SECONDS + self.grace if self._is_suspended else ANSWER_SECONDS
 
     def has_ended(self, api: Api) -> bool:
-        """Return whether no pod runs any more: a chief saves the servers' variables."""
+        """Return whether no pod runs, because a chief saves the servers' variables."""
         if not self._is_suspended:
             return super().has_ended(api)
         return all(pod_state.has_ended(pod) for pod in self.pods(api))
 
 
 def is_requested(api: Api, job: Tree) -> bool:
-    """Return whether a job was asked to stop, by its own annotation or that of its lease."""
+    """Return whether a job was requested to stop, by its own annotation or that of its lease."""
     metadata = job["metadata"]
     if names.STOP in (metadata.get("annotations") or {}):
         return True

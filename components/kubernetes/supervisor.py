@@ -1,7 +1,7 @@
 """Watches one job to its end: handles its events and those of its pods, and reports its failure.
 
-The engine's controller replaces a lost pod, or fails the job: then `Supervisor.run` returns that
-loss, and the launcher recreates the job.
+The engine's controller replaces a lost pod, or fails the job. In the latter case `Supervisor.run`
+returns the loss, and the launcher recreates the job.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from flotilla.trainer.runtime.errors import (
 )
 
 log = logging.getLogger(__name__)
-# Maximum seconds between two checks of the deadlines.
+# The maximum number of seconds between two checks of the deadlines.
 CHECK_SECONDS = 5.0
-# Seconds to wait for the rest of a log once its task has ended.
+# The seconds to wait for the rest of a log after its task has ended.
 DRAIN_SECONDS = 10.0
-# A running controller recreates a lost pod within seconds.
+# A running controller recreates a lost pod within this time.
 ABSENT_SECONDS = 30.0
-# Seconds to wait for the events of deleted pods once the job has failed.
+# The seconds to wait for the events of deleted pods after the job has failed.
 SETTLE_SECONDS = 10.0
 
 # An object and whether it was deleted, a restart that a guard has logged, a watch that the API
-# refused, the takeover by another launcher, or None: interrupted.
+# refused, the takeover by another launcher, or None for an interrupt.
 JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | UserError | None
 JobEvents = queue.SimpleQueue[JobEvent]
 
@@ -70,7 +70,7 @@ class Supervisor:
         restarts: Restarts,
         job_events: JobEvents,
     ) -> None:
-        """Take a job as created in the API, and the deadlines and restarts of the run."""
+        """Store a job as the API created it, and the deadlines and restarts of the run."""
         self._engine, self._kind = engine, engine.kind
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
@@ -89,26 +89,24 @@ class Supervisor:
         self._is_blind = self._is_holding = False
         self._is_job_deleted = False
         self._pods: dict[str, Tree] = {}
-        # The pods, and the last known state of each.
         self._last_seen: dict[str, Tree] = {}
         self._gone: set[str] = set()
         self._ends: dict[tuple[str, int], TaskEnd] = {}
         self._losses: dict[str, Loss] = {}
-        # The pods of each task, in order of appearance.
         self._seen: dict[Task, list[str]] = {}
         self._logged_reasons: set[tuple[str, str]] = set()
-        # Lost pods that the controller has to replace, and pods whose end is not a loss.
+        # Lost pods that the controller must replace, and pods whose end is no loss.
         self._to_bring_back: dict[str, Tree] = {}
         self._suspended: set[str] = set()
-        # When the controller was asked for the next pod of each task.
+        # The time of the last request for a new pod of each task.
         self._asked_at: dict[Task, float] = {}
         self._start: Work | None = None
 
     def run(self) -> Loss | None:
-        """Return None if the job has succeeded, or the loss with which the operator failed it.
+        """Return None if the job has succeeded, or the loss that made the operator fail it.
 
         Raises:
-            UserError: it failed, was deleted, or exceeded a deadline.
+            UserError: the job failed, was deleted, or exceeded a deadline.
             RunInterruptedError: the launcher was interrupted; raised at once.
         """
         try:
@@ -127,7 +125,7 @@ class Supervisor:
             elif isinstance(job_event, events.Restart):
                 self._count_in_pod(job_event)
             elif self._handle(*job_event):
-                # The job's event may come before those of its pods, whose logs are deleted with it.
+                # The job's event may precede those of its pods, whose logs are deleted with it.
                 self._refresh_pods()
                 item = job_event[0]
                 if item["kind"] == self._kind.kind and self._has_failed(item):
@@ -136,7 +134,7 @@ class Supervisor:
                 return None
 
     def wait_until_deleted(self, seconds: float) -> bool:
-        """Wait until the job and its pods are deleted; return whether that happened in time."""
+        """Wait until the job and its pods are deleted; return whether this happened in time."""
         end = time.monotonic() + seconds
         while not self._is_job_deleted or self._pods:
             left = end - time.monotonic()
@@ -179,7 +177,7 @@ class Supervisor:
         return job_event
 
     def _handle(self, item: Tree, deleted: bool) -> bool:
-        """React to an event; return whether the job is over."""
+        """Handle an event; return whether the job is over."""
         new_ends = self._observe(item, deleted)
         if item["metadata"]["uid"] == self._uid:
             over = self._engine.end(item)
@@ -188,7 +186,7 @@ class Supervisor:
             if deleted or item["metadata"].get("deletionTimestamp"):
                 raise UserError(describe_foreign_deletion(self._name))
             return over is not None
-        # The controller writes no status while it is away, or may not create a pod of another task.
+        # A controller that is away, or may not create a pod of another task, writes no status.
         if any(end.task == self._leader and end.is_done for end in new_ends):
             return True
         for end in new_ends:
@@ -197,7 +195,7 @@ class Supervisor:
         return False
 
     def _observe(self, item: Tree, deleted: bool) -> list[TaskEnd]:
-        """Record an object; return the newly known ends of tasks."""
+        """Record an object; return the tasks whose end is new."""
         uid = item["metadata"]["uid"]
         if item["kind"] == self._kind.kind:
             self._is_job_deleted = self._is_job_deleted or (deleted and uid == self._uid)
@@ -228,7 +226,7 @@ class Supervisor:
 
     def _observe_loss(self, pod: Tree, deleted: bool) -> None:
         uid, loss = pod["metadata"]["uid"], pod_state.loss(pod)
-        # Deleted without a known reason: last seen before an outage, or deleted by force.
+        # No reason is known: the pod was last seen before an outage, or deleted by force.
         if deleted and not loss and not pod_state.has_ended(pod):
             loss = pod_state.loss_of_absent(pod)
         if loss:
@@ -262,7 +260,7 @@ class Supervisor:
 
     def _count_restart(self, end: TaskEnd) -> None:
         """Count the restart of a task; raise `UserError` past the limit."""
-        # A worker of a program may end before the one that leads.
+        # A worker of a program may end before the leading one.
         is_own = not self._job.config.program.command
         if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
@@ -285,7 +283,7 @@ class Supervisor:
         return loss.cause if loss and is_taken else ""
 
     def _lose(self, end: TaskEnd) -> None:
-        """Record that the pod of a task has to be replaced, if it has ended permanently."""
+        """Record that the pod of a task must be replaced, if it has ended permanently."""
         pod = self._last_seen.get(end.uid)
         if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
             return
@@ -297,7 +295,7 @@ class Supervisor:
             self._bring_back()
 
     def _bring_back(self) -> None:
-        """Have lost pods replaced; retry later if the request fails."""
+        """Let the controller replace lost pods; retry later if the request fails."""
         for uid, pod in list(self._to_bring_back.items()):
             task = pod_state.find_task(pod)
             try:
@@ -346,7 +344,7 @@ class Supervisor:
         return False
 
     def _lost(self, job: Tree) -> Loss | None:
-        """Return the loss with which a job has failed; None if its leader had succeeded before."""
+        """Return the loss that made a job fail; None if its leader had succeeded before."""
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
         end_of_job = self._engine.end(job)
@@ -409,7 +407,7 @@ class Supervisor:
             self._observe({**pod, "kind": "Pod"}, False)
 
     def _forget_absent(self) -> None:
-        """Drop missing pods, and the job if missing: a watch after an outage never saw them."""
+        """Drop missing pods, and the job if missing, which no watch after an outage has seen."""
         with suppress(RefusedError, UnreachableError):
             there = self._api.list_labelled(PODS, self._kind.selector(self._name))
             uids = {pod["metadata"]["uid"] for pod in there}
@@ -442,7 +440,7 @@ class Supervisor:
             self._start = None
 
     def _warn_of_absent(self) -> None:
-        """Report once that a pod is not recreated: its controller may be away."""
+        """Report once that a pod is not recreated, because its controller may be away."""
         newest = pod_state.newest(self._pods.values())
         for task, at in list(self._asked_at.items()):
             pod = newest.get(task)
@@ -478,7 +476,7 @@ class Supervisor:
             raise TransientError(unreachable(limit, f"the job {self._name} may still run"))
 
     def _find_exceeded(self) -> str:
-        """Return the deadline that the job exceeds in its current state, as watches may be late."""
+        """Return the deadline that the job exceeds now, because watches may be late."""
         seen = self._deadlines.find_exceeded(self._pods.values())
         self._is_holding = False
         if not seen:

@@ -1,1 +1,1 @@
-"""Runs on this machine and on a KFP instance; functions return values and print nothing."""
+"""Runs on this machine and on a KFP instance; functions return values and never print."""

@@ -1,7 +1,7 @@
 """A run by its id, on this machine or on a KFP instance: list, status, logs, its page and cancel.
 
 A run with a folder below the workdir is local; any other run is on the instance. The KFP client is
-imported only for a remote run, since the import takes a second. A cancelled run stops its own
+imported only for a remote run, because the import takes a second. A cancelled run stops its own
 cluster: in `trainer/cluster/supervisor.py` on this machine, in `components/kubernetes/launcher.py`
 elsewhere.
 """
@@ -173,7 +173,7 @@ def logs(
 def select_step(name: str, rows: Sequence[StepSpec]) -> tuple[str, tuple[str, ...]]:
     """Return the matching step and its matching stages; raises `ConfigError`."""
     own = name.replace("-", "_")
-    # If a step and one of its stages have the same name, the step is meant.
+    # If a step and one of its stages share a name, the step is meant.
     for row in rows:
         if row.name == own:
             return own, tuple(stage.name for stage in row.stages)

@@ -1,6 +1,6 @@
 """Access to a KFP instance: endpoint, namespace, credentials.
 
-Secrets come from files or the environment, never from the command line, which every user can read.
+Secrets come from files or the environment, never from the command line, which all users can read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.masking import HIDDEN, is_sent_openly
 
-# The first is the variable of the SDK, the others are variables of its command line.
+# The first is the variable of the SDK; the others are variables of its command line.
 ENDPOINT = ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT")
 NAMESPACE = ("KFP_NAMESPACE",)
 TOKEN = ("KFP_EXISTING_TOKEN",)
@@ -121,7 +121,7 @@ class Access:
             raise ConfigError(f"--ca-file {self.ca_file}: the file does not exist")
 
     def has_token(self) -> bool:
-        """Return whether a token is sent."""
+        """Return whether requests have a token."""
         return bool(self.token or self.token_file)
 
     def read_token(self) -> str:
@@ -142,7 +142,7 @@ class Access:
             except UserError:
                 secrets.append("")
         for secret in secrets:
-            # A shorter value is not a secret, and masking it would remove letters from words.
+            # A shorter value is no secret, and masking it would remove letters from words.
             if len(secret.strip()) >= _LEAST_SECRET:
                 text = text.replace(secret.strip(), HIDDEN)
         return text

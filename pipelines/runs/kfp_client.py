@@ -1,7 +1,7 @@
 """The client of a KFP instance: bounded requests, and every failure as one line with its remedy.
 
-The SDK's client also writes to the home folder, searches for clusters, opens a browser, prints
-links, waits without a limit, and treats a login page as an empty list.
+The SDK's own client also writes to the home folder, searches for clusters, opens a browser, prints
+links, waits without a limit, and mistakes a login page for an empty list.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.trainer.runtime import masking
 from flotilla.trainer.runtime.errors import UserError
 
-# Length limit of an instance's message, which may contain a stack trace.
+# The length limit of an instance's message, which may contain a stack trace.
 _MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
@@ -167,13 +167,13 @@ def one_line(words: object) -> str:
 
 
 CONNECT_SECONDS = 3.0
-# Timeout for silence, not for the whole response.
+# The timeout for silence, not for the whole response.
 READ_SECONDS = 8.0
-# Time limit of a request with retries and the DNS lookup. A log may be long.
+# The time limit of a request with retries and DNS lookup. A log may be long.
 WHOLE_SECONDS = 22.0
 LOG_SECONDS = 300.0
 PAGE_SECONDS = 5.0
-# A mark of the page that the user interface returns for unknown paths.
+# A text of the page that the user interface returns for unknown paths.
 _UI = b"Kubeflow Pipelines"
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
@@ -225,7 +225,7 @@ class Client(_OwnClient):  # type: ignore[misc]
         return config
 
     def _fresh_token(self, config: kfp_server_api.Configuration) -> None:
-        # The token is read for each request, since the kubelet renews the file.
+        # Read the token for each request, because the kubelet renews the file.
         config.api_key["authorization"] = self.access.read_token()
 
     def page(self, path: str) -> str:
@@ -234,7 +234,7 @@ class Client(_OwnClient):  # type: ignore[misc]
 
     @functools.cached_property
     def _ui(self) -> str:
-        """Return the given address of the user interface, or the endpoint if it has one."""
+        """Return the given address of the user interface, or the endpoint if it serves one."""
         if self.access.ui:
             return self.access.ui
         with suppress(InstanceError):
@@ -291,7 +291,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         return answer
 
     def page(self, method: str, url: str, **named: Any) -> Any:
-        """Return any response within a short time, since it is only needed for a link."""
+        """Return any response within a short time, because it is only needed for a link."""
         return self._answered(method, url, PAGE_SECONDS, **named)[0]
 
     def _answered(self, method: str, url: str, seconds: float, **named: Any) -> tuple[Any, str]:
@@ -329,7 +329,7 @@ def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
 def connect(access: Access) -> Client:
     """Return a client of the instance, without a request; raises `UserError`."""
     access.check()
-    # The SDK sets up logging, which would print each retry with its URL.
+    # The SDK configures logging, which would print each retry with its URL.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     return Client(access)
 
@@ -346,7 +346,7 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
 
 
 def create_or_find(create: Callable[[], Any], key: str, find: Callable[[], str]) -> str:
-    """Return the id of the object, created here or just now by another client."""
+    """Return the id of the object, which this or another client has just created."""
     try:
         return str(getattr(create(), key))
     except InstanceError as error:
@@ -389,7 +389,7 @@ def health(access: Access) -> Health:
     client = connect(access)
     found = ask(client.get_json, _HEALTH[0])
     if not any(found.get(key) for key in _VERSION_KEYS):
-        # This is an older path, which returns more fields if it still exists.
+        # This older path returns more fields if it still exists.
         with suppress(InstanceError):
             found |= ask(client.get_json, _HEALTH[1])
     version = next((str(found[key]) for key in _VERSION_KEYS if found.get(key)), "")

@@ -2,10 +2,10 @@
 
 A run of KFP 2 is an Argo workflow, which `GET /apis/v1beta1/runs/RUN` returns completely from a
 database, even after its pods are deleted. The newer list of nodes (v2beta1) lacks messages and pod
-names. KFP 3 removes this path, so its runs have no steps and no logs here.
-A task `x` is a node `x`, and a node `x(0)` is its first attempt. The name of a node consists of the
-names of the enclosing tasks, joined by dots. Next to a step `train-model` is KFP's
-`train-model-driver`; the pod of the step is its task `executor`.
+names. KFP 3 removes this path, so that its runs have no steps and no logs here. A task `x` is a
+node `x`, and a node `x(0)` is its first attempt. The name of a node consists of the names of the
+enclosing tasks, joined by dots. Next to a step `train-model` is KFP's `train-model-driver`; the pod
+of the step is its task `executor`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _TRY = re.compile(r"\(\d+\)$")
 _DRIVER, _OF_STEPS = "-driver", "container-driver"
 _EXECUTOR = "executor"
 _PATCH, _INPUT = "pod-spec-patch", "--executor_input"
-# Argo truncates the name of a pod so that the hash fits.
+# Argo truncates the name of a pod to make room for the hash.
 _MOST_PREFIX = 242
 # Argo's message for a task between two attempts.
 _PAUSE = "Backoff for "
-# A log is streamed, so an error has status 200, which was sent before.
+# A log is a stream, so that an error has the status 200 that was sent before it.
 _NO_LOG = '{"error_message":'
 
 # Names in the user interface, by the scheme of a URI.
@@ -54,7 +54,7 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a run; `state` is KFP's word."""
+    """One step of a run; `state` is KFP's term."""
 
     name: str
     state: str
@@ -72,10 +72,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Pod:
-    """The last attempt of a pod.
-
-    `message` is Argo's, and `step` is empty for the driver of a group.
-    """
+    """The last attempt of a pod, with Argo's `message`; `step` is empty for a group's driver."""
 
     name: str
     step: str
@@ -90,7 +87,7 @@ class Nodes:
     """The nodes of a run on the instance; empty before Argo has started it.
 
     Attributes:
-        root: the URI that the run publishes below, from a step's arguments; empty if unknown.
+        root: the URI below which the run publishes, from a step's arguments; empty if unknown.
         artifact: URI of a step's output, which contains the pipeline root; empty before a step
             begins.
         message: why the workflow failed as a whole, or empty.
@@ -209,7 +206,7 @@ def _is_refused(node: Tree) -> bool:
 
 
 def _whole(tries: Sequence[Tree]) -> Tree | None:
-    """Return the node of a task, not of its attempts, which have longer names."""
+    """Return the node of a task, and not those of its attempts, which have longer names."""
     return min(tries, key=lambda each: len(str(each["name"])), default=None)
 
 
@@ -222,7 +219,7 @@ def _template(node: Tree) -> str:
 
 
 def _pod_name(workflow: Tree, node: Tree) -> str:
-    """Return Argo's pod name for a node, which ends with the same hash as the node's id."""
+    """Return Argo's pod name for a node; its hash is also the end of the node's id."""
     metadata, node_id = _inner(workflow, "metadata"), str(node["id"])
     name = str(metadata.get("name") or node_id.rpartition("-")[0])
     if node["name"] == name:

@@ -43,7 +43,7 @@ _Rows = Mapping[str, Sequence[StepRecord]]
 _Verdict = tuple[str, int, str]
 # Steps of earlier versions that are now stages.
 _OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
-# Seconds for which requests to a store are retried; the result does not depend on it.
+# The seconds for which requests to a store are retried; the result does not depend on it.
 STORE_SECONDS = 10.0
 # Argo's form of the termination message of a step (see `record`): stage and cause.
 _TERMINATED = re.compile(r"main: Error \(exit code (?P<code>\d+)\): (?P<words>[a-z_]+: .+)")
@@ -53,10 +53,7 @@ _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDI
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """The published records of a run's steps.
-
-    `unread` is the reason why they are unknown, or empty.
-    """
+    """The published records of a run's steps; `unread` says why they are unknown."""
 
     records: Mapping[str, StepRecord] = field(default_factory=dict)
     unread: str = ""
@@ -104,7 +101,7 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
 
 
 def _explain_loss(client: Client, run: RemoteRun) -> str:
-    """Explain the loss of a run whose Workflow was deleted and whose end is therefore not reported.
+    """Explain the loss of a run whose deleted Workflow cannot report the end.
 
     The instance keeps the last reported state. Deleting a schedule deletes its Workflows.
     """
@@ -175,7 +172,6 @@ def _read_through_page(client: Client, at: str) -> list[StepRecord]:
 def _rows(run: RemoteRun, published: _Published) -> _Rows:
     """Return the known stages of each step; KFP decides how the step ended."""
     if not run.steps:
-        # The instance reports no nodes.
         return {name: [record] for name, record in published.records.items()}
     is_old = _has_old_steps(run)
     return {
@@ -193,15 +189,14 @@ def _list_stages(step: str) -> tuple[str, ...]:
     try:
         return tuple(stage.name for stage in find_step(step).stages)
     except LookupError:
-        # The step belongs to another pipeline.
         return (step,)
 
 
 def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list[StepRecord]:
     """Return the stages of a step up to the current one, or one row for the step itself.
 
-    A recreated pod begins with the first stage. Until they are rewritten, the records of later
-    stages belong to an earlier attempt.
+    A recreated pod begins with the first stage. Until it rewrites the records of later stages, they
+    belong to an earlier attempt.
     """
     found = [record for name in stages if (record := published.find_record(name))]
     if not found or step.state not in ("RUNNING", "SUCCEEDED", "FAILED"):
@@ -332,7 +327,7 @@ def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows)
         more = first.message if at.exit_code == INTERRUPTED else ""
         return _exit_code(at), _and(f"{at.step}: {at.error}", more)
     if left := _TERMINATED.fullmatch(first.message):
-        # The record could not be written, and the pod has ended with the message of its stage.
+        # The record could not be written, but the pod has ended with the message of its stage.
         return USAGE if int(left["code"]) == USAGE else FAILED, left["words"]
     pod = replace(first, step=at.step) if at else first
     return FAILED, _and(explain_pod(pod), published.unread)
@@ -367,7 +362,7 @@ class Cause:
 
     Attributes:
         blocks: whether a pod with this message usually does not start by itself.
-        at_once: whether this is certain, so that waiting is useless.
+        at_once: whether this is certain, so that waiting does not help.
         of_image: whether the image cannot be pulled.
     """
 

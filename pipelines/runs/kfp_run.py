@@ -1,4 +1,4 @@
-"""A run on a KFP instance: its state, its nodes, and the URI that it publishes below."""
+"""A run on a KFP instance: its state, its nodes, and the URI below which it publishes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RemoteRun:
     """One run; a run in a list has no nodes.
 
     Attributes:
-        state: KFP's word; CANCELED also for a terminated run, which KFP calls FAILED.
-        at: URI that its steps publish below; empty if unknown.
+        state: KFP's term; CANCELED also for a terminated run, which KFP calls FAILED.
+        at: the URI below which its steps publish; empty if unknown.
         impasse: why it cannot continue although it has not ended; empty if it can.
         schedule_id: the id of the recurring run that started it, or empty.
         doing: the current stage by step, if its record is known.
@@ -104,10 +104,10 @@ def _state(state: str, history: Iterable[Any]) -> str:
 
 
 def _find_uri(run: Any, nodes: Nodes) -> str:
-    """Return the URI that a run publishes below, as its steps find it; empty if unknown."""
+    """Return the URI below which a run publishes, as its steps find it; empty if unknown."""
     config = run.runtime_config
     given = (config.parameters if config else None) or {}
-    # Defaults of the pipeline version are not among the parameters of the run.
+    # The parameters of the run do not include the defaults of the pipeline version.
     root = str(given.get("storage_root") or nodes.root)
     pipeline_root = str((config.pipeline_root if config else None) or "")
     with suppress(UserError):

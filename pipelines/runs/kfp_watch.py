@@ -1,4 +1,4 @@
-"""Follow a run on a KFP instance until it ends."""
+"""Follows a run on a KFP instance until it ends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer.runtime.errors import UserError
 
 LOOK_SECONDS = 3.0
-# Seconds between two reads of the stages' records, and after a failed read.
+# The seconds between two reads of the stages' records, normally and after a failed read.
 STAGE_SECONDS, UNREAD_SECONDS = 10.0, 300.0
-# An instance may be upgraded during a long run, which continues meanwhile.
+# An instance may be upgraded during a long run, which continues.
 RETRY_SECONDS = 120.0
-# A registry may be briefly unavailable, and an image may be pushed while a pod waits for it.
+# A registry may be briefly unavailable, or an image may be pushed while a pod waits for it.
 START_SECONDS = 60.0
 # Argo and KFP take some seconds between the end of a pod and the next one.
 STALL_SECONDS = 60.0
@@ -45,11 +45,11 @@ def follow(
 ) -> RunResult:
     """Wait until a run on a KFP instance has ended or cannot continue.
 
-    An interrupt does not stop the run. A run that cannot continue is not changed, since the cause
-    may be temporary.
+    An interrupt does not stop the run. A run that cannot continue is left unchanged, because the
+    cause may be temporary.
 
     Args:
-        run: id or name of the run.
+        run: the id or the name of the run.
         instance: the KFP instance; from the environment by default.
         on_change: called at every poll with the run and its steps.
         on_note: called with one line while the instance does not answer.
@@ -92,7 +92,7 @@ class Outage:
     """The duration of an instance's outage."""
 
     def __init__(self, on_note: OnNote) -> None:
-        """Store the function that is called with one line when an outage begins."""
+        """Store the function that receives a line when an outage begins."""
         self._on_note = on_note
         self._since: float | None = None
 
@@ -122,8 +122,8 @@ class _Stages:
         is_running = any(step.state == "RUNNING" for step in run.steps)
         if is_running and time.monotonic() >= self._next:
             found = find_running_stages(self._client, run)
-            # The records are usually unreadable from here permanently, but sometimes only
-            # temporarily.
+            # If the records are unreadable from here, this is usually permanent, and sometimes
+            # temporary.
             pause = STAGE_SECONDS if found is not None else UNREAD_SECONDS
             self._next = time.monotonic() + pause
             self._doing = found or {}

@@ -58,7 +58,7 @@ _PIPELINES = ("run", "prepare", "train")
 
 
 class Loaded(NamedTuple):
-    """A configuration, and the proposal that it came from if the user gave files instead."""
+    """A configuration, and its proposal if the user gave files instead."""
 
     config: Config
     proposal: Proposal | None = None
@@ -207,7 +207,7 @@ def configuration(
     """Return a configuration with `settings` applied; raises `ConfigError`.
 
     `config` may also be files to learn from, with `label` as the column to predict. Relative paths
-    in a file are relative to it, all others to the working folder.
+    in a file are relative to the file, all others to the working folder.
     """
     return loaded(config, settings, label).config
 
@@ -260,7 +260,6 @@ def list_runs(workdir: Path) -> dict[str, float]:
     found: dict[str, float] = {}
     # A folder with another name is not a run, and a table cannot show it.
     for name in filter(str.isprintable, folders):
-        # Any of the files may be damaged.
         for file in (CONFIG, EVENTS):
             with suppress(OSError):
                 found.setdefault(name, os.lstat(workdir / name / file).st_mtime)
@@ -274,11 +273,12 @@ class LocalRun:
     Attributes:
         config: the configuration, with a storage root.
         lock: descriptor of a file, locked until the run or this process has ended.
-        begin: offset of this start in the file of events, where its `RunBegin` is.
+        begin: the offset in the file of events at which this start wrote its `RunBegin`.
         bundle: the bundle of the user's modules, if this start has published one.
         written: the file with the configuration that was proposed for files, if any.
         parent: the id of the sweep that a trial belongs to, or empty.
-        saved: content of `config.json` once training has begun; a refused resume changes nothing.
+        saved: the content of `config.json` after training has begun; a refused resume changes
+        nothing.
     """
 
     run_id: str
@@ -331,7 +331,7 @@ def _write_proposal(proposal: Proposal, folder: Path) -> Path:
 
 
 def require_current_folder() -> None:
-    """Raise a `ConfigError` if the current folder was removed: steps import modules from it."""
+    """Raise a `ConfigError` if the current folder, from which steps import, was removed."""
     storage.uri_of(Path())
 
 
@@ -352,7 +352,7 @@ def lay_out_resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
 
 
 def config_file(workdir: Path, run_id: str) -> Path:
-    """Return the file with the configuration with which a run was started."""
+    """Return the file with the configuration of a run."""
     check_run_id(workdir, run_id)
     return workdir / run_id / CONFIG
 
@@ -368,7 +368,7 @@ def check_run_id(workdir: Path, run_id: str) -> None:
 
 
 def find_root(config: Config, workdir: Path) -> str:
-    """Return the URI that a local run publishes below."""
+    """Return the URI below which a local run publishes."""
     return config.storage.root or storage.uri_of(workdir)
 
 
@@ -428,7 +428,7 @@ def _execute(
         shutil.rmtree(run.folder / "tmp", ignore_errors=True)
         os.close(run.lock)
     if child.returncode == -signal.SIGTERM:
-        # The request came before the child could handle it.
+        # The request arrived before the child could handle it.
         state.take(_wait_interrupted(run))
     result = judge_outcome(state, child.returncode, interrupted=bool(interrupts))
     if result.status not in ("failed", "interrupted") and result.find_step("checkpoint"):
@@ -461,8 +461,8 @@ def _start(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subpro
             env=_environment(run),
             stdout=log,
             stderr=subprocess.STDOUT,
-            # A separate session: an interrupt reaches the process once, from here, not from the
-            # terminal.
+            # In a separate session, an interrupt of the terminal does not reach the process a
+            # second time.
             start_new_session=True,
         )
 
@@ -475,7 +475,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
         "TMPDIR": str(run.folder / "tmp"),
     }
     found = child_process.environment(own)
-    # The event may still be set by the interrupt of another run.
+    # The interrupt of another run may have set the event.
     found.pop(STOPPING, None)
     return found
 
@@ -500,7 +500,7 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Stop the run by SIGTERM at the first interrupt, by SIGKILL at the next; yield signals."""
+    """Stop the run by SIGTERM at the first interrupt, by SIGKILL at the next; yield the signals."""
     seen: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield seen

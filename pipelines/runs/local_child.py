@@ -33,19 +33,19 @@ def main() -> None:
     """Run pipeline `argv[1]` with the arguments in folder `argv[2]`, new or `resumed`."""
     name, folder, *is_resumed = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     signals.end_with_parent()
-    # The steps read their parent's PID from here, since a shell runs between the two processes.
+    # The steps read their parent's PID from here, because a shell runs between the two processes.
     os.environ.update(signals.parent_environment())
     # The signal ends the running step; this process continues with the exit step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _no_further_step)
     # The runner inserts the interpreter's path unquoted into a shell command, and replaces the word
-    # `python3` in every parameter value by it, so both are set to the same word here.
+    # `python3` by it in every parameter value. Therefore both are the same word here.
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     sys.executable = "python3"
     arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
     with forking(folder, name) as fork_steps:
-        # Meanwhile the fork server loads its modules.
+        # The fork server loads its modules during this.
         load_without_client()
         fork_steps()
         if name in TRAINING:
@@ -58,10 +58,7 @@ def main() -> None:
 
 
 def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool) -> None:
-    """Try the model in parallel with the steps.
-
-    A mistake ends the run like a failure of its first step.
-    """
+    """Start a dry run in parallel with the steps; a mistake ends the run."""
     config = from_form(arguments)
     if is_resumed:
         # A resumed run begins with its own checkpoints.
@@ -90,7 +87,7 @@ def _begin_trial(folder: Path, arguments: Mapping[str, Any], *, is_resumed: bool
 def _await_first_stage(folder: Path) -> bool:
     """Wait for the end of the first stage; return False if a stage has failed.
 
-    A training task may have found the same mistake before.
+    A training task may have found the same mistake earlier.
     """
     until = time.monotonic() + _SECONDS_TO_BEGIN
     while time.monotonic() < until:
@@ -118,7 +115,7 @@ def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def _no_further_step(_number: int, _frame: FrameType | None) -> None:
-    # The signal may have come between two steps: the next one reads the variable.
+    # The signal may arrive between two steps; the next step reads the variable.
     if STOPPING not in os.environ:
         os.environ[STOPPING] = "1"
         events.emit(events.Interrupted())

@@ -240,9 +240,9 @@ def add_full_disk(result: RunResult, folder: Path) -> RunResult:
 
 
 def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
-    """Return when a run began, and its seconds until its last step ended, without idle time.
+    """Return when a run began, and the seconds until its last step ended, without idle time.
 
-    The exit step is not counted, since it writes the report, which contains this duration.
+    The exit step does not count, because it writes the report, which contains this duration.
     """
     steps = [each for each in run.steps if each.step != EXIT_STEP.name]
     tries = [(step.step, step.began, step.ended or step.began + step.seconds) for step in steps]

@@ -1,7 +1,7 @@
 """Recurring runs on a KFP instance, one schedule for each name.
 
 KFP reads cron expressions with six fields, seconds first, and reads the first of five fields as
-seconds too. Here five fields have their usual meaning, and the second 0 is added.
+seconds too. Here five fields have their usual meaning, and a zero for the seconds is added.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Scheduled:
     """The current state of a schedule on the instance.
 
     Attributes:
-        action: what was done, such as `was created` or `already exists`.
+        action: the result, such as `was created` or `already exists`.
         next: the next time in UTC; empty for an interval.
         removed: number of other schedules of this name that were removed.
         version: the version of all its runs; with `Timing.latest`, the current newest version.
@@ -286,8 +286,7 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
     wanted = _make_wanted(client, submission, timing, version)
     bundle, known_as = submission.config.code, _schedule_key(access, submission.name)
     if bundle:
-        # The reference is written before the schedule exists, so that the bundle is never
-        # unreferenced.
+        # Write the reference before the schedule exists, so that the bundle is never unreferenced.
         note_schedule(bundle, known_as)
     same, others = _find(client, submission.name, wanted)
     if same is not None:
@@ -296,7 +295,7 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
             ask(client.enable_recurring_run, schedule_id)
             action = "was disabled, and is enabled again"
     else:
-        # The new schedule is created first, so that nothing is lost if the instance refuses it.
+        # Create the new schedule first, so that nothing is lost if the instance refuses it.
         schedule_id = str(_create(client, wanted).recurring_run_id)
         action = "was changed" if others else "was created"
     removed, remarks = _replace(client, others, known_as, bundle)
@@ -316,9 +315,8 @@ def put_schedule(access: Access, submission: Submission, timing: Timing) -> Sche
 def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Scheduled:
     """Recreate a schedule for the newest version with the steps of this code.
 
-    All settings except the version are kept, including the configuration, which may be older than
-    the form. The image is the image of the version, or `image`, since other images have other
-    steps.
+    It keeps all settings except the version, including the configuration, which may be older than
+    the form. The image is that of the version, or `image`, because other images have other steps.
     """
     check_image(image)
     client = connect(access)
@@ -411,7 +409,7 @@ def unschedule(
     """Remove every schedule of this name, and return their number; raises `ConfigError` if none.
 
     A schedule owns its KFP Workflows: deleting it also deletes its active runs, whose end is never
-    reported. So the schedule is disabled first, and deleted after its runs have ended.
+    reported. Therefore the schedule is disabled first, and deleted after its runs have ended.
 
     Args:
         access: the instance.
@@ -513,7 +511,7 @@ def _replace(
 ) -> tuple[int, tuple[str, ...]]:
     """Remove schedules, but only disable those with active runs; see `unschedule`.
 
-    Returns the number of removed schedules, and a remark about each of the others.
+    Return the number of removed schedules, and a remark about each of the others.
     """
     _disable(client, schedules)
     active = {each.recurring_run_id: _active_runs(client, [each]) for each in schedules}
@@ -564,7 +562,7 @@ def _make_wanted(
     client: Client, submission: Submission, timing: Timing, version: Version
 ) -> V2beta1RecurringRun:
     what = f"version {version.name} of {version.pipeline}"
-    # The parameters are checked first, so that a refusal leaves no empty experiment.
+    # Check the parameters first, so that a refusal leaves no empty experiment.
     parameters = run_parameters(submission.config, submission.image, version.spec, what)
     if timing.cron:
         trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
@@ -643,10 +641,7 @@ def _meaning(each: Any) -> dict[str, Any]:
 
 
 def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "") -> int:
-    """Remove schedules and their references to bundles other than `kept`.
-
-    Return the number of schedules.
-    """
+    """Remove schedules and their references to bundles other than `kept`; return their number."""
     for each in schedules:
         try:
             # Since KFP 2.16, this option lets started runs continue; earlier versions ignore it.

@@ -1,7 +1,7 @@
 """Sends the missing data of earlier runs on this machine to MLflow, and ends killed runs there.
 
-A run has the file `UNSENT` in its folder until MLflow has all of its data. The data is read from
-the records of the run, so that the file remains small.
+A run has the file `UNSENT` in its folder until MLflow has all of its data. The data comes from the
+records of the run, so that the file stays small.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun, U
 
 # The maximum number of runs that one command completes, newest first.
 MOST_RUNS = 20
-# Seconds that the end of a command waits for the data of earlier runs.
+# The seconds that the end of a command waits for the data of earlier runs.
 CLOSE_SECONDS = 5.0
 CONFIG, EVENTS = "config.json", "events.jsonl"
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _send(folder: Path, left: Unsent) -> bool:
-    """Send the missing data of one run; return whether nothing remains to be sent."""
+    """Send the missing data of one run; return whether nothing remains."""
     if left.sendings >= MOST_SENDINGS:
         with suppress(OSError):
             (folder / UNSENT).unlink()
@@ -102,7 +102,7 @@ def _send(folder: Path, left: Unsent) -> bool:
     replace(left, sendings=left.sendings + 1).write(folder)
     history = folder / EVENTS
     try:
-        # A sweep has no configuration in its folder, and its end does not need one.
+        # A sweep has no configuration in its folder, and its end needs none.
         if not (folder / CONFIG).exists():
             sent = LocalRun(None, folder.name, history)
             return sent.end("interrupted", "its process was killed")

@@ -1,4 +1,4 @@
-"""Pipelines on a KFP instance: one version for each content."""
+"""Pipelines on a KFP instance: equal content is one version."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from flotilla.pipelines.runs.kfp_client import (
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 NEWEST = "created_at desc"
-# A version includes its whole spec, which is 80 kB for Flotilla's pipeline.
+# The page size: a version includes its whole spec, which is 80 kB for Flotilla's pipeline.
 _VERSIONS = 5
-# Maximum number of names searched for a similar one.
+# The maximum number of names in which to search for a similar one.
 _SOME = 20
 
 
@@ -52,7 +52,7 @@ class Version:
 
     @property
     def origin(self) -> str:
-        """Return its origin in words."""
+        """Return where the version comes from, in words."""
         mark = read_mark(self.spec)
         if mark:
             return f"was compiled by {contract.describe_mark(mark)}"
@@ -200,7 +200,7 @@ def equals(key: str, value: str) -> str:
 
 
 def containing(key: str, value: str) -> str:
-    """Return a filter for texts that contain `value`, or more, since `%` and `_` are wildcards."""
+    """Return a filter for texts that contain `value`, in which `%` and `_` are wildcards."""
     # A backslash would escape the next character.
     return _filter("IS_SUBSTRING", key, max(value.split("\\"), key=len))
 
@@ -233,8 +233,7 @@ def _find_wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Ve
 
 
 def _create(client: Client, name: str) -> str:
-    # The pipeline is created without a version, since the first version would get the name of the
-    # pipeline.
+    # Create the pipeline without a version: the first version would get the name of the pipeline.
     body = V2beta1Pipeline(name=name, display_name=name, namespace=client.access.namespace or None)
     create = partial(ask, client.pipelines.pipeline_service_create_pipeline, pipeline=body)
     return create_or_find(create, "pipeline_id", partial(find_pipeline_id, client, name))

@@ -1,8 +1,8 @@
 """The Kubernetes API of one namespace: connection, objects, and logs of pods.
 
-Addresses and credentials come from the `kubernetes` package; the requests are plain HTTP. A stream
-is read with a timeout for each line, and a line that was cut off lacks its newline; the watch of
-the package shows neither.
+Addresses and credentials come from the `kubernetes` package; the requests are plain HTTP. Unlike
+that package's watch, this client has a timeout for each line of a stream, and keeps a truncated
+line, which has no newline.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_number
 
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# One log stream for each task of a large job, and the other requests.
+# A log stream for each task of a large job, and other requests.
 _CONNECTIONS = 256
 _TIMEOUT = urllib3.Timeout(connect=5, read=30)
 _QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)
-# A silent stream is reopened after this time, since a dead peer is silent too.
+# The seconds after which a silent stream is reopened, because a dead peer is silent too.
 STREAM_SECONDS = 60
-# Transient statuses: an expired token (401) is renewed on its node after a while, 500 may be a
-# webhook without an answer, 502 to 504 come from proxies and overload. A method or protocol that
-# the server lacks (501, 505) is permanent.
+# Transient statuses: the node renews an expired token (401) after a while, 500 may be a webhook
+# without an answer, 502 to 504 come from proxies and overload. A method or protocol that the server
+# lacks (501, 505) is permanent.
 _RETRYABLE = (
     HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
-# The API server's internal error (500) for a failed request to the controller of a kind of jobs:
-# the training operator or JobSet.
+# The API server's internal error (500) for a failed request to the controller of jobs: the training
+# operator or JobSet.
 _SILENT_CONTROLLER = re.compile(r"failed calling webhook .*(training-operator|jobset)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """The address of the API and the credentials; the service account is empty outside a pod."""
+    """The address of the API and the credentials; outside a pod the service account is empty."""
 
     configuration: client.Configuration
     namespace: str
@@ -102,7 +102,7 @@ class RefusedError(Exception):
     """The API refused a request; `is_unserved`: it does not serve the resource."""
 
     def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
-        """Take the HTTP status and the message of the API."""
+        """Store the HTTP status and the message of the API."""
         super().__init__(f"{message} (HTTP {code})")
         self.code = code
         self.is_unserved = is_unserved
@@ -124,10 +124,10 @@ class RefusedError(Exception):
 
 
 class UnreachableError(Exception):
-    """The API did not answer, or is overloaded and asks to wait `retry_after` seconds."""
+    """The API did not answer, or is overloaded and requests a pause of `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
-        """Take the cause and the seconds."""
+        """Store the cause and the seconds."""
         super().__init__(message)
         self.retry_after = retry_after
 
@@ -142,7 +142,7 @@ class Api:
     def __init__(
         self, connection: Connection, namespace: str, timeout: urllib3.Timeout = _TIMEOUT
     ) -> None:
-        """Do not connect yet; `timeout` is the default for requests."""
+        """Store the arguments without connecting; `timeout` is the default for requests."""
         self._configuration = connection.configuration
         pool = RESTClientObject(connection.configuration, maxsize=_CONNECTIONS)
         self._pool = pool.pool_manager
@@ -153,7 +153,7 @@ class Api:
     def create(
         self, resource: Resource, tree: Tree, *, strict: bool = False, is_tried: bool = False
     ) -> Tree:
-        """Create an object; `strict` refuses unknown fields, and `is_tried` is a dry run."""
+        """Create an object; `strict` refuses unknown fields, and `is_tried` makes a dry run."""
         query = {"fieldValidation": "Strict"} if strict else {}
         query |= {"dryRun": "All"} if is_tried else {}
         return self._ask("POST", self._path(resource), query, body=tree)
@@ -168,7 +168,7 @@ class Api:
         return self._ask("PATCH", self._path(resource, name), body=patch, timeout=timeout)
 
     def delete(self, resource: Resource, name: str, uid: str = "", *, quick: bool = False) -> None:
-        """Delete an object if it exists, only the one with `uid` if given, and what it owns."""
+        """Delete an object and what it owns, if it exists and has the `uid` (if given)."""
         body: Tree = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -192,16 +192,16 @@ class Api:
         return self._ask("POST", path, body=body)
 
     def list_objects(self, resource: Resource, query: Mapping[str, str]) -> tuple[list[Tree], str]:
-        """Return the objects of a kind that a query selects, and the version of the list."""
+        """Return the objects of a kind that match a query, and the version of the list."""
         found = self._ask("GET", self._path(resource), query)
         return found["items"], found["metadata"]["resourceVersion"]
 
     def list_labelled(self, resource: Resource, label: str) -> list[Tree]:
-        """Return the objects of a kind that a label selects."""
+        """Return the objects of a kind with a label."""
         return self.list_objects(resource, {"labelSelector": label})[0]
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the API serves a kind; a user without permissions is refused anyway."""
+        """Return whether the API serves a kind; true if the user lacks the permission to ask."""
         try:
             found = self.read(f"/apis/{resource.api_version}")
         except RefusedError as error:
@@ -249,9 +249,9 @@ class Api:
         *,
         stream: bool = False,
     ) -> urllib3.BaseHTTPResponse:
-        """Return the response, whatever its status; raises only `UnreachableError`."""
+        """Return the response with any status; raises only `UnreachableError`."""
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        # Read for each request, since the token may be renewed.
+        # Read the token for each request, because it may have been renewed.
         token = self._configuration.auth_settings().get("BearerToken", {}).get("value")
         try:
             return self._pool.request(
@@ -333,9 +333,9 @@ FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 class Watch(threading.Thread):
     """A daemon thread that reports every object that is added, modified or deleted.
 
-    `on_event(object, deleted)` is called from this thread. After an outage, or when the last seen
-    version has expired (410), the objects are listed again, and missing ones are reported as
-    deleted with their last known state.
+    The thread calls `on_event(object, deleted)`. After an outage, or when the last seen version has
+    expired (410), it lists the objects again, and reports missing ones as deleted with their last
+    known state.
     """
 
     def __init__(
@@ -347,7 +347,7 @@ class Watch(threading.Thread):
         on_refused: Callable[[RefusedError], None],
         known: Iterable[Tree] = (),
     ) -> None:
-        """Do not start yet; `known` objects that the first list lacks are reported as deleted."""
+        """Store the arguments; report `known` objects that the first list lacks as deleted."""
         super().__init__(name=f"watch {resource.plural}", daemon=True)
         self._api = api
         self._resource = resource

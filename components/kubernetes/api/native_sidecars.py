@@ -1,6 +1,6 @@
-"""Native sidecars, which Kubernetes has from 1.29 on: init containers that go on (KEP-753).
+"""Native sidecars of Kubernetes 1.29 and later: init containers that keep running (KEP-753).
 
-An older API drops the field that makes one, and the program of such a pod would never start.
+An older API drops the field that marks them, and the program of such a pod would never start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def needs_sidecars(config: Config) -> bool:
 
 
 def describe_lack(version: str) -> str:
-    """Return why a cluster of this version cannot run a program; empty if it can, or may."""
+    """Return why a cluster of this version cannot run a program; empty if it can or may."""
     found = _VERSION.match(version)
     if not found or (int(found[1]), int(found[2])) >= OLDEST:
         return ""
@@ -40,7 +40,7 @@ def require_sidecars(api: Api, config: Config) -> None:
     try:
         version = str(api.read("/version").get("gitVersion", ""))
     except RefusedError:
-        # A caller may lack the permission to read it.
+        # The caller may lack the permission to read the version.
         return
     if lack := describe_lack(version):
         raise ConfigError(lack)

@@ -1,7 +1,7 @@
 """The permissions that Flotilla needs from Kubernetes, as deploy/base/rbac.yaml grants them.
 
-The launcher reviews them before it creates a job: without those on leases the guard of the leading
-task would take a healthy job for an orphan.
+The launcher reviews them before it creates a job. Without those on leases, the guard of the leading
+task would mistake a healthy job for an orphan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 @dataclass(frozen=True)
 class Permission:
-    """One verb on one kind of objects; a run continues without an optional one."""
+    """One verb on one kind of objects; a run continues without an optional permission."""
 
     verb: str
     resource: str
@@ -31,20 +31,20 @@ class Permission:
     is_optional: bool = False
 
     def __str__(self) -> str:
-        """Format it for `kubectl auth can-i`."""
+        """Format the permission for `kubectl auth can-i`."""
         resource, _, part = self.resource.partition("/")
         named = f"{resource}.{self.group}" if self.group else resource
         return f"{self.verb} {named}" + (f"/{part}" if part else "")
 
     def attributes(self, namespace: str) -> Tree:
-        """Return it as the API's resource attributes."""
+        """Return the permission as resource attributes of the API."""
         resource, _, part = self.resource.partition("/")
         named = {"verb": self.verb, "group": self.group, "resource": resource}
         return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
 
 
 POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
-# Without it, tasks of other Flotilla jobs in the namespace can reach those of this one.
+# Without it, tasks of other Flotilla jobs in the namespace can reach the tasks of this job.
 ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
 _LEASES = "coordination.k8s.io"
 # For a job with child Jobs: deleting the Job of a lost pod recreates the pod at once.
@@ -76,7 +76,7 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
         *(_JOBS if kind.has_child_jobs else ()),
-        # Without it, only the tasks notice another owner's Service, and only after minutes.
+        # Without it, only the tasks detect another owner's Service, and only after minutes.
         *((Permission("get", "services", is_optional=True),) if kind.has_child_jobs else ()),
         # Without it, the report of a failure has no events.
         Permission("list", "events", is_optional=True),
@@ -85,7 +85,7 @@ def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
 
 
 def require(api: Api, namespace: str, kind: JobKind) -> None:
-    """Raise a `UserError` that lists every missing permission; pass if the API has no reviews."""
+    """Raise a `UserError` that lists all missing permissions; pass if the API has no reviews."""
     asked = [each for each in required_rules(LAUNCHER, kind) if not each.is_optional]
     try:
         missing = [each for each in asked if not may(api, each, namespace)]
@@ -129,7 +129,7 @@ def granting(namespace: str, user: str, role: str) -> str:
 
 
 def find_user(api: Api) -> str:
-    """Return the user name of this process in the API; unknown before Kubernetes 1.28."""
+    """Return the user name of this process in the API; empty before Kubernetes 1.28."""
     try:
         answer = api.post(WHO, _body("authentication", "SelfSubjectReview"))
     except RefusedError:

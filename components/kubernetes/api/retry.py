@@ -32,14 +32,14 @@ def call_with_retry(
     """Return the result of `call`, retried while the API does not answer.
 
     Args:
-        call: may raise `UnreachableError`; any other exception propagates.
-        seconds: how long to retry; 0 means for ever.
+        call: the request; only `UnreachableError` leads to a retry.
+        seconds: how long to retry; 0 means forever.
         sleep: waits between two attempts, and may raise to stop them.
-        kind: of the job in the request, which the controller's webhook checks.
+        kind: the kind of the job in the request, which the controller's webhook checks.
         silent_seconds: how long the controller may be silent; 0 means `seconds`.
 
     Raises:
-        TransientError: the API, or the controller, did not answer in time.
+        TransientError: the API or the controller did not answer in time.
     """
     backoff = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_BACKOFF_SECONDS)
 
@@ -96,7 +96,7 @@ def _remedy(error: RefusedError, kind: JobKind) -> str:
 
 
 def describe_foreign_deletion(job: str) -> str:
-    """Return the message for a job that was deleted, but not by this launcher."""
+    """Return the message for a job that was deleted by someone other than this launcher."""
     return (
         f"the job {job} was deleted by someone else, which ends the run; Retry in the KFP UI, or "
         "flotilla run --resume, trains on from its newest checkpoint"

@@ -1,4 +1,4 @@
-"""The logs of a run on a KFP instance: those of its steps, from the instance.
+"""The logs of a run on a KFP instance, which returns those of its steps.
 
 The log of the training step has the lines of the training tasks, which the launcher relays.
 """
@@ -23,7 +23,7 @@ _BEGUN = ("RUNNING", "SUCCEEDED", "FAILED")
 
 
 class LogFollower:
-    """Passes on the new lines in the logs of a run."""
+    """Reads the new lines in the logs of a run."""
 
     def __init__(
         self, client: Client, only: str, view: LogView, on_line: OnLine, on_note: OnNote
@@ -33,7 +33,7 @@ class LogFollower:
         self._only = only
         self._view, self._on_line = view, on_line
         self._on_note = on_note
-        # The position in each log by pod.
+        # The position in each pod's log.
         self._texts: dict[str, LogText] = {}
         self._lengths: dict[str, int] = {}
         self._done: set[str] = set()
@@ -59,7 +59,6 @@ class LogFollower:
         except InstanceError as error:
             if error.status in (401, 403):
                 raise
-            # The pod may not exist yet.
             self.refused[step.name] = (step, error)
             return
         self.refused.pop(step.name, None)
@@ -94,7 +93,7 @@ def follow_logs(
     on_line: OnLine,
     on_note: OnNote,
 ) -> RemoteRun:
-    """Pass on the logs of a run, or `only` of one step; return the last known state of the run.
+    """Pass a run's logs, or those of the step `only`, to `on_line`; return its last known state.
 
     `on_note` is called with a line about each missing log. Raises `UserError`.
     """
@@ -125,7 +124,7 @@ def follow_logs(
 
 
 def _instead(client: Client, run: RemoteRun, step: Step) -> str:
-    """Return where the user finds the content of a log that the instance does not return."""
+    """Return where to find the content of a log that the instance does not return."""
     namespace = client.access.namespace or "kubeflow"
     if run.has_ended:
         records = storage.join(run.at, STEPS) if run.at else ""

@@ -23,7 +23,7 @@ OnLine = Callable[[LogLine], None]
 
 
 def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: OnLine) -> None:
-    """Pass on the logs of a run, until it ends if `follow` is set. Raises `UserError`."""
+    """Pass the logs of a run to `on_line`, with `follow` until it ends; raises `UserError`."""
     if not any((folder / name).is_file() for name in (local.EVENTS, local_status.LOG)):
         raise UserError(f"cannot read {folder / local_status.LOG}: the run has written nothing")
     tasks = [path.parent.name for path in _task_logs(folder)]
@@ -31,7 +31,7 @@ def follow_logs(folder: Path, view: LogView, *, follow: bool = False, on_line: O
         view.require_task(folder.name, tasks)
     logs = _Logs(folder)
     while True:
-        # Checked before reading, so that lines written before the end are read after it.
+        # Check first, so that lines written before the end are read after it.
         going = follow and local_status.find_process(folder) > 0
         lines = merge_lines(logs.read(whole=not going))
         view.leader = logs.leader
@@ -100,7 +100,7 @@ class _Logs:
         names = {path.parent.name for path in self._files}
         if "chief-0" not in names and "worker-0" in names:
             self.leader = "worker-0"
-        # Lines written before an event of the same time belong to the step before.
+        # Lines written before an event of the same time belong to the previous step.
         for file in self._files.values():
             yield from split_times(file.lines(whole=whole), file.time)
         for raw in self._events.raw(whole=whole):

@@ -1,4 +1,4 @@
-"""Parses the lines of a log: their time, their writer, and whether they are noise."""
+"""Parses the lines of a log: time, writer, and whether they are noise."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
 # A line of a logger without configuration.
 _PLAIN_LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:")
-# The prefix with which the launcher relays lines of a training task into the log of its step.
+# The prefix with which the launcher relays a training task's lines into the log of its step.
 _TASK = re.compile(r"\[((?:chief|worker|ps|evaluator)-\d+)\] ?")
 _REDRAWN = re.compile(r"\r|\\u000d")
-# The timestamp of absl without a time zone: seconds since 1970.
+# absl's timestamp without a time zone: seconds since 1970.
 _ABSL = re.compile(r"[IWEF]\d{4} 00:00:(\d{9,}\.\d+)")
-# The beginnings of lines that are noise of KFP and Argo, by program. A line that ends with an
-# opening bracket begins a document, which ends at the closing bracket.
+# The beginnings of noise lines of KFP and Argo, by program. A line that ends with an opening
+# bracket begins a document, which ends at the closing bracket.
 PLUMBING: tuple[tuple[str, str], ...] = (
     ("kfp/dsl/executor_main.py", r"Looking for component `|Loading KFP component \""),
     ("kfp/dsl/executor_main.py", r"--component_module_path is not specified\. "),
@@ -58,11 +58,11 @@ class Line:
     """One line.
 
     Attributes:
-        time: Unix timestamp; None if neither the line nor an earlier one has one.
-        label: the step or training task that wrote it; empty for the current step.
+        time: the Unix timestamp of this or an earlier line; None if there is none.
+        label: the step or training task that wrote the line; empty for the current step.
         text: without the timestamp.
         begins: whether it has a timestamp and therefore begins a record.
-        level: of its logger; empty for printed text.
+        level: the level of the logger; empty for printed text.
         event: the event in it, if any.
         is_noise: whether it is irrelevant to the run.
     """
@@ -130,7 +130,7 @@ class RunnerText(LogText):
     """Parses the log of KFP's local runner, which contains those of the steps."""
 
     def __init__(self, since: float) -> None:
-        """Store the time at which the run began, since the runner's timestamps have no date."""
+        """Store when the run began, because the runner's timestamps have no date."""
         super().__init__()
         self._time = since
         self._is_of_step = self._is_output = False
@@ -165,7 +165,7 @@ def _plain(raw: str) -> str:
 
 
 def split_times(lines: Iterable[Line], otherwise: float) -> Iterator[Line]:
-    """Yield lines with their times; lines before the first time get the first time."""
+    """Yield lines with their times; lines before the first time get that time."""
     waiting: list[Line] = []
     for line in lines:
         if line.time is None:

@@ -25,13 +25,13 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import mask, one_line
 from flotilla.trainer.runtime.user_code import is_users_file
 
-# A repeating line is shown at most once per this share of the elapsed time.
+# A repeating line is shown at most once in this share of the elapsed time.
 _SHARE = 0.1
 _FRAME = re.compile(r'( *)File "([^"]+)", line \d+')
 _TRACEBACK = "Traceback (most recent call last):"
 _ERROR = "flotilla: "
 _EVALUATOR = "evaluator-0"
-# Number of newest texts that are searched for a repetition.
+# The number of newest texts in which to search for a repetition.
 _RECENT = 200
 _PACED: dict[type[Event], Callable[[Any], str]] = {
     Progress: lambda event: f"{format_reached(event)}  {format_metrics(event)}",
@@ -41,7 +41,7 @@ _PACED: dict[type[Event], Callable[[Any], str]] = {
     ),
     events.CheckpointPublished: lambda event: f"checkpoint of global step {event.global_step}",
 }
-#: Training events, which on this machine do not name their task.
+#: Training events, which do not name their task on this machine.
 _OF_TRAINING = (
     *_PACED, events.AttemptBegin, events.HandedOn, events.Saved, events.UploadFailed,
     events.CheckpointPassedOver, events.WarmStart, events.FromScratch, events.TableEmpty,
@@ -63,12 +63,12 @@ class LogView:
     def __init__(
         self, *, stages: Sequence[str] = (), task: str = "", verbose: bool = False
     ) -> None:
-        """Show these stages, or all, one training task or all; with `verbose` every line."""
+        """Show these stages or all, one training task or all; with `verbose`, show every line."""
         self.stages, self.task, self._verbose = tuple(stages), task, verbose
         # The task of training events that do not name one.
         self.leader = ""
         self._stage = self._pod = ""
-        # The state is kept by pod, since the lines of several logs may alternate.
+        # The state of each pod, because the lines of several logs may alternate.
         self._stage_in: dict[str, str] = {}
         self._begin: Line | None = None
         self._words = LogLines()
@@ -101,7 +101,7 @@ class LogView:
             yield from self._text(line)
 
     def flush(self) -> Iterator[LogLine]:
-        """Yield the lines that wait for a next line, since there is currently none."""
+        """Yield the lines that wait for a next line, because there is currently none."""
         yield from self._close_traceback()
         yield from self._began()
 
@@ -266,7 +266,7 @@ class _Pace:
 
 
 def _describe_event(event: Event) -> list[str]:
-    """Return the lines of an event that are not in any log."""
+    """Return the lines of an event that is in no log."""
     match event:
         case events.RunBegin():
             again = f" again, for the {event.number}th time" if event.number > 1 else ""
