@@ -47,6 +47,7 @@ from flotilla.components.kubernetes.engine import Engine
 from flotilla.components.kubernetes.heartbeat import Heartbeat
 from flotilla.components.kubernetes.logs import EventRelay, Logs
 from flotilla.components.kubernetes.names import NETWORK_POLICIES, PODS, Resource, Tree
+from flotilla.components.kubernetes.pods import program
 from flotilla.components.kubernetes.pods.pod_state import Loss
 from flotilla.components.kubernetes.pods.template import (
     Place,
@@ -97,6 +98,8 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
                 f"cluster.{key}: not with cluster.launcher {engine.name}; leave it out"
             )
     engine.check(job.config)
+    if job.config.program.command and not job.config.program.python:
+        log.warning(program.WITHOUT_AGENT)
     connection = connect()
     namespace = job.config.cluster.kubernetes.namespace or connection.namespace
     _Launch(engine, job, connection, namespace, defaults).run()

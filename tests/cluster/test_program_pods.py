@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from flotilla.trainer import storage
+from flotilla.components.kubernetes.pods.program import WITHOUT_AGENT
+from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.cluster import completion
 from flotilla.trainer.runtime.errors import INTERRUPTED
@@ -47,8 +48,10 @@ while step < steps and not asked:
     step += 1
     if index == 0:
         print(json.dumps({"step": step, "steps": steps, "loss": 1 / step}), flush=True)
-        if step % 120 == 0:
+        if step == int(os.environ.get("WAITS_AT", 0)):
             save()
+            print("saved", step, flush=True)
+            signal.pause()
 if index == 0:
     save()
 sys.exit(143 if asked else 0)
@@ -79,6 +82,7 @@ class Run:
         storage.publish(source, self.dataset, kind="dataset", fields={"fingerprint": "f"})
         self.root = storage.uri_of(folder / "run-1")
         self.lines = []
+        self.program = {}
 
     def tree(self, steps, **roles):
         words = ["python3", "app/train.py", "{role}", "{index}", str(steps)]
@@ -88,6 +92,7 @@ class Run:
                 "roles": roles or {"ps": 1, "worker": 2},
                 "data": "uri",
                 "checkpoint_marker": "DONE",
+                **self.program,
             },
             "training": {"checkpoint_every": 20},
             "cluster": {
@@ -133,29 +138,27 @@ def run(kube, engine, tmp_path):
 
 
 @on_engines()
-def test_a_program_runs_in_an_image_without_flotilla(run, kube):
+def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube):
+    # It waits after a checkpoint at this step, in its first attempt.
+    run.program = {"env": {"WAITS_AT": "60"}}
     with run.begun(100):
-        line = run.wait_for("no flotilla here")
+        assert "image/bin/python3" in run.wait_for("no flotilla here")
+        run.wait_for("saved 60")
+        # The agent looks for checkpoints once a second: this one is hardly published.
+        kube.kill("ps-0")
+        kube.kill("worker-0", reason="OOMKilled")
+        line = run.wait_for("worker 0 begins at")
+        kube.kubelet.kill_sidecar(NAMESPACE, kube.pod("worker-0")["metadata"]["name"])
         code, message = run.end()
     assert (code, run.published()) == (0, 100), message + "".join(run.lines)
-    assert "image/bin/python3" in line
+    assert int(line.split()[-1]) == 60
+    said = list(events.read(run.folder / "events.jsonl"))
+    causes = [each.cause for each in said if isinstance(each, events.Restart)]
+    assert "out of memory (OOMKilled, exit code 137)" in causes
+    # The second agent of the new pod has found a program that runs.
+    assert sum("worker 0 begins at" in line for line in run.lines) == 2
     assert run.is_over(100)
     kube.store.wait(lambda: not kube.of_jobs())
-
-
-@on_engines()
-def test_a_killed_worker_and_a_killed_server_come_again(run, kube):
-    with run.begun(600):
-        # The agent looks for checkpoints once a second.
-        run.wait_for('"event": "checkpoint_published"')
-        lost = kube.kill("ps-0")
-        kube.pod("ps-0", but=lost["metadata"]["uid"])
-        lost = kube.kill("worker-0")
-        kube.pod("worker-0", but=lost["metadata"]["uid"])
-        line = run.wait_for("worker 0 begins at")
-        code, message = run.end()
-    assert (code, run.published()) == (0, 600), message + "".join(run.lines)
-    assert int(line.split()[-1]) >= 120
 
 
 @on_engines()
@@ -178,22 +181,36 @@ def test_a_cancelled_run_is_resumed_at_the_step_of_its_checkpoint(run, kube):
     assert (code, run.published()) == (0, kept + 40), message
 
 
-@on_engines()
-def test_a_killed_agent_comes_again_while_the_program_runs(run, kube):
-    with run.begun(600, worker=1):
-        run.wait_for('"step": 40')
-        kube.kubelet.kill_sidecar(NAMESPACE, kube.pod("worker-0")["metadata"]["name"])
-        code, message = run.end()
-    assert (code, run.published()) == (0, 600), message + "".join(run.lines)
-    assert sum("begins at" in line for line in run.lines) == 1
-
-
-@on_engines()
+@pytest.mark.parametrize("engine", ["jobset"])
 def test_a_program_that_cannot_start_is_one_line(run, kube):
-    tree = run.tree(10, worker=1)
-    tree["program"]["command"] = ["/absent/program"]
-    with step(kube, tree, root=run.root, dataset=run.dataset) as run.step:
+    run.program = {"command": ["/absent/program"]}
+    with run.begun(10, worker=1):
         code, message = run.end()
     assert code == 2, message + "".join(run.lines)
     assert "cannot start /absent/program: No such file or directory" in message
+    kube.store.wait(lambda: not kube.of_jobs())
+
+
+@on_engines()
+def test_without_python_kubernetes_restarts_the_command(run, kube):
+    code = """
+import json, os, pathlib, signal, sys
+folder, task = pathlib.Path("FOLDER"), json.loads(os.environ["TF_CONFIG"])["task"]
+if task["type"] == "ps":
+    signal.pause()
+(folder / f"{task['index']}-{os.getpid()}").touch()
+if task["index"] == 0 and len(list(folder.glob("0-*"))) == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+print("reads", sys.argv[1], flush=True)
+"""
+    attempts = run.folder / "attempts"
+    attempts.mkdir()
+    words = ["python3", "-c", code.replace("FOLDER", str(attempts)), "{dataset}"]
+    run.program = {"command": words, "python": "", "checkpoint_marker": ""}
+    with run.begun(10):
+        run.wait_for(f"reads {run.dataset}")
+        _, said = run.step.process.communicate(timeout=120)
+    assert run.step.process.returncode == 0, said
+    assert said.splitlines()[0] == WITHOUT_AGENT
+    assert len(list(attempts.glob("0-*"))) == 2
     kube.store.wait(lambda: not kube.of_jobs())

@@ -21,7 +21,7 @@ FOLDER_LIMITS = {"components": 20, "trainer/config": 16}
 BUDGETS = {
     "components": 1785,
     "components/jobset": 300,
-    "components/kubernetes": 5143,
+    "components/kubernetes": 5169,
     "components/records": 1350,
     "components/sweeps": 300,
     "components/tfjob": 231,

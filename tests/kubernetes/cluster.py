@@ -220,11 +220,11 @@ class Cluster:
         self.server.logs.end(pod["metadata"]["uid"], 0)
         return pods.finished(self.store, pod, code, message, reason)
 
-    def kill(self, task: str, number: int = signal.SIGKILL) -> Tree:
+    def kill(self, task: str, number: int = signal.SIGKILL, reason: str = "") -> Tree:
         """Send a signal to the processes of a task, and return its pod."""
         assert self.kubelet
         pod = self.pod(task)
-        self.kubelet.kill(NAMESPACE, pod["metadata"]["name"], number)
+        self.kubelet.kill(NAMESPACE, pod["metadata"]["name"], number, reason)
         return pod
 
     def take_away(self, task: str, reason: str = "", grace: int | None = None) -> Tree:

@@ -65,6 +65,7 @@ class Kubelet:
         self._killers: dict[str, threading.Timer] = {}
         self._followers: list[threading.Thread] = []
         self._evicted: dict[str, str] = {}
+        self._reasons: dict[str, str] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         store.graceful.add("pods")
@@ -90,9 +91,12 @@ class Kubelet:
         self._holders.close()
         self.node.addresses.close()
 
-    def kill(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all processes of a pod, as the kernel does when it is out of memory."""
+    def kill(
+        self, namespace: str, name: str, number: int = signal.SIGKILL, reason: str = ""
+    ) -> None:
+        """Send a signal to all processes of a container, for example with the reason OOMKilled."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
+        self._reasons[uid] = reason
         os.killpg(self._processes[uid].pid, number)
 
     def kill_task(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
@@ -219,7 +223,7 @@ class Kubelet:
             # After a forced deletion another pod may have the name.
             if found["metadata"]["uid"] != uid:
                 return
-            finished(self._store, found, code, text[-MESSAGE_BYTES:])
+            finished(self._store, found, code, text[-MESSAGE_BYTES:], self._reasons.get(uid, ""))
             if uid in self._evicted:
                 evicted(self._store, self._store.get("pods", *_key(pod)), self._evicted[uid])
             if self._store.get("pods", *_key(pod))["metadata"].get("deletionTimestamp"):
@@ -235,7 +239,8 @@ class Kubelet:
             found = self._store.get("pods", *_key(pod))
             if found["metadata"]["uid"] == uid:
                 grace = float(pod["spec"].get("terminationGracePeriodSeconds", GRACE_SECONDS))
-                ended(self._store, found, code, text[-MESSAGE_BYTES:])
+                reason = self._reasons.get(uid, "")
+                ended(self._store, found, code, text[-MESSAGE_BYTES:], reason)
         self._inits[uid].stop(0.0 if self._stopping else grace)
 
     def _wait(self, uid: str, restarts: int) -> int:

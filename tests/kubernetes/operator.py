@@ -26,6 +26,7 @@ from tests.kubernetes.network import host_of
 from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 JOB_NAME = "training.kubeflow.org/job-name"
+REPLICA_INDEX = "training.kubeflow.org/replica-index"
 RESYNC_SECONDS = 0.2
 # The order in which the operator updates the status: the first role that failed names the failure.
 ORDER = ("Chief", "Evaluator", "PS", "Worker")
@@ -151,7 +152,7 @@ class Operator:
         for role in (each for each in ORDER if each in pods):
             succeeded = counts[role].get("succeeded") == job["spec"]["tfReplicaSpecs"][role][
                 "replicas"
-            ] or (leader == "Worker" and _is_done(pods[role][:1]))
+            ] or (leader == "Worker" and _is_done(pods[role]))
             if role == leader and succeeded:
                 status.setdefault("completionTime", now())
                 condition(job, "Succeeded", message=f"{title} successfully completed.")
@@ -171,7 +172,7 @@ class Operator:
         labels = {
             JOB_NAME: job["metadata"]["name"],
             "training.kubeflow.org/replica-type": role.lower(),
-            "training.kubeflow.org/replica-index": str(index),
+            REPLICA_INDEX: str(index),
         }
         restart = job["spec"]["tfReplicaSpecs"][role]["restartPolicy"]
         spec = template["spec"] | {"restartPolicy": "Never" if restart == "ExitCode" else restart}
@@ -250,7 +251,9 @@ def _is_active(pod: Tree) -> bool:
 
 
 def _is_done(pods: list[Tree]) -> bool:
-    return any(pod["status"]["phase"] == "Succeeded" for pod in pods)
+    """Return whether the first replica has succeeded, which may be absent while it is replaced."""
+    first = [pod for pod in pods if pod["metadata"]["labels"][REPLICA_INDEX] == "0"]
+    return any(pod["status"]["phase"] == "Succeeded" for pod in first)
 
 
 def _counts(pods: list[Tree]) -> dict[str, Any]:

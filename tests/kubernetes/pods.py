@@ -52,9 +52,9 @@ def running(store: Store, pod: Tree, address: str = "") -> Tree:
     )
 
 
-def ended(store: Store, pod: Tree, code: int, message: str = "") -> Tree:
+def ended(store: Store, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
     """The container has ended; the phase of the pod stays while its sidecars run."""
-    return _changed(store, pod, {"containerStatuses": _terminated(pod, code, message)})
+    return _changed(store, pod, {"containerStatuses": _terminated(pod, code, message, reason)})
 
 
 def finished(store: Store, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:

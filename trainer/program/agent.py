@@ -10,6 +10,7 @@ In a pod it is a sidecar, and the guard is the command of the user's container:
     code = agent.run()          # listens, trains, tells the guard to exit; raises no `UserError`
     agent.stop("why", code=1)   # from any thread: SIGTERM and grace for the program
     agent.begin_no_more()       # from any thread: a program that does not run yet is not started
+    agent.lose_guard(seconds)   # from any thread: the container of the program has ended
 
 `job.workdir` is the folder of the task (`task_folders`), and the socket is in its `exchange`. The
 leading task holds the lease of the checkpoints, publishes them, emits the events of training, and
@@ -108,7 +109,7 @@ class Agent:
         self._stopping = threading.Event()
         self._reason = ""
         self._code: int | None = None
-        self._refuses = self._is_ready = False
+        self._refuses = self._is_ready = self._is_gone = False
         self._pid = 0
         #: Why the agent killed the program, if it did.
         self._why = ""
@@ -137,6 +138,18 @@ class Agent:
         self._refuses = True
         if self._link:
             self._link.wake()
+
+    def lose_guard(self, seconds: float) -> bool:
+        """Let `run` end as after a kill of the program; return whether it does.
+
+        It does not if the guard is still connected after some seconds, or before the program.
+        """
+        has_begun = self._pid or self._stopping.is_set()
+        if not self._link or not has_begun or not self._link.wait_gone(seconds):
+            return False
+        self._is_gone = True
+        self._link.put({"is": "ended", "code": -signal.SIGKILL, "last": []})
+        return True
 
     # The two ways to run it.
 
@@ -459,9 +472,11 @@ class Agent:
 
     def _dismiss(self, link: Link, code: int, message: str) -> None:
         """Tell the guard to end, and wait until it has."""
+        if self._is_gone:
+            return
         while not self._is_ready:
             found = link.receive(None if not self._is_local else _EXIT_SECONDS)
-            if not found or found["is"] == "gone":
+            if not found or found["is"] in ("gone", "ended"):
                 return
             self._is_ready = found["is"] == "ready"
         link.send(do="exit", code=code, message=message)

@@ -56,6 +56,8 @@ class Link:
         self._counting = threading.Lock()
         self._dropped = 0
         self._connection: socket.socket | None = None
+        self._is_free = threading.Event()
+        self._is_free.set()
         with report_errors(f"listen at {self._place}"):
             folder.mkdir(parents=True, exist_ok=True)
             staged = folder / f"{GUARD_FILE}.{os.getpid()}"
@@ -96,6 +98,10 @@ class Link:
         """Let `receive` return; from any thread or signal handler."""
         self._messages.put({"is": "wake"})
 
+    def wait_gone(self, seconds: float) -> bool:
+        """Return whether no guard is connected, after some seconds at the latest."""
+        return self._is_free.wait(seconds)
+
     def send(self, **message: Any) -> None:
         """Send a message to the guard, if one is connected."""
         if self._connection:
@@ -112,27 +118,8 @@ class Link:
                     each.shutdown(socket.SHUT_RDWR)
                 each.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._connection = connection
-            with connection, connection.makefile("rb") as lines, suppress(OSError):
-                for line in lines:
-                    with suppress(ValueError):
-                        self._put(parse_mapping(line))
-            self._connection = None
-            if self._dropped:
-                log.warning(
-                    "%d lines with metrics were passed over: the program wrote them faster than "
-                    "they were read",
-                    self._dropped,
-                )
-            self._messages.put({"is": "gone"})
-
-    def _put(self, message: Message) -> None:
+    def put(self, message: Message) -> None:
+        """Add a message of the guard; from any thread."""
         if message["is"] != "line":
             self._messages.put(message)
             return
@@ -143,3 +130,25 @@ class Link:
                 self._dropped += 1
                 return
         self._messages.put({"is": "line"})
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connection = connection
+            self._is_free.clear()
+            with connection, connection.makefile("rb") as lines, suppress(OSError):
+                for line in lines:
+                    with suppress(ValueError):
+                        self.put(parse_mapping(line))
+            self._connection = None
+            self._is_free.set()
+            if self._dropped:
+                log.warning(
+                    "%d lines with metrics were passed over: the program wrote them faster than "
+                    "they were read",
+                    self._dropped,
+                )
+            self._messages.put({"is": "gone"})

@@ -10,6 +10,7 @@ from typing import Any
 
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.program import fill
+from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.errors import report_errors
@@ -110,7 +111,7 @@ def _values(job: Job, cluster: Cluster, task: Task, folders: TaskFolders) -> Map
         "task_index": str(task.index),
         "num_ps": str(cluster.count("ps")),
         "num_workers": str(cluster.count("worker")),
-        "gpu": str(task.index % max(1, config.cluster.gpus_per_worker)),
+        "gpu": str(task.index % _count_gpus(config, task.role)),
         "dataset": job.dataset,
         "dataset_files": str(folders.dataset) if has_files else "",
         "checkpoints": str(folders.checkpoints),
@@ -121,3 +122,10 @@ def _values(job: Job, cluster: Cluster, task: Task, folders: TaskFolders) -> Map
         "batch_size": str(config.training.batch_size),
         "seed": str(config.training.seed),
     }
+
+
+def _count_gpus(config: Config, role: str) -> int:
+    """Return how many GPUs a task of a role sees, by the limits of its pod if these say it."""
+    cluster = config.cluster
+    pod = cluster.kubernetes.of(role).resources.limits if cluster.launcher != "local" else {}
+    return max(1, int(pod.get(cluster.kubernetes.gpu_resource, cluster.gpus_per_worker)))

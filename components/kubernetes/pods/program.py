@@ -19,7 +19,7 @@ from flotilla.components.kubernetes.names import Tree
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.kubernetes import WORKING_FOLDER, PodConfig
-from flotilla.trainer.config.program import fill
+from flotilla.trainer.config.program import EVALUATE, fill
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import ROLES
 from flotilla.trainer.runtime.errors import ConfigError
@@ -48,6 +48,11 @@ _OF_PROGRAM = ("CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED")
 # Those with which a program reads the object store itself.
 _OF_STORE = (*SECRET_KEYS, "STORAGE_EMULATOR_HOST")
 _OF_STORE_PREFIXES = ("AWS_", "GOOGLE_")
+#: What a run without the agent says at its start.
+WITHOUT_AGENT = (
+    "program.python is empty: Kubernetes alone restarts the program, and neither its checkpoints "
+    "nor its model are published"
+)
 # Placeholders for which there is no value without the agent.
 _OF_AGENT = ("dataset_files", "checkpoints", "model", "logs", "metrics", "gpu")
 
@@ -62,6 +67,11 @@ def check(config: Config) -> None:
                 f"cluster.kubernetes.{role}.command: the command is program.command; leave this out"
             )
     if not config.program.python:
+        if config.program.after_training == EVALUATE:
+            raise ConfigError(
+                "program.after_training: evaluate needs a model, which Flotilla's agent publishes "
+                "with a Python in the image: set program.python, or program.after_training=stop"
+            )
         for text in config.program.command:
             _require_no_agent("command", text)
         for name, text in config.program.env.items():

@@ -40,7 +40,14 @@ from flotilla.trainer.program.agent import Agent
 from flotilla.trainer.program.link import Link
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.environment import check_variables
-from flotilla.trainer.runtime.errors import FAILED, TRY_AGAIN, USAGE, TransientError, UserError
+from flotilla.trainer.runtime.errors import (
+    DONE,
+    FAILED,
+    TRY_AGAIN,
+    USAGE,
+    TransientError,
+    UserError,
+)
 from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
@@ -49,16 +56,21 @@ log = logging.getLogger(__name__)
 PROGRAM_SHARE = 0.5
 # The kubelet ends the sidecar of an ended container at once; otherwise it is started again.
 END_SECONDS = 60.0
+# The end of the guard is noticed here after the kubelet has noticed it.
+GONE_SECONDS = 2.0
 _KILLED = 128 + signal.SIGTERM
 
 
 class EndOfPod:
-    """SIGTERM of the kubelet, which the first process of a container ignores without a handler."""
+    """SIGTERM of the kubelet, which it sends when the container of the program has ended.
+
+    If no guard has announced that, as after a kill for too much memory, the agent publishes what
+    the program has left.
+    """
 
     def __init__(self) -> None:
         """Handle it from now on."""
-        # Whether this process has something to do after the container of the program has ended.
-        self.is_late = False
+        self.agent: Agent | None = None
         self._event = threading.Event()
         signal.signal(signal.SIGTERM, self._handle)
 
@@ -68,27 +80,16 @@ class EndOfPod:
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         self._event.set()
-        if not self.is_late:
-            # The program has ended and all is published; or the next agent of this pod goes on.
+        threading.Thread(target=self._end, daemon=True).start()
+
+    def _end(self) -> None:
+        # A guard that is still there goes on with the next agent of this pod.
+        if not self.agent or not self.agent.lose_guard(GONE_SECONDS):
             os._exit(_KILLED)
 
 
-class JobEnd:
-    """Ends the program, and then the job, when the launcher asks for it or is dead."""
-
-    def __init__(self, agent: Agent, ended: EndOfPod) -> None:
-        """Take the agent of the leading task."""
-        self.is_asked = False
-        self._agent, self._ended = agent, ended
-
-    def end_job(self, reason: str) -> None:
-        """Stop the program with a last checkpoint; the job fails, so that no pod is made again."""
-        self.is_asked = self._ended.is_late = True
-        self._agent.stop(reason, code=FAILED)
-
-
 class Reaction:
-    """What the agent does when the container of the program is asked to end.
+    """What the agent does when the container of the program, or the job, is asked to end.
 
     The leading task stops its program; a server does so when the leading task has ended.
     """
@@ -96,6 +97,7 @@ class Reaction:
     def __init__(self, cluster: Cluster, task: Task, seconds: float) -> None:
         """Connect the tasks of a job; the leader has some seconds to end."""
         self.agent: Agent | None = None
+        self.ends_job = False
         self._seconds = seconds
         self._server: ShutdownServer | None = None
         self._connection: ShutdownConnection | None = None
@@ -116,6 +118,17 @@ class Reaction:
         if self._server:
             self._server.announce()
         self.agent.stop()
+
+    def end_job(self, reason: str) -> None:
+        """Stop the program with a last checkpoint; the job fails, so that no pod is made again."""
+        assert self.agent
+        self.ends_job = True
+        self.agent.stop(reason, code=FAILED)
+
+    def finish(self, code: int) -> None:
+        """Let servers end at once after a leader that is done; another one may begin again."""
+        if self._server and code == DONE:
+            self._server.announce()
 
     def _wait(self, connection: ShutdownConnection) -> None:
         assert self.agent
@@ -163,11 +176,11 @@ def _run(job: Job, cluster: Cluster, task: Task, ended: EndOfPod) -> int:
     agent = Agent(
         replace(job, config=config), cluster, task, on_signal=reaction.take, grace=seconds
     )
-    reaction.agent = agent
-    end = JobEnd(agent, ended)
-    watched = watch_as_leader(end, cluster, os.environ) if task == leader(cluster) else {}
+    reaction.agent = ended.agent = agent
+    watched = watch_as_leader(reaction, cluster, os.environ) if task == leader(cluster) else {}
     code = agent.run()
-    if end.is_asked:
+    reaction.finish(code)
+    if reaction.ends_job:
         launcher_watch.delete_job(watched)
     return code
 

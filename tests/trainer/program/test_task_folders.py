@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.program.task_folders import guard_environment, make_start
 from tests.trainer.program.runs import make_job
@@ -10,7 +12,13 @@ CLUSTER = Cluster(addresses={"ps": ("a:1",), "worker": ("b:1", "c:1")})
 TASK = Task(role="worker", index=1)
 
 
-def test_the_words_and_the_environment_are_filled(tmp_path):
+POD = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
+
+
+@pytest.mark.parametrize(
+    "cluster", [{"gpus_per_worker": 2}, {"launcher": "jobset", "kubernetes": {"pod": POD}}]
+)
+def test_the_words_and_the_environment_are_filled(tmp_path, cluster):
     words = [
         "--ps_hosts={ps_hosts}", "--worker_hosts={worker_hosts}", "--job_name={role}",
         "--task_index={task_index}", "--gpu={gpu}", "--data={dataset_files}", '{"a": 1}',
@@ -21,7 +29,7 @@ def test_the_words_and_the_environment_are_filled(tmp_path):
         *words,
         roles={"ps": 1, "worker": 2},
         program={"env": {"OWN": "{steps} {seed}"}, "data": "files"},
-        cluster={"gpus_per_worker": 2},
+        cluster=cluster,
     )
     start = make_start(job, CLUSTER, TASK, 3)
     assert start["command"][2:] == [

@@ -107,6 +107,12 @@ def test_a_pod_of_a_program_is_admitted_by_restricted_pod_security(engine):
         assert not refusal(pod, {ENFORCE: "restricted"})
         every = [*spec["initContainers"], *spec["containers"]]
         assert all(each["securityContext"]["readOnlyRootFilesystem"] for each in every)
+    # Without a user of the pod, each container has that of its image.
+    user = {"runAsUser": 1001, "fsGroup": 1001}
+    spec = made(engine, kubernetes={"pod": {"security_context": user}})["worker"]
+    assert spec["securityContext"].items() >= user.items()
+    every = [*spec["initContainers"], *spec["containers"]]
+    assert not any(user.keys() & each["securityContext"].keys() for each in every)
     loose = made(engine, kubernetes={"pod": {"security": "image"}})["worker"]
     assert "securityContext" not in loose
     assert "securityContext" not in loose["containers"][0]
@@ -155,6 +161,11 @@ def test_without_python_the_program_is_the_command_itself(engine):
             {"program": {"command": ["a", "{checkpoints}"], "python": ""}},
             "program.command: {checkpoints} is made by Flotilla's agent, which needs a Python in "
             "the image: set program.python, or leave the placeholder out",
+        ),
+        (
+            {"program": {"command": ["a"], "python": "", "after_training": "evaluate"}},
+            "program.after_training: evaluate needs a model, which Flotilla's agent publishes "
+            "with a Python in the image: set program.python, or program.after_training=stop",
         ),
         (
             {

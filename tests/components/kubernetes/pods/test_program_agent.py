@@ -8,10 +8,11 @@ from unittest.mock import create_autospec
 import pytest
 
 from flotilla.components.kubernetes.pods import program_agent
-from flotilla.components.kubernetes.pods.program_agent import EndOfPod, JobEnd, Reaction
+from flotilla.components.kubernetes.pods.program_agent import Reaction
+from flotilla.components.kubernetes.pods.shutdown import ShutdownServer
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.program.agent import Agent
-from flotilla.trainer.runtime.errors import FAILED, USAGE
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN, DONE, FAILED, USAGE
 
 LEADER, SERVER = Task(role="worker", index=0), Task(role="ps", index=0)
 CLUSTER = Cluster(addresses={"ps": ("localhost:1",), "worker": ("localhost:2",)})
@@ -52,14 +53,21 @@ def test_a_server_waits_for_the_leader(agent, monkeypatch):
     agent.stop.assert_called_once_with()
 
 
+@pytest.mark.parametrize("code", [DONE, BEGIN_AGAIN])
+def test_only_the_end_of_a_leader_that_is_done_is_announced(code, monkeypatch):
+    server = create_autospec(ShutdownServer, instance=True)
+    monkeypatch.setattr(program_agent, "ShutdownServer", lambda _servers: server)
+    Reaction(CLUSTER, LEADER, 10).finish(code)
+    assert server.announce.called == (code == DONE)
+
+
 def test_a_job_that_is_asked_to_end_fails_so_that_no_pod_comes_again(agent):
-    ended = create_autospec(EndOfPod, instance=True)
-    end = JobEnd(agent, ended)
-    end.end_job("no heartbeat")
+    reaction = Reaction(CLUSTER, LEADER, 10)
+    reaction.agent = agent
+    reaction.end_job("no heartbeat")
     agent.stop.assert_called_once_with("no heartbeat", code=FAILED)
     # It has the job to delete after the container of the program has ended.
-    assert end.is_asked
-    assert ended.is_late
+    assert reaction.ends_job
 
 
 def test_a_pod_without_its_cluster_is_refused_in_one_line(tmp_path):
