@@ -102,7 +102,7 @@ def _launch_here(job: Job) -> None:
     if os.environ.get(DEBUGGER):
         from flotilla.trainer.training import task
 
-        task.train_here(job)
+        task.train_in_process(job)
         return
     if os.environ.get(events.VARIABLE):
         # The process that started the run follows the events of its tasks.

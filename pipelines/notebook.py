@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 
 from flotilla.trainer.report.wording import format_value, round_value
-from flotilla.trainer.runtime.masking import unbroken
+from flotilla.trainer.runtime.masking import join_lines
 
 # A notebook shows the first rows of a long table.
 _MOST_ROWS = 100
@@ -16,7 +16,7 @@ def short(name: str, *words: object, **metrics: object) -> str:
     """Return the one-line text for a prompt: `RunResult(digits-1 blessed, accuracy=0.97)`."""
     said = " ".join(str(each) for each in words if each not in ("", None))
     values = [f"{key}={round_value(value)}" for key, value in metrics.items() if value is not None]
-    return unbroken(f"{name}({', '.join(filter(None, [said, *values]))})")
+    return join_lines(f"{name}({', '.join(filter(None, [said, *values]))})")
 
 
 def card(heading: str, facts: Mapping[str, object]) -> str:
@@ -44,4 +44,4 @@ def _cell(value: object) -> str:
 
 
 def _escape(text: str) -> str:
-    return html.escape(unbroken(text))
+    return html.escape(join_lines(text))

@@ -147,11 +147,11 @@ class Deadlines:
         pods = self._newest_pods(every)
         malformed = [pod for pod in pods if pod_state.start_failure(pod) == pod_state.MALFORMED]
         if malformed and not self.has_run:
-            return _not_starting(malformed, "")
+            return _explain_pods(malformed, "")
         late = [key for key, end in self._ends().items() if end <= self._clock()]
-        return self._past(late[0], pods) if late else ""
+        return self._describe_exceeded(late[0], pods) if late else ""
 
-    def _past(self, key: str, pods: Collection[Tree]) -> str:
+    def _describe_exceeded(self, key: str, pods: Collection[Tree]) -> str:
         seconds = getattr(self._config, key)
         limit = f"{seconds:g} s (cluster.kubernetes.deadlines.{key})"
         of_the_job = {
@@ -164,7 +164,7 @@ class Deadlines:
         if key in of_the_job:
             return of_the_job[key]
         if key == "container":
-            return _not_starting([pod for pod in pods if pod_state.start_failure(pod)], limit)
+            return _explain_pods([pod for pod in pods if pod_state.start_failure(pod)], limit)
         return self._waiting(pods, key, limit)
 
     def start(self, every: Collection[Tree]) -> tuple[int, str]:
@@ -221,7 +221,7 @@ class Deadlines:
         return {key: since[key] + limit for key, limit in limits.items() if limit}
 
 
-def _not_starting(pods: Collection[Tree], limit: str) -> str:
+def _explain_pods(pods: Collection[Tree], limit: str) -> str:
     kind = "image" if any("Image" in pod_state.start_failure(pod) for pod in pods) else "container"
     what = f"cannot start, for {limit}" if limit else "cannot start"
     return f"{_sentence(pods, what)}; {_REMEDIES[kind]}"

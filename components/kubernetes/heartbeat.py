@@ -143,14 +143,14 @@ class Heartbeat:
         """Create the lease, or take over that of an earlier launcher."""
         for left in reversed(range(_ATTEMPTS)):
             try:
-                self._take_once()
+                self._try_to_take()
             except RefusedError as error:
                 if error.is_unserved or error.code not in _CHANGED or not left:
                     raise
             else:
                 return
 
-    def _take_once(self) -> None:
+    def _try_to_take(self) -> None:
         job = self._job["metadata"]
         now = _now()
         spec = {

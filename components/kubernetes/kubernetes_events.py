@@ -32,7 +32,7 @@ _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exist
 def last_events(api: Api, *uids: str) -> str:
     """Return the last events of objects; empty if there are none or the API does not answer."""
     try:
-        found = sorted((each for uid in uids for each in _events(api, uid)), key=_time_of)
+        found = sorted((each for uid in uids for each in _events(api, uid)), key=_read_time)
     except UnreachableError:
         return ""
     except RefusedError as error:
@@ -46,10 +46,10 @@ def last_events(api: Api, *uids: str) -> str:
 
 def _events(api: Api, uid: str) -> list[Tree]:
     found, _ = api.list_objects(EVENTS, {"fieldSelector": f"involvedObject.uid={uid}"})
-    return sorted(found, key=_time_of)
+    return sorted(found, key=_read_time)
 
 
-def _time_of(event: Tree) -> str:
+def _read_time(event: Tree) -> str:
     return str(event.get("lastTimestamp") or event.get("eventTime"))
 
 

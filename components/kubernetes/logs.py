@@ -124,7 +124,7 @@ class LogFollower(threading.Thread):
         )
         for line in lines:
             if not line.endswith("\n"):
-                self._cut_off(line)
+                self._store_truncated(line)
                 return
             self._partial = ""
             text = self._position.take(line[:-1])
@@ -133,7 +133,7 @@ class LogFollower(threading.Thread):
             if self.stopped.is_set():
                 return
 
-    def _cut_off(self, line: str) -> None:
+    def _store_truncated(self, line: str) -> None:
         """Store a truncated line, which the next request repeats unless the task has died."""
         timestamp, _, partial = line.partition(" ")
         is_of_the_task = bool(_TIME.fullmatch(timestamp))

@@ -25,7 +25,7 @@ from flotilla.pipelines.cli.run import RUNS
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import DONE, FAILED, ConfigError, UserError
-from flotilla.trainer.runtime.masking import unbroken
+from flotilla.trainer.runtime.masking import join_lines
 
 if TYPE_CHECKING:
     from flotilla.pipelines.doctor.checks import DoctorOptions
@@ -72,12 +72,12 @@ def check(
             raise ConfigError(f"--code: there is no folder {code}")
         os.environ[user_code.FOLDER_VARIABLE] = str(code.absolute())
     result = checked(loaded)
-    notes = "".join(f"note: {unbroken(each)}\n" for each in result.notes)
+    notes = "".join(f"note: {join_lines(each)}\n" for each in result.notes)
     said = (
         describe_model(loaded, result.found) if result.found else "the configuration and the source"
     )
     more = {"found": dict(result.found), "notes": list(result.notes)}
-    return Answer(text=f"{notes}ok: {unbroken(said)}\n", more=more)
+    return Answer(text=f"{notes}ok: {join_lines(said)}\n", more=more)
 
 
 @answers

@@ -14,7 +14,7 @@ from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, writ
 from flotilla.pipelines.cli.options import Run, RunsDir, Workdir, add_instance_options
 from flotilla.pipelines.cli.run import RUNS, make_answer
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
-from flotilla.trainer.runtime.masking import unbroken
+from flotilla.trainer.runtime.masking import join_lines
 from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def logs(
             days.append(day)
             write(f"{day} {moment:%Z}\n")
         clock = f"{moment:%H:%M:%S}" if moment else ""
-        write(f"{unbroken(f'{clock:8}  {line.label:<{_LABEL}}  {line.text}')}\n")
+        write(f"{join_lines(f'{clock:8}  {line.label:<{_LABEL}}  {line.text}')}\n")
 
     with detaching(lambda: _continues(run, workdir, instance)):
         found = control.logs(

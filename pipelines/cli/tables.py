@@ -12,7 +12,7 @@ from itertools import zip_longest
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from flotilla.trainer.runtime.masking import unbroken
+from flotilla.trainer.runtime.masking import join_lines
 
 # The gap between two columns, which programs can distinguish from the space between words.
 _GAP = 2
@@ -128,12 +128,12 @@ class Table:
 def escape_controls(text: str | Text) -> Text:
     """Escape a text for a terminal: on one line, without control characters."""
     given = text if isinstance(text, Text) else Text(text)
-    line = unbroken(given.plain)
+    line = join_lines(given.plain)
     if line == given.plain:
         return given
     made = given.blank_copy(line)
     for each in given.spans:
-        begin, end = (len(unbroken(given.plain[:at])) for at in (each.start, each.end))
+        begin, end = (len(join_lines(given.plain[:at])) for at in (each.start, each.end))
         made.stylize(each.style, begin, end)
     return made
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from flotilla.components.image import IMAGE
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.api.client import RefusedError
-from flotilla.components.kubernetes.api.rbac import TRAINER, granting
+from flotilla.components.kubernetes.api.rbac import TRAINER, format_grant
 from flotilla.components.kubernetes.names import Tree
 from flotilla.pipelines.doctor.cluster import Cluster, PlannedJob
 from flotilla.pipelines.doctor.examination import Finding
@@ -150,7 +150,7 @@ _REMEDIES = {
 
 def _remedy(namespace: str, kind: str, name: str, keys: list[str]) -> str:
     if kind == ACCOUNTS and name == TRAINER:
-        return granting(namespace, f"system:serviceaccount:{namespace}:{name}", TRAINER)
+        return format_grant(namespace, f"system:serviceaccount:{namespace}:{name}", TRAINER)
     literals = " ".join(f"--from-literal={key}=VALUE" for key in keys or ["KEY"])
     return _REMEDIES[kind].format(name=name, namespace=namespace, literals=literals)
 

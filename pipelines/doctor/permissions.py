@@ -14,7 +14,7 @@ from flotilla.components.kubernetes.api.rbac import (
     FILE,
     LAUNCHER,
     Permission,
-    granting,
+    format_grant,
     required_rules,
 )
 from flotilla.components.kubernetes.names import PODS, JobKind, Tree
@@ -71,7 +71,7 @@ def _judge_permissions(
         return Finding("ok", f"{user} may do in {where} all that {role} of {FILE} grants")
     fatal = any(not permission.is_optional for permission in missing)
     message = f"{user} lacks permissions in {where}: {', '.join(map(str, missing))}"
-    return Finding("fail" if fatal else "warn", message, granting(where, user, role))
+    return Finding("fail" if fatal else "warn", message, format_grant(where, user, role))
 
 
 # The account of a single-team KFP instance. The account of a profile is `default-editor`.

@@ -92,7 +92,7 @@ def make_refusal(access: Access, where: str, error: Any) -> InstanceError:
     return InstanceError(f"{said} to {where}: {remedy}", status)
 
 
-def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
+def make_network_error(access: Access, where: str, error: Exception) -> InstanceError:
     """Return the error for a connection that failed or timed out."""
     cause: BaseException = error
     if isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason:
@@ -116,7 +116,7 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
     )
 
 
-def no_json(access: Access, where: str, answer: Any) -> InstanceError:
+def make_format_error(access: Access, where: str, answer: Any) -> InstanceError:
     """Return the error for a response that is not JSON, usually a login page."""
     kind = (answer.getheader("content-type") or "nothing").partition(";")[0]
     return InstanceError(
@@ -271,11 +271,11 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
 
     def request(self, method: str, url: str, **named: Any) -> Any:
         """Return a response that is a JSON object."""
-        answer, where = self._answered(method, url, WHOLE_SECONDS, **named)
+        answer, where = self._send_request(method, url, WHOLE_SECONDS, **named)
         try:
             tree = json.loads(answer.data)
         except ValueError:
-            raise no_json(self._access, where, answer) from None
+            raise make_format_error(self._access, where, answer) from None
         if not isinstance(tree, dict):
             raise InstanceError(
                 f"{self._access.endpoint} does not answer {where} like a KFP instance: check "
@@ -285,16 +285,16 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
 
     def text(self, method: str, url: str, **named: Any) -> Any:
         """Return a response that is not a web page; it may be long."""
-        answer, where = self._answered(method, url, LOG_SECONDS, **named)
+        answer, where = self._send_request(method, url, LOG_SECONDS, **named)
         if "html" in (answer.getheader("content-type") or ""):
-            raise no_json(self._access, where, answer)
+            raise make_format_error(self._access, where, answer)
         return answer
 
     def page(self, method: str, url: str, **named: Any) -> Any:
         """Return any response within a short time, because it is only needed for a link."""
-        return self._answered(method, url, PAGE_SECONDS, **named)[0]
+        return self._send_request(method, url, PAGE_SECONDS, **named)[0]
 
-    def _answered(self, method: str, url: str, seconds: float, **named: Any) -> tuple[Any, str]:
+    def _send_request(self, method: str, url: str, seconds: float, **named: Any) -> tuple[Any, str]:
         """Return the response, and a description of the request."""
         named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
         where = f"{method} {urlsplit(url).path}"
@@ -308,7 +308,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         except ApiException as error:
             raise make_refusal(self._access, where, error) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise no_answer(self._access, where, error) from None
+            raise make_network_error(self._access, where, error) from None
 
 
 def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:

@@ -68,7 +68,7 @@ def _status(folder: Path, is_working: bool) -> RunResult:
         message = f"cannot read {folder / local.EVENTS}: {error.strerror}"
         result = RunResult(status="unknown", exit_code=FAILED, message=message, steps=())
     else:
-        result = _so_far(state) if is_working else _judge_ended(state)
+        result = _make_progress(state) if is_working else _judge_ended(state)
     return replace(result, run_id=folder.name, folder=folder)
 
 
@@ -103,7 +103,7 @@ def _run_processes() -> Iterator[tuple[int, str]]:
             yield pid, arguments.partition(" ")[2]
 
 
-def _so_far(state: RunState) -> RunResult:
+def _make_progress(state: RunState) -> RunResult:
     steps = tuple(
         step
         if step.ended is not None

@@ -276,7 +276,7 @@ def schedule(
 
 def put_schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
     """Make this the only schedule of its name; raises `UserError`."""
-    words, upcoming = _when(timing)
+    words, upcoming = _describe(timing)
     client = connect(access)
     if timing.latest:
         version = newest_version(client, submission.pipeline)
@@ -335,7 +335,7 @@ def reschedule(access: Access, name: str, pipeline: str, image: str = "") -> Sch
     is_old = are_old_parameters(values)
     config = convert_parameters(values) if is_old else from_form({**to_form(Config()), **values})
     what = f"version {version.name} of {version.pipeline}"
-    wanted = _again(old, version, run_parameters(config, image, version.spec, what))
+    wanted = _copy(old, version, run_parameters(config, image, version.spec, what))
     is_same, known_as = _meaning(old) == _meaning(wanted), _schedule_key(access, name)
     if config.code:
         note_schedule(config.code, known_as)
@@ -371,7 +371,7 @@ def _defaults(client: Client, reference: Any, newest: Version) -> dict[str, Any]
     return read_defaults(pinned.pipeline_spec)
 
 
-def _again(old: Any, version: Version, parameters: dict[str, Any]) -> V2beta1RecurringRun:
+def _copy(old: Any, version: Version, parameters: dict[str, Any]) -> V2beta1RecurringRun:
     pinned = old.pipeline_version_reference.pipeline_version_id
     return V2beta1RecurringRun(
         display_name=old.display_name,
@@ -540,7 +540,7 @@ def _schedule_key(access: Access, name: str) -> str:
     return "\n".join((access.endpoint, access.namespace, name))
 
 
-def _when(timing: Timing) -> tuple[str, str]:
+def _describe(timing: Timing) -> tuple[str, str]:
     """Return a timing in words and its next time; raises `ConfigError`."""
     if timing.cron is None:
         return f"every {timing.interval} s", ""

@@ -144,7 +144,7 @@ def find_version(client: Client, name: str, wanted: str) -> Version:
         return found
     some = [version.name for version in versions(client, name, pipeline_id, most=_SOME)]
     if not some:
-        raise _no_version(name)
+        raise _make_version_error(name)
     hint = nearest(wanted, some) or f"; newest: {some[0]}"
     raise ConfigError(f"the pipeline {name!r} has no version {wanted!r}{hint}")
 
@@ -153,13 +153,13 @@ def newest_version(client: Client, name: str) -> Version:
     """Return the newest version of the pipeline `name`; raises `ConfigError` if there is none."""
     newest = next(versions(client, name, _find_pipeline(client, name), most=1), None)
     if newest is None:
-        raise _no_version(name)
+        raise _make_version_error(name)
     if newest.is_of_this_code:
         return newest
     return replace(newest, remark=f"now that is {newest.name}, which {newest.origin}")
 
 
-def _no_version(name: str) -> ConfigError:
+def _make_version_error(name: str) -> ConfigError:
     return ConfigError(f"the pipeline {name!r} has no version: upload one with `flotilla upload`")
 
 

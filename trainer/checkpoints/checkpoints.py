@@ -321,8 +321,8 @@ def restore(
         assign(variables, layout, str(found.folder / PREFIX), io_device)
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         reason, there = str(error).splitlines()[0], shapes(found)
-        of_two = (two_for_one(there.get(path), each.shape) for path, each in variables.items())
-        hints = (uncut(there, variables), *of_two)
+        of_two = (advise_outputs(there.get(path), each.shape) for path, each in variables.items())
+        hints = (advise_pieces(there, variables), *of_two)
         raise UserError(
             f"the checkpoint {found.uri} does not match the model and optimizer of the "
             f"configuration ({reason}); use the same ones, or start a new "
@@ -330,7 +330,7 @@ def restore(
         ) from None
 
 
-def uncut(there: Collection[str], here: Collection[str]) -> str:
+def advise_pieces(there: Collection[str], here: Collection[str]) -> str:
     """Return the setting that restores a tabular model from before `pieces`; else empty."""
     new = {path for path in here if path.endswith("/flotilla_pieces/kernel")}
     if not new or new & set(there):
@@ -342,7 +342,7 @@ def uncut(there: Collection[str], here: Collection[str]) -> str:
     )
 
 
-def two_for_one(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
+def advise_outputs(there: Sequence[int] | None, here: Sequence[int | None]) -> str:
     """Return the setting for a checkpoint with one output for each of two classes; else empty."""
     if there is None or [*there] != [*here[:-1], 2] or [*here[-1:]] != [1]:
         return ""

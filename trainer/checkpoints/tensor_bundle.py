@@ -211,7 +211,7 @@ class _Reader:
         self._paths: dict[str, list[str]] = {}
         for path, each in variables.items():
             self._paths.setdefault(each.device, []).append(path)
-        self._read = tf.function(self._reading, autograph=False).get_concrete_function()
+        self._read = tf.function(self._build_reads, autograph=False).get_concrete_function()
 
     def reads(self, variables: Variables, io_device: str | None) -> bool:
         """Return whether the graph reads these variables, in this order."""
@@ -227,7 +227,7 @@ class _Reader:
             not_finite=[path for path in self._variables if not flags[path]],
         )
 
-    def _reading(self) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
+    def _build_reads(self) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         values: dict[str, tf.Tensor] = {}
         finite = []
         for device, paths in self._paths.items():

@@ -137,7 +137,7 @@ def load(
         for path, variable in variables.items()
         if path.startswith(_MODEL)
     }
-    found = source.found or _from_keras(source, list(own), io_device)
+    found = source.found or _load_keras(source, list(own), io_device)
     there = {
         path.removeprefix(_MODEL): shape
         for path, shape in checkpoints.shapes(found).items()
@@ -165,7 +165,7 @@ def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
         if path not in there:
             _refuse(uri, f"it has no {path} {shape}")
         if there[path] != shape:
-            hint = checkpoints.two_for_one(there[path], shape)
+            hint = checkpoints.advise_outputs(there[path], shape)
             _refuse(uri, f"{path} is {there[path]} there and {shape} in this model", hint)
         selection.taken.append(path)
     for path in sorted(there.keys() - here.keys()):
@@ -215,7 +215,7 @@ def _fits(paths: Iterable[str], globs: Iterable[str]) -> bool:
     return any(fnmatchcase(path, glob) for path in paths for glob in globs)
 
 
-def _from_keras(source: Source, paths: Sequence[str], io_device: str | None) -> RestoredCheckpoint:
+def _load_keras(source: Source, paths: Sequence[str], io_device: str | None) -> RestoredCheckpoint:
     """Convert a Keras model file to a checkpoint with the paths of this model."""
     assert source.file
     try:
@@ -253,7 +253,7 @@ def _split_tables(values: dict[str, Any], paths: Sequence[str]) -> dict[str, Any
 
 def _match_paths(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
     """Return the matching path here for each path there; the path itself if not unique."""
-    alike = {path: _alike(path, [each for each in here if each not in there]) for path in there}
+    alike = {path: _match(path, [each for each in here if each not in there]) for path in there}
     times = Counter(each for found in alike.values() for each in found)
     return {
         path: found[0] if path not in here and len(found) == 1 == times[found[0]] else path
@@ -261,7 +261,7 @@ def _match_paths(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _alike(path: str, others: Sequence[str]) -> list[str]:
+def _match(path: str, others: Sequence[str]) -> list[str]:
     """Return the paths that differ only by leading names."""
     return [
         other

@@ -94,7 +94,7 @@ def close_to_others(address: str) -> None:
         log.warning(WARNING)
         return
     try:
-        held = _listening(int(address.rpartition(":")[2]), _DROP_OTHERS)
+        held = _open_listener(int(address.rpartition(":")[2]), _DROP_OTHERS)
     except OSError as error:
         raise UserError(f"cannot serve on {address}: {error.strerror}") from None
     _closed.append(held)
@@ -119,7 +119,7 @@ def can_close() -> bool:
     if sys.platform != "linux":
         return False
     try:
-        with _listening(0, _DROP) as dropping:
+        with _open_listener(0, _DROP) as dropping:
             port = dropping.getsockname()[1]
             with _bound(port) as server:
                 server.listen(_TRIALS)
@@ -130,7 +130,7 @@ def can_close() -> bool:
     return True
 
 
-def _listening(port: int, passed: list[tuple[int, int, int, int]]) -> socket.socket:
+def _open_listener(port: int, passed: list[tuple[int, int, int, int]]) -> socket.socket:
     """Return a socket that gets the connections to `port` that do not come over loopback."""
     held = _bound(port)
     try:

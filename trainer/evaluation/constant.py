@@ -34,8 +34,8 @@ from flotilla.trainer.tasks.base import (
     Array,
     Constant,
     Examples,
+    LazyExamples,
     Part,
-    Remade,
     Whole,
     example_weights,
     sample_examples,
@@ -80,7 +80,7 @@ def compare_constant(
         paired |= by_chance
     else:
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
-        other = Remade(own, constant.apply)
+        other = LazyExamples(own, constant.apply)
         paired |= compare(Opponents(objective=objective, own=own, other=other), rule)
     if constant:
         values[metric] = paired["constant"]
@@ -108,7 +108,7 @@ def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
     examples = _condense(objective, own)
     best: dict[str, _Best] = {}
     for each in candidates:
-        values = _measure(objective, Remade(examples, each.apply))
+        values = _measure(objective, LazyExamples(examples, each.apply))
         for name, better in objective.directions.items():
             value = values.get(name)
             if not better or value is None:

@@ -62,7 +62,7 @@ def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
     """Return the median of examples per second, without the first interval; 0 if unknown."""
     speeds = [number(row.get("steps_per_second")) for row in history]
     known = [each for each in speeds if each]
-    each_step = _examples_of_a_step(history) or _configured_examples(config)
+    each_step = _examples_of_a_step(history) or _count_configured_examples(config)
     return statistics.median(known) * each_step if known else 0.0
 
 
@@ -240,7 +240,7 @@ def _sum_counts(workers: object) -> float:
     return sum(found for one in each if (found := number(one)) is not None)
 
 
-def _configured_examples(config: Facts) -> float:
+def _count_configured_examples(config: Facts) -> float:
     # The configuration of another version may lack a section or have unknown keys; the batches of a
     # user's own program are unknown.
     with suppress(UserError):

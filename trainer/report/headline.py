@@ -44,13 +44,13 @@ def headline(facts: Facts) -> str:
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
     # Escape each part separately: a run called `authorization` would mask the text after its colon.
-    parts = filter(None, map(one_line, [found, _ending(facts)]))
+    parts = filter(None, map(one_line, [found, _describe_end(facts)]))
     return f"{one_line(subject)}: {'; '.join(parts)}"
 
 
 def title(facts: Facts) -> str:
     """Return how a run ended, without its metrics: `Promoted, no bound set`."""
-    return capital(one_line(_ending(facts)))
+    return capital(one_line(_describe_end(facts)))
 
 
 def describe_metric(evaluation: Facts) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _difference(found: Facts, value: float) -> str:
     return f"{size} {'higher' if value > 0 else 'lower'} than the champion's"
 
 
-def _ending(facts: Facts) -> str:
+def _describe_end(facts: Facts) -> str:
     verdict = str(facts.get("verdict") or "unknown")
     rules, step = facts.get("rules"), shorten_name(facts["step"]) if facts.get("step") else ""
     if verdict == "refused" and (
@@ -178,7 +178,7 @@ def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
     return [
         *_unbound(found, rules),
         *_report_constant(evaluation, rules),
-        *_beaten(evaluation),
+        *_name_better(evaluation),
         *map(str, evaluation.get("remarks") or ()),
         *map(str, champion.get("remarks") or ()),
         *_name_unjudged(champion),
@@ -235,7 +235,7 @@ def _report_constant(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
     return notes
 
 
-def _beaten(evaluation: Facts) -> list[str]:
+def _name_better(evaluation: Facts) -> list[str]:
     """Name the baselines that are certainly better than this model."""
     return [
         f"A simple model is better: {describe_baseline(each)}{_describe_scores(evaluation, each)}."

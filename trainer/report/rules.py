@@ -133,12 +133,12 @@ def _describe_comparison(rule: Facts, opponent: str, interval: object) -> str:
     source = f" ({rule['key']})" if rule.get("key") else ""
     if bound is None or threshold is None:
         return f"{begin} cannot be compared with {opponent} on these examples{source}."
-    known, asked = _sure(bound, threshold, is_higher_better=rule.get("bound") != "max")
+    known, asked = _describe_bound(bound, threshold, is_higher_better=rule.get("bound") != "max")
     note = f" {capital(str(rule['note']))}." if rule.get("note") and found else ""
-    return f"{begin} {known}{than}{asked}{source}.{_too_few(found)}{note}"
+    return f"{begin} {known}{than}{asked}{source}.{_describe_needed(found)}{note}"
 
 
-def _sure(bound: float, threshold: float, *, is_higher_better: bool) -> tuple[str, str]:
+def _describe_bound(bound: float, threshold: float, *, is_higher_better: bool) -> tuple[str, str]:
     """Describe the certain part of a difference and the allowed difference."""
     gain, asked = (bound, threshold) if is_higher_better else (-bound, -threshold)
     better, worse = ("higher", "lower") if is_higher_better else ("lower", "higher")
@@ -155,7 +155,7 @@ def _sure(bound: float, threshold: float, *, is_higher_better: bool) -> tuple[st
     return known, f", and {'' if gain >= asked else 'only '}{sizes[1]} is allowed"
 
 
-def _too_few(found: Facts) -> str:
+def _describe_needed(found: Facts) -> str:
     examples, needed = number(found.get("examples")), number(found.get("needed"))
     if not examples or not needed or needed <= examples:
         return ""

@@ -66,10 +66,10 @@ def printable(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Return a text in one line, without credentials."""
-    return unbroken(text).strip()
+    return join_lines(text).strip()
 
 
-def unbroken(text: str) -> str:
+def join_lines(text: str) -> str:
     """Return a masked text with spaces for newlines, so that it cannot start another line."""
     return mask(_BREAKS.sub(" ", text))
 

@@ -108,7 +108,7 @@ def catch_stop_signals() -> Callable[[], bool]:
 
 
 @contextmanager
-def ending_at_once() -> Iterator[None]:
+def end_at_once() -> Iterator[None]:
     """End this process on SIGINT or SIGTERM in this block, even while TensorFlow waits."""
     if threading.current_thread() is not threading.main_thread():
         yield

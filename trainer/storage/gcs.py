@@ -150,7 +150,7 @@ class GcsBucket:
         """Compare with the checksum that the store computed."""
         return Checksum(stored.bytes, stored.digest) == expected
 
-    def vouched(self, key: str) -> Checksum | None:
+    def read_checksum(self, key: str) -> Checksum | None:
         """Return the checksum that the store computed."""
         stored = self.stat(key)
         return Checksum(stored.bytes, stored.digest) if stored.digest else None

@@ -149,9 +149,9 @@ class ObjectStore:
     def checksum(self, uri: str) -> Checksum:
         """Return the checksum that the store computed, or read the object."""
         with self._translate(uri):
-            vouched = self._bucket.vouched(_key(uri))
-            if vouched:
-                return vouched
+            read_checksum = self._bucket.read_checksum(_key(uri))
+            if read_checksum:
+                return read_checksum
             meter = _Meter()
             self._bucket.read_into(_key(uri), _Counted(meter, self._retry.progress))
             return meter.checksum()
@@ -365,7 +365,7 @@ class ObjectStore:
     def _store_error(self, uri: str, trouble: Trouble, error: Exception) -> OSError:
         if trouble is Trouble.ABSENT:
             # Google returns the same error for a missing object and a missing bucket.
-            trouble = self._missing_what()
+            trouble = self._find_missing()
         if trouble is Trouble.ABSENT:
             return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
         if trouble is Trouble.EXISTS:
@@ -383,7 +383,7 @@ class ObjectStore:
         reason = f"{where}: {trouble.value} ({describe(error)})"
         return f"{reason}; {remedy}" if remedy else reason
 
-    def _missing_what(self) -> Trouble:
+    def _find_missing(self) -> Trouble:
         if self._answered:
             return Trouble.ABSENT
         try:

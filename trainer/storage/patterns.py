@@ -55,7 +55,7 @@ class Pattern:
         span = _span({name: text or "" for name, text in found.groupdict().items()})
         if span is None:
             return None
-        return Match(span, is_below=bool(found["below"]), written=_written_span(found))
+        return Match(span, is_below=bool(found["below"]), written=_format_span(found))
 
 
 def is_local(source: str) -> bool:
@@ -175,7 +175,7 @@ def _braces(text: str) -> tuple[list[str], str]:
     raise UserError("a brace is not closed")
 
 
-def _written_span(found: re.Match[str]) -> str:
+def _format_span(found: re.Match[str]) -> str:
     there = [name for name in found.groupdict() if name != "below" and found[name]]
     if not there:
         return ""

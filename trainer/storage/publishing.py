@@ -220,7 +220,7 @@ def _fetch_files(store: Store, uri: str, entries: Sequence[FileEntry], directory
     home = directory if directory.is_dir() else directory.parent
     with staging(home, directory.name, resume=True) as stage:
         run_parallel(lambda entry: _download(store, uri, entry, stage), entries)
-        _leave_only(entries, stage)
+        _remove_others(entries, stage)
         try:
             if home != directory:
                 os.rename(stage, directory)
@@ -250,7 +250,7 @@ def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
     refuse_difference(uri, entry, checksum(target))
 
 
-def _leave_only(entries: Sequence[FileEntry], stage: Path) -> None:
+def _remove_others(entries: Sequence[FileEntry], stage: Path) -> None:
     """Remove the files of an interrupted fetch that this fetch does not need."""
     wanted = {stage / entry.path for entry in entries}
     for folder, _, names in os.walk(stage, topdown=False):

@@ -168,7 +168,7 @@ class S3Bucket:
 
     def create(self, key: str, data: bytes, writer: str) -> None:
         """Create an object if it does not exist."""
-        self._unless_there(partial(self._send, key, data, Metadata={WRITER: writer}))
+        self._create_absent(partial(self._send, key, data, Metadata={WRITER: writer}))
 
     def create_from(
         self, key: str, path: Path, expected: Checksum, writer: str, count: Count
@@ -183,7 +183,7 @@ class S3Bucket:
         try:
             self._send(mark, begun["UploadId"].encode(), Metadata={WRITER: writer})
             parts = self._parts(upload, path, expected, count)
-            self._unless_there(partial(self._complete, upload, parts))
+            self._create_absent(partial(self._complete, upload, parts))
         except BaseException:
             # If this fails, a later command finds the upload by its mark.
             with suppress(boto.ClientError, boto.BotoCoreError):
@@ -209,7 +209,7 @@ class S3Bucket:
         whole = hashlib.md5(b"".join(digests)).hexdigest()
         return stored.digest == f"{whole}-{len(digests)}"
 
-    def vouched(self, key: str) -> Checksum | None:  # noqa: ARG002
+    def read_checksum(self, key: str) -> Checksum | None:  # noqa: ARG002
         """Return None: the store only returns the checksum that the writer sent."""
         return None
 
@@ -286,7 +286,7 @@ class S3Bucket:
     def _object_key(self, key: str) -> dict[str, str]:
         return {"Bucket": self._name, "Key": key}
 
-    def _unless_there(self, request: Callable[..., None]) -> None:
+    def _create_absent(self, request: Callable[..., None]) -> None:
         """Create an object if it does not exist, as far as the store can guarantee this.
 
         Stores that refuse the condition get none; stores that ignore it were checked before.

@@ -197,7 +197,7 @@ class Bucket(Protocol):
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
         """Return whether an object has the content of a file."""
 
-    def vouched(self, key: str) -> Checksum | None:
+    def read_checksum(self, key: str) -> Checksum | None:
         """Return the checksum that the store itself computed for an object, or None."""
 
     def walk(self, prefix: str) -> Iterator[Stored]:

@@ -92,7 +92,7 @@ class AsyncParameterServer(Served):
         if self.state and self.state.taken:
             self._turns.extend(0)
             run_on_workers(self._workers, lambda: run_exclusively(lambda: None), HALT_SECONDS)
-        self._look()
+        self._read_reports()
         self._reported = self._seen.reports
         make = self._portion if self.stream else self._loop
         self._closures = {unit: make(update, unit) for unit in (1, TURN)}
@@ -106,7 +106,7 @@ class AsyncParameterServer(Served):
         if self.stream:
             return self._portions(steps)
         if not self._unit:
-            self._look()
+            self._read_reports()
         if boundary - self._seen.applied <= steps:
             self._complete(boundary)
         else:
@@ -118,7 +118,7 @@ class AsyncParameterServer(Served):
         self._end()
         return self._report()
 
-    def _look(self) -> None:
+    def _read_reports(self) -> None:
         self._seen = self._turns.look()
         self.read_step = self._seen.applied
 
@@ -133,7 +133,7 @@ class AsyncParameterServer(Served):
             time.sleep(AGAIN_SECONDS)
             if time.monotonic() < end:
                 continue
-            self._look()
+            self._read_reports()
             if self._seen.applied >= boundary:
                 break
             if self._seen.reports[:, UPDATES].sum() > self._reported[:, UPDATES].sum():
@@ -158,7 +158,7 @@ class AsyncParameterServer(Served):
             dealt = min(self._seen.taken + ahead, (boundary - self._began) // unit)
             self._turns.extend(dealt)
             # A worker that found no turn before this call has ended its closure.
-            self._look()
+            self._read_reports()
             taken, refused = self._seen.taken, self._seen.refused
         self.warming = unit > 1 and not self._has_turned
         # The closure of a dead worker waits until that worker returns or another one is free.
@@ -174,7 +174,7 @@ class AsyncParameterServer(Served):
     def _join(self) -> None:
         self.coordinator.join()
         self._unit = 0
-        self._look()
+        self._read_reports()
 
     def _report(self) -> Report:
         """Return a report of the updates since the last report."""

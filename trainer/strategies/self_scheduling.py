@@ -155,7 +155,7 @@ class Turns:
         signature = [tf.TensorSpec([], tf.int64)]
         self._begin, self._extend = (
             tf.function(each, autograph=False, input_signature=signature)
-            for each in (self._beginning, self._extending)
+            for each in (self._trace_begin, self._trace_extend)
         )
 
     def begin(self, closure: tf.Tensor) -> tf.Tensor:
@@ -240,14 +240,14 @@ class Turns:
     def _read_permit(self) -> list[tf.Tensor]:
         return [] if self._permit is None else [self._permit.read_value()]
 
-    def _beginning(self, turns: tf.Tensor) -> None:
+    def _trace_begin(self, turns: tf.Tensor) -> None:
         with tf.device(self._device), tf.control_dependencies(self._read_permit()):
             self._before.assign(self._runs)
             self._next.assign(0)
             self._refused.assign(0)
             self._end.assign(turns)
 
-    def _extending(self, turns: tf.Tensor) -> None:
+    def _trace_extend(self, turns: tf.Tensor) -> None:
         with tf.device(self._device), tf.control_dependencies(self._read_permit()):
             self._end.assign(turns, read_value=False)
 

@@ -137,7 +137,7 @@ class ServerState:
         self._variables: Sequence[tf.Variable] = ()
         self._said: dict[int, State] = {}
         self._set = tf.function(
-            self._setting, autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)]
+            self._trace_set, autograph=False, input_signature=[tf.TensorSpec([None], tf.int64)]
         )
 
     @property
@@ -235,7 +235,7 @@ class ServerState:
         """Return whether the variables on a device have values of an earlier attempt."""
         return _find_server(device) in self.taken
 
-    def went_back(self, step: int) -> None:
+    def note_reverted(self, step: int) -> None:
         """Note that the servers that are not taken were reset to an earlier global step.
 
         Raises:
@@ -347,7 +347,7 @@ class ServerState:
                     self._states[number].assign(row, read_value=False)
         self._said = said
 
-    def _setting(self, said: tf.Tensor) -> None:
+    def _trace_set(self, said: tf.Tensor) -> None:
         with tf.device(server_device(0)), tf.control_dependencies([self.permit.read_value()]):
             self._states[0].assign(said, read_value=False)
 
@@ -372,10 +372,10 @@ class ServerState:
                 self._states[server].assign(row, read_value=False)
         for server, said in gone.items():
             with run_on_device(server_device(server)):
-                tf.function(self._freeing, autograph=False)(said)
+                tf.function(self._trace_free, autograph=False)(said)
             _destroy(self._states[server])
 
-    def _freeing(self, said: State) -> None:
+    def _trace_free(self, said: State) -> None:
         names = [self._name(said.token, n) for n in range(max(said.variables, said.maps))]
         handles = [
             tf.raw_ops.VarHandleOp(shape=[], dtype=tf.float32, shared_name=name)

@@ -82,7 +82,7 @@ def parse_space(config: Config, assignments: Iterable[str]) -> Space:
             if ranged
             else CategoricalDistribution(list(dict.fromkeys(values)))
         )
-    _require_apart(keys, fixed)
+    _require_disjoint(keys, fixed)
     base = override(config, fixed)
     if not keys:
         raise ConfigError(
@@ -126,8 +126,8 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     dropout. Keys that `given` sets in whole or in part are left out.
     """
     training = config.training
-    rate = _or(training.optimizer.learning_rate, 0.001)
-    batch = _or(training.batch_size, 128)
+    rate = _choose_value(training.optimizer.learning_rate, 0.001)
+    batch = _choose_value(training.batch_size, 128)
     found = {
         f"model.args.{key}": text for key, text in _OF_MODELS.get(config.model.name, {}).items()
     }
@@ -143,7 +143,7 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _or(value: Any, usual: Any) -> Any:
+def _choose_value(value: Any, usual: Any) -> Any:
     """Return the value, or `usual` if the value depends on the number of examples."""
     return usual if value == AUTOMATIC else value
 
@@ -253,7 +253,7 @@ def _require_searchable(key: str, assignment: str) -> None:
         )
 
 
-def _require_apart(keys: Mapping[str, object], fixed: Sequence[str]) -> None:
+def _require_disjoint(keys: Mapping[str, object], fixed: Sequence[str]) -> None:
     """Refuse a key that is also set in whole or in part: the order would decide the result."""
     names = [each.partition("=")[0].strip() for each in fixed]
     for key in keys:

@@ -75,7 +75,7 @@ class Study:
         with self._report_errors():
             self._configure()
             for each in () if plan else self._study.get_trials(states=[TrialState.RUNNING]):
-                self._wait_again(each)
+                self._requeue(each)
 
     @property
     def sweep(self) -> Sweep:
@@ -138,7 +138,7 @@ class Study:
         with self._report_errors():
             self._study.set_user_attr(_END, {**self._study.user_attrs.get(_END, {}), **more})
 
-    def _wait_again(self, frozen: optuna.trial.FrozenTrial) -> None:
+    def _requeue(self, frozen: optuna.trial.FrozenTrial) -> None:
         study = self._storage.get_study_id_from_name(self._study.study_name)
         key = self._storage.get_trial_id_from_study_id_trial_number(study, frozen.number)
         known = parse_record(Trial, frozen.user_attrs.get(_TRIAL))

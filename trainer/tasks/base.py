@@ -127,7 +127,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Remade:
+class LazyExamples:
     """Examples whose parts are computed at each pass; see `Examples`."""
 
     examples: Examples

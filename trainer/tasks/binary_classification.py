@@ -36,7 +36,7 @@ from flotilla.trainer.tasks.base import (
     weighted_mean,
 )
 from flotilla.trainer.tasks.exact.areas import Areas, rank_scores
-from flotilla.trainer.tasks.exact.tallies import OfTwo
+from flotilla.trainer.tasks.exact.tallies import BinaryTally
 from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 TWO = 2
@@ -154,7 +154,7 @@ class BinaryClassification(Sigmoid):
 
     def tally(self) -> Tally:
         """Return the accumulator of all metrics in `directions`."""
-        return OfTwo(self.decide)
+        return BinaryTally(self.decide)
 
     def constants(self, examples: Examples) -> list[Constant]:
         """Return both classes, and the share of positives as a constant probability."""

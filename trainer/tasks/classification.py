@@ -24,7 +24,7 @@ from flotilla.trainer.tasks.base import (
     refuse_labels,
     sample_examples,
 )
-from flotilla.trainer.tasks.exact.tallies import OfClasses
+from flotilla.trainer.tasks.exact.tallies import ClassTally
 from flotilla.trainer.tasks.links import SURE, Softmax
 
 
@@ -150,4 +150,4 @@ class Classification(Softmax):
 
     def tally(self) -> Tally:
         """Return the accumulator of all `directions`."""
-        return OfClasses(self.labels)
+        return ClassTally(self.labels)

@@ -46,7 +46,7 @@ def rows(values: Any) -> tf.Tensor:
     return tf.reshape(values, [tf.shape(values)[0], math.prod(values.shape[1:])])
 
 
-class _OfRows:
+class _RowMetric:
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Add a batch."""
         update = super().update_state  # type: ignore[misc]
@@ -54,7 +54,7 @@ class _OfRows:
 
 
 def _reshape_to_rows(metric: type[keras.Metric]) -> type[keras.Metric]:
-    return type(metric.__name__, (_OfRows, metric), {})
+    return type(metric.__name__, (_RowMetric, metric), {})
 
 
 MeanAbsoluteError = _reshape_to_rows(keras.metrics.MeanAbsoluteError)
@@ -66,7 +66,7 @@ Precision = _reshape_to_rows(keras.metrics.Precision)
 Recall = _reshape_to_rows(keras.metrics.Recall)
 
 
-class F1(_OfRows, keras.metrics.F1Score):
+class F1(_RowMetric, keras.metrics.F1Score):
     """Keras's F1 at a probability threshold."""
 
     def __init__(self, name: str, average: str = "micro", threshold: float = 0.5) -> None:

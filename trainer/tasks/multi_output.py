@@ -29,8 +29,8 @@ from flotilla.trainer.tasks.base import (
     Direction,
     Examples,
     Floats,
+    LazyExamples,
     Part,
-    Remade,
     SplitError,
     Tally,
     Target,
@@ -63,7 +63,7 @@ class MultiOutput(Task):
         directions: dict[str, Direction | None] = {"loss": "lower"}
         for name, part in parts.items():
             own = {each: better for each, better in part.directions.items() if each != "loss"}
-            directions |= _apart(directions, name, own)
+            directions |= _unique(directions, name, own)
         self.directions = directions  # type: ignore[misc]
 
     def loss(self) -> keras.losses.Loss:
@@ -142,7 +142,7 @@ class MultiOutput(Task):
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
         for name, part in self.parts.items():
-            each = part.details(Remade(examples, partial(_select_output, name=name)))
+            each = part.details(LazyExamples(examples, partial(_select_output, name=name)))
             for kind in ("metrics", "intervals"):
                 found[kind] |= _add_prefix(name, each.pop(kind, {}))
             for kind in ("tables", "charts"):
@@ -153,7 +153,7 @@ class MultiOutput(Task):
     def constants(self, examples: Examples) -> list[Constant]:
         """Return combinations of the outputs' constants, up to `_COMBINATIONS`."""
         each = [
-            part.constants(Remade(examples, partial(_select_output, name=name)))
+            part.constants(LazyExamples(examples, partial(_select_output, name=name)))
             for name, part in self.parts.items()
         ]
         longest = max(map(len, each))
@@ -173,7 +173,7 @@ class MultiOutput(Task):
 
     def tally(self) -> Tally:
         """Return an accumulator that combines those of the tasks."""
-        return _OfOutputs({name: part.tally() for name, part in self.parts.items()}, self)
+        return _OutputTally({name: part.tally() for name, part in self.parts.items()}, self)
 
     def check_labels(self, labels: Any) -> None:
         """Refuse labels that the task of an output refuses."""
@@ -200,7 +200,7 @@ class MultiOutput(Task):
                 raise ConfigError(f"output {name!r}: {error}") from None
 
 
-class _OfOutputs(Tally):
+class _OutputTally(Tally):
     def __init__(self, tallies: Mapping[str, Tally], task: MultiOutput) -> None:
         self._tallies, self._task, self._loss = tallies, task, Moments()
 
@@ -251,7 +251,7 @@ def _prefix_titles(name: str, pictures: list[dict[str, Any]]) -> list[dict[str, 
     return [{**each, "title": f"{name}: {each['title']}"} for each in pictures]
 
 
-def _apart(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _unique(known: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     found = _add_prefix(name, values)
     if twice := [each for each in found if each in known]:
         raise ConfigError(

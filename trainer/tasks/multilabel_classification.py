@@ -33,7 +33,7 @@ from flotilla.trainer.tasks.base import (
     sample_examples,
     weighted_mean,
 )
-from flotilla.trainer.tasks.exact.tallies import OfLabels
+from flotilla.trainer.tasks.exact.tallies import MultilabelTally
 from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 
@@ -104,7 +104,7 @@ class MultilabelClassification(Sigmoid):
 
     def tally(self) -> Tally:
         """Return the accumulator of all metrics in `directions`."""
-        return OfLabels(self._labels)
+        return MultilabelTally(self._labels)
 
     def constants(self, examples: Examples) -> list[Constant]:
         """Return all classes, the best classes for F1, the most frequent vector, and the shares."""

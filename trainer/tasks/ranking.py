@@ -76,14 +76,14 @@ class Ranking(BinaryClassification):
         """Return the values of each query, in the order of the groups."""
         if not self._group or metric not in BY_QUERY:
             return None
-        tally = OfQueries(self._group, Tally())
+        tally = QueryTally(self._group, Tally())
         for part in examples.parts():
             tally.add(part)
         return tally.values()[metric].values
 
     def tally(self) -> Tally:
         """Return an accumulator of examples and, if queries are identified, of queries."""
-        return OfQueries(self._group, super().tally()) if self._group else super().tally()
+        return QueryTally(self._group, super().tally()) if self._group else super().tally()
 
 
 class Queries(NamedTuple):
@@ -106,7 +106,7 @@ class Queries(NamedTuple):
         return metric_interval(mean, error, moments.count)
 
 
-class OfQueries(Tally):
+class QueryTally(Tally):
     """The metrics by example and by query; groups, labels and scores stay in memory."""
 
     def __init__(self, group: str, examples: Tally) -> None:

@@ -38,7 +38,7 @@ from flotilla.trainer.tasks.base import (
     sample_examples,
     weighted_mean,
 )
-from flotilla.trainer.tasks.exact.tallies import OfNumbers
+from flotilla.trainer.tasks.exact.tallies import RegressionTally
 from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -202,7 +202,7 @@ class Regression(Task):
 
     def tally(self) -> Tally:
         """Return the accumulator of all metrics in `directions`."""
-        return OfNumbers(math.prod(self.output_shape), 1 / self._std, self.predictions)
+        return RegressionTally(math.prod(self.output_shape), 1 / self._std, self.predictions)
 
     def check_labels(self, labels: Any) -> None:
         """Refuse a label that is not a finite number."""

@@ -41,7 +41,7 @@ from flotilla.trainer.tasks.base import (
     refuse_labels,
 )
 from flotilla.trainer.tasks.classification import Classification
-from flotilla.trainer.tasks.exact.tallies import OfPlaces
+from flotilla.trainer.tasks.exact.tallies import PositionTally
 from flotilla.trainer.tasks.links import SURE, Softmax
 
 _MOST_PLACES = 12
@@ -230,7 +230,7 @@ class SequenceLabelling(Softmax):
 
     def tally(self) -> Tally:
         """Return an accumulator of positions."""
-        return OfPlaces(self.labels)
+        return PositionTally(self.labels)
 
     def check_labels(self, labels: Any) -> None:
         """Refuse a label that is neither a class nor padding."""

@@ -62,7 +62,7 @@ class TensorBoardLog:
         if not self.folder or self._is_broken:
             return
         with (
-            self._unless_unwritable(),
+            self._stop_on_error(),
             tf.summary.create_file_writer(str(self.folder)).as_default(),
         ):
             api.hparams(hyperparameters(config), trial_id=self._run_id)
@@ -70,7 +70,7 @@ class TensorBoardLog:
     def _write(self, name: str, step: int, values: Mapping[str, float]) -> None:
         if not values or not self.folder or self._is_broken:
             return
-        with self._unless_unwritable():
+        with self._stop_on_error():
             writer = self._open(name)
             with writer.as_default(step=step):
                 for tag, value in values.items():
@@ -82,14 +82,14 @@ class TensorBoardLog:
         """Let `tf.summary` write to the training folder at a global step."""
         writer = None
         if self.folder and not self._is_broken:
-            with self._unless_unwritable():
+            with self._stop_on_error():
                 writer = self._open(TRAIN)
         if writer is None:
             yield
             return
         with writer.as_default(step=step):
             yield
-        with self._unless_unwritable():
+        with self._stop_on_error():
             writer.flush()
 
     def _open(self, name: str) -> Any:
@@ -98,7 +98,7 @@ class TensorBoardLog:
         return self._writers[name]
 
     @contextmanager
-    def _unless_unwritable(self) -> Iterator[None]:
+    def _stop_on_error(self) -> Iterator[None]:
         """Stop writing after an error such as a full disk, which must not end a run."""
         try:
             yield

@@ -62,7 +62,7 @@ class TaskWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch during this block, and once more if an error ends it."""
-        self._begin_again()
+        self._add_earlier_counts()
         self._report({self._this.role: 1}, self._expected, self._count_restarts())
         threading.Thread(target=self._watch, name="metrics-tasks", daemon=True).start()
         try:
@@ -125,7 +125,7 @@ class TaskWatch:
                 return
             self._over.wait(pause)
 
-    def _begin_again(self) -> None:
+    def _add_earlier_counts(self) -> None:
         """Add the counts of earlier attempts of this task under the same launcher."""
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             kept = json.loads(self._file.read_text(encoding="utf-8"))

@@ -105,7 +105,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     watch.begin()
     fed = feed.reporting() if feed else nullcontext()
     publishes = export_metrics(job, cluster, task) if strategy.publishes else nullcontext()
-    with fed, publishes, _lost_cluster(strategy), report_bad_input():
+    with fed, publishes, _convert_lost_task(strategy), report_bad_input():
         with checkpoints.flush_at_end():
             train(job.config, strategy, checkpoints, hooks)
         _end(job, strategy, checkpoints, stop_requested)
@@ -203,7 +203,7 @@ def make_hooks(  # noqa: PLR0913, PLR0917
 
 
 @contextmanager
-def _lost_cluster(strategy: Strategy) -> Iterator[None]:
+def _convert_lost_task(strategy: Strategy) -> Iterator[None]:
     """Convert TensorFlow's error about a lost task, and close the strategy at the end."""
     try:
         yield

@@ -39,7 +39,7 @@ from flotilla.trainer.runtime.errors import (
     UserError,
     describe_divergence,
 )
-from flotilla.trainer.runtime.signals import ending_at_once
+from flotilla.trainer.runtime.signals import end_at_once
 from flotilla.trainer.strategies.strategy import Problem, Report, Strategy
 from flotilla.trainer.telemetry.profiler import make_profiler
 from flotilla.trainer.training.callbacks import Callbacks
@@ -159,7 +159,7 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
         None if found else warm_start.fetch_weights(config.training.warm_start, checkpoints.scratch)
     )
     start = found.global_step if found else -1
-    with ending_at_once():
+    with end_at_once():
         problem = hooks.make_problem(recovery.find_begin(found))
         strategy.begin_visits(open_stream(problem, found))
         strategy.build(problem)

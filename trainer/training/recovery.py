@@ -122,7 +122,7 @@ class Recovery:
             )
         if state and state.taken and lost:
             self.note(self._begins)
-            state.went_back(found.global_step)
+            state.note_reverted(found.global_step)
             if STEP in lost:
                 lost[STEP].assign(self._begins)
         return {path: variables[path] for path in variables.keys() - lost.keys() | restored.keys()}

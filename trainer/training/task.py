@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
         serve(job, tasks, this)
 
 
-def train_here(job: Job) -> None:
+def train_in_process(job: Job) -> None:
     """Train in this process, without graphs, for a debugger; raises `UserError`.
 
     An error of the user's code keeps its stack frames, which a graph would lose.

@@ -110,11 +110,11 @@ def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
     return (
         f"{user} lacks permissions in the namespace {namespace}: "
         f"{', '.join(map(str, missing))}; no job is launched. Grant it: "
-        f"{granting(namespace, user, LAUNCHER)}"
+        f"{format_grant(namespace, user, LAUNCHER)}"
     )
 
 
-def granting(namespace: str, user: str, role: str) -> str:
+def format_grant(namespace: str, user: str, role: str) -> str:
     """Return the commands that create a role and bind a user to it."""
     if user.startswith("system:serviceaccount:"):
         *_, its_namespace, name = user.split(":")

@@ -12,10 +12,10 @@ import tensorflow as tf
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.checkpoints import (
     Checkpoints,
+    advise_outputs,
+    advise_pieces,
     restore,
     restore_model,
-    two_for_one,
-    uncut,
 )
 from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from flotilla.trainer.config.optimizer import OptimizerConfig
@@ -362,13 +362,13 @@ def test_a_run_says_itself_which_checkpoints_it_goes_on_with(tmp_path):
      ([2], [], False)],
 )  # fmt: skip
 def test_a_model_of_two_classes_with_two_outputs_is_known(there, here, says):
-    assert ("task.name: classification" in two_for_one(there, here)) == says
+    assert ("task.name: classification" in advise_outputs(there, here)) == says
 
 
 def test_a_table_of_before_names_its_arguments():
     here = {"model/flotilla_pieces/kernel": 1, "model/logits/kernel": 1}
-    assert "pieces: 0" in uncut({"model/logits/kernel": 1}, here)
-    assert not uncut(here, here)
+    assert "pieces: 0" in advise_pieces({"model/logits/kernel": 1}, here)
+    assert not advise_pieces(here, here)
 
 
 SPEC = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))

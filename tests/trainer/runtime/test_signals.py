@@ -182,11 +182,11 @@ ENDS_AT_ONCE = """
 import os, signal
 from flotilla.trainer.runtime import signals
 requested = signals.catch_stop_signals()
-with signals.ending_at_once():
+with signals.end_at_once():
     pass
 os.kill(os.getpid(), signal.{name})
 print(requested(), flush=True)
-with signals.ending_at_once():
+with signals.end_at_once():
     os.kill(os.getpid(), signal.{name})
 print("not reached")
 """

@@ -278,7 +278,7 @@ def test_what_went_back_is_noted_until_a_checkpoint_is_published(uri):
     lose(begun(uri, 10), 1)
     second = Attempt(uri)
     second.begin()
-    second.state.went_back(5)
+    second.state.note_reverted(5)
     assert second.state.list_reverted() == {1: 5}
     second.settle(is_whole=True)
     third = Attempt(uri)
@@ -292,7 +292,7 @@ def test_a_checkpoint_that_was_on_its_way_does_not_have_what_went_back_to_it(uri
     lose(begun(uri, 10), 1)
     second = Attempt(uri)
     second.begin()
-    second.state.went_back(5)
+    second.state.note_reverted(5)
     second.state.note(5, 12)
     assert second.state.list_reverted() == {1: 5}
     second.state.note(12, 14)
@@ -408,7 +408,7 @@ def test_what_is_freed_in_part_is_freed_by_the_next(uri, monkeypatch):
     attempt = begun(uri, 10)
     attempt.state.found = attempt.state._find()
     # These are the variables of the first server.
-    killed_in(monkeypatch, "_freeing", lambda: attempt.state._free(attempt.state.found))
+    killed_in(monkeypatch, "_trace_free", lambda: attempt.state._free(attempt.state.found))
     last = Attempt(uri)
     assert last.begin() == []
     assert not any(map(is_there, names_of(attempt)))

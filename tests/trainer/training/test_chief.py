@@ -24,7 +24,7 @@ from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.server_state import is_lost
 from flotilla.trainer.strategies.strategy import Strategy
 from flotilla.trainer.training import chief
-from flotilla.trainer.training.chief import _lost_cluster, await_validation, make_hooks
+from flotilla.trainer.training.chief import _convert_lost_task, await_validation, make_hooks
 from flotilla.trainer.training.server import NUMBER_FILE, SHARDS
 from flotilla.trainer.training.stall import StallWatch
 from tests.trainer.objectives import NO_ROLES
@@ -73,7 +73,7 @@ def test_a_task_without_memory_ends_training_in_one_line():
     said = "OOM when allocating tensor with shape[4096,1000] and type float on "
     error = tf.errors.ResourceExhaustedError(None, None, f"{said}{ON_WORKER} by allocator cpu")
     refused = pytest.raises(UserError, match=r"^worker-0 \(CPU\) has no memory .* \[4096, 1000\]: ")
-    with refused, _lost_cluster(strategy):
+    with refused, _convert_lost_task(strategy):
         raise error
     strategy.close.assert_called_once_with()
 

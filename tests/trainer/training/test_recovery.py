@@ -105,7 +105,7 @@ def test_what_is_alive_is_taken_and_what_is_lost_is_restored(begin):
     assert (found.begins, found.why, found.restored) == (510, "", ["b"])
     assert found.kept == sorted(PLACES)
     found.state.select.assert_called_once_with(frozenset({0, 2}))
-    found.state.went_back.assert_called_once_with(400)
+    found.state.note_reverted.assert_called_once_with(400)
     assert found.variables[STEP].value is None
 
 
@@ -118,7 +118,7 @@ def test_the_count_of_steps_stays_where_its_server_is_lost(begin):
 def test_where_the_chief_alone_died_nothing_is_restored_or_said(begin):
     found = begin(lost=())
     assert (found.heard, found.begins, found.restored) == ([], 510, [])
-    found.state.went_back.assert_not_called()
+    found.state.note_reverted.assert_not_called()
 
 
 def test_two_servers_at_once_are_both_named(begin):

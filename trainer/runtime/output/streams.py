@@ -14,7 +14,7 @@ import warnings
 from copy import copy
 from typing import IO
 
-from flotilla.trainer.runtime.masking import mask, unbroken
+from flotilla.trainer.runtime.masking import join_lines, mask
 from flotilla.trainer.runtime.output import noise
 
 _FORMAT = warnings.formatwarning
@@ -24,7 +24,7 @@ _BREAK = re.compile(r"\r?\n(?=\S)")
 def say(line: str) -> None:
     """Write a line to standard error; ignore a closed stream."""
     try:
-        sys.stderr.write(f"{unbroken(line)}\n")
+        sys.stderr.write(f"{join_lines(line)}\n")
         sys.stderr.flush()
     except OSError:
         discard(sys.stderr)

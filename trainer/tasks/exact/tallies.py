@@ -23,7 +23,7 @@ Doubles = npt.NDArray[np.float64]
 _TWO = 2
 
 
-class OfTwo(Tally):
+class BinaryTally(Tally):
     """The metrics of binary labels with one logit."""
 
     def __init__(self, decided: Callable[[Array], Array]) -> None:
@@ -107,7 +107,7 @@ def _f1(jaccard: Any) -> Any:
     return 2 * jaccard / (1 + jaccard)
 
 
-class OfClasses(Tally):
+class ClassTally(Tally):
     """The metrics of one true class per example, with one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
@@ -204,7 +204,7 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     return {name: found[name] for name in metrics.AVERAGES}
 
 
-class OfLabels(Tally):
+class MultilabelTally(Tally):
     """The metrics of any number of true classes per example, with one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
@@ -270,7 +270,7 @@ _MICRO = ("precision", "recall", "f1")
 
 
 def _measure_labels(sums: Doubles) -> Doubles:
-    """Return the metrics of `OfLabels` [..., metrics] from sums [..., numbers]."""
+    """Return the metrics of `MultilabelTally` [..., metrics] from sums [..., numbers]."""
     weight, all_right, right = np.moveaxis(sums[..., :3], -1, 0)
     counts = sums[..., 3:].reshape(*sums.shape[:-1], 3, -1)
     hits, true, taken = counts.sum(axis=-1).transpose(-1, *range(sums.ndim - 1))
@@ -284,7 +284,7 @@ def _divide(part: Any, whole: Any) -> Any:
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
-class OfPlaces(Tally):
+class PositionTally(Tally):
     """The metrics of positions, with one logit per class; labels below 0 do not count."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
@@ -344,7 +344,7 @@ class OfPlaces(Tally):
 
 
 def _measure_places(sums: Doubles) -> Doubles:
-    """Return the metrics of `OfPlaces` [..., metrics] from sums [..., numbers]."""
+    """Return the metrics of `PositionTally` [..., metrics] from sums [..., numbers]."""
     right, true, taken = np.moveaxis(sums[..., 2:].reshape(*sums.shape[:-1], 3, -1), -2, 0)
     f1, occurs = _divide(2 * right, true + taken), (true + taken) > 0
     macro = _divide(f1.sum(axis=-1), occurs.sum(axis=-1).astype(float))
@@ -352,7 +352,7 @@ def _measure_places(sums: Doubles) -> Doubles:
     return np.stack([accuracy, macro, _divide(sums[..., 1], sums[..., 0])], axis=-1)
 
 
-class OfNumbers(Tally):
+class RegressionTally(Tally):
     """The metrics of one or several numbers; `scale` is the label's unit in units of the loss."""
 
     def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:

@@ -28,8 +28,8 @@ from flotilla.trainer.tasks.base import (
     Constant,
     Examples,
     Floats,
+    LazyExamples,
     Part,
-    Remade,
     Shape,
     Tally,
     Target,
@@ -42,7 +42,7 @@ from flotilla.trainer.tasks.retrieval.recall import Search
 NUMBERS = (10, 100)
 
 
-class OfLogit(keras.losses.BinaryCrossentropy):
+class LogitLoss(keras.losses.BinaryCrossentropy):
     """A Keras loss on the first column of the outputs."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -90,7 +90,7 @@ class Recommendation(Ranking):
 
     def loss(self) -> keras.losses.Loss:
         """Return the cross entropy of the logit."""
-        return OfLogit(from_logits=True)
+        return LogitLoss(from_logits=True)
 
     def predictions(self, outputs: Any) -> Any:
         """Return the probabilities [n, 1] of "taken"."""
@@ -165,11 +165,11 @@ class Recommendation(Ranking):
                 f"task.args.k: recall at {above[0]} of the {most} items that the evaluation "
                 f"has is meaningless; set it to {most} or less, or evaluate more examples"
             )
-        return super().details(Remade(examples, _select_logit))
+        return super().details(LazyExamples(examples, _select_logit))
 
     def tally(self) -> Tally:
         """Return an accumulator of examples, users, and retrieved items."""
-        return _OfSearch(self, super().tally())
+        return _SearchTally(self, super().tally())
 
     def fill(self, search: Search, part: Part) -> None:
         """Add examples to a search, without those of weight 0."""
@@ -186,7 +186,7 @@ class Recommendation(Ranking):
         return {_name_recall(each): Queries(values, weights) for each, values in found.items()}
 
 
-class _OfSearch(Tally):
+class _SearchTally(Tally):
     def __init__(self, task: Recommendation, ranking: Tally) -> None:
         self._task, self._ranking, self._search = task, ranking, Search()
 
