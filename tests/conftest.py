@@ -35,7 +35,7 @@ MNIST_FILES = (
     "t10k-images-idx3-ubyte.gz",
     "t10k-labels-idx1-ubyte.gz",
 )
-KEPT = {"FLOTILLA_MNIST_DIR", "FLOTILLA_GOLDEN", "FLOTILLA_KILLS", "FLOTILLA_CANCELS"}
+KEPT = {"FLOTILLA_MNIST_DIR", "FLOTILLA_GOLDEN", "FLOTILLA_CANCELS"}
 FOREIGN = (
     "FLOTILLA_", "KFP_", "KF_PIPELINES_", "TF_", "TFDS_", "CUDA_VISIBLE_DEVICES",
     "STORAGE_EMULATOR_HOST", "AWS_", "GOOGLE_", "accesskey", "secretkey",

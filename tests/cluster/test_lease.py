@@ -24,7 +24,7 @@ SETTINGS = {
     "training": {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0},
     "cluster": {"parameter_servers": 1, "workers": 1, "max_restarts": 3},
 }
-ENDLESS = {**SETTINGS, "training": {**SETTINGS["training"], "steps": 10**7}}
+ENDLESS = {"training": {**SETTINGS["training"], "strategy": "single", "steps": 10**7}}
 
 
 def launch_second(run, config, dataset, folder):
@@ -95,7 +95,7 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
         kill_all(run)
     assert len(holders(run)) == 1
     reached = run.newest()
-    steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
+    steps = {"training": {**ENDLESS["training"], "steps": reached + 100}}
     with launched(steps, dataset, tmp_path / "run") as again:
         attempt = again.wait_for(lambda event: isinstance(event, AttemptBegin))
         code, said = again.end()
@@ -124,7 +124,7 @@ def test_a_retry_on_another_machine_waits_for_the_lease_of_the_attempt_before(da
         kill_all(run)
     place = left_elsewhere(run)
     reached = run.newest()
-    steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
+    steps = {"training": {**ENDLESS["training"], "steps": reached + 100}}
     with launched(steps, dataset, tmp_path / "run") as again:
         again.wait_for(lambda event: isinstance(event, LeaseAwaited))
         storage.delete(place)

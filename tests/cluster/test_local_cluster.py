@@ -8,31 +8,24 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import tensorflow as tf
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints import checkpoints
-from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
-from flotilla.trainer.config.load import parse_config
+from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.config.topology import Cluster, Task, check_port
 from flotilla.trainer.events import (
     AttemptBegin,
     Restart,
     UserCodeFailed,
 )
-from flotilla.trainer.features.dataset_spec import DatasetSpec
-from flotilla.trainer.models import registry
-from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import UserError
 from tests.cluster.launched import SECONDS, launched
 from tests.cluster.strangers import open_ports, other_addresses, reached
 from tests.conftest import ROOT
 from tests.trainer.telemetry.test_metrics import scrape
-from tests.trainer.telemetry.test_scalars import hyperparameters, scalars
 
 pytestmark = pytest.mark.cluster
 
@@ -44,133 +37,6 @@ def settings(**training: object) -> dict[str, object]:
     }
 
 
-@pytest.fixture(scope="module")
-def trained(dataset, tmp_path_factory):
-    """Return a run of 300 steps on 2 parameter servers and 3 workers, and its output."""
-    with launched(settings(), dataset, tmp_path_factory.mktemp("trained")) as run:
-        ended = run.end()
-    return run, ended
-
-
-def test_ends_well_at_exactly_the_steps_asked_for(trained):
-    run, (code, said) = trained
-    assert code == 0, said
-    assert run.newest() == 300
-    assert run.history()[-1]["global_step"] == 300
-
-
-def test_keeps_the_newest_checkpoints_at_their_boundaries(trained):
-    run, _ = trained
-    assert [step for _, step in list_checkpoints(run.checkpoints)] == [100, 200, 300]
-
-
-def test_learns(trained):
-    run, _ = trained
-    rows = run.history()
-    assert rows[-1]["loss"] < rows[0]["loss"] / 4
-    assert rows[-1]["validation_accuracy"] > 0.9
-
-
-def test_validates_at_its_boundaries_and_at_the_end(trained):
-    run, _ = trained
-    rows = [row for row in run.history() if "validation_loss" in row]
-    assert [row["global_step"] for row in rows] == [150, 300]
-
-
-def test_each_worker_has_shards_of_its_own_and_together_they_have_all(trained, dataset):
-    run, _ = trained
-    names = [
-        {path.name for path in (run.folder / "cluster" / f"worker-{i}" / "shards").iterdir()}
-        for i in range(3)
-    ]
-    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
-    assert set.union(*names) == set(spec.files("train"))
-    assert sum(map(len, names)) == len(spec.files("train"))
-
-
-def test_each_task_has_a_folder_and_a_log_of_its_own(trained):
-    run, _ = trained
-    tasks = {"chief-0", "ps-0", "ps-1", "worker-0", "worker-1", "worker-2"}
-    assert {path.parent.name for path in run.folder.glob("cluster/*/log.txt")} == tasks
-
-
-def test_the_optimizer_has_counted_every_update(trained):
-    run, _ = trained
-    uri, _ = newest_checkpoint(run.checkpoints)
-    reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
-    names = {name for name in reader.get_variable_to_shape_map() if "global_step" in name}
-    assert {int(reader.get_tensor(name)) for name in names} == {300}
-
-
-def test_the_checkpoint_restores_into_a_model_of_one_process(trained, dataset, tmp_path):
-    run, _ = trained
-    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
-    inputs = InputSpec.of(spec.features, spec.inputs, (10,))
-    model = registry.build(parse_config({}).model, inputs, seed=1)
-    before = [variable.numpy() for variable in model.variables]
-    uri, _ = newest_checkpoint(run.checkpoints)
-    manifest = checkpoints.restore_model(uri, model, tmp_path)
-    assert manifest.fields["strategy"] == "async_parameter_server"
-    for variable, old in zip(model.trainable_variables, before, strict=True):
-        assert (variable.numpy() != old).any()
-
-
-def test_tensorboard_finds_the_metrics(trained):
-    run, _ = trained
-    logs = run.folder / "checkpoints" / "logs"
-    tags = {(name, tag) for name, _, tag, _ in scalars(logs)}
-    train, validation = (f"{run.folder.name}/{part}" for part in ("train", "validation"))
-    assert {(train, name) for name in ("loss", "learning_rate", "steps_per_second")} <= tags
-    assert {(validation, name) for name in ("loss", "accuracy")} <= tags
-    _, values = hyperparameters(logs, run.folder.name)
-    assert values["training.steps"] == 300
-
-
-def test_says_nothing_secret_on_the_command_line(trained):
-    run, _ = trained
-    config = json.loads((run.folder / "cluster" / "chief-0" / "config.json").read_text())
-    assert parse_config(config) == parse_config(settings())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
-def test_the_global_step_is_exact_for_every_seed(dataset, tmp_path, seed):
-    with launched(settings(steps=501, seed=seed), dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 0, said
-    assert run.newest() == 501
-
-
-@pytest.mark.slow
-def test_a_loss_that_diverges_ends_with_one_line_and_a_finite_checkpoint(dataset, tmp_path):
-    wild = settings(optimizer={"name": "sgd", "learning_rate": 1e6})
-    with launched(wild, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 1
-    assert said.count("\n") == 1
-    assert "training diverged: the loss is" in said
-    assert "training.optimizer.learning_rate" in said
-    assert run.newest() == 0
-
-
-@pytest.mark.long
-def test_an_adam_that_has_thrown_its_weights_away_has_diverged_too(dataset, tmp_path):
-    wild = settings(optimizer={"name": "adam", "learning_rate": 1e6})
-    with launched(wild, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert (code, run.newest()) == (1, 0)
-    assert "training diverged" in said
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_built_ends_the_run_with_its_line(dataset, tmp_path):
-    with launched({"model": {"name": "no_such_package:model"}}, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 2
-    assert said.startswith("model no_such_package:model: cannot import no_such_package")
-    assert said.count("\n") == 1
-
-
 def test_a_workdir_that_cannot_be_written_is_one_line(dataset, tmp_path):
     (tmp_path / "cluster").write_text("a file where the folder should be")
     with launched(settings(), dataset, tmp_path) as run:
@@ -179,37 +45,12 @@ def test_a_workdir_that_cannot_be_written_is_one_line(dataset, tmp_path):
     assert said.startswith(f"cannot write to {tmp_path / 'cluster'}")
 
 
-@pytest.mark.long
-def test_two_clusters_at_once_do_not_meet(dataset, tmp_path):
-    with (
-        launched(settings(steps=100), dataset, tmp_path / "one") as one,
-        launched(settings(steps=100), dataset, tmp_path / "two") as two,
-    ):
-        ends = [one.end(), two.end()]
-    assert [code for code, _ in ends] == [0, 0]
-    assert (one.newest(), two.newest()) == (100, 100)
-
-
 def test_a_port_that_is_taken_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as holder:
         address = f"127.0.0.1:{holder.getsockname()[1]}"
         cluster = Cluster(addresses={"ps": (address,)})
         with pytest.raises(UserError, match=f"ps-0 cannot serve on {address}: Address already in"):
             check_port(cluster, Task(role="ps", index=0))
-
-
-@pytest.mark.long
-def test_training_goes_on_where_it_was_left(dataset, tmp_path: Path):
-    with launched(settings(steps=200), dataset, tmp_path) as first:
-        first.end()
-    with launched(settings(steps=350), dataset, tmp_path) as second:
-        code, said = second.end()
-    assert code == 0, said
-    (attempt,) = second.events(AttemptBegin)
-    assert (attempt.resumed, attempt.global_step) == (True, 200)
-    assert second.newest() == 350
-    steps = [row["global_step"] for row in second.history()]
-    assert steps == sorted(set(steps))
 
 
 RUN = {"training": {"steps": 10**7, "checkpoint_every": 200}, "cluster": {"workers": 2}}
@@ -232,11 +73,22 @@ def read_as_task(address: str, port: int, path: str, seconds: int = 2) -> bytes:
             return session.run(content)
 
 
+def require_no_stranger(run, count, others, metrics_port=0):
+    found = {process: open_ports(process) for process in run.tasks()}
+    assert len(found) == count
+    ports = sorted(port for each in found.values() for port in each)
+    # The metrics are served for IPv4 only.
+    expected = [(address, port) for address in ("127.0.0.1", "::1") for port in ports]
+    assert reached(["127.0.0.1", "::1"], ports) == [
+        each for each in expected if each != ("::1", metrics_port)
+    ]
+    assert reached(others, ports) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "tasks"),
     [
-        (run_of("async_parameter_server", evaluator=True), 5),
         (run_of("multi_worker_mirrored"), 2),
         pytest.param(run_of("async_parameter_server", in_process=True), 1, marks=pytest.mark.long),
         pytest.param(run_of("sync_parameter_server"), 4, marks=pytest.mark.long),
@@ -247,29 +99,8 @@ def read_as_task(address: str, port: int, path: str, seconds: int = 2) -> bytes:
 def test_no_stranger_reaches_a_task_of_a_local_run(dataset, tmp_path, config, tasks):
     others = other_addresses()
     with launched(config, dataset, tmp_path) as run:
-        run.wait_for_step(200)
-        found = {process: open_ports(process) for process in run.tasks()}
-        assert len(found) == tasks
-        ports = sorted(port for each in found.values() for port in each)
-        assert reached(["127.0.0.1", "::1"], ports) == [
-            (address, port) for address in ("127.0.0.1", "::1") for port in ports
-        ]
-        assert reached(others, ports) == []
-
-
-@pytest.mark.slow
-def test_a_strangers_session_runs_no_graph_in_a_task(dataset, tmp_path):
-    secret = tmp_path / "secret.txt"
-    secret.write_text("secret", encoding="utf-8")
-    with launched(run_of("async_parameter_server"), dataset, tmp_path) as run:
-        run.wait_for_step(200)
-        (port,) = open_ports(run.task("ps-0"))
-        # Other processes of this machine can do this.
-        assert read_as_task("127.0.0.1", port, str(secret), seconds=120) == b"secret"
-        for address in other_addresses():
-            if "%" not in address:
-                with pytest.raises(tf.errors.OpError):
-                    read_as_task(address, port, str(secret))
+        run.wait_for_step(20)
+        require_no_stranger(run, tasks, others)
 
 
 def scrape_until(port, wanted):
@@ -281,43 +112,61 @@ def scrape_until(port, wanted):
     return found
 
 
+def require_scraped_and_profiled(run, port, leader):
+    found = scrape_until(port, lambda each: ("flotilla_loss",) in each)
+    assert found["flotilla_global_step",] >= 100
+    assert found["flotilla_steps_per_second",] > 0
+    assert found["flotilla_tasks_alive", leader] >= 1
+    assert found["flotilla_checkpoint_age_seconds",] >= 0
+    profiles = run.folder / "checkpoints/logs" / run.folder.name / "train/plugins/profile"
+    assert list(profiles.glob("*/*.xplane.pb"))
+
+
+def watched(config, port):
+    """Return a configuration whose run is scraped and profiled."""
+    training = {**config["training"], "profile": [60, 80]}
+    return {"training": training, "cluster": {**config["cluster"], "metrics_port": port}}
+
+
 @pytest.mark.slow
+def test_strangers_reach_no_task_of_a_run_that_is_scraped_and_profiled(dataset, tmp_path, port):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret", encoding="utf-8")
+    others = other_addresses()
+    config = watched(run_of("async_parameter_server", evaluator=True), port)
+    with launched(config, dataset, tmp_path) as run:
+        run.wait_for_step(100)
+        require_no_stranger(run, 5, others, port)
+        (served,) = open_ports(run.task("ps-0"))
+        # Other processes of this machine can do this.
+        assert read_as_task("127.0.0.1", served, str(secret), seconds=120) == b"secret"
+        for address in others:
+            if "%" not in address:
+                with pytest.raises(tf.errors.OpError):
+                    read_as_task(address, served, str(secret))
+        require_scraped_and_profiled(run, port, "chief")
+        run.task("worker-1").kill()
+        run.wait_for(lambda event: isinstance(event, Restart))
+        back = ("flotilla_restarts_total", "worker")
+        alive = ("flotilla_tasks_alive", "worker")
+        # A task counts as alive from its start, before it answers.
+        scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "leader"),
     [
-        ("async_parameter_server", "chief"),
-        *(
-            pytest.param(name, leader, marks=pytest.mark.long)
-            for name, leader in [
-                ("single", "chief"),
-                ("sync_parameter_server", "chief"),
-                ("in_graph", "chief"),
-                ("multi_worker_mirrored", "worker"),
-            ]
-        ),
+        ("single", "chief"),
+        ("sync_parameter_server", "chief"),
+        ("in_graph", "chief"),
+        ("multi_worker_mirrored", "worker"),
     ],
 )
 def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader):
-    config = {
-        "training": {"strategy": strategy, "steps": 10**6, "profile": [60, 80]},
-        "cluster": {"workers": 2, "metrics_port": port},
-    }
-    with launched(config, dataset, tmp_path) as run:
+    with launched(watched(run_of(strategy), port), dataset, tmp_path) as run:
         run.wait_for_step(100)
-        found = scrape_until(port, lambda each: ("flotilla_loss",) in each)
-        assert found["flotilla_global_step",] >= 100
-        assert found["flotilla_steps_per_second",] > 0
-        assert found["flotilla_tasks_alive", leader] >= 1
-        assert found["flotilla_checkpoint_age_seconds",] >= 0
-        profiles = run.folder / "checkpoints/logs" / run.folder.name / "train/plugins/profile"
-        assert list(profiles.glob("*/*.xplane.pb"))
-        if strategy == "async_parameter_server":
-            run.task("worker-1").kill()
-            run.wait_for(lambda event: isinstance(event, Restart))
-            back = ("flotilla_restarts_total", "worker")
-            alive = ("flotilla_tasks_alive", "worker")
-            # A task counts as alive from its start, before it answers.
-            scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
+        require_scraped_and_profiled(run, port, leader)
 
 
 # The body of `train_model`.
@@ -346,7 +195,7 @@ record.run(train, {"root": "", "run_id": ""})
 def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path):
     training = {"steps": 300, "checkpoint_every": 100, "validate_every": 150}
     job = {
-        "config": {"training": training, "cluster": {"workers": 1}},
+        "config": {"training": {**training, "strategy": "single"}},
         "dataset": dataset,
         "checkpoints": storage.uri_of(tmp_path / "checkpoints"),
         "workdir": str(tmp_path / "cluster"),

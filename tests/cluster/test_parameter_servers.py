@@ -19,7 +19,6 @@ from tests.cluster.by_hand import CHIEF, PS, by_hand
 from tests.cluster.launched import launched
 from tests.cluster.looking import MORE
 from tests.cluster.servers import serving
-from tests.cluster.test_lease import left_elsewhere
 
 pytestmark = pytest.mark.cluster
 
@@ -85,29 +84,6 @@ def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path,
             assert run.newest() == STEPS
             assert [path.name for path in (tmp_path / name / "cluster").iterdir()] == ["chief-0"]
         assert [process.poll() for process in tasks.processes.values()] == [None] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_chief_that_is_started_again_elsewhere_waits_for_its_own_lock(dataset, tmp_path):
-    config = {**CONFIG, "training": {**CONFIG["training"], "steps": 10**7}}
-    with (
-        reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
-        by_hand(tmp_path, dataset, cluster, config) as tasks,
-    ):
-        for task in (PS, *WORKERS, CHIEF):
-            tasks.start(task)
-        tasks.wait_for(CHIEF, "step-00000100")
-        tasks.processes[CHIEF].kill()
-        tasks.end_of(CHIEF)
-        place = left_elsewhere(tasks)
-        _, reached = newest_checkpoint(tasks.checkpoints)
-        tasks.config = {**config, "training": {**config["training"], "steps": reached + 100}}
-        tasks.start(CHIEF)
-        tasks.wait_for(CHIEF, "it may be dead")
-        storage.delete(place)
-        assert tasks.end_of(CHIEF) == 0, tasks.log(CHIEF)
-        assert newest_checkpoint(tasks.checkpoints)[1] == reached + 100
 
 
 def test_servers_are_joined_by_a_chief_only(dataset, tmp_path, monkeypatch):

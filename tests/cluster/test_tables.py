@@ -277,8 +277,8 @@ def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
 
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
-# One strategy with a chief, and one without; `make test-long` runs the other cases.
-LED_DIFFERENTLY = ("async_parameter_server", "multi_worker_mirrored")
+# Without a chief; the tables below have one. `make test-long` runs the other cases.
+LED_DIFFERENTLY = ("multi_worker_mirrored",)
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 
 
@@ -376,8 +376,7 @@ def test_another_model_is_refused_by_one_line_before_training(digits, tmp_path):
     _, dataset, uri = digits
     config = {
         "model": {"name": "softmax"},
-        "training": {"steps": 100, "warm_start": uri},
-        "cluster": {"parameter_servers": 1, "workers": 1},
+        "training": {"strategy": "single", "steps": 100, "warm_start": uri},
     }
     with launched(config, dataset, tmp_path) as run:
         code, said = run.end()

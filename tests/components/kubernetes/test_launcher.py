@@ -181,16 +181,13 @@ def test_cancelled_while_queueing_the_first_request_is_the_delete(kube):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_cancelled_the_launcher_waits_for_the_last_checkpoint(kube, number):
+def test_cancelled_the_launcher_waits_for_the_last_checkpoint(kube):
     kube.store.graceful.add("pods")
     with step(kube, settings()) as process:
         kube.wait_watched()
         kube.run_all()
         kube.store.wait(lambda: any("chief-0/log" in each for each in kube.server.requests))
-        process.signal(number)
+        process.signal()
         kube.store.wait(lambda: not kube.jobs())
         kube.write_log("chief-0", "saving")
         kube.finish("chief-0", 130, "interrupted at global step 7; checkpoint gs://b/step-7")

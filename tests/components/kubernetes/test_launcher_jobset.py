@@ -113,11 +113,6 @@ def test_a_run_succeeds_and_nothing_is_left(kube):
         *(("worker-0", lose) for lose in LOSSES),
         ("ps-0", kill),
         ("chief-0", delete_gracefully),
-        *(
-            pytest.param(task, lose, marks=pytest.mark.slow)
-            for task in ("ps-0", "chief-0")
-            for lose in LOSSES
-        ),
     ],
 )
 def test_a_lost_pod_costs_that_pod_and_comes_back_at_once(kube, run_events, task, lose):

@@ -9,16 +9,23 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tensorflow as tf
 
 from flotilla.components.records import gather_report
 from flotilla.pipelines.runs import local, local_status
 from flotilla.trainer import events, storage
+from flotilla.trainer.checkpoints.checkpoints import restore_model
+from flotilla.trainer.checkpoints.index import list_checkpoints
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Progress, StepEnd
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.models import registry as models
+from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.promotion import registry
 from tests.pipelines.called import Called, call, calling, content, processes_of, setting
 from tests.trainer.code.referred import referred
 from tests.trainer.page import Page
+from tests.trainer.telemetry.test_scalars import hyperparameters, scalars
 from tests.trainer.tracking.test_mlflow_run import MlflowServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -51,7 +58,9 @@ def before(workdir, blessed):
 @pytest.fixture(scope="module")
 def refused(workdir, before):
     assert before
-    return call("run", workdir, *FEW, *setting(gate__min__accuracy=0.999), cwd=workdir.parent)
+    alone = setting(training__strategy="single", evaluation__baseline="none")
+    given = (*FEW, *alone, *setting(gate__min__accuracy=0.999))
+    return call("run", workdir, *given, cwd=workdir.parent)
 
 
 class TestBlessed:
@@ -148,6 +157,33 @@ class TestBlessed:
         assert steps[-1] == STEPS
         validated = [row["global_step"] for row in rows if "validation_accuracy" in row]
         assert validated == [100, 200]
+
+    def test_the_optimizer_has_counted_every_update(self, blessed):
+        checkpoints = storage.uri_of(blessed.folder / "checkpoints")
+        assert [step for _, step in list_checkpoints(checkpoints)] == [0, 100, 200]
+        reader = tf.train.load_checkpoint(str(blessed.path_of("checkpoint") / "variables"))
+        names = {name for name in reader.get_variable_to_shape_map() if "global_step" in name}
+        assert {int(reader.get_tensor(name)) for name in names} == {STEPS}
+
+    def test_the_checkpoint_restores_into_a_model_of_one_process(self, blessed, tmp_path):
+        dataset, uri = (blessed.answer["artifacts"][name] for name in ("dataset", "checkpoint"))
+        spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+        inputs = InputSpec.of(spec.features, spec.inputs, (10,))
+        model = models.build(load_config(None).model, inputs, seed=1)
+        before = [variable.numpy() for variable in model.variables]
+        manifest = restore_model(uri, model, tmp_path)
+        assert manifest.fields["strategy"] == "async_parameter_server"
+        for variable, old in zip(model.trainable_variables, before, strict=True):
+            assert (variable.numpy() != old).any()
+
+    def test_tensorboard_finds_the_metrics(self, blessed):
+        logs = blessed.folder / "checkpoints" / "logs"
+        tags = {(name, tag) for name, _, tag, _ in scalars(logs)}
+        train, validation = (f"{blessed.folder.name}/{part}" for part in ("train", "validation"))
+        assert {(train, name) for name in ("loss", "learning_rate", "steps_per_second")} <= tags
+        assert {(validation, name) for name in ("loss", "accuracy")} <= tags
+        _, values = hyperparameters(logs, blessed.folder.name)
+        assert values["training.steps"] == STEPS
 
     def test_its_progress_went_to_standard_error(self, blessed):
         assert re.search(rf"/{STEPS} \(epoch [\d.]+ of [\d.]+\)  loss ", blessed.err)
@@ -384,6 +420,8 @@ def test_no_process_outlives_a_run_that_is_killed(interrupted, interrupted_workd
         others = [each for each in processes_of(interrupted_workdir) if each.pid != process.pid]
         # There are at least the runner, a step and the four tasks of the cluster.
         assert len(others) >= 6
+        stopped = next(each for each in others if "/worker-0/" in " ".join(each.cmdline()))
+        stopped.send_signal(signal.SIGSTOP)
         process.kill()
         _, alive = psutil.wait_procs(others, timeout=120)
     assert not alive
@@ -420,7 +458,11 @@ def test_edits_during_a_run_do_not_change_it(here):
     root = storage.uri_of(here / "runs")
     assert referred(root) == {storage.name_of(uri)}
     failed = call("prepare", here / "runs", *words, cwd=here)
-    assert failed.code == 2
+    assert (failed.code, failed.answer["status"]) == (2, "failed")
+    assert failed.statuses()["prepare_data"] == "failed"
+    assert failed.answer["message"].startswith("prepare_data: ")
+    assert f"flotilla: failed: {failed.answer['message']}" in failed.err.splitlines()
+    assert "Traceback" not in failed.err + failed.out
     assert "ZeroDivisionError" in failed.answer["message"]
     assert "(rows.py:3)" in failed.answer["message"]
     first, *_ = failed.events(StepEnd)
@@ -432,6 +474,8 @@ TRACKED_FEW = [
     f"training.steps={STEPS}",
     "training.checkpoint_every=100",
     "training.validate_every=100",
+    "training.strategy=single",
+    "evaluation.baseline=none",
     "gate.min.accuracy=0.5",
 ]
 

@@ -122,10 +122,8 @@ def test_a_cluster_that_is_lost_before_it_is_whole_counts_for_nothing_for_two_mi
 @pytest.mark.parametrize(
     ("end", "code", "cause"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "exit code 137 (signal SIGKILL)"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "exit code 139 (signal SIGSEGV)"),
         ("sys.exit(138)", 138, "exit code 138"),
-        ("sys.exit(255)", 255, "exit code 255"),
     ],
 )
 def test_each_restart_is_an_event_and_past_the_limit_the_code_is_that_of_the_task(
@@ -138,10 +136,9 @@ def test_each_restart_is_an_event_and_past_the_limit_the_code_is_that_of_the_tas
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("code", [0, 127])
-def test_a_final_end_is_the_end(tmp_path, code):
-    with guarded(tmp_path, f"{COUNTS}sys.exit({code})") as process:
-        assert ended(process) == (code, [])
+def test_a_final_end_is_the_end(tmp_path):
+    with guarded(tmp_path, f"{COUNTS}sys.exit(127)") as process:
+        assert ended(process) == (127, [])
     assert starts(tmp_path) == 1
 
 
@@ -214,9 +211,8 @@ def test_no_child_of_an_attempt_is_left_when_the_next_one_begins(tmp_path, port)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("own_session", [False, True])
-def test_orphans_of_the_task_are_reaped_while_it_runs(tmp_path, own_session):
-    orphan = f"subprocess.Popen(['true'], start_new_session={own_session}).pid"
+def test_orphans_of_the_task_are_reaped_while_it_runs(tmp_path):
+    orphan = "subprocess.Popen(['true'], start_new_session=True).pid"
     code = (
         f"{COUNTS}reader, writer = os.pipe()\n"
         f"os.fork() or (os.write(writer, str({orphan}).encode()), os._exit(0))\n"
