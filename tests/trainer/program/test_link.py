@@ -35,7 +35,7 @@ def test_of_many_lines_the_newest_are_kept_and_the_end_too(tmp_path):
     lines = [{"is": "line", "text": str(n), "time": 0} for n in range(MOST_LINES + 3)]
     end = {"is": "ended", "attempt": 1, "code": 0, "last": []}
     for each in (*lines, end):
-        link._put(each)
+        link.put(each)
     assert [link.receive(0) for _ in range(MOST_LINES + 1)] == [*lines[3:], end]
     assert link.receive(0) is None
     link.close()
