@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.baselines import baselines
+from flotilla.trainer.baselines import baselines, fitting
 from flotilla.trainer.baselines.baselines import fit_baselines
-from flotilla.trainer.baselines.rows import Splits
+from flotilla.trainer.baselines.rows import Clock, Rows, Splits
 from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, SCHEMA, DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.storage import Manifest
 from flotilla.trainer.tasks.base import Target
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.classification import Classification
@@ -24,35 +25,31 @@ RANDOM = np.random.default_rng(7)
 ROWS, TEST = 400, 120
 
 
-def feature(values, classes=0):
+@pytest.fixture(autouse=True)
+def _few_trees_and_much_time(monkeypatch):
+    monkeypatch.setattr(fitting, "_MOST_ITERATIONS", 30)
+    # A busy machine must not leave a baseline out.
+    monkeypatch.setattr(baselines, "Clock", lambda seconds: Clock(100 * seconds))
+
+
+def feature(values):
     values = np.asarray(values)
     if values.dtype.kind in "OSU":
         return FeatureSpec(shape=values.shape[1:], dtype="string", stored="bytes")
     plain = {"i": "int", "f": "float"}.get(values.dtype.kind) if values.ndim == 1 else None
     stored = plain if values.dtype in (np.int64, np.float32) else None
-    return FeatureSpec(
-        shape=values.shape[1:],
-        dtype=values.dtype.name,
-        stored=stored or "raw",
-        num_classes=classes,
-    )
+    return FeatureSpec(shape=values.shape[1:], dtype=values.dtype.name, stored=stored or "raw")
 
 
-def published(folder, columns, targets=("label",), *, test=TEST, classes=None, **roles):
-    """Publish columns as a dataset: the first rows to test on, all others to train on."""
-    source = folder / "source"
-    source.mkdir(parents=True)
-    found = {name: feature(each, (classes or {}).get(name, 0)) for name, each in columns.items()}
-    splits = {}
-    for split, rows in (("train", slice(test, None)), ("test", slice(test))):
-        some = {name: each[rows] for name, each in columns.items()}
-        shards = write_shards(source, split, found, some, count=2)
-        splits[split] = {"examples": sum(shards), "shards": shards}
-    fields = {
+def described(columns, targets, shards, roles):
+    """Return the fields of the manifest of a dataset."""
+    return {
         "dataset_schema": SCHEMA,
         "block_rows": BLOCK_ROWS,
-        "splits": splits,
-        "features": {name: each.to_json() for name, each in found.items()},
+        "splits": {
+            split: {"examples": sum(each), "shards": each} for split, each in shards.items()
+        },
+        "features": {name: feature(each).to_json() for name, each in columns.items()},
         "inputs": [name for name in columns if name not in {*targets, *roles.values()}],
         "targets": list(targets),
         **{"weight": "", "group": ""},
@@ -60,10 +57,51 @@ def published(folder, columns, targets=("label",), *, test=TEST, classes=None, *
         "target_counts": {},
         "target_moments": {},
     }
+
+
+def published(folder, columns, targets=("label",), *, test=TEST, **roles):
+    """Publish columns as a dataset: the first rows to test on, all others to train on."""
+    source = folder / "source"
+    source.mkdir(parents=True)
+    found = {name: feature(each) for name, each in columns.items()}
+    shards = {}
+    for split, rows in (("train", slice(test, None)), ("test", slice(test))):
+        some = {name: each[rows] for name, each in columns.items()}
+        shards[split] = write_shards(source, split, found, some, count=2)
     uri = storage.uri_of(folder / "dataset")
+    fields = described(columns, targets, shards, roles)
     storage.publish(source, uri, kind="dataset", fields=fields)
     spec = DatasetSpec.from_manifest(storage.read_manifest(uri))
     return Splits(spec=spec, uri=uri, scratch=folder / "scratch")
+
+
+@pytest.fixture
+def held(monkeypatch, tmp_path):
+    """Return `published` with the rows in memory, for tests in which nothing is to be read."""
+
+    def hold(columns, targets=("label",), *, test=TEST):
+        def rows(names, place):
+            labels = {name: columns[name][place] for name in targets}
+            return Rows(
+                columns={name: columns[name][place] for name in names},
+                labels=labels if len(labels) > 1 else labels[targets[0]],
+                weights=np.ones(len(labels[targets[0]])),
+            )
+
+        def train(_splits, names, most, _clock):
+            return rows(names, slice(test, None)).first(most)
+
+        monkeypatch.setattr(baselines, "training_rows", train)
+        monkeypatch.setattr(baselines, "stage_shards", lambda *_: [])
+        monkeypatch.setattr(
+            baselines, "batches", lambda _, __, names, ___: [rows(names, slice(test))]
+        )
+        shards = {"train": [len(columns[targets[0]]) - test], "test": [test]}
+        fields = described(columns, targets, shards, {})
+        spec = DatasetSpec.from_manifest(Manifest("dataset", (), fields))
+        return Splits(spec=spec, uri="", scratch=tmp_path)
+
+    return hold
 
 
 def in_order(values, test=TEST):
@@ -98,17 +136,16 @@ def test_a_table_of_two_classes(tmp_path):
     assert found["linear"].made_by == "scikit-learn LogisticRegression"
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0])
-def test_without_time_nothing_is_fitted(tmp_path, seconds):
+def test_without_time_nothing_is_fitted(tmp_path):
     x = numbers()
     splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
-    (found,) = fit_baselines(BinaryClassification(target()), splits, seconds)
+    (found,) = fit_baselines(BinaryClassification(target()), splits, 0.0)
     assert (found.name, found.skipped) == ("baseline", "it found no time")
 
 
-def test_a_class_that_training_has_not_seen_is_not_impossible(tmp_path):
+def test_a_class_that_training_has_not_seen_is_not_impossible(held):
     label = np.concatenate([np.arange(TEST) % 4, np.arange(ROWS - TEST) % 3])
-    splits = published(tmp_path, {"x": label + 0.1 * numbers(), "label": label})
+    splits = held({"x": label + 0.1 * numbers(), "label": label})
     for each in fit_baselines(Classification(target(num_classes=5)), splits):
         assert each.skipped == ""
         assert each.outputs.shape == (TEST, 5)
@@ -118,10 +155,10 @@ def test_a_class_that_training_has_not_seen_is_not_impossible(tmp_path):
         assert (sure[:, 3:] < 1e-5).all()
 
 
-def test_numbers_keep_their_units(tmp_path):
+def test_numbers_keep_their_units(held):
     x = numbers()
     label = (3e12 + 1e12 * x).astype("float32")
-    splits = published(tmp_path, {"x": x, "label": label})
+    splits = held({"x": x, "label": label})
     for standardize in (False, True):
         moments = {"mean": 3e12, "std": 1e12, "min": 0.0, "max": 6e12}
         task = Regression(target(dtype="float32", moments=moments), standardize=standardize)
@@ -131,11 +168,11 @@ def test_numbers_keep_their_units(tmp_path):
             assert np.abs(error).mean() < 1e11
 
 
-def test_several_labels_are_learnt_one_by_one(tmp_path):
+def test_several_labels_are_learnt_one_by_one(held):
     x, y = numbers(), numbers()
     row = np.stack([x > 0, y > 0, x > y], axis=1).astype("int64")
     columns = {"x": x, "y": y, "row": row, "sum": x + y}
-    splits = published(tmp_path, columns, ("row", "sum"))
+    splits = held(columns, ("row", "sum"))
     tasks = {
         "row": MultilabelClassification(target("row", shape=(3,))),
         "sum": Regression(target("sum", "float32")),
@@ -164,22 +201,23 @@ WORDS = {
 
 
 @pytest.mark.parametrize("kind", WORDS)
-def test_texts(tmp_path, kind):
+def test_texts(held, tmp_path, kind):
     rows, test = (30, 8) if kind == "long" else (ROWS, TEST)
     label = np.arange(rows) % 2
     texts = [b"%d " % number + WORDS[kind][each] for number, each in enumerate(label)]
     columns = {"text": np.array(texts, object), "label": label}
-    splits = published(tmp_path, columns, test=test)
+    is_read = kind in ("latin", "long", "bytes")
+    splits = published(tmp_path, columns, test=test) if is_read else held(columns, test=test)
     (found,) = fit_baselines(BinaryClassification(target()), splits)
     assert (found.name, found.skipped) == ("TF-IDF, linear", "")
     assert found.made_by == "scikit-learn LogisticRegression of TF-IDF"
     assert ((found.outputs[:, 0] > 0) == in_order(label, test)).all()
 
 
-def test_a_table_with_a_text_leaves_it_out_of_the_trees(tmp_path):
+def test_a_table_with_a_text_leaves_it_out_of_the_trees(held):
     x, label = numbers(), np.arange(ROWS) % 2
     texts = np.array([b"word%d is %d" % (n, each) for n, each in enumerate(label)], object)
-    splits = published(tmp_path, {"x": x, "note": texts, "label": label})
+    splits = held({"x": x, "note": texts, "label": label})
     found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert list(found) == ["linear", "gradient boosting"]
     assert found["gradient boosting"].made_by.endswith("Classifier, without note")
@@ -190,7 +228,7 @@ COLUMNS = {
     "constant": lambda: np.zeros(ROWS, "float32"),
     "missing": lambda: np.full(ROWS, np.nan, "float32"),
     "infinite": lambda: np.where(numbers() > 0, np.inf, -np.inf).astype("float32"),
-    "huge": lambda: (numbers() * 1e38).astype("float32"),
+    "huge": lambda: (numbers().clip(-3, 3) * 1e38).astype("float32"),
     "huge doubles": lambda: numbers().astype("float64") * 1e300,
     "ids": lambda: RANDOM.integers(-(2**62), 2**62, ROWS),
     "unsigned": lambda: RANDOM.integers(0, 2**63, ROWS).astype("uint64"),
@@ -204,31 +242,38 @@ COLUMNS = {
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
-@pytest.mark.parametrize("alone", [True, False])
-def test_no_column_fails_it(tmp_path, kind, alone):
-    x = numbers()
-    columns = {"odd": COLUMNS[kind](), "label": (x > 0).astype("int64")}
-    splits = published(tmp_path, columns if alone else {"x": x, **columns})
+def test_no_column_alone_fails_it(held, monkeypatch, kind):
+    monkeypatch.setattr(fitting, "_MOST_ITERATIONS", 5)
+    splits = held({"odd": COLUMNS[kind](), "label": (numbers() > 0).astype("int64")})
     for each in fit_baselines(BinaryClassification(target()), splits):
         assert each.skipped == ""
         assert np.isfinite(each.outputs).all()
+
+
+def test_odd_columns_do_not_hide_another_one(tmp_path):
+    x = numbers()
+    label = (x > 0).astype("int64")
+    odd = {kind: make() for kind, make in COLUMNS.items()}
+    splits = published(tmp_path, {"x": x, **odd, "label": label})
+    for each in fit_baselines(BinaryClassification(target()), splits):
+        assert each.skipped == ""
         # With 600 noise columns a linear model of 280 rows is worse.
-        if not alone and (each.name, kind) != ("linear", "vector"):
-            assert ((each.outputs[:, 0] > 0) == in_order(columns["label"])).mean() > 0.8
+        if each.name != "linear":
+            assert ((each.outputs[:, 0] > 0) == in_order(label)).mean() > 0.8
 
 
-@pytest.mark.parametrize("rows", [1, 2, 20])
-def test_few_rows(tmp_path, rows):
+@pytest.mark.parametrize("rows", [1, 20])
+def test_few_rows(held, rows):
     x = numbers(TEST + rows)
-    splits = published(tmp_path, {"x": x, "label": x})
+    splits = held({"x": x, "label": x})
     for each in fit_baselines(Regression(target(dtype="float32")), splits):
         assert each.skipped == ""
         assert each.outputs.shape == (TEST, 1)
 
 
-def test_one_class_in_training_is_said(tmp_path):
+def test_one_class_in_training_is_said(held):
     label = np.where(np.arange(ROWS) < TEST, np.arange(ROWS) % 2, 1)
-    splits = published(tmp_path, {"x": numbers(), "label": label})
+    splits = held({"x": numbers(), "label": label})
     found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert "class" in found["linear"].skipped
 
@@ -288,23 +333,23 @@ class Own(Classification):
     """A task of somebody."""
 
 
-def test_what_no_baseline_is_for(tmp_path):
+def test_what_no_baseline_is_for(held):
     columns = {"x": numbers(), "label": np.arange(ROWS) % 2}
-    splits = published(tmp_path, columns)
+    splits = held(columns)
     (found,) = fit_baselines(Own(target(num_classes=2)), splits)
     assert (found.name, found.skipped) == ("baseline", "the task is your own")
     picture = RANDOM.integers(0, 255, (ROWS, 20, 20, 3)).astype("uint8")
-    splits = published(tmp_path / "picture", {"picture": picture, "label": columns["label"]})
+    splits = held({"picture": picture, "label": columns["label"]})
     (found,) = fit_baselines(BinaryClassification(target()), splits)
     assert found.skipped == "no input is a number, a class or a text"
 
 
-def test_a_failure_is_one_line(tmp_path, monkeypatch):
+def test_a_failure_is_one_line(held, monkeypatch):
     def fails(*_, **__):
         raise MemoryError("no\nmemory")
 
     x = numbers()
-    splits = published(tmp_path, {"x": x, "label": (x > 0).astype("int64")})
+    splits = held({"x": x, "label": (x > 0).astype("int64")})
     monkeypatch.setattr("sklearn.linear_model.LogisticRegression.fit", fails)
     found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert found["linear"].skipped.startswith("MemoryError: no (")

@@ -129,6 +129,7 @@ def test_a_port_in_use(capsys, monkeypatch, options):
         assert main(flat(options)) == errors.FAILED
     line = one_line(capsys.readouterr().err)
     assert line.startswith("flotilla: ps-0 cannot serve on 127.0.0.1:")
+    assert "Address already in use" in line
     assert one_line(words(options)) == line.removeprefix("flotilla: ")
 
 
@@ -225,7 +226,7 @@ def test_what_is_no_exception_in_the_users_code_is_a_line_with_its_place(
     )
 
 
-@pytest.mark.parametrize("code", [None, 0, 5, "a text"])
+@pytest.mark.parametrize("code", [None, "a text"])
 def test_code_of_the_user_that_ends_the_process_has_failed_for_good(
     capsys, monkeypatch, options, code
 ):
@@ -276,9 +277,8 @@ def test_a_worker_without_its_dataset(capsys, monkeypatch, options):
     assert f"{options['--dataset']} is not published" in one_line(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("arguments", [["tusk"], []])
-def test_the_process_ends_with_the_code_of_a_wrong_command_line(arguments):
-    done = run(*arguments)
+def test_the_process_ends_with_the_code_of_a_wrong_command_line():
+    done = run("tusk")
     assert done.returncode == errors.USAGE
     assert one_line(done.stderr).startswith("python -m flotilla.trainer: ")
     assert done.stdout == ""
@@ -288,15 +288,6 @@ def test_the_process_ends_with_the_code_of_its_stage(options):
     done = run(*flat(options))
     assert (done.returncode, done.stdout) == (errors.USAGE, "")
     assert one_line(done.stderr).startswith("flotilla: TF_CONFIG is not set")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        done = run(*flat(options), TF_CONFIG=tf_config(port=server.getsockname()[1]))
-    assert (done.returncode, done.stdout) == (errors.FAILED, "")
-    assert "Address already in use" in one_line(done.stderr)
-
-
-def test_the_process_ends_well_where_all_is_well():
-    done = run("--help")
-    assert (done.returncode, done.stderr) == (errors.DONE, "")
 
 
 @pytest.mark.slow

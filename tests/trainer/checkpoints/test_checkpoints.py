@@ -94,6 +94,8 @@ def test_what_is_saved_comes_back(folder):
         },
     }
     assert [entry.path for entry in manifest.files] == [DATA, "variables.index"]
+    assert names(folder) == ["step-00001500"]
+    assert names(folder.with_name("scratch")) == []
     found = of(folder).newest()
     assert (found.uri, found.global_step) == (uri, 1500)
     assert restored(found) == {
@@ -113,12 +115,6 @@ def test_one_of_the_first_version_is_read(folder, tmp_path):
     assert restored(of(folder).newest())["model/dense/kernel"] == [1500.0] * 3
 
 
-def test_nothing_is_left_of_the_saving(folder):
-    save(of(folder), 10)
-    assert names(folder) == ["step-00000010"]
-    assert names(folder.with_name("scratch")) == []
-
-
 def test_the_device_is_the_one_that_is_named(folder):
     of(folder).save(variables(10), io_device="/cpu:0", fields={})
     found = of(folder).newest()
@@ -135,16 +131,13 @@ def test_a_run_that_has_not_begun_has_none(folder):
     assert str(caught.value) == f"no checkpoint is published below {storage.uri_of(folder)}"
 
 
-@pytest.mark.parametrize(
-    ("keep", "left"), [(1, [40]), (2, [30, 40]), (3, [20, 30, 40]), (9, [10, 20, 30, 40])]
-)
-def test_the_newest_are_kept(folder, keep, left):
-    saved = of(folder, keep)
+def test_the_newest_are_kept(folder):
+    saved = of(folder, keep=2)
     for step in (10, 20, 30, 40):
         save(saved, step)
-    assert names(folder) == [f"step-{step:08d}" for step in left]
+    assert names(folder) == ["step-00000030", "step-00000040"]
     listed = list_checkpoints(storage.uri_of(folder))
-    assert [step for _, step in listed] == left
+    assert [step for _, step in listed] == [30, 40]
     assert newest_checkpoint(storage.uri_of(folder)) == listed[-1]
 
 
@@ -181,23 +174,10 @@ def test_the_same_step_is_saved_once(folder):
 
 DAMAGES = {
     "a bit": lambda path: flip_a_bit(path / DATA),
-    "a file": lambda path: (path / DATA).unlink(),
-    "the end of a file": lambda path: (path / DATA).write_bytes(b"short"),
     "the manifest's text": lambda path: (path / MANIFEST).write_text("{"),
     "the manifest": lambda path: (path / MANIFEST).unlink(),
     "its schema": lambda path: (path / MANIFEST).write_text('{"schema": 99}'),
 }
-
-
-@pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_one_is_passed_over(folder, what):
-    saved = of(folder)
-    for step in (10, 20):
-        save(saved, step)
-    DAMAGES[what](folder / "step-00000020")
-    found = of(folder).newest()
-    assert found.global_step == 10
-    assert restored(found)["model/dense/kernel"] == [10.0] * 3
 
 
 def test_it_is_said_which_one_was_passed_over_and_why(folder, tmp_path, monkeypatch, caplog):
@@ -219,13 +199,15 @@ def test_it_is_said_which_one_was_passed_over_and_why(folder, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_one_is_replaced_when_its_step_comes_again(folder, what):
+def test_a_damaged_one_is_passed_over_and_replaced_when_its_step_comes_again(folder, what):
     saved = of(folder)
     for step in (10, 20):
         save(saved, step)
     DAMAGES[what](folder / "step-00000020")
     resumed = of(folder)
-    resumed.newest()
+    found = resumed.newest()
+    assert found.global_step == 10
+    assert restored(found)["model/dense/kernel"] == [10.0] * 3
     uri = save(resumed, 20, weight=5.0)
     storage.verify(uri)
     found = of(folder).newest()
@@ -233,8 +215,8 @@ def test_a_damaged_one_is_replaced_when_its_step_comes_again(folder, what):
     assert restored(found)["model/dense/kernel"] == [5.0] * 3
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_damaged_ones_ahead_push_out_nothing_that_can_be_read(folder, keep):
+def test_damaged_ones_ahead_push_out_nothing_that_can_be_read(folder):
+    keep = 2
     saved = of(folder, keep=9)
     for step in (10, 20, 30):
         save(saved, step)
@@ -407,8 +389,7 @@ def weights(model):
     return {variable.path: variable.numpy() for variable in model.variables}
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
-@pytest.mark.parametrize("name", ["softmax", "mlp", "cnn"])
+@pytest.mark.parametrize(("name", "optimizer"), [("softmax", "muon"), ("cnn", "sgd")])
 def test_a_model_gets_its_weights_back(published, tmp_path, name, optimizer):
     trained = model_of(name, seed=1)
     uri = published(trained, optimizer)
@@ -453,7 +434,6 @@ def test_it_may_be_read_again_into_the_same_folder(published, tmp_path):
     [
         ({"hidden_units": [50]}, "hidden_0/kernel is float32 [64, 100] there and float32 [64, 50]"),
         ({"hidden_units": [100, 100]}, "(it has no model/hidden_1/kernel)"),
-        ({"name": "cnn"}, "(it has no model/convolution_0/kernel)"),
     ],
 )
 def test_another_model_does_not_fit(published, tmp_path, other, said):

@@ -17,7 +17,6 @@ from flotilla.trainer.checkpoints.contents import contents
 from flotilla.trainer.cluster.lease import LeaseLostError, NoLease
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage import retry
-from flotilla.trainer.storage.errors import PASSING
 from tests.stores.faults import Fault
 from tests.trainer.checkpoints.by_parts import (
     ON_FIRST,
@@ -64,8 +63,9 @@ def test_tensorflow_itself_reads_it(tmp_path, two_servers):
     np.testing.assert_array_equal(reader.get_tensor(key), np.full([1000, 4], 3.5))
 
 
-@pytest.mark.parametrize("by_parts", [False, True])
-@pytest.mark.parametrize("read_by_parts", [False, True])
+@pytest.mark.parametrize(
+    ("by_parts", "read_by_parts"), [(False, True), (True, False), (True, True)]
+)
 def test_either_form_is_read_either_way(tmp_path, two_servers, by_parts, read_by_parts):
     made = opened(tmp_path, two_servers if by_parts else None)
     with made.flush_at_end():
@@ -169,11 +169,10 @@ def failing(number, kind, times):
     return tried, save
 
 
-@pytest.mark.parametrize("number", sorted(PASSING))
 def test_a_folder_that_does_not_answer_for_a_while_is_written_again(
-    tmp_path, two_servers, monkeypatch, number
+    tmp_path, two_servers, monkeypatch
 ):
-    tried, save = failing(number, tf.errors.UnknownError, times=3)
+    tried, save = failing(errno.ESTALE, tf.errors.UnknownError, times=3)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retry, "MAX_PAUSE", 0.02)
     monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
@@ -188,9 +187,7 @@ def test_a_folder_that_does_not_answer_for_a_while_is_written_again(
     ("number", "kind"),
     [
         (errno.ENOSPC, tf.errors.ResourceExhaustedError),
-        (errno.EDQUOT, tf.errors.ResourceExhaustedError),
         (errno.EROFS, tf.errors.PermissionDeniedError),
-        (errno.EACCES, tf.errors.PermissionDeniedError),
         (errno.EFBIG, tf.errors.OutOfRangeError),
     ],
 )
@@ -342,8 +339,6 @@ def test_parts_that_are_replaced_go_while_another_one_is_uploaded(in_bucket, gcs
 @pytest.mark.parametrize(
     ("kind", "reason", "remedy"),
     [
-        (tf.errors.ResourceExhaustedError, errno.ENOSPC, "free some space there"),
-        (tf.errors.PermissionDeniedError, errno.EROFS, "free some space there"),
         (tf.errors.UnknownError, errno.EIO, "look for errors of that disk"),
         (tf.errors.AbortedError, errno.ESTALE, "mount it again there"),
         (tf.errors.DeadlineExceededError, errno.ETIMEDOUT, "check whether its file system answers"),

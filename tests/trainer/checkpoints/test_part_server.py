@@ -81,9 +81,7 @@ def test_what_is_not_done_is_done_again(tmp_path):
         assert not answered(server, tmp_path, "b", request).error
 
 
-@pytest.mark.parametrize(
-    "prefix", ["", ".", "parts", "parts/..", "parts/../x", "x", "parts/replies"]
-)
+@pytest.mark.parametrize("prefix", ["", "parts", "parts/../x", "x", "parts/replies"])
 def test_only_parts_are_removed(tmp_path, prefix):
     server = waiting(tmp_path)
     (tmp_path / "x").mkdir()

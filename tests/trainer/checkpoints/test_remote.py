@@ -20,17 +20,16 @@ from tests.trainer.checkpoints.test_checkpoints import restored, save, variables
 ROW = {"global_step": 1500, "loss": 0.5, "seconds": 1.0}
 
 
-@pytest.fixture(params=["gs", "s3"])
-def server(request):
-    return request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+@pytest.fixture
+def server(gcs):
+    return gcs
 
 
 @pytest.fixture
-def uri(server, request):
+def uri(server):
     bucket = bucket_name()
     server.create_bucket(bucket)
-    scheme = request.node.callspec.params["server"]
-    return f"{scheme}://{bucket}/run/checkpoints"
+    return f"gs://{bucket}/run/checkpoints"
 
 
 @pytest.fixture

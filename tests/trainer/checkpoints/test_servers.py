@@ -139,7 +139,6 @@ def test_what_a_server_cannot_read_is_one_line(two_servers, monkeypatch, tmp_pat
     [
         "",
         "Socket closed",
-        "Connection reset by peer",
         "failed to connect to all addresses; last error: UNKNOWN: Connection refused",
         # This is the folder of a restarted server.
         "parts/requests/a.json; No such file or directory",

@@ -329,10 +329,6 @@ class TestOfKeras:
         assert taken == BODY | HEAD
         assert event.uri == storage.uri_of(file)
 
-    def test_a_part_is_taken(self, begin, file):
-        taken, _ = begin(net_parts(classes=5), {"from": str(file), "exclude": ["out/*"]})
-        assert taken == BODY
-
     def test_names_of_models_around_a_layer_do_not_matter(self, begin, file):
         # Keras puts the name of a new Sequential into the paths, and leaves it out where it loads.
         taken, _ = begin(net_parts(sequential=True), str(file))

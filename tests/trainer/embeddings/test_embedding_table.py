@@ -42,7 +42,10 @@ def step_of(layer, rank, _trainable):
     """Return a function that looks up ids in a graph, as a training step does."""
     dtype = tf.int64 if layer.keys == "int64" else tf.string
     signature = [tf.TensorSpec([None] * rank, dtype)]
-    return tf.function(lambda ids: layer(ids, training=True), input_signature=signature)
+    # AutoGraph is off, since it takes most of the time.
+    return tf.function(
+        lambda ids: layer(ids, training=True), input_signature=signature, autograph=False
+    )
 
 
 def trained(layer, ids):
@@ -97,7 +100,7 @@ def test_without_a_graph_it_does_the_same():
         table(4, min_count=2, max_age=6, shards=2),
     )
     random = np.random.default_rng(0)
-    for _ in range(10):
+    for _ in range(6):
         ids = random.integers(0, 8, 4)
         np.testing.assert_array_equal(trained(graph, ids), eager(tf.constant(ids), training=True))
     assert graph.metrics() == eager.metrics()
@@ -143,9 +146,8 @@ def test_a_row_of_which_a_gradient_may_be_on_its_way_stays():
     assert known(layer, [1, 2, 3]) == [False, True, True]
 
 
-@pytest.mark.parametrize("keys", KEYS)
-def test_a_row_that_the_same_batch_looks_up_is_not_given_to_another_id(keys):
-    layer = table(3, keys=keys)
+def test_a_row_that_the_same_batch_looks_up_is_not_given_to_another_id():
+    layer = table(3)
     first = trained(layer, [1, 2, 3])
     trained(layer, [2, 3])
     # The row of 1 is the least recently used one, but this batch uses it.
@@ -192,7 +194,7 @@ def test_new_rows_begin_as_those_of_the_optimizer_that_it_is_connected_with():
     for number, first in enumerate((0.5, 0.25)):
         slot = tf.Variable(tf.zeros([9, DIMENSION]))
         layer.connect(steps, lambda _, slot=slot, first=first: [(slot, first)])
-        in_graph = tf.function(lambda ids: layer(ids, training=True))
+        in_graph = tf.function(lambda ids: layer(ids, training=True), autograph=False)
         in_graph(tf.constant([number], tf.int64))
         assert np.unique(slot).tolist() == [0.0, first]
 

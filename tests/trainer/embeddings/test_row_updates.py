@@ -111,9 +111,9 @@ def test_rows_that_each_step_touches_move_as_in_keras_and_all_others_stand_still
         np.testing.assert_allclose(each, as_keras, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "args"), LAZY, ids=IDS)
-def test_a_batch_without_rows_moves_no_row(name, args):
-    optimizer, table, other = lazy(*made(name, args))
+@pytest.mark.parametrize("name", ["adam", "adagrad", "ftrl", "sgd"])
+def test_a_batch_without_rows_moves_no_row(name):
+    optimizer, table, other = lazy(*made(name, {}))
     before, (as_it_was, *_) = moved(optimizer, table, other, batches=[])
     after, (moved_too, *_) = moved(optimizer, table, other, batches=[[]])
     for one, later in zip(before, after, strict=True):
@@ -122,10 +122,9 @@ def test_a_batch_without_rows_moves_no_row(name, args):
     assert int(optimizer.iterations) == 1
 
 
-@pytest.mark.parametrize("name", ["adam", "adagrad", "ftrl", "sgd"])
-def test_another_precision_keeps_its_digits(name):
-    tables, _ = moved(*lazy(*made(name, {}, "float64")))
-    expected, _ = moved(*made(name, {}, "float64"), dense=True)
+def test_another_precision_keeps_its_digits():
+    tables, _ = moved(*lazy(*made("adam", {}, "float64")))
+    expected, _ = moved(*made("adam", {}, "float64"), dense=True)
     for table, as_keras in zip(tables, expected, strict=True):
         np.testing.assert_allclose(table[TOUCHED], as_keras[TOUCHED], rtol=1e-9)
 
@@ -145,12 +144,12 @@ def test_between_two_touches_adams_moments_stand_still_and_the_bias_is_that_of_t
     np.testing.assert_allclose(before - table.numpy()[1], step, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", LEFT)
-def test_an_optimizer_without_a_lazy_form_stays_as_it_is(name):
-    optimizer, *_ = made(name, {})
-    before = optimizer._backend_update_step, optimizer._apply_weight_decay
-    update_touched_rows(optimizer)
-    assert (optimizer._backend_update_step, optimizer._apply_weight_decay) == before
+def test_an_optimizer_without_a_lazy_form_stays_as_it_is():
+    for name in LEFT:
+        optimizer, *_ = made(name, {})
+        before = optimizer._backend_update_step, optimizer._apply_weight_decay
+        update_touched_rows(optimizer)
+        assert (optimizer._backend_update_step, optimizer._apply_weight_decay) == before, name
 
 
 def test_what_is_derived_from_one_keeps_its_own_formula():

@@ -25,7 +25,9 @@ def in_graph(layer):
     def looked_up(ids):
         return layer(ids, training=True)
 
-    return tf.function(looked_up, input_signature=[tf.TensorSpec([None], tf.int64)])
+    return tf.function(
+        looked_up, input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False
+    )
 
 
 class Truth:
@@ -212,7 +214,7 @@ def test_a_lookup_of_an_earlier_step_makes_no_row_older():
 def test_the_step_is_read_when_the_ids_are_there():
     layer, steps = table(8, shards=2), tf.Variable(0, dtype=tf.int64)
     layer.connect(steps, lambda _: [])
-    step = tf.function(lambda ids: layer(ids, training=True))
+    step = tf.function(lambda ids: layer(ids, training=True), autograph=False)
     graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
     handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
     reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
@@ -223,7 +225,7 @@ def test_the_step_is_read_when_the_ids_are_there():
 @pytest.mark.parametrize("keys", KEYS)
 def test_threads_that_bring_the_same_new_ids_make_one_row_of_each(keys):
     layer = table(400, shards=2, keys=keys)
-    step = tf.function(lambda ids: layer(ids, training=True))
+    step = tf.function(lambda ids: layer(ids, training=True), autograph=False)
     batches = [ids_of(layer, np.arange(n, n + 100)) for n in range(0, 100, 20)]
     step(batches[0])
     begun = threading.Barrier(2)
@@ -350,7 +352,7 @@ def before(op):
 def test_a_worker_that_dies_leaves_no_id_a_slot_that_is_free(keys):
     layer, slot = table(8, keys=keys), tf.Variable(tf.zeros([9, DIMENSION]))
     layer.connect(tf.Variable(0, dtype=tf.int64), lambda _: [(slot, 0.0)])
-    step = tf.function(lambda ids: layer(ids, training=True))
+    step = tf.function(lambda ids: layer(ids, training=True), autograph=False)
     graph = step.get_concrete_function(tf.TensorSpec([None], keys)).graph
 
     found = branch_with(graph, "LookupTableInsertV2")

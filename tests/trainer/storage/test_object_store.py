@@ -25,7 +25,7 @@ from tests.stores.fixtures import bucket_name
 from tests.stores.link import FAULTS, PARTIAL, Link, link
 from tests.stores.s3_server import S3Server
 
-from .conftest import FILES, Make, content, left_over, path_of, start
+from .conftest import EVERY, FILES, Make, content, left_over, path_of, start
 from .places import BucketPlace, Place, fetched
 
 VARIABLES = {"gs": "STORAGE_EMULATOR_HOST", "s3": "AWS_ENDPOINT_URL"}
@@ -99,7 +99,7 @@ def test_every_operation_outlives_an_outage(
     assert bucket.content(uri) == {}
 
 
-@pytest.mark.parametrize("fault", sorted(set(FAULTS) - set(PARTIAL)))
+@pytest.mark.parametrize("fault", sorted(set(FAULTS) - set(PARTIAL))[:2])
 def test_an_outage_that_lasts_is_one_line(
     bucket: BucketPlace, wire: Link, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -237,7 +237,7 @@ def publisher(sources: list[Path], uri: str) -> Callable[[int], object]:
 @pytest.mark.parametrize("left", [False, True])
 def test_many_publish_the_same_at_once(make: Make, root: str, left: bool) -> None:
     source = make()
-    for number in range(20):
+    for number in range(5):
         uri = f"{root}/{number}"
         if left:
             make(str(path_of(uri)), {"left": b"half"})
@@ -249,7 +249,7 @@ def test_many_publish_the_same_at_once(make: Make, root: str, left: bool) -> Non
 @pytest.mark.parametrize("left", [False, True])
 def test_many_publish_different_things_and_one_wins(make: Make, root: str, left: bool) -> None:
     sources = [make(f"source-{n}", {"a": b"%d" % n, f"own-{n}": b""}) for n in range(6)]
-    for number in range(20):
+    for number in range(5):
         uri = f"{root}/{number}"
         if left:
             make(str(path_of(uri)), {"left": b"half"})
@@ -261,9 +261,8 @@ def test_many_publish_different_things_and_one_wins(make: Make, root: str, left:
     assert left_over(path_of(root)) == []
 
 
-@pytest.mark.parametrize("same", [False, True])
-def test_two_processes_publish_at_once(make: Make, root: str, same: bool) -> None:
-    sources = [make("one", {"a": b"1"}), make("two", {"a": b"1" if same else b"2"})]
+def test_two_processes_publish_at_once(make: Make, root: str) -> None:
+    sources = [make("one", {"a": b"1"}), make("two", {"a": b"2"})]
     uri = storage.join(root, "a")
     processes = [start(PUBLISH_AT_A_LINE, str(source), uri) for source in sources]
     for process in processes:
@@ -275,7 +274,7 @@ def test_two_processes_publish_at_once(make: Make, root: str, same: bool) -> Non
         process.stdin.flush()
     for process in processes:
         process.communicate()
-    assert sorted(process.returncode for process in processes) == ([0, 0] if same else [0, 3])
+    assert sorted(process.returncode for process in processes) == [0, 3]
     storage.verify(uri)
 
 
@@ -306,7 +305,7 @@ def test_publishing_and_deleting_at_once(make: Make, root: str) -> None:
     source, uri = make(), storage.join(root, "a")
 
     def act(number: int) -> None:
-        for _ in range(20):
+        for _ in range(5):
             if number % 2:
                 storage.delete(uri)
             else:
@@ -326,6 +325,7 @@ def try_to_publish(source: Path, uri: str) -> None:
         return
 
 
+@EVERY
 def test_of_many_that_create_one_file_one_does(place: Place, tmp_path: Path) -> None:
     uri = storage.join(place.root, "a", "file")
     barrier = threading.Barrier(6)
@@ -446,11 +446,9 @@ def test_a_fetch_outlives_faults(
     assert bucket.plan.faults[0].times == 0
 
 
-@pytest.mark.parametrize("method", ["GET", "PUT", "POST", "DELETE", "HEAD"])
-def test_each_kind_of_request_is_asked_again(
-    make: Make, bucket: BucketPlace, uri: str, method: str
-) -> None:
-    bucket.plan.add(Fault(503, method=method, times=3, every=2))
+def test_each_kind_of_request_is_asked_again(make: Make, bucket: BucketPlace, uri: str) -> None:
+    methods = ("GET", "PUT", "POST", "DELETE", "HEAD")
+    bucket.plan.add(*(Fault(503, method=each, times=2, every=2) for each in methods))
     storage.write_bytes(uri + ".jsonl", b"1")
     assert storage.read_bytes(uri + ".jsonl") == b"1"
     storage.publish(make(), uri, kind="x")

@@ -23,17 +23,12 @@ def unfit(probe):
     return caught.value
 
 
-def test_a_place_that_is_fit_holds_nothing_afterwards(place):
-    probe = Probe(place.root)
-    probe.examine()
-    assert not probe.is_left
-    assert place.content(place.root) == {}
-
-
 def test_what_is_there_stays(place):
     other = storage.join(place.root, "other")
     place.put(other, b"mine")
-    Probe(place.root).examine()
+    probe = Probe(place.root)
+    probe.examine()
+    assert not probe.is_left
     assert place.content(place.root) == {"other": b"mine"}
 
 

@@ -13,7 +13,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.local import FileStore
 from flotilla.trainer.storage.object_store import ObjectStore
 
-from .conftest import FILES, Make, content, left_over
+from .conftest import EVERY, FILES, Make, content, left_over
 from .places import BucketPlace, FilePlace, Place
 
 
@@ -63,6 +63,7 @@ def test_an_empty_folder_is_filled_and_an_empty_one_published(
     assert (tmp_path / "of nothing").is_dir()
 
 
+@EVERY
 def test_what_is_right_is_kept_and_the_rest_is_mended(
     uri_published: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer import storage
@@ -24,6 +24,7 @@ def test_a_path_survives_the_way_to_a_uri_and_back(names: list[str]) -> None:
     assert " " not in uri
 
 
+@settings(max_examples=20)
 @given(st.lists(_names, min_size=1, max_size=4), _names)
 def test_join_is_the_slash_of_paths(names: list[str], last: str) -> None:
     path = Path("/", *names)
@@ -69,11 +70,10 @@ def test_join(uri: str, parts: tuple[str, ...], expected: str) -> None:
     ["file:///a", "file:///a%20b", "gs://bucket", "gs://bucket/k",
      "minio://bucket/p?endpoint=http://h:9&disableSSL=true"],
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["x", "a b", "what?", "100%"])
-def test_the_parent_is_what_a_name_was_joined_to(uri: str, name: str) -> None:
-    below = storage.join(uri, name)
-    assert storage.parent_of(below) == uri
-    assert storage.name_of(below) == name
+def test_the_parent_is_what_a_name_was_joined_to(uri: str) -> None:
+    for name in ("x", "a b", "what?", "100%"):
+        below = storage.join(uri, name)
+        assert (storage.parent_of(below), storage.name_of(below)) == (uri, name)
 
 
 @pytest.mark.parametrize("part", ["", "/a", "a/", "a//b", "..", "a/../b", "."])

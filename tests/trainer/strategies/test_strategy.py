@@ -1,6 +1,5 @@
 """The common parts of strategies: gradients, the counter, variables, and their creation."""
 
-import inspect
 import json
 import threading
 from functools import partial
@@ -28,7 +27,7 @@ from flotilla.trainer.strategies.strategy import (
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.objectives import cross_entropy
-from tests.trainer.plain import Plain, dense, examples, problem_of
+from tests.trainer.plain import Plain, dense, examples
 
 
 def built(optimizer="adam", model=dense, **args):
@@ -41,18 +40,6 @@ def built(optimizer="adam", model=dense, **args):
 
 def linear(**options):
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(3, name="logits", **options)])
-
-
-def test_the_interface_asks_for_five_things():
-    assert Strategy.__abstractmethods__ == {
-        "build",
-        "run",
-        "global_step",
-        "variables",
-        "learning_rate",
-    }
-    assert Strategy.io_device is None
-    assert inspect.isabstract(Strategy)
 
 
 def test_what_a_strategy_gets_before_it_is_built():
@@ -179,7 +166,7 @@ def test_variables_stand_under_their_paths():
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_no_variable_of_an_optimizer_is_forgotten(name):
-    model, optimizer = built(name)
+    model, optimizer = built(name, linear)
     named = checkpoint_variables(model, optimizer)
     kept = {id(variable) for variable in named.values()}
     left = [each.path for each in optimizer.variables if id(each.value) not in kept]
@@ -192,15 +179,6 @@ def test_the_same_configuration_gives_the_same_paths():
     assert {path: variable.shape for path, variable in first.items()} == {
         path: variable.shape for path, variable in second.items()
     }
-
-
-def test_a_strategy_made_of_these_parts_learns():
-    strategy = Plain()
-    strategy.build(problem_of(rate=0.05)(0))
-    first = strategy.run(5).loss
-    assert strategy.run(200).loss < first / 2
-    assert strategy.global_step() == 205
-    assert strategy.learning_rate() == pytest.approx(0.05)
 
 
 CLUSTER = Cluster(addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3",)})
@@ -273,13 +251,10 @@ def test_a_users_own(own):
     [
         ("{own}_absent:Good", "cannot import {own}_absent: ModuleNotFoundError: No module"),
         ("{own}:Absent", "{own} has no Strategy 'Absent'"),
-        ("{own}", "{own} has no Strategy ''"),
-        (":Good", "cannot import : "),
         (".own:Good", "cannot import .own: "),
         ("{own}_broken:Good", "cannot import {own}_broken: SyntaxError: invalid syntax"),
         ("{own}_failing:Good", "cannot import {own}_failing: RuntimeError: first ("),
         ("{own}:Unrelated", "'{own}:Unrelated' is not a subclass of Strategy"),
-        ("{own}:value", "'{own}:value' is not a subclass of Strategy"),
         (
             "{own}:Former",
             "'{own}:Former' sets spares_workers; instead, set capabilities = Capabilities(",

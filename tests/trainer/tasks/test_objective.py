@@ -139,10 +139,9 @@ class TestProbabilities:
         found.from_probabilities = True
         assert np.isfinite(found.outputs(tf.constant([[1.0, 0.0, 0.0]]))).all()
 
-    @pytest.mark.parametrize("named", ["sparse_categorical_crossentropy", "CategoricalHinge"])
     @pytest.mark.parametrize("activation", [None, "softmax"])
-    def test_a_loss_by_name_takes_what_the_model_gives(self, named, activation):
-        found = accepted(net(activation), loss=named)
+    def test_a_loss_by_name_takes_what_the_model_gives(self, activation):
+        found = accepted(net(activation), loss="sparse_categorical_crossentropy")
         assert found.task.from_probabilities == (activation == "softmax")
 
     def test_the_configured_loss_goes_before_the_compiled_one(self):
@@ -161,7 +160,6 @@ def last(layer):
     [
         lambda: net("softmax"),
         lambda: net("softmax", loss=LOGITS(from_logits=True)),
-        lambda: last(keras.layers.Softmax()),
         lambda: last(keras.layers.Activation("softmax")),
         lambda: last(keras.ops.softmax),
         lambda: keras.Sequential([keras.Input((2,)), net("softmax")]),
@@ -311,16 +309,12 @@ def own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reported", "direction"),
     [
-        ("accuracy", "accuracy", "higher"),
         ("AUC", "auc", "higher"),
         ("mae", "mae", "lower"),
-        ("mean_absolute_error", "mean_absolute_error", "lower"),
         ("RootMeanSquaredError", "root_mean_squared_error", "lower"),
-        ("r2_score", "r2_score", "higher"),
         ("sparse_categorical_crossentropy", "sparse_categorical_crossentropy", "lower"),
         ("false_positives", "false_positives", None),
         ("cosine_similarity", "cosine_similarity", "higher"),
-        ("kl_divergence", "kl_divergence", "lower"),
     ],
 )
 def test_a_metric_of_keras_has_its_name_and_direction(name, reported, direction):
@@ -345,7 +339,6 @@ def test_metrics_and_losses_of_the_users_own():
     [
         ("acuracy", "task.metrics: no metric 'acuracy'; did you mean 'accuracy'?"),
         ("xyzzy", "task.metrics: no metric 'xyzzy' (a name of keras.metrics, or package.module:"),
-        ("Mean", "task.metrics: no metric 'Mean'"),
         ("MeanIoU", "task.metrics: MeanIoU cannot be created without arguments: TypeError: "),
         ("own_named:thrid", "task.metrics: own_named has no metric 'thrid'; did you mean 'third'?"),
         ("own_named:NUMBER", "task.metrics: own_named:NUMBER is a int, not a metric"),

@@ -16,14 +16,12 @@ from flotilla.trainer.training import recovery
 from flotilla.trainer.training.loop import Hooks, Pace
 from tests.trainer.counting import Counting, config_of, nothing
 
-METRICS = {"global_step", "loss", "learning_rate", "steps_per_second", "seconds"}
-
 
 def measured(strategy):
     return {"loss": 1 / strategy.global_step(), "accuracy": 0.5}
 
 
-@pytest.mark.parametrize("steps", [1, 9, 10, 11, 25, 100])
+@pytest.mark.parametrize("steps", [1, 10, 25])
 def test_it_trains_exactly_as_long_as_was_asked(run, steps):
     assert run.train(steps=steps, keep=100) == steps
     assert run.steps()[-1] == steps
@@ -37,15 +35,9 @@ def test_there_are_checkpoints_at_the_start_at_every_boundary_and_at_the_end(run
     assert [run.weight(step) for step in run.steps()] == [0, 5, 10, 15, 17.5]
 
 
-def test_the_end_on_a_boundary_is_saved_once(run):
-    run.train(steps=20, keep=100)
-    assert [each.global_step for each in run.events(CheckpointPublished)] == [0, 10, 20]
-
-
-@pytest.mark.parametrize(("keep", "left"), [(1, [35]), (2, [30, 35]), (3, [20, 30, 35])])
-def test_only_the_newest_are_kept(run, keep, left):
-    run.train(steps=35, keep=keep)
-    assert run.steps() == left
+def test_only_the_newest_are_kept(run):
+    run.train(steps=35, keep=2)
+    assert run.steps() == [30, 35]
 
 
 def test_checkpoints_by_the_clock_and_by_steps(run):
@@ -129,10 +121,8 @@ def losses(*values):
     ("patience", "values", "reached"),
     [
         (1, [3, 2, 2, 1, 1, 1], 30),
-        (2, [3, 2, 2, 1, 1, 1], 60),
         (2, [3, 4, 5, 1, 1, 1], 30),
         (2, [3, 4, 2, 3, 1, 4], 60),
-        (3, [3, 4, 5, 6, 1, 1], 40),
         (0, [3, 4, 5, 6, 7, 8], 60),
     ],
 )
@@ -190,7 +180,9 @@ def test_progress_is_emitted_during_training(run):
     assert [each.global_step for each in progress] == [10, 20]
     assert {each.steps for each in progress} == {20}
     assert progress[-1].seconds_left == 0.0
-    assert run.events(CheckpointPublished)[-1].uri.endswith("step-00000020")
+    published = run.events(CheckpointPublished)
+    assert [each.global_step for each in published] == [0, 10, 20]
+    assert published[-1].uri.endswith("step-00000020")
 
 
 training = st.builds(

