@@ -140,7 +140,7 @@ class Heartbeat:
         return str(lease["metadata"].get("resourceVersion", ""))
 
     def _take(self) -> None:
-        """Create the lease, or take over that of an earlier launcher."""
+        """Create the lease, or take over the lease of an earlier launcher."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 self._try_to_take()

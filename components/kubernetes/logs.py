@@ -186,7 +186,7 @@ class Logs:
 
 
 class EventRelay:
-    """Relays the events in the leading task's log; `traceback` is that of the user's code."""
+    """Relays the events in the leading task's log; `traceback` comes from the user's code."""
 
     def __init__(
         self, on_progress: Callable[[], None], on_published: Callable[[int], None]
@@ -214,7 +214,7 @@ class EventRelay:
             events.emit(replace(event, time=events.now()))
         elif line := self._lines.take(event):
             if isinstance(event, events.Progress):
-                # The progress of the step is that of its leading task.
+                # The leading task determines the progress of the step.
                 events.emit(convert_to_work(event), in_log=line)
             else:
                 log.info("%s", line)

@@ -51,7 +51,7 @@ from flotilla.trainer.runtime.output import stamps, streams
 from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
 
-# A runner that was asked to stop sets this variable; only the exit step then does its work.
+# A runner that was requested to stop sets this variable; then only the exit step does its work.
 STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
 # A failing operation has already been retried until its deadline, which is minutes for a store.
@@ -190,7 +190,7 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
     try:
         check_variables()
         with _interruptible(course.note_request):
-            # The exit step does its work even if the run was asked to stop.
+            # The exit step does its work even if the run was requested to stop.
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
@@ -247,7 +247,7 @@ class _Course:
         self.state = RunState()
 
     def note_request(self) -> None:
-        """Record that the stage was asked to stop."""
+        """Record that the stage was requested to stop."""
         self.is_asked_to_end = True
 
     def begin(self) -> None:
@@ -350,7 +350,7 @@ def _interruptible(note: Callable[[], None]) -> Iterator[None]:
 
     def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
         note()
-        # Libraries catch every `Exception`, and replace its message or continue.
+        # Libraries catch every `Exception`, and would replace its message or continue.
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

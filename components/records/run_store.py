@@ -79,8 +79,8 @@ def find_pipeline_root(artifact: str, kfp_run_id: str) -> str:
 def choose_output(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
     """Return the URI at which to publish the output made from `source`.
 
-    Its name combines that of `source` with a digest of all other inputs, so that a run that is
-    resumed with another policy or format publishes at another URI.
+    Its name combines the name of `source` with a digest of all other inputs, so that a run that
+    resumes with another policy or format publishes at another URI.
     """
     name = storage.name_of(source)
     digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
@@ -111,7 +111,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def folder_of_run() -> AbstractContextManager[Path]:
-    """Yield the run's folder on this machine: that of the command line, or a temporary one."""
+    """Yield the run's folder on this machine: the command line's, or a temporary one."""
     folder = os.environ.get(RUN_FOLDER)
     return nullcontext(Path(folder)) if folder else scratch_folder()
 

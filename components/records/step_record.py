@@ -39,8 +39,8 @@ from flotilla.trainer.storage.retry import run_parallel, shorter_retry
 log = logging.getLogger(__name__)
 # The events from which the records and the outcome of a run are made.
 OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
-# Seconds for which requests to a store are retried before a step continues without its record. A
-# step that is asked to stop has about a second.
+# The seconds for which requests to a store are retried before a step continues without its record.
+# A step that is requested to stop has about a second.
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed, or user code ended the process; see pipeline.log"
 _KILLED_POD = (
@@ -334,7 +334,7 @@ def _read_record(uri: str) -> StepRecord | None:
 def harmless(what: str) -> Iterator[list[Exception]]:
     """Log store failures in this block to standard error, and raise none of them."""
     failed: list[Exception] = []
-    # The step must report its end, whatever fails here.
+    # The step must report its end despite any errors here.
     try:
         with shorter_retry(_RETRY_SECONDS):
             yield failed

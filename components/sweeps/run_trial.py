@@ -74,7 +74,7 @@ def run_step(call: Mapping[str, Any]) -> str:
     except ConfigError as error:
         trial = replace(trial, status=FAILED, error=str(error))
     except SystemExit as ended:
-        # The stage has reported its error: the whole run was asked to stop.
+        # The stage has reported its error: the whole run was requested to stop.
         if ended.code == INTERRUPTED:
             raise
         record = _find_record(root, trial.run_id)

@@ -187,7 +187,7 @@ class Display(LiveView):
         self._left = TimeLeft()
         what = event.step
         if what == FIRST_STAGE and what in self._ended:
-            # This stage runs in parallel with the next stages, and its mistakes count as those of
+            # This stage runs in parallel with the next stages, and its errors count as errors of
             # the first stage.
             what = "the check of the configuration"
         self._ended.append(event.step)
@@ -382,7 +382,7 @@ class SweepDisplay(LiveView):
             total=len(trials),
             share=min(share, 0.999),
             seconds=seconds,
-            # The first seconds, before training starts, say nothing about the rate.
+            # The first seconds, before training starts, do not show the rate.
             seconds_left=(1 - share) * seconds / gain if gain > _LITTLE and share < 1 else -1.0,
             detail="  ".join(parts),
         )

@@ -352,7 +352,7 @@ def _run(
             [sys.executable, "-m", "flotilla.pipelines.replay.replay", str(folder)],
             env=_environment(recorded, folder, debug=debug),
             stdin=None if debug else subprocess.DEVNULL,
-            # Standard output is that of the command.
+            # Standard output belongs to the command.
             stdout=log or sys.__stderr__,
             stderr=log,
             start_new_session=not debug,
@@ -415,7 +415,7 @@ def main() -> None:
     # A bug of Flotilla is raised unchanged.
     except (Exception, SystemExit) as error:
         cause = error.__context__ if isinstance(error, SystemExit) else error
-        # A user who ends a replay does not want its traceback.
+        # A user who ends a replay does not need its traceback.
         if tree["debug"] and cause and not isinstance(cause, RunInterruptedError):
             post_mortem(cause)
         raise
@@ -429,7 +429,7 @@ def _call(step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], fo
         given[name] = OutputArtifact(str(said.get("uri", "")), place / name)
         if said.get("tree") is not None:
             (place / name).write_text(json.dumps(said["tree"]), encoding="utf-8")
-    # An output path is a file here.
+    # An output path is a file on this machine.
     given |= {name: str(place / name) for name in given if name == "decision_uri"}
     call = getattr(import_module(f"flotilla.components.{step}"), step).python_func
     taken = inspect.signature(call).parameters
@@ -440,7 +440,7 @@ def post_mortem(error: BaseException) -> None:
     """Open pdb at the innermost frame of the user's code in an error, or where it was raised."""
     trace: TracebackType | None = None
     for frame, line in reversed(find_frames(error)):
-        # Frames below the user's code are left out, since pdb begins at the last frame.
+        # Leave out frames below the user's code, because pdb begins at the last frame.
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     if trace is None:
         return
@@ -537,7 +537,7 @@ def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     newest = {each.step: each for each in records}
     found = _make_step(storage.uri_of(folder), run, step, list(newest.values()))
     pinned = folder / PINNED
-    # The root is that of the run, which may be elsewhere.
+    # The storage root of the run may be elsewhere.
     return replace(found, source=found.root, pinned=pinned if pinned.is_file() else None)
 
 

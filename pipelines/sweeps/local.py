@@ -57,7 +57,7 @@ from flotilla.trainer.tracking.tracker import LocalRun
 
 OnTrial = Callable[[Sweep, Trial], None]
 OnEvent = Callable[[Trial, Event], None]
-# The maximum number of seconds until a stop request is passed on.
+# The maximum number of seconds until a stop request reaches the trials.
 LOOK_SECONDS = 0.2
 #: The configuration of the best trial, in the folder of a sweep.
 BEST = "best.yaml"
@@ -344,7 +344,7 @@ class _Workers:
             self._running[pool.submit(self._run, trial)] = trial
 
     def _run(self, trial: Trial) -> RunResult:
-        """Train a trial to the steps of its rung, in its thread."""
+        """Train a trial to the steps of its rung; called in a thread of the pool."""
         self._preparing.acquire()
         is_held = True
 

@@ -131,7 +131,7 @@ def _why(error: Exception) -> str:
 class _Chosen:
     """The baselines of a task, their features, and the number of rows to predict.
 
-    `decides` says whether they decide by a threshold.
+    `decides`: whether they decide by a threshold.
     """
 
     ways: Sequence[_Way]

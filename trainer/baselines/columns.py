@@ -120,7 +120,7 @@ class Columns:
         return np.column_stack([np.zeros(rows.count), *found, *codes])
 
     def are_categories(self, columns: int) -> Array:
-        """Say which columns of `trees` are categories: the last ones."""
+        """Return which columns of `trees` are categories: the last ones."""
         return np.arange(columns) >= columns - len(self._categories)
 
     def _all_numbers(self, rows: Rows) -> Floats:

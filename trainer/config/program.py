@@ -31,7 +31,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HIDDEN = "(hidden)"
 # Names that the program gets from the cluster.
 _GIVEN = re.compile(r"TF_CONFIG|FLOTILLA_\w*")
-#: Keys of the own trainer, by section, that mean nothing to a program; so are those of the model.
+#: Keys of the built-in trainer, by section, that a program does not use, nor the model's keys.
 _OWN = {
     "training": (
         "accumulate", "optimizer", "schedule", "pull_every", "replicas_to_aggregate",
@@ -167,9 +167,9 @@ def describe_program(config: Mapping[str, Any]) -> str:
 
 
 def count_tasks(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of tasks of each role by a configuration in plain words, the chief last.
+    """Return the number of tasks of each role from a configuration as plain data, the chief last.
 
-    Raises `KeyError`, `TypeError` or `ValueError` if it lacks what says it.
+    Raises `KeyError`, `TypeError` or `ValueError` if the fields are missing or wrong.
     """
     roles = own_roles(config)
     if roles:
@@ -181,7 +181,7 @@ def count_tasks(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def own_roles(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the roles that a configuration's program sets; empty if the strategy says them."""
+    """Return the roles that a configuration's program sets; empty if the strategy sets them."""
     program = config.get("program")
     own = program.get("roles") if isinstance(program, Mapping) and program.get("command") else None
     return own if isinstance(own, Mapping) else {}

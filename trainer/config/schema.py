@@ -341,7 +341,7 @@ class Config(Section):
 
     @property
     def topology(self) -> Topology:
-        """The roles of this run: those of the program, else those of the strategy."""
+        """The roles of this run, from the program or the strategy."""
         own = self.program.topology() if self.program.command else None
         return own or find_topology(self.training.strategy)
 

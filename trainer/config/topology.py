@@ -59,7 +59,7 @@ class Cluster:
 def from_tf_config(text: str) -> tuple[Cluster, Task]:
     """Parse TF_CONFIG into the cluster and this process's task; raises `ConfigError`.
 
-    The evaluator is left out of the cluster, since TensorFlow would wait for it for ever.
+    The cluster excludes the evaluator, because TensorFlow would wait for it forever.
     """
     if not text.strip():
         raise ConfigError(

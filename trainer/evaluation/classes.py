@@ -1,4 +1,4 @@
-"""Whether a model loses a class that the champion finds: recall by class, on the same examples.
+"""The check that a model loses no class that the champion finds: recall by class.
 
 The champion finds a class if its recall is significantly above chance. A model keeps the class if
 the loss of recall is within the margin by Tango's interval. Each class is tested at the full

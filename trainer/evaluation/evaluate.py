@@ -128,7 +128,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
 def _read_training_columns(
     spec: DatasetSpec, columns: Sequence[str], dataset: str, scratch: Path
 ) -> Iterator[dict[str, Any]]:
-    """Read columns of the training split; of a large split, only those of some shards."""
+    """Read columns of the training split; of a large split, read only some shards."""
     few = -(-spec.examples(TRAIN) // _MOST_LEARNT)
     files = stage_shards(dataset, scratch / TRAIN, TRAIN, of=min(few, len(spec.files(TRAIN))))
     yield from read_columns(spec, files, columns)

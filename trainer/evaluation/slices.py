@@ -19,7 +19,7 @@ from flotilla.trainer.tasks.objective import Objective, select_rows
 MOST_VALUES = 20
 # Maximum number of distinct values that are counted; values that appear later get no slice.
 _MOST_COUNTED = 1 << 16
-# Maximum of examples times outputs in the tallies: a quarter of a gigabyte.
+# The maximum of examples times outputs in the tallies: a quarter of a gigabyte.
 _MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
 OTHER = "(other)"
 

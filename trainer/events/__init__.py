@@ -73,7 +73,7 @@ class RunEnd(Event):
 
 
 class Interrupted(Event):
-    """A local run was asked to stop: it starts no more steps, except the exit step."""
+    """A local run was requested to stop: it starts no further steps, except the exit step."""
 
 
 class StepBegin(Event):

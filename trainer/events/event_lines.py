@@ -98,7 +98,7 @@ def format_event(event: Event) -> str:
 def format_metrics(progress: Progress) -> str:
     """Return loss, speed and, if known, the time left."""
     left = f"  {duration(progress.seconds_left)} left" if progress.seconds_left >= 0 else ""
-    # A user's own program may say no loss.
+    # A user's own program may report no loss.
     loss = f"loss {progress.loss:.4g}  " if progress.loss else ""
     return f"{loss}{progress.steps_per_second:.0f} steps/s{left}"
 
@@ -123,7 +123,7 @@ def is_first_stretch(progress: Progress) -> Progress:
 
 
 def convert_to_work(progress: Progress) -> WorkProgress:
-    """Convert the progress of training to that of generic work."""
+    """Convert the progress of training to generic progress."""
     loss = f"loss {progress.loss:.4g}" if progress.loss else ""
     return WorkProgress(
         what="training",

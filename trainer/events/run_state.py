@@ -103,7 +103,7 @@ class RunState:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the run was asked to end."""
+        """Return whether the run was requested to end."""
         return events.Interrupted in self._newest
 
     @property

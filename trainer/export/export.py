@@ -190,7 +190,7 @@ def _write_forms(
 
 
 def _list_formats(config: Config, trained: TrainedModel) -> list[str]:
-    """Return the formats without one that cannot hold the program's model."""
+    """Return the formats that can hold the program's model."""
     if not is_saved_model(trained.described):
         return list(config.export.formats)
     return [form for form in config.export.formats if form != "keras"]

@@ -275,7 +275,7 @@ class FoundAndRanked(keras.layers.Layer):
 class Recommender(keras.Model):
     """A model whose last layer is `FoundAndRanked`."""
 
-    # The attribute is that of Keras's functional models, so that the model is saved like one.
+    # Keras's functional models have this attribute, so that the model is saved like one.
     def __init__(self, inputs: Any, outputs: Any, name: str | None = None, **kwargs: Any) -> None:
         """Take symbolic inputs and outputs."""
         super().__init__(inputs, outputs, name=name, **kwargs)

@@ -1,7 +1,7 @@
 """Fused updates: one operation per variable, if TensorFlow has a kernel for the optimizer.
 
 Keras implements Adam as thirty small operations per variable. A kernel passes over the values once,
-and locks the variable meanwhile, so that each dense update is atomic.
+with the variable locked, so that each dense update is atomic.
 """
 
 from __future__ import annotations

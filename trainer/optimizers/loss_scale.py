@@ -34,9 +34,9 @@ class _Value(NamedTuple):
 
 
 class LossScale:
-    """The scale, the number of gradients, and the one at which it last changed: state of a model.
+    """The scale, the number of gradients, and the number at the last change: state of a model.
 
-    The number is added to, and the others are assigned, so that the count is exact if workers race.
+    The number is incremented and the others are assigned: the count is exact if workers race.
     """
 
     def __init__(self, *, gradients: int = 1, **options: Any) -> None:

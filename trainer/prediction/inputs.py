@@ -81,11 +81,7 @@ class FileExamples(Examples):
     """The rows of files of one format."""
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
-        """List the files; copies of remote ones are in `scratch` meanwhile.
-
-        Raises:
-            UserError: there are no files, or several formats.
-        """
+        """List the files, and keep copies of remote files in `scratch`; raises `UserError`."""
         self._model, self._request = model, request
         self._broken = BrokenRows()
         self._total = 0

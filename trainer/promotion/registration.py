@@ -78,7 +78,7 @@ def register(request: Request, scratch: Path) -> Registration:
         try:
             return _register(request, scratch)
         except registry.PromotionLostError as lost:
-            # Another run was promoted meanwhile; the loop ends when no further run is promoted.
+            # Another run was promoted; the loop ends when no further run is promoted.
             _log.info("%s: comparing with the new champion", lost)
 
 

@@ -302,12 +302,12 @@ def register(
     _name(root, name)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
         copy = Path(folder) / "model"
-        # The model is signed again below, so the earlier signature is left out.
+        # The model is signed again below, without the earlier signature.
         signing.fetch(model, copy, there, only=lambda _: True)
         served = copy / there.fields["saved_model"]
         while True:
             if _claim(root, name, "versions", number, source) != source:
-                # Another run has registered this number meanwhile.
+                # Another run has registered this number.
                 number += 1
                 continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")

@@ -319,7 +319,7 @@ def _reasons(facts: Facts) -> list[str]:
 
 
 def list_rules(facts: Facts) -> list[dict[str, Any]]:
-    """Return the rules of the gate, then those of the registry."""
+    """Return the rules of the gate, then the rules of the registry."""
     registered = facts.get("registered") or {}
     return [*_rows(facts, "rules"), *_rows(registered, "rules")]
 

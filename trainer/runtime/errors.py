@@ -65,7 +65,7 @@ class ConfigError(UserError):
 
 
 def error_for_exit(code: int | None) -> type[UserError]:
-    """Return the class of the error to raise after a task has ended with this exit code."""
+    """Return the class of the error to raise after a task has ended with this code."""
     return {TRY_AGAIN: TransientError, USAGE: ConfigError}.get(code or DONE, UserError)
 
 

@@ -1,4 +1,4 @@
-"""Signs models by OpenSSF model signing, and verifies that a model is as its manifest says.
+"""Signs models by OpenSSF model signing, and verifies that a model matches its manifest.
 
 `model.sig` is a Sigstore bundle over the names and SHA-256 digests of all other files. It is made
 with a private key on an elliptic curve; no online service is used. `signed_fields.json` is one of
@@ -110,7 +110,7 @@ def fetch(uri: str, folder: Path, manifest: Manifest, only: Callable[[str], bool
 def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
     """Raise `Corrupt` unless a server would load the SavedModel of the manifest.
 
-    A server loads the highest number in the folder that it watches, whatever the manifest says.
+    A server loads the highest number in the folder that it watches, regardless of the manifest.
     """
     place = manifest.fields.get("saved_model")
     if not isinstance(place, str) or not any(_is_below(each, place) for each in manifest.files):
@@ -268,7 +268,7 @@ def write_provenance(folder: Path, name: str, lineage: Mapping[str, Any], create
 def _statement(
     subjects: list[dict[str, Any]], name: str, lineage: Mapping[str, Any], created: str
 ) -> dict[str, Any]:
-    """Return the statement; fields that are missing from the lineage are left out."""
+    """Return the statement, without fields that the lineage lacks."""
     config = {"name": name, "configuration": lineage.get("config", "")}
     return {
         "_type": STATEMENT,

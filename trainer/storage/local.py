@@ -427,7 +427,7 @@ def _lock_holder(descriptor: int) -> str:
 
 
 def _unlock(descriptor: int) -> None:
-    # If the descriptor were only closed, a child that was forked meanwhile would keep the lock.
+    # If the descriptor were only closed, a forked child would keep the lock.
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)

@@ -196,7 +196,7 @@ class AsyncParameterServer(Served):
         self._tally.add(f"worker-{worker}", steps, staleness=others / updates)
 
     def _loop(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return a function that takes turns of `turn` updates until none is left."""
+        """Return a function that repeats turns of `turn` updates until none is left."""
         turns = self._turns
 
         @tf.function(autograph=False)

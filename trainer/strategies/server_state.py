@@ -382,7 +382,7 @@ class ServerState:
             for name in names[: said.variables]
         ]
         for ids, mutex in map(_name_map, names[: said.maps]):
-            # The types must be those of the shard, or the handle would be another resource.
+            # The handle must have the types of the shard, or it would be another resource.
             handles.append(
                 tf.raw_ops.MutableHashTableV2(
                     key_dtype=tf.int64, value_dtype=tf.int64, shared_name=ids

@@ -144,11 +144,11 @@ class Sweep:
 
     @property
     def compared_by(self) -> Objective:
-        """The chosen metric, or that of the trials so far; raises `ConfigError`."""
+        """The chosen metric, or the metric of the trials so far; raises `ConfigError`."""
         return find_objective(self.trials, self.objective)
 
     def share(self, running: Mapping[int, float]) -> float:
-        """Return the share of all training that is done; `running` has that of running trials.
+        """Return the finished share of all training; `running` has the shares of running trials.
 
         One of `REDUCTION` trials of each rung continues on the next.
         """
@@ -256,7 +256,7 @@ def _require_same_loss(metric: str, keys: Iterable[str]) -> None:
 
 
 def find_objective(trials: Iterable[Trial], objective: Objective) -> Objective:
-    """Return the objective; if it names no metric, that of the trials. Raises `ConfigError`."""
+    """Return the objective, or the trials' objective if it has no metric; raises `ConfigError`."""
     results = (result for each in trials for result in each.results if result.by.metric)
     found = dict.fromkeys(each.by for each in results)
     if len(found) > 1:

@@ -79,7 +79,7 @@ class Objective:
         main_metric: str = "",
         better: Direction | None = None,
     ) -> None:
-        """Take the configuration.
+        """Store the configuration.
 
         Args:
             task: the task, which also gives the defaults.
@@ -214,7 +214,7 @@ class Objective:
             yield Term(_path(name), part.loss(), weights.get(name), part)
 
     def _terms(self, found: Compiled | None, outputs: Any, last: Any) -> list[Term]:
-        """Return the losses: the configured ones, those of the compiled model, or the task's."""
+        """Return the losses, which come from the configuration, the compiled model, or the task."""
         parts, terms = self.task.parts, [*self._own_terms()]
         if found is not None and found.loss is not None:
             labels = {name: _label(each.target) for name, each in parts.items()}

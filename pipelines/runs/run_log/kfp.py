@@ -1,4 +1,4 @@
-"""The logs of a run on a KFP instance, which returns those of its steps.
+"""The logs of a run's steps on a KFP instance.
 
 The log of the training step has the lines of the training tasks, which the launcher relays.
 """

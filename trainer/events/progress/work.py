@@ -28,7 +28,7 @@ _NEARLY = 0.999
 
 
 class _Speed:
-    """The speed of the last seconds; the time before the first progress is left out."""
+    """The speed of the last seconds, without the time before the first progress."""
 
     def __init__(self) -> None:
         self._at = self._reached = self._sum = self._weight = 0.0

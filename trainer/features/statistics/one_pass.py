@@ -42,7 +42,7 @@ class Moments:
     most: Any = -np.inf
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add numbers, or the rows of an array; values that are not finite are left out."""
+        """Add numbers, or the rows of an array, except values that are not finite."""
         rows = max(1, _PART * len(values) // max(1, values.size))
         for start in range(0, len(values) if values.size else 0, rows):
             self.merge(_measure(values[start : start + rows]))

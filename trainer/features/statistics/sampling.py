@@ -157,7 +157,7 @@ class Hashes:
             self._put(np.concatenate([self._found, found]), np.concatenate([self._copies, copies]))
 
     def _put(self, found: NDArray[np.uint64], copies: NDArray[np.int64]) -> None:
-        """Store those of these hashes that are among the smallest, merged by value."""
+        """Store these hashes, merged by value, if they are among the smallest."""
         unique, places = np.unique(found, return_inverse=True)
         total = np.bincount(places, copies, len(unique)).astype(np.int64)
         if len(unique) > self._most:

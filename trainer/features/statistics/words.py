@@ -42,7 +42,7 @@ def split_words(texts: pa.Array) -> pa.Array:
     try:
         plain = texts.cast(pa.large_string())
     except pa.ArrowInvalid:
-        # Words with bytes that are not UTF-8 are left out.
+        # Leave out words with bytes that are not UTF-8.
         found = [each.decode(errors="replace") for each in texts.to_pylist()]
         plain = pa.array([_NOT_UTF8.sub(" ", each) for each in found], pa.large_string())
     plain = pc.replace_substring_regex(pc.ascii_lower(plain), PUNCTUATION, "")

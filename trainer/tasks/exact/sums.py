@@ -62,7 +62,7 @@ class Moments:
 
 
 class Groups:
-    """Sums of the examples by group; the groups receive the examples in turn."""
+    """Sums of the examples by group; examples are assigned to the groups in rotation."""
 
     def __init__(self, size: int) -> None:
         """Start without examples; an example is `size` numbers, the first of them its weight."""

@@ -181,7 +181,7 @@ class Recommendation(Ranking):
         search.add(users, items, part.labels.astype(bool), *vectors, weights)
 
     def recalls(self, search: Search) -> dict[str, Queries]:
-        """Return the recalls of a search for numbers up to that of the candidates."""
+        """Return the recalls of a search for numbers up to the number of candidates."""
         weights, found = search.weights, search.recalls(self._numbers)
         return {_name_recall(each): Queries(values, weights) for each, values in found.items()}
 
