@@ -151,7 +151,7 @@ def _failure_policy() -> Tree:
 
 # The Job controller's reason for a Job that exceeded its active deadline.
 _PAST_DEADLINE = "DeadlineExceeded"
-# Number of child Jobs without pods whose events are read; the others report the same.
+# The number of child Jobs without pods whose events are read; the others report the same.
 _REPORTERS = 10
 
 

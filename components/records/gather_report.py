@@ -180,7 +180,7 @@ def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str,
 def _facts(step: StepRecord) -> dict[str, Any]:
     return {
         **to_tree(step),
-        # A record of an earlier version does not have it.
+        # A record of an earlier version lacks this field.
         "output": output_kind(step.step) or "",
         "tries": step.tries,
         "earlier_seconds": step.earlier_seconds,

@@ -284,7 +284,7 @@ class _Course:
             yield
         finally:
             loop.stop()
-            # The record of the end is written after all progress.
+            # Write the record of the end after all progress.
             loop.join()
 
     def fail(self, error: str, code: int, trace: str) -> None:
@@ -298,7 +298,7 @@ class _Course:
         """Emit and publish the end of the step; write `line` to standard error."""
         ended = self._make_end(status, code, error, trace)
         events.emit(ended)
-        # Emitted first, since the store may not respond within the grace period of a step.
+        # Emit the event first, because the store may not respond within the grace period of a step.
         if line:
             streams.say(line)
         if error:

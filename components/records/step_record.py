@@ -180,7 +180,7 @@ class PublishedRecord:
     def __init__(self, step: str, at: str) -> None:
         """Publish below `at`, the URI of the run; publish nothing if it is empty."""
         self.at, self._has_failed = at, False
-        # The exit step sets this, if it ran before this step began.
+        # The exit step sets this if it ran before this step began.
         self.reported: StepRecord | None = None
         self._record = StepRecord(step=step, status="running", began=now())
 

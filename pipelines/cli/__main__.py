@@ -25,8 +25,8 @@ ANSWER = (
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    # An exception raised during an import could surface as another one. A run that has started has
-    # its own handlers.
+    # An exception during an import could surface as a different one. A run that has started has its
+    # own handlers.
     try:
         os.write(2, b"flotilla: interrupted\n")
         if "--json" in sys.argv:
@@ -59,7 +59,7 @@ def _own_temporary() -> None:
 
 
 def _remove_temporary() -> None:
-    # A forked child inherits exit handlers.
+    # A forked child inherits the exit handlers.
     for process, folder in _OWN:
         if process == os.getpid():
             shutil.rmtree(folder, ignore_errors=True)

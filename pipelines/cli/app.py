@@ -75,7 +75,7 @@ def call(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     mask_libraries()
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
-        # This is the only option of `flotilla` itself.
+        # `flotilla` itself has no other option.
         arguments = ["--version"]
     if wrong := _argument_with_credentials(arguments) or _refuse_removed(arguments):
         return fail(wrong, USAGE, as_json=as_json)
@@ -93,7 +93,7 @@ def call(arguments: list[str]) -> int:
         words = words.replace(": Value error, ", ": ")
         return fail(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
     except UserError as error:
-        # Typer writes the version while it parses.
+        # Typer writes the version while it parses the command line.
         return fail(str(error), error.exit_code, as_json=as_json)
     except OSError as error:
         # Typer prints help itself.

@@ -174,7 +174,7 @@ def _metrics(metrics: Mapping[str, Any]) -> Text:
     return found
 
 
-# States for which Flotilla's word differs from KFP's.
+# States that Flotilla and KFP name differently.
 _STATUS = {
     "PENDING": "waiting",
     "RUNTIME_STATE_UNSPECIFIED": "waiting",

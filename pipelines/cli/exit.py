@@ -79,7 +79,7 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
     def called(**named: Any) -> None:
         as_json = named.pop("as_json")
         try:
-            # Text for people goes to standard error if a program reads the answer.
+            # If a program reads the output, text for people goes to standard error.
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
                 answer = command(**named)
             finish(answer, as_json=as_json)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from flotilla.trainer.sweeps.sweep import Sweep, Trial
 
 _REFRESHES_PER_SECOND = 8
-# Prefix of an error line that the user can fix; the run ends with it.
+# The prefix of an error line that the user can fix, and that ends the run.
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
 _LITTLE = 0.02
@@ -253,7 +253,7 @@ class Display(LiveView):
         return "starting the next step" if self._ended else "starting"
 
     def _bar_width(self, name: str) -> int:
-        # Room for the spinner, the counts and the time left.
+        # The space for the spinner, the counts and the remaining time.
         return max(min(self._console.width - len(name) - 36, _LONGEST_BAR), 4)
 
     def _time_left(self) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from flotilla.trainer.checkpoints.contents import Contents
     from flotilla.trainer.promotion.registry import Promotion
 
-# The columns that are dropped first in a narrow terminal; the metric matters most.
+# The columns that a narrow terminal drops first; the metric matters most.
 _SPARE = ("constant", "global step", "run", "verdict", "registered")
 _TO_THE_MINUTE = len("2026-11-24T02:05")
 Name = Annotated[

@@ -325,7 +325,7 @@ def init(
 
     labels = label or _ask_label(source, assignments or [])
     proposal = propose(source, labels, assignments or ())
-    # Report a mistake in --set now.
+    # Report an error in --set at once.
     config = proposal.config
     path = output or Path(proposal.file_name)
     text = proposal.text(path.parent)

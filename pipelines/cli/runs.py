@@ -252,7 +252,7 @@ def _comparison_table(found: Comparison) -> Table:
 
     lines = []
     for group, rows in found.groups.items():
-        # Loss is measured both in training and on the test split.
+        # Training and the test split both have a loss.
         before = f"{group}: " if group in ("test", "training") else ""
         after = f": {spell_metric(found.main_metric)}" if group == "next to it" else ""
         for name, row in rows.items():

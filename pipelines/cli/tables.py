@@ -90,7 +90,7 @@ class Table:
                 for each, last in zip(cells, before, strict=False)
             ]
         head = Text(title, style="bold")
-        # The characters around a text that rich keeps next to it.
+        # The characters that rich keeps next to a text.
         for each in (head, *cells):
             each.justify = "right" if title in self.right else "left"
         return [head, *cells]

@@ -46,9 +46,9 @@ class Check:
     show: str = ""
 
 
-# Seconds to remove the traces of checks that were interrupted or did not finish.
+# The seconds to remove the traces of checks that were interrupted or did not finish.
 TIDY_SECONDS = 8.0
-# The part of these seconds in which the check itself may remove them.
+# The part of these seconds in which the check itself may remove its traces.
 ENDING_SECONDS = 2.0
 OnFinding = Callable[[Check, Finding], None]
 
@@ -129,7 +129,7 @@ class _Look:
             return ""
         self._thread.join(min(ENDING_SECONDS, max(0.0, until - time.monotonic())))
         if trace.is_left:
-            # The check hangs in another request, but this request may succeed.
+            # The check hangs in another request, but this one may succeed.
             second = threading.Thread(target=_remove_trace, args=(trace,), daemon=True)
             second.start()
             second.join(max(0.0, until - time.monotonic()))

@@ -111,7 +111,7 @@ def _s3_remedy(location: Location, trouble: str) -> str:
     return f"aws s3 ls s3://{location.bucket}{at}"
 
 
-# The third action only passes credentials.
+# The third action only passes credentials to the steps.
 _PAIR = frozenset(BOTO_KEYS[:2])
 
 

@@ -67,7 +67,7 @@ from flotilla.trainer.storage.uri import locate
 from flotilla.trainer.tracking.addresses import HUB
 
 REPLAYS, CALL, STORAGE, LOG = "replays", "replay.json", "storage", "replay.log"
-# Seconds that a step may take to stop when asked.
+# The seconds that a step may take to stop on request.
 _END_SECONDS = 20
 _MOST_SERVERS, _MOST_NAMED = 2, 3
 _WITH_CHAMPION = (PREPARE, EVALUATE, EXPORT)

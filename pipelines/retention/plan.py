@@ -16,14 +16,14 @@ from datetime import datetime, timedelta
 from flotilla.trainer.runtime.errors import ConfigError
 
 RUN, VERSION, CHECKPOINT, SWEEP = "run", "version", "checkpoint", "sweep"
-#: A record outside of runs. It keeps the items that it names and is never deleted.
+#: A record outside of runs. It keeps the items that it names, and is never deleted.
 NOTE = "note"
 #: The kind of the items in each folder below the root.
 SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
 #: The order of removal: an item is removed before the items that it refers to.
 ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
-# A step may write nothing for hours, and clocks differ.
+# A step may write nothing for hours, and clocks differ between machines.
 LEAST = timedelta(days=1)
 _MOST = timedelta(days=36500)
 _DURATION = re.compile(r"(\d{1,9})([hdw])", re.ASCII)

@@ -48,21 +48,21 @@ from flotilla.trainer.tasks.base import Floats, Task
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
-#: Seconds for fitting and predicting all baselines together; measuring them is extra.
+#: The seconds for fitting and predicting all baselines; measuring them takes extra time.
 SECONDS = 20.0
-# Share of the remaining time for fitting; the other part is for predicting.
+# The share of the remaining time for fitting; the rest is for predicting.
 _SHARE = 0.8
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 #: Maximum numbers of training examples and of test examples.
 MOST_ROWS = 100_000
-# Omitted inputs that a message names.
+# The number of omitted inputs in a message.
 _NAMED = 3
 # Name suffixes of scikit-learn's classes, for classes and for numbers.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Columns times rows times trees of one iteration: 0.1 s of a core.
+# Columns times rows times trees of one iteration that take 0.1 s of a core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# Maximum number of rows of a recommendation, which has three columns, and the size of 64 MB of
+# The maximum number of rows of a recommendation, which has three columns, and the size of 64 MB of
 # outputs.
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 

@@ -26,7 +26,7 @@ _VECTOR = 1
 _FEW_COLUMNS = 500
 # A linear model sees numbers clipped to this many deviations from the mean.
 _FAR = 10.0
-#: Rows whose texts are read.
+#: The number of rows whose texts are read.
 MOST_TEXTS = 20_000
 _TEXTS_AT_ONCE = 500
 # A letter of a script without spaces, or a word of another script.

@@ -21,16 +21,16 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# Iterations of scikit-learn's default; fewer for many classes, which have one tree each per
+# The iterations of scikit-learn's default; fewer for many classes, which have one tree each per
 # iteration.
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5
-# Rows from which a tenth is held out for early stopping, and trees have the default size.
+# From this number of rows on, trees have the default size, and a tenth stops training early.
 _MANY_ROWS, _LEAVES = 2000, 31
-# Share of the remaining time that the next slice may take.
+# The share of the remaining time that the next slice may take.
 _SAFE = 0.7
-# Probability of a class that no row has.
+# The probability of a class that no row has.
 _LEAST = 1e-6
 #: Maximum number of values of a target, each of which has a separate model.
 MOST_NUMBERS = 32

@@ -17,10 +17,10 @@ from flotilla.trainer.baselines.rows import Clock, NoBaselineError, Rows
 from flotilla.trainer.tasks.base import Array, Floats
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
-#: Dimensions of a vector of item-item.
+#: The dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# Pseudo-examples with the mean rate that each item begins with.
+# The number of pseudo-examples with the mean rate that each item starts with.
 _PRIOR = 10.0
 
 

@@ -18,11 +18,11 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
 SPLIT = "train"
-#: Maximum number of bytes of a text.
+#: The maximum number of bytes of a text.
 TEXT_BYTES = 2000
-# Bytes of shards to fetch, and of records to draw from them.
+# The bytes of shards to fetch, and the bytes of records to draw from them.
 _MOST_BYTES, _MOST_READ = 256 << 20, 128 << 20
-# Fetched records for each drawn one.
+# The number of fetched records for each drawn record.
 _SLACK = 4
 _AT_ONCE, _BYTES_AT_ONCE = 4096, 32 << 20
 

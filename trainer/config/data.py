@@ -34,7 +34,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".br", ".snappy")
 _SUFFIXES = frozenset([*_COMPRESSED, *(each for some in FORMATS.values() for each in some)])
 # Characters of a file name pattern.
 _PATTERN = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[*?]+")
-# With the digest it fits into the 50 characters of `Config.name`.
+# The length that, with the digest, fits into the 50 characters of `Config.name`.
 _NAME_LETTERS = 43
 #: Numbers as people write them: with a decimal point, and with a decimal comma.
 NUMBERS_IN_WRITING = ("number", "number_comma")

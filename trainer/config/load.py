@@ -30,7 +30,7 @@ REMOVED: Mapping[str, str] = {
     "cluster.snapshot_seconds": "set training.checkpoint_seconds, such as 10",
 }
 
-# The values of these keys in a recorded configuration of an earlier version that did not set them.
+# The values of these keys if a recorded configuration of an earlier version did not set them.
 _UNSET: Mapping[str, tuple[tuple[str, float], ...]] = {
     "training": (("cached_rows", 0), ("cache_staleness", 16), ("checkpoint_differences", 0)),
     "cluster": (("snapshot_seconds", 0),),
@@ -150,7 +150,7 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(_one_line(f"the configuration is not plain data: {error}")) from None
     try:
-        # Checked first, since another error message would quote the refused value.
+        # This check is first, because another error message would quote the refused value.
         require_writable(tree)
     except ValueError as error:
         raise ConfigError(_one_line(str(error))) from None

@@ -435,7 +435,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check_placement(self) -> Config:
         """`cluster.placement` may only name servers of `cluster.parameter_servers`."""
-        # The number of existing servers is known when the run connects to them.
+        # The number of existing servers is known only when the run connects to them.
         if find_topology(self.training.strategy).servers and not self.cluster.existing_servers:
             self.cluster.refuse_placement()
         return self

@@ -27,7 +27,7 @@ _SHORT = {
     "acc": "accuracy",
     "roc_auc": "auc",
 }
-#: Old names of metrics, and their present names if those are measured.
+#: Old names of metrics, and their present names.
 _RENAMED = {"pr_auc": ("average_precision", "macro_average_precision"), "auc": ("macro_auc",)}
 
 

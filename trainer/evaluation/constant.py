@@ -43,13 +43,13 @@ from flotilla.trainer.tasks.base import (
 )
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-#: Confidence of the test against the constant: one of 200 uninformative models passes.
+#: The confidence of the test against the constant: one of 200 uninformative models passes.
 CONFIDENCE = 0.995
-# The second largest of these is the quantile at that confidence.
+# Among these, the second largest is the quantile at that confidence.
 _SHUFFLES = 399
-# Most examples of a shuffle, most label numbers in it, and fewest examples.
+# The most examples of a shuffle, the most label numbers in it, and the fewest examples.
 _MOST_SHUFFLED, _MOST_NUMBERS, _LEAST = 50_000, 2_000_000, 500
-# A mean this many standard deviations above the constant is not chance.
+# A mean that is this many standard deviations above the constant is not chance.
 _FAR = 3
 _BUILT_IN = "flotilla.trainer.tasks."
 _log = logging.getLogger(__name__)
@@ -72,11 +72,11 @@ def compare_constant(
     unit = objective.task.unit
     paired: dict[str, Any] = {"constant": value, "answer": constant.answer if constant else ""}
     if mine is None or value is None or constant is None:
-        # Undefined, like areas when all examples are of one class: the metric never passes.
+        # An undefined metric, like an area when all examples are of one class, never passes.
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
     elif not unit and (by_chance := compare_shuffled(objective, own, metric, mine, value)):
-        # Groups must not be shuffled example by example.
+        # Examples of a group must stay together in a shuffle.
         paired |= by_chance
     else:
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)

@@ -60,9 +60,9 @@ KIND = "evaluation"
 SPLIT = "test"
 TRAIN = "train"
 _PREDICTING = f"predicting the {SPLIT} split"
-# Training examples from which the most popular items are determined.
+# The number of training examples that determine the most popular items.
 _MOST_LEARNT = 10_000_000
-# Test examples with which a program's model is called first.
+# The number of test examples in the first call of a program's model.
 _EXAMPLES = 512
 
 
@@ -252,7 +252,7 @@ def load_trained_model(  # noqa: PLR0913, PLR0917
         found = restore_model(checkpoint, model, scratch)
         require_positive(objective.task, spec, found)
         return TrainedModel(model=model, global_step=found.global_step)
-    # Files of another checkpoint would be part of the model.
+    # Otherwise files of another checkpoint would be part of the model.
     shutil.rmtree(scratch / PROGRAM, ignore_errors=True)
     found = fetch(checkpoint, scratch / PROGRAM)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)

@@ -22,7 +22,7 @@ from flotilla.trainer.tasks.base import Array, Examples, Part, SplitError, Task
 from flotilla.trainer.tasks.objective import Objective, cast_outputs
 
 MOST_WORST = 25
-# Pixels of the longer side of an image on a page.
+# The pixels of an image's longer side on a page.
 LARGEST_SIDE = 256
 _VALUES_IN_TEXT = 12
 _CHANNELS = (1, 3, 4)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from flotilla.trainer.tasks.base import Examples, Part, Tally, sample_examples
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# Numbers with more values than this are cut into quartiles; texts keep the most frequent ones.
+# A number with more distinct values is cut into quartiles; a text keeps its most frequent values.
 MOST_VALUES = 20
 # Maximum number of distinct values that are counted; values that appear later get no slice.
 _MOST_COUNTED = 1 << 16

@@ -110,7 +110,7 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
     order = np.argsort(-sure[counts], kind="stable")
     sure, positive, weights = (each[counts][order] for each in (sure, positive, weights))
     hits, taken = np.cumsum(weights * positive), np.cumsum(weights)
-    # The last of equal probabilities. The very last one has no lower neighbour.
+    # Use the last one of equal probabilities. The very last one has no lower neighbour.
     ends = np.flatnonzero(sure[:-1] != sure[1:])
     if not len(ends) or not hits[-1]:
         return None

@@ -30,12 +30,12 @@ from flotilla.trainer.runtime.json_records import parse_mapping, parse_record, t
 from flotilla.trainer.runtime.masking import mask
 
 VARIABLE = "FLOTILLA_EVENTS"
-#: Names the job that a task belongs to.
+#: The variable with the name of the job that a task belongs to.
 JOB = "FLOTILLA_JOB"
 MARK = '{"event": '
-# Progress is appended up to this file size: at one line a second, for most of an hour.
+# The file size up to which progress is appended: at one line a second, most of an hour.
 PROGRESS_BYTES = 1 << 20
-# No event is longer; the pieces of a longer line are not events.
+# The maximum size of an event; a longer line is split into pieces, which are no events.
 _LONGEST = 1 << 20
 _NAME = MARK.encode() + b'"'
 log = logging.getLogger(__name__)
@@ -472,7 +472,7 @@ class Follower:
             if not line.endswith(b"\n"):
                 self._lines.seek(position)
                 break
-            # A full disk tears lines; the exit code of the run also reports the failure.
+            # A full disk damages lines; the exit code of the run also reports the failure.
             if event := _parse_bytes(line):
                 self._progress_at[type(event)] = event.time
                 yield event

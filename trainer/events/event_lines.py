@@ -157,7 +157,7 @@ class LogLines:
         return wording(event) if wording else format_event(event)
 
     def _progress(self, event: Progress) -> str:
-        # A clock that is set back silences nothing.
+        # A clock that is set back must not suppress lines.
         if 0 <= event.time - self._progress_at < LINE_SECONDS:
             return ""
         event = is_first_stretch(event) if self._progress_at < 0 else event

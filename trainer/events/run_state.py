@@ -17,7 +17,7 @@ INCIDENTS = (
     events.Restart, events.ServersLost, events.Suspension, events.Stalled, events.TaskFailed,
     events.EvaluatorLeft, events.CheckpointPassedOver,
 )  # fmt: skip
-# A run of weeks has more; only the newest are kept.
+# The maximum number of events; a run of weeks has more, and only the newest are kept.
 _newest = partial(deque[Any], maxlen=10_000)
 _Kind = TypeVar("_Kind", bound=Event)
 
@@ -90,7 +90,7 @@ class RunState:
             for each in self.tries
             if (each.step, each.start, each.end) == (event.step, self.start, None)
         )
-        # If a full disk has lost its begin event, the end event gives the time.
+        # If a full disk has lost the begin event, the end event has the time.
         lost = StepTry(step=event.step, began=event.time - event.seconds, start=self.start)
         found = next(open_ones, lost)
         found.end = event

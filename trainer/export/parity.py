@@ -44,7 +44,7 @@ from flotilla.trainer.runtime.user_code import format_error
 from flotilla.trainer.tasks.base import Part
 from flotilla.trainer.tasks.objective import Objective
 
-# Number of batches on which the accuracy of a rounded format is measured.
+# The number of batches that measure the accuracy of a rounded format.
 MOST_BATCHES = 20
 # The ops that call a Python function in this process.
 _IN_PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
@@ -99,7 +99,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
     inputs, _ = subject.first()
     count = len(next(iter(inputs.values())))
     expected = subject.answers(inputs)
-    # Only the rows in use are written; the predictions were computed before.
+    # Only the rows in use are written, and the predictions were computed before.
     shrink(subject.model)
     formats: dict[str, Any] = {}
     for name, path in paths.items():

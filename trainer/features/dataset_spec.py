@@ -20,9 +20,9 @@ from flotilla.trainer.storage import Corrupt, Manifest
 KIND = "dataset"
 # Part of a dataset's key: increase it when the written format changes.
 SCHEMA = 5
-# Most rows of a block.
+# The maximum number of rows in a block.
 BLOCK_ROWS = 512
-# Classes of a label that a message names.
+# The number of a label's classes in a message.
 _SOME = 10
 SPLITS = ("train", "validation", "test")
 

@@ -21,18 +21,18 @@ from flotilla.trainer.config.schema import Config
 
 LEARNING_RATE = 0.002
 WITHOUT_GAIN = 16
-# With fewer updates between validations, validations and checkpoints would dominate.
+# With fewer updates between them, validations and checkpoints would take most of the time.
 LEAST_STEPS = 50
 # Even a small table needs this many updates.
 LEAST_CEILING = 1_500
-# A long epoch has several validations, at intervals of at least this many steps.
+# A long epoch has several validations, with at least this many steps between them.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4
 # Adam's second moments are unreliable before; Ma and Yarats 2021, On the Adequacy of Untuned
 # Warmup.
 WARMUP_STEPS, WARMUP_SHARE = 100, 0.05
-# Share of the epochs for training without validation, which would overfit.
+# The share of the epochs for training without validation, because a full length would overfit.
 WITHOUT_VALIDATION = 0.2
-# Fewer epochs are formatted with a fraction.
+# A smaller number of epochs is formatted with a fraction.
 _WHOLE = 10
 
 

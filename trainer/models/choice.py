@@ -63,7 +63,7 @@ def with_model(config: Config, dataset: DatasetSpec) -> Config:
         args = {"augment": not config.training.jit_compile, **model.args}
         model = model.model_copy(update={"args": args})
     if model.name in RECOMMENDERS and data.source and not data.inputs:
-        # A configuration that names the model has to name them, and they are known here.
+        # A configuration that names the model must set these, which are known here.
         data = data.model_copy(update={"inputs": tuple(dataset.inputs)})
     return config.model_copy(update={"model": model, "data": data})
 
@@ -134,7 +134,7 @@ def _pair(kinds: Mapping[str, str]) -> Sequence[str]:
     )
     pair = [*users, *items]
     is_pair = len(users) == len(items) == 1 and users != items
-    # `user` alone is an id as well; `user age` is not.
+    # `user` alone is also an id; `user age` is not.
     if is_pair and all(is_id(name) or len(_words(name)) == 1 for name in pair):
         return pair
     return ()
@@ -149,7 +149,7 @@ def _kind(dataset: DatasetSpec, name: str) -> str:
     feature, known = dataset.features[name], dataset.learnt.features.get(name)
     shape = feature.shape
     if feature.dtype == "string" and not shape:
-        # Before preparation, nothing else is known than that it is a text.
+        # Before preparation, only its type is known: a text.
         repeats = known is not None and are_repeated(known.distinct, known.examples)
         return CATEGORY if repeats else FREE_TEXT
     if not shape:

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-# Bound of the difference: no real value is further away, and it must not overflow.
+# The bound of the difference: real values are below it, and it must not overflow.
 _FAR = 2**62
 
 

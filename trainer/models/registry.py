@@ -31,7 +31,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out
 # Keras's messages for classes and functions that are neither its own nor registered.
 _UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _TWICE = re.compile(r'The name "([^"]+)" is used \d+ times in the model')
-# Inputs that a message names.
+# The number of inputs in a message.
 _NAMED = 6
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
@@ -55,7 +55,7 @@ def report_bad_input() -> Iterator[None]:
 
 
 ModelFunction = Callable[..., keras.Model]
-# Takes the built model and its symbolic outputs; raises `ConfigError`.
+# A function that takes the built model and its symbolic outputs; raises `ConfigError`.
 Check = Callable[[keras.Model, Any], None]
 
 
@@ -188,7 +188,7 @@ def require_readable(name: str, model: keras.Model) -> None:
 
 def _unreadable(model: keras.Model) -> str:
     """Explain which part of the model cannot be read back; empty if all parts can."""
-    # Never left: the end of the scope would initialize the variables of all copies.
+    # The scope stays open, because its end would initialize the variables of all copies.
     keras.StatelessScope().__enter__()
     for part in (*model.layers, model):
         try:

@@ -21,13 +21,13 @@ from flotilla.trainer.models.spec import InputSpec, layer_name, share, size
 from flotilla.trainer.models.tabular import PIECES, KnownPlaces, Places, network
 from flotilla.trainer.runtime.errors import ConfigError
 
-# Rank of a sequence of vectors: length and size.
+# The rank of a sequence of vectors: length and size.
 _VECTORS = 2
-# Positions that a convolution covers.
+# The number of positions that a convolution covers.
 _WIDTH = 3
 # Larger ids share rows.
 _MOST_IDS = 1 << 16
-# Below any value, also in half precision.
+# A value below all others, also in half precision.
 _FAR = 1e4
 # A text that occurs in fewer training examples is treated as unknown.
 _LEAST = 2

@@ -26,12 +26,12 @@ from flotilla.trainer.models.spec import InputSpec, layer_name, size
 from flotilla.trainer.models.text import text_features
 from flotilla.trainer.runtime.errors import ConfigError
 
-# Rank of a sequence of vectors: length and size. Number of layers, and positions that each covers.
+# The rank of a sequence of vectors: length and size. The layers, and the positions of each one.
 _VECTORS, _CONVOLUTIONS, _WIDTH = 2, 2, 5
-# Units of a number, and of all numbers together if there are many columns.
+# The units of a number, and of all numbers together if there are many columns.
 _UNITS, _MOST_UNITS = 8, 2048
 PIECES = 16
-# Takes the inputs, and the name and the tensor of one; returns rows of numbers.
+# A function from the inputs, a name and its tensor to rows of numbers.
 OfSequence = Callable[["Places", str, Any], list[Any]]
 
 

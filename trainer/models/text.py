@@ -19,13 +19,13 @@ from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.statistics.statistics import FeatureStatistics
 from flotilla.trainer.models.spec import InputSpec, layer_name
 
-# Fewest examples of a known term.
+# The minimum number of examples with a known term.
 _LEAST = 2
-# Number of distinct term weights, from the rarest to the most frequent term.
+# The number of distinct term weights, from the rarest to the most frequent term.
 _LEVELS = 64
-# Length of a text's vector: rows begin small, and steps of Adam have a fixed size.
+# The length of a text's vector: rows begin small, and steps of Adam have a fixed size.
 _LENGTH = 3.0
-# Share of terms that a step drops.
+# The share of terms that a step drops.
 _DROPOUT = 0.3
 
 

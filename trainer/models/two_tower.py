@@ -36,7 +36,7 @@ from flotilla.trainer.embeddings.sharded_embedding import UNKNOWN, ShardedEmbedd
 from flotilla.trainer.models.spec import InputSpec, initializer, layer_name, size, sizes
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
-# Share of the text values that need a row; their number is an estimate.
+# The share of the text values that need a row; their number is an estimate.
 _NEARLY = 0.95
 # A table of numbers has a row for each number up to the largest: at most this many rows, or this
 # multiple of the used ones.

@@ -19,9 +19,9 @@ import tensorflow as tf
 LOSS_SCALE = "loss_scale/"
 FIRST = 2.0**15
 GROWTH = 2000
-# If all gradients are zero, a scale grows without end; the largest float32 is near 2**128.
+# If all gradients are zero, the scale grows without limit; the largest float32 is near 2**128.
 LARGEST = 2.0**60
-# From the largest scale to one below 1: then the gradient itself is not finite.
+# The halvings from the largest scale to below 1, where the gradient itself is not finite.
 MOST_HALVINGS = 64
 
 
@@ -51,7 +51,7 @@ class LossScale:
     @property
     def variables(self) -> list[_Value]:
         """The scale, the count, and the count at the last change; they end a model's state."""
-        # A scale that is too large for one tower is too large.
+        # A scale that is too large for one tower is too large for all.
         joins = tf.reduce_min, tf.reduce_max, tf.reduce_max
         return [
             _Value(variable, path, join)

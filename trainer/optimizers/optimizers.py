@@ -157,7 +157,7 @@ def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
             for clipped, gradient, rows in zip(clip(values), summed, sparse, strict=True)
         ]
 
-    # Keras calls it before anything else, even if nothing is clipped.
+    # Keras calls it before anything else, even without clipping.
     optimizer._clip_gradients = clip_gradients
 
 

@@ -140,7 +140,7 @@ def _rows(request: Request) -> Iterator[Writer]:
         writer.close()
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        # The reader has closed the pipe, as `head` does.
+        # The reader, such as `head`, has closed the pipe.
         discard(sys.stdout)
         raise
     except OSError as error:

@@ -95,7 +95,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     Raises:
         ConfigError: files or columns are missing.
     """
-    # A version is a listing, which the run that created it has checked.
+    # A version is a listing that the creating run has checked.
     if not data.source or data.version:
         return ()
     if is_remote and (remark := remark_on_path(data)):
@@ -106,7 +106,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     except ConfigError:
         raise
     except UserError as error:
-        # The store has denied access or not answered; a missing file is a mistake instead.
+        # The store has denied access or not answered; a missing file is a user's mistake instead.
         is_closed = error.__cause__ and not isinstance(error.__cause__, FileNotFoundError)
         elsewhere = is_remote and is_closed and not patterns.is_local(data.source)
         if elsewhere or isinstance(error, TransientError):

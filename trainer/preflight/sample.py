@@ -34,7 +34,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError
 ROWS = 1000
 # Maximum number of rows with image paths, which take milliseconds each.
 _PICTURES = 64
-# In an incomplete sample, one of this many rows each goes to test and to validation.
+# In an incomplete sample, one of this many rows goes to test, and one to validation.
 _TENTH = 10
 
 

@@ -64,7 +64,7 @@ class Rule:
         if not math.isfinite(self.value):
             return False
         if self.key == CONSTANT and self.value == self.threshold:
-            # Equal to a constant is no gain.
+            # A model that equals the constant has no gain.
             return False
         if self.bound == "min":
             return self.value >= self.threshold
@@ -228,7 +228,7 @@ def _parts(
 
 def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the rule that a model is certainly better than the best constant."""
-    # An evaluation of an earlier version, and a metric without a constant, do not record it.
+    # An evaluation of an earlier version, or of a metric without a constant, lacks this value.
     constant = measured.get("constant") or {}
     if config.constant == "reported" or not (paired := constant.get("paired")):
         return

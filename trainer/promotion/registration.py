@@ -106,7 +106,7 @@ def _register(request: Request, scratch: Path) -> Registration:
             # An earlier attempt may have promoted it already.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.PromotionLostError:
-        # An earlier attempt may have won the promotion and died before publishing it.
+        # An earlier attempt may have won the promotion, and died before publishing it.
         last = registry.promotions(root, name)[-1]
         if (last.version, last.by) != (made.number, request.by):
             raise

@@ -141,7 +141,7 @@ def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
         there = [file.path for file in choose_store(uri).files(uri)]
     served = str(manifest.fields["saved_model"]).partition("/")[0]
     for path in sorted(set(there) - named):
-        # A publication that lost left it; no reader or server uses such a name.
+        # An unsuccessful publication left this file; no reader or server uses such a name.
         beaten = _BEATEN.fullmatch(path)
         if not beaten or beaten["path"] not in named or path.startswith(f"{served}/"):
             raise _unnamed_error(uri, path)

@@ -12,7 +12,7 @@ from flotilla.trainer.runtime.masking import find_credentials
 
 URI, RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 EXPERIMENT, EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"
-# Variables that the pods of a training job get as values. KFP sets all of them except the
+# Variables that the pods of a training job receive as values. KFP sets all of them except the
 # experiment name.
 PLAIN = (URI, RUN, EXPERIMENT, EXPERIMENT_NAME, "MLFLOW_WORKSPACE", "MLFLOW_TRACKING_AUTH")
 # The secret from which KFP's plugin for MLflow reads its credentials, and its default keys.

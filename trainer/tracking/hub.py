@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import requests
 
 PATH = "/api/model_registry/v1alpha3"
-# As in the registry's Python client: the variable has the path of a file; a pod has the other file.
+# As in the registry's Python client: the variable has the path of a file; a pod has a fixed one.
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 _POD_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-# Seconds to connect, and for each answer.
+# The seconds to connect, and the seconds for each answer.
 _TIMEOUT = (3.0, 5.0)
 _PAGE = 100
 

@@ -14,7 +14,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.masking import mask
 
-# The commit of the code in an image.
+# The variable with the commit of the code in an image.
 _OF_IMAGE = "FLOTILLA_COMMIT"
 _GIT_SECONDS = 10
 # MLflow's limits for the name of a dataset and its digest.

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from operator import itemgetter
 
-# Sixty of the smaller unit; the seconds above which tenths are dropped; the hours above which days
-# are used.
+# The number of smaller units in a larger one; the seconds above which tenths are dropped; the hours
+# above which days are used.
 _SIXTY, _TENTHS, _DAYS = 60, 10, 48
 
 
@@ -41,7 +41,7 @@ def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, f
             joined[-1] = joined[-1][0], max(joined[-1][1], ended)
         else:
             joined.append((began, ended))
-            # The steps that follow are tried again with it.
+            # The steps after it are tried again, too.
             seen.clear()
         seen.add(step)
     return joined

@@ -19,9 +19,9 @@ from flotilla.trainer.events import WorkProgress
 from flotilla.trainer.events.progress.wording import format_line
 from flotilla.trainer.runtime.background import Loop
 
-# Seconds before the first report, and between two of them.
+# The seconds before the first report, and between two reports.
 QUIET_SECONDS, LIVE_SECONDS, LOG_SECONDS = 3.0, 0.5, 30.0
-# Seconds over which the speed is averaged.
+# The seconds over which the speed is averaged.
 _SPEED_SECONDS = 10.0
 # A share below 1 is never shown as 1.
 _NEARLY = 0.999

@@ -36,12 +36,12 @@ from flotilla.trainer.features.statistics.words import count_words
 
 # Number of quantiles of a number.
 STEPS = 1000
-# Hash seed for examples; a different one than for the draw of splits.
+# The hash seed for examples, which differs from the seed of the split.
 _SALT = 0x5EED
 _PROJECTIONS = 4
 # Elements of longer vectors are not treated as columns.
 _LONGEST = 4096
-# Hashes of values: for all numbers together, and at least for each.
+# The number of hashes of values: for all numbers together, and the minimum for each.
 _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
 
 
@@ -191,7 +191,7 @@ class Accumulator:
 
     def _counters(self) -> Iterator[tuple[str, BoundedCounter | Hashes]]:
         for each in self._counts.values():
-            # This adds their words.
+            # This call adds the words of the texts.
             each.settle()
         kinds = {"count": self._counts, "word": self._words, "pair": self._pairs}
         for kind, parts in ({"value": self._values} | kinds).items():

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 #: Texts, as large_binary, and how often each was counted.
 Counted = tuple[pa.Array, NDArray[np.int64]]
 OnCounted = Callable[[pa.Array, NDArray[np.int64]], None]
-# Factor of counted over requested texts, so that dropped ones are far from the requested ones.
+# The factor of counted over requested texts, which keeps dropped texts far from the requested ones.
 _MARGIN = 4
-# Texts, and their bytes, that wait until they are counted together.
+# The number of texts, and their bytes, that wait to be counted together.
 _MOST_PENDING, _MOST_BYTES = 1 << 17, 1 << 26
-# Differences of integers below this do not overflow.
+# Differences of integers below this bound do not overflow.
 _CLOSE = 2.0**62
-# Numbers that are summed at a time, for the cache.
+# The number of values to sum at a time, which fits into the cache.
 _PART = 1 << 16
 
 

@@ -99,7 +99,7 @@ class Hashes:
         self._copies = np.empty(0, np.int64)
         self._pending: list[NDArray[np.uint64]] = []
         self._pending_count = 0
-        # No hash above this is known.
+        # Hashes above this limit are unknown.
         self._bound = np.uint64(2**64 - 1)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:

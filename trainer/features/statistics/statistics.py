@@ -24,7 +24,7 @@ from flotilla.trainer.runtime.json_records import parse, parse_record
 FILE, EXAMPLES = "statistics.json", "examples.npz"
 SCHEMA = 1
 NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
-# Returns the content of the first file, empty if there is none, and its location.
+# A function that returns the content of the first existing file, or nothing, and its location.
 Read = Callable[[], tuple[bytes, str]]
 #: Statistics of a feature before its dataset is prepared.
 UNKNOWN_KIND = "unknown"
@@ -194,5 +194,5 @@ class Learnt:
         return found
 
 
-#: Before preparation nothing is known of any feature.
+#: The statistics before preparation: nothing is known of any feature.
 NOTHING = Learnt(lambda: (b"", ""))
