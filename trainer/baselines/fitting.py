@@ -38,7 +38,7 @@ Answer = Callable[[Rows, Clock], Any]
 
 
 class Label(NamedTuple):
-    """A target: values [n], which are numbers or classes from 0; and weights [n]."""
+    """A target: its values [n], which are numbers or class numbers, and the weights [n]."""
 
     values: Array
     weights: Floats | None

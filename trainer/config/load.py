@@ -47,7 +47,7 @@ BY_DATA: Mapping[str, Any] = {
 # Keys of the data section that may be relative paths.
 _PATHS = ("source", "manual_dir", "schema_file")
 _URI = re.compile("[a-z0-9]+://|file:")
-# Length limit of a message, which quotes the values.
+# The length limit of a message, which quotes the wrong values.
 _MOST_LETTERS = 1000
 
 

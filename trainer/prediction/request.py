@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 #: Used in place of a path: rows go to standard output.
 STANDARD_OUTPUT = "-"
-#: Value of `columns`: all columns of the files.
+#: The value of `columns` that means all columns of the files.
 ALL = "*"
 
 
