@@ -228,11 +228,11 @@ print(",".join(each for each in forbidden if each in sys.modules))
 """
 
 
-def loads(name, forbidden):
-    command = [sys.executable, "-c", PROGRAM, ",".join(PROCESSES[name]), ",".join(forbidden)]
-    environment = {"_KFP_RUNTIME": "true", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": ""}
-    if name == "task: server":
-        environment["TF_USE_LEGACY_KERAS"] = "1"
+def loads(names, forbidden, **settings):
+    """Return the forbidden modules that the imports of these processes, all in one, load."""
+    modules = [module for name in sorted(names) for module in PROCESSES[name]]
+    command = [sys.executable, "-c", PROGRAM, ",".join(modules), ",".join(sorted(forbidden))]
+    environment = {"_KFP_RUNTIME": "true", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": "", **settings}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
     )
@@ -241,17 +241,17 @@ def loads(name, forbidden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PROCESSES.keys() - COMPUTE))
-def test_a_step_that_computes_nothing_loads_nothing_heavy(name):
-    others = {"sklearn"} if name == "prepare_data" else {"sklearn", "scipy"}
-    assert not loads(name, sorted(NEVER | TENSORFLOW | others))
+def test_steps_that_compute_nothing_load_nothing_heavy():
+    idle = PROCESSES.keys() - COMPUTE
+    assert not loads(idle, NEVER | TENSORFLOW | {"sklearn"})
+    assert not loads(idle - {"prepare_data"}, {"scipy"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(COMPUTE))
-def test_what_computes_loads_tensorflow_and_nothing_for_pictures(name):
-    heavy = NEVER | ({"keras", "sklearn", "kfp"} if name == "task: server" else set())
-    assert not loads(name, sorted(heavy))
+def test_what_computes_loads_tensorflow_and_nothing_for_pictures():
+    assert not loads(COMPUTE - {"task: server"}, NEVER)
+    legacy = {"TF_USE_LEGACY_KERAS": "1"}
+    assert not loads({"task: server"}, NEVER | {"keras", "sklearn", "kfp"}, **legacy)
 
 
 def saving(saved, *, stall, drift=0.0):

@@ -241,6 +241,7 @@ data:
   drop: [id]
 model: {name: tabular}
 training: {strategy: single, steps: 60}
+evaluation: {baseline: none}
 gate: {min: {accuracy: 0.1}}
 """
 

@@ -337,9 +337,9 @@ train_model.python_func(config, root, run, dataset, "image", "", *artifacts)
 """
 
 
-@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture
 def pod_place(request, tmp_path):
-    if request.param == "file":
+    if getattr(request, "param", "file") == "file":
         return FilePlace(tmp_path)
     return BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/k")
 

@@ -132,15 +132,6 @@ COMMANDS_THAT_WRITE = [
     (["run", "--help"], 0),
     (["gc", "--json", "--workdir", "runs"], 0),
     (["status", "absent", "--json"], 2),
-    *(
-        pytest.param(*command, marks=pytest.mark.slow)
-        for command in (
-            (["--help"], 0),
-            (["--version"], 0),
-            (["manifest"], 0),
-            (["nonsense"], 2),
-        )
-    ),
 ]
 
 

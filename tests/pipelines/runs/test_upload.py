@@ -489,16 +489,10 @@ def test_an_older_version_is_sent_nothing_that_it_does_not_know(instance, remote
 
 
 NAMES = (
-    "a+b",
-    "100%",
-    "50%25 of it",
-    'say "hello"',
-    "it's mine",
-    "two words",
+    "50%25 of it's mine",
     "größer als 早い",
-    "a&b=c#d?e/f",
+    "a&b=c#d?e/f+g",
     "back\\slash",
-    "\\\\",
     "under_score",
     '"stringValue":1',
 )
