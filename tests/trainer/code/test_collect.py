@@ -158,9 +158,10 @@ def left_out(lines, path, *, is_folder=False):
     return bool(rules.leaving_out(path, is_folder=is_folder))
 
 
-@pytest.mark.parametrize(("line", *["paths"]), [(line, paths) for line, *paths in LINES])
-def test_a_line_leaves_out_what_git_leaves_out(line, paths):
-    assert {path for path in (*PATHS, "x y") if left_out([line], path)} - {"b/x y"} == set(paths)
+def test_a_line_leaves_out_what_git_leaves_out():
+    for line, *paths in LINES:
+        found = {path for path in (*PATHS, "x y") if left_out([line], path)}
+        assert found - {"b/x y"} == set(paths), line
 
 
 def test_a_slash_at_the_end_is_for_folders():
@@ -175,9 +176,8 @@ def test_the_last_line_decides():
     assert left_out([*lines, "mine.*"], "mine.pem")
 
 
-@pytest.mark.parametrize("line", ["!", "[z-a]", "\\", "a["])
-def test_a_line_that_is_no_pattern_leaves_out_nothing(line):
-    assert not left_out([line], "a")
+def test_a_line_that_is_no_pattern_leaves_out_nothing():
+    assert not [line for line in ("!", "[z-a]", "\\", "a[") if left_out([line], "a")]
 
 
 def test_what_is_in_a_folder_can_be_taken_in_again():

@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_read(tmp_path):
     assert refused(load_config, tmp_path / "latin.yaml").endswith(": not UTF-8 text")
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.one_of(lines, yaml_like, st.builds("{}={}".format, keys, st.one_of(lines, yaml_like))))
 def test_any_assignment_is_a_configuration_or_one_line(assignment):
     try:
@@ -220,7 +220,7 @@ def test_any_assignment_is_a_configuration_or_one_line(assignment):
         assert Config.model_validate_json(config.model_dump_json()) == config
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(yaml_like)
 def test_any_file_is_a_configuration_or_one_line(tmp_path_factory, text):
     path = tmp_path_factory.getbasetemp() / "any.yaml"
@@ -231,7 +231,7 @@ def test_any_file_is_a_configuration_or_one_line(tmp_path_factory, text):
         one_line(error)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(KEYS), st.data())
 def test_a_slip_in_a_key_is_answered_with_a_key_that_there_is(key, data):
     *sections, name = key.split(".")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -195,22 +194,16 @@ def test_a_value_is_what_was_written():
     assert config.training == Config().training
 
 
-@cache
-def attributes_in_use():
-    sources = [
-        path
-        for package in ("trainer", "components", "pipelines")
-        for path in (ROOT / package).rglob("*.py")
-        if path.name != "config.py"
-    ]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
-    nodes = (node for tree in trees for node in ast.walk(tree))
-    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-
-
 def test_no_key_is_accepted_and_then_ignored():
-    used = attributes_in_use()
-    assert not [key for key in KEYS if key.rpartition(".")[2] not in used]
+    unused = {key.rpartition(".")[2] for key in KEYS}
+    for package in ("trainer", "components", "pipelines"):
+        for path in (ROOT / package).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            if path.name == "config.py" or not any(f".{each}" in text for each in unused):
+                continue
+            nodes = ast.walk(ast.parse(text))
+            unused -= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    assert not unused
 
 
 def test_memory_of_a_gpu_is_limited_in_one_way():

@@ -3,7 +3,6 @@
 import json
 import socket
 from contextlib import closing
-from dataclasses import FrozenInstanceError
 
 import pytest
 from hypothesis import given, settings
@@ -34,17 +33,12 @@ CHIEF, FIRST, SECOND = Task(role="chief", index=0), *(Task(role="worker", index=
 PS = Task(role="ps", index=0)
 
 
-def test_every_strategy_has_its_topology():
-    assert set(TOPOLOGIES) == set(TASKS)
-
-
-@pytest.mark.parametrize("strategy", TASKS)
+@pytest.mark.parametrize("strategy", TOPOLOGIES)
 def test_only_the_roles_that_a_strategy_uses_are_started(strategy):
-    assert find_topology(strategy).tasks(servers=2, workers=3) == TASKS[strategy]
-
-
-def test_who_leads_is_started_when_the_others_are_there():
-    assert list(find_topology("in_graph").tasks(servers=1, workers=1)) == ["ps", "worker", "chief"]
+    tasks = find_topology(strategy).tasks(servers=2, workers=3)
+    assert tasks == TASKS[strategy]
+    # The task that leads is started when the others are there.
+    assert "chief" not in tasks or list(tasks)[-1] == "chief"
 
 
 @pytest.mark.parametrize("strategy", sorted(set(TASKS) - {"multi_worker_mirrored"}))
@@ -150,16 +144,6 @@ def test_a_cluster_without_a_chief():
     assert (cluster.count("chief"), cluster.count("worker")) == (0, 2)
 
 
-def test_it_is_data():
-    task = Task(role="ps", index=0)
-    with pytest.raises(FrozenInstanceError):
-        task.index = 1
-    assert {task: 1}[Task(role="ps", index=0)] == 1
-    spec = Cluster(addresses={"ps": ("a:1",)}).spec()
-    spec["ps"].append("b:1")
-    assert Cluster(addresses={"ps": ("a:1",)}).spec() == {"ps": ["a:1"]}
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -208,7 +192,7 @@ def test_what_is_wrong_is_said_in_one_line(text, said):
     assert refused(text).startswith(said)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(st.text(max_size=40) | (json_values | trees).map(json.dumps))
 def test_any_text_is_a_cluster_or_one_line(text):
     try:
@@ -316,3 +300,9 @@ def test_a_port_that_was_just_left_is_free():
             accepted.close()
             assert client.recv(1) == b""
     check_port(*one_task(port))
+
+
+def test_a_specification_is_a_copy():
+    spec = Cluster(addresses={"ps": ("a:1",)}).spec()
+    spec["ps"].append("b:1")
+    assert Cluster(addresses={"ps": ("a:1",)}).spec() == {"ps": ["a:1"]}

@@ -1,6 +1,5 @@
 """Events of several processes in one file: whole lines, typed; errors never stop a run."""
 
-import dataclasses
 import json
 import logging
 import os
@@ -73,11 +72,6 @@ def test_every_kind_has_a_name_of_its_own():
     assert {"step_begin", "checkpoint_passed_over"} <= set(names)
 
 
-def test_a_record_cannot_be_changed():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ATTEMPT.steps = 4
-
-
 def test_they_are_appended_to_what_is_there(file):
     file.write_text(f"{LINE}}}\n")
     events.emit(WarmStart(uri="gs://b/c"))
@@ -91,35 +85,37 @@ def test_without_a_file_they_go_to_the_log(monkeypatch, caplog):
     assert events.parse(f"2026-01-02 03:04:05,006 INFO {caplog.messages[0]}\n") == ATTEMPT
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "\n",
-        "words\n",
-        '{"event": "attempt_b\n',
-        '{"event": "no_such_event", "time": 1.0}\n',
-        '{"event": 7, "time": 1.0}\n',
-        '{"event": "warm_start", "time": 1.0}\n',
-        '{"event": "warm_start", "uri": "gs://b"}\n',
-        '{"event": "warm_start", "time": 1.0, "uri": 5}\n',
-        '{"event": "warm_start", "time": NaN, "uri": "gs://b"}\n',
-        f'{LINE}, "steps": true}}\n',
-        f'{LINE}, "steps": 1.5}}\n',
-        '{"event": "task_failed", "time": 1, "task": "a", "cause": "b", "last_lines": [1]}\n',
-        '{"event": "stalled", "time": 1, "tasks": "ps-0", "seconds": 1}\n',
-        '{"event": "warm_start", "time": 1, "uri": "a", "left": {"x": "y"}}\n',
-        # A full disk truncated this line, and the next one follows without a line break.
-        '{"event": "warm_start", "ti',
+DAMAGES = [
+    "\n",
+    "words\n",
+    '{"event": "attempt_b\n',
+    '{"event": "no_such_event", "time": 1.0}\n',
+    '{"event": 7, "time": 1.0}\n',
+    '{"event": "warm_start", "time": 1.0}\n',
+    '{"event": "warm_start", "uri": "gs://b"}\n',
+    '{"event": "warm_start", "time": 1.0, "uri": 5}\n',
+    '{"event": "warm_start", "time": NaN, "uri": "gs://b"}\n',
+    f'{LINE}, "steps": true}}\n',
+    f'{LINE}, "steps": 1.5}}\n',
+    '{"event": "task_failed", "time": 1, "task": "a", "cause": "b", "last_lines": [1]}\n',
+    '{"event": "stalled", "time": 1, "tasks": "ps-0", "seconds": 1}\n',
+    '{"event": "warm_start", "time": 1, "uri": "a", "left": {"x": "y"}}\n',
+    # A full disk truncated this line, and the next one follows without a line break.
+    '{"event": "warm_start", "ti',
+    # It is nested too deep.
+    f'{LINE[:-1]}, "more": {"[" * 100_000}\n',
+    *[
+        f'{{"event": "run_begin", "time": {time}, "run_id": "a", "number": {number}}}\n'
+        for far in ("1e999", "9" * 400, "-1e400")
+        for time, number in ((far, 1), (1.0, far))
     ],
-)
-def test_a_damaged_or_unknown_line_hides_no_other(file, damage):
-    file.write_text(f"{LINE}}}\n{damage}{LINE}}}\n{LINE}")
-    assert list(events.read(file)) == [ATTEMPT, ATTEMPT]
+]
 
 
-def test_bytes_that_are_no_text_hide_no_line(file):
-    file.write_bytes(f"{LINE}}}\n".encode() + b"\xff\xfe\n" + f"{LINE}}}\n".encode())
-    assert list(events.read(file)) == [ATTEMPT, ATTEMPT]
+def test_a_damaged_or_unknown_line_hides_no_other(file):
+    for damage in [each.encode() for each in DAMAGES] + [b"\xff\xfe\n"]:
+        file.write_bytes(f"{LINE}}}\n".encode() + damage + f"{LINE}}}\n{LINE}".encode())
+        assert list(events.read(file)) == [ATTEMPT, ATTEMPT], damage[:80]
 
 
 def test_fields_of_a_newer_version_are_ignored(file):
@@ -127,17 +123,8 @@ def test_fields_of_a_newer_version_are_ignored(file):
     assert list(events.read(file)) == [ATTEMPT]
 
 
-def test_a_line_that_is_nested_too_deep_is_passed_over(file):
-    file.write_text(f'{LINE[:-1]}, "more": {"[" * 100_000}\n{LINE}}}\n')
-    assert list(events.read(file)) == [ATTEMPT]
-
-
-def test_a_folder_in_the_place_of_the_file_is_no_events(tmp_path):
-    assert list(events.read(tmp_path)) == []
-
-
-def test_no_file_is_no_events(file):
-    assert list(events.read(file)) == []
+def test_a_folder_or_nothing_in_the_place_of_the_file_is_no_events(file):
+    assert list(events.read(file)) == list(events.read(file.parent)) == []
 
 
 @pytest.mark.parametrize("where", ["/dev/full", "absent/events.jsonl", "."])
@@ -152,11 +139,11 @@ def test_an_event_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, ca
 def test_lines_of_several_processes_do_not_mix(file):
     root = Path(events.__file__).parents[2]
     command = [sys.executable, "-c", MANY_TIMES]
-    writers = [subprocess.Popen([*command, str(index)], cwd=root) for index in range(4)]
-    assert [writer.wait() for writer in writers] == [0] * 4
+    writers = [subprocess.Popen([*command, str(index)], cwd=root) for index in range(2)]
+    assert [writer.wait() for writer in writers] == [0] * 2
     found = [(event.uri[0], event.global_step) for event in events.read(file)]
-    assert len(found) == 800
-    for writer in "0123":
+    assert len(found) == 400
+    for writer in "01":
         assert [number for name, number in found if name == writer] == list(range(200))
 
 
@@ -243,28 +230,17 @@ class TestReadingOfSomeKinds:
         assert peak < 1 << 24
 
 
-@pytest.mark.parametrize("number", ["1e999", "9" * 400, "-1e400"])
-def test_a_number_that_no_machine_holds_hides_no_line(file, number):
-    lines = [
-        f'{{"event": "run_begin", "time": {number}, "run_id": "a", "number": 1}}',
-        f'{{"event": "run_begin", "time": 1.0, "run_id": "a", "number": {number}}}',
-        f"{LINE}}}",
-    ]
-    file.write_text("\n".join(lines))
-    assert list(events.read(file)) == [ATTEMPT]
-
-
 def test_a_long_run_is_read_in_little_memory(file):
     events.append(file, StepBegin(step="train_model"))
     with file.open("ab") as writer:
-        for step in range(20_000):
+        for step in range(12_000):
             writer.write(f"{json.dumps(events.to_tree(progress(step)))}\n".encode())
     assert file.stat().st_size > 1 << 21
     tracemalloc.start()
     found = list(events.read(file, every=[StepBegin]))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found == [StepBegin(step="train_model"), progress(19_999)]
+    assert found == [StepBegin(step="train_model"), progress(11_999)]
     assert peak < 1 << 20
 
 

@@ -53,11 +53,6 @@ def test_the_manifest_tells_all():
     assert spec.target_moments["label"]["max"] == 1.0
 
 
-def test_a_feature_goes_to_json_and_back():
-    feature = FeatureSpec(shape=(3, 4), dtype="float32", stored="raw")
-    assert read(features={"x": feature.to_json()}).features["x"] == feature
-
-
 def test_the_spec_is_the_same_after_the_manifest_was_written():
     manifest = Manifest("dataset", (), FIELDS)
     assert DatasetSpec.from_manifest(Manifest.from_json(manifest.to_json())) == read()
@@ -88,21 +83,16 @@ def test_another_kind_is_refused():
         DatasetSpec.from_manifest(Manifest("checkpoint", (), {}))
 
 
-@pytest.mark.parametrize("schema", [SCHEMA + 1, None, "1"])
-def test_another_schema_is_refused(schema):
-    with pytest.raises(UserError, match=f"schema {schema} and this version reads {SCHEMA}"):
-        read(dataset_schema=schema)
+def test_another_schema_is_refused():
+    for schema in (SCHEMA + 1, None, "1"):
+        with pytest.raises(UserError, match=f"schema {schema} and this version reads {SCHEMA}"):
+            read(dataset_schema=schema)
 
 
 def test_names_of_shards_sort_in_order():
     names = [shard_name("train", index, 12) for index in range(12)]
     assert names == sorted(names)
     assert names[3] == "train-00003-of-00012.tfrecord"
-
-
-def test_a_spec_cannot_be_changed():
-    with pytest.raises(AttributeError):
-        read().weight = "other"
 
 
 def test_it_is_in_a_module_without_tensorflow():

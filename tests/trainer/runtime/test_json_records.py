@@ -37,10 +37,10 @@ def test_what_is_no_json_is_a_value_error(text):
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["[]", "1", "null", '"text"', "[[1, 2]]"])
-def test_what_is_no_object_is_a_value_error(text):
-    with pytest.raises(ValueError, match="not a JSON object"):
-        parse_mapping(text)
+def test_what_is_no_object_is_a_value_error():
+    for text in ("[]", "1", "null", '"text"', "[[1, 2]]"):
+        with pytest.raises(ValueError, match="not a JSON object"):
+            parse_mapping(text)
 
 
 def test_integers_past_64_bits_are_floats():
@@ -53,24 +53,22 @@ def test_much_that_is_not_deep_is_let_through():
     assert parse(json.dumps([[number] for number in range(1000)]))[999] == [999]
 
 
-@pytest.mark.parametrize(
-    ("tree", "record"),
-    [
-        ({"count": 1, "more": 2}, Record(count=1)),
-        ({"count": 1, "share": 2, "words": ["a"]}, Record(count=1, share=2.0, words=("a",))),
-        ({"count": True}, None),
-        ({"count": 1.5}, None),
-        ({"count": 1, "share": float("inf")}, None),
-        ({"count": 1, "share": True}, None),
-        ({"count": 1, "words": "a"}, None),
-        ({"count": 1, "words": [1]}, None),
-        ({}, None),
-        ([], None),
-        (None, None),
-    ],
-)
-def test_each_field_is_checked(tree, record):
-    assert parse_record(Record, tree) == record
+def test_each_field_is_checked():
+    read = parse_record(Record, {"count": 1, "share": 2, "words": ["a"], "more": 2})
+    assert read == Record(count=1, share=2.0, words=("a",))
+    assert parse_record(Record, {"count": 1}) == Record(count=1)
+    for wrong in (
+        {"count": True},
+        {"count": 1.5},
+        {"count": 1, "share": math.inf},
+        {"count": 1, "share": True},
+        {"count": 1, "words": "a"},
+        {"count": 1, "words": [1]},
+        {},
+        [],
+        None,
+    ):
+        assert parse_record(Record, wrong) is None, wrong
 
 
 ODD_NUMBERS = ["²3", "٣", "\uff11", "-1", "+1", "1_0", " 1", "1\n", "", "0x1", "1.0", "9" * 5000]
@@ -81,20 +79,12 @@ ODD_TIMES = [
 ODD_SECONDS = [math.nan, math.inf, -math.inf, 1e300, -1e300, 2**63, 10**400, True, None, "1", []]
 
 
-@pytest.mark.parametrize("text", ODD_NUMBERS)
-def test_what_only_looks_like_a_number_is_none(text):
-    assert parse_number(text) is None
-
-
-@pytest.mark.parametrize("text", ODD_TIMES)
-def test_what_is_no_time_is_none(text):
-    found = parse_time(text)
-    assert found is None or found.tzinfo
-
-
-@pytest.mark.parametrize("seconds", ODD_SECONDS)
-def test_seconds_of_no_time_are_none(seconds):
-    assert make_time(seconds) is None
+def test_what_is_no_number_or_time_is_none():
+    assert [text for text in ODD_NUMBERS if parse_number(text) is not None] == []
+    assert [seconds for seconds in ODD_SECONDS if make_time(seconds) is not None] == []
+    for text in ODD_TIMES:
+        found = parse_time(text)
+        assert found is None or found.tzinfo, text
 
 
 def test_numbers_and_times_are_read():
@@ -107,7 +97,7 @@ def test_numbers_and_times_are_read():
     )
 
 
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@settings(max_examples=60, derandomize=True, deadline=None, database=None)
 @given(text=st.text(max_size=30), seconds=st.floats() | st.integers())
 def test_any_text_and_number_is_read(text, seconds):
     assert parse_number(text) in (None, *([int(text)] if text.isdecimal() else []))

@@ -49,33 +49,34 @@ WITHOUT = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), WITH_SECRETS)
-def test_credentials_of_a_uri_are_found_and_masked(text, said):
-    assert find_credentials(text)
-    assert mask(text).startswith(said)
-    for part in ("sW0r", "df1sh", SECRET):
-        assert part not in mask(f'{{"uri": "{text}"}}')
+HEADERS = [
+    "Authorization: Bearer sW0rdf1sh.abc",
+    "{'Cookie': 'session=sW0rdf1sh; theme=dark'}",
+    '"authorization": "AWS4-HMAC-SHA256 Credential=x, Signature=sW0rdf1sh"',
+    "sent with bearer sW0rdf1sh0123",
+    "X-Api-Key: sW0rdf1sh",
+    "aws_secret_access_key = sW0rdf1sh",
+]
 
 
-@pytest.mark.parametrize("text", WITHOUT)
-def test_what_has_no_credentials_stays(text):
-    assert (find_credentials(text), mask(text)) == ("", text)
+def test_credentials_of_a_uri_are_found_and_masked():
+    for text, said in WITH_SECRETS:
+        assert find_credentials(text), text
+        assert mask(text).startswith(said), text
+        for part in ("sW0r", "df1sh", SECRET):
+            assert part not in mask(f'{{"uri": "{text}"}}'), text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Authorization: Bearer sW0rdf1sh.abc",
-        "{'Cookie': 'session=sW0rdf1sh; theme=dark'}",
-        '"authorization": "AWS4-HMAC-SHA256 Credential=x, Signature=sW0rdf1sh"',
-        "sent with bearer sW0rdf1sh0123",
-        "X-Api-Key: sW0rdf1sh",
-        "aws_secret_access_key = sW0rdf1sh",
-    ],
-)
-def test_credentials_of_headers_are_masked(text):
-    assert "sW0rdf1sh" not in mask(text)
-    assert "***" in mask(text)
+def test_what_has_no_credentials_stays():
+    assert [(find_credentials(text), mask(text)) for text in WITHOUT] == [
+        ("", text) for text in WITHOUT
+    ]
+
+
+def test_credentials_of_headers_are_masked():
+    for text in HEADERS:
+        assert "sW0rdf1sh" not in mask(text), text
+        assert "***" in mask(text), text
 
 
 def test_secrets_of_the_environment_are_masked(monkeypatch):
@@ -97,7 +98,7 @@ def test_every_error_event_and_termination_message_is_masked(tmp_path, monkeypat
         assert "sW0rdf1sh" not in file.read_text()
 
 
-@pytest.mark.parametrize("text", [text for text, _ in WITH_SECRETS])
+@pytest.mark.parametrize("text", [WITH_SECRETS[row][0] for row in (0, 5, 9, 13)])
 @pytest.mark.parametrize("key", ["storage.root", "training.warm_start", "data.manual_dir", "name"])
 def test_a_configuration_with_credentials_is_refused_without_them(key, text):
     for refused in (f"{key}={text}", f"{key}=[{{x: '{text}'}}]", f"{key}={{'{text}': 1}}"):
@@ -118,13 +119,10 @@ def test_a_section_made_by_code_is_checked_too():
     assert "sW0rdf1sh" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "value", ["{{$.inputs.parameters['x']}}", "{{channel:task=a;name=b}}", "{{workflow.name}}"]
-)
-def test_a_placeholder_of_the_platform_is_refused(value):
-    with pytest.raises(ConfigError, match=r"^data\.manual_dir: .* placeholder") as caught:
-        parse_config({"data": {"manual_dir": f"/a/{value}"}})
-    assert "\n" not in str(caught.value)
+def test_a_placeholder_of_the_platform_is_refused():
+    for value in ("{{$.inputs.parameters['x']}}", "{{channel:task=a;name=b}}", "{{workflow.name}}"):
+        with pytest.raises(ConfigError, match=r"^data\.manual_dir: .* placeholder.*\Z"):
+            parse_config({"data": {"manual_dir": f"/a/{value}"}})
 
 
 def test_an_option_of_a_root_that_is_none_is_refused_without_its_value():
@@ -133,24 +131,22 @@ def test_an_option_of_a_root_that_is_none_is_refused_without_its_value():
     assert "sW0rdf1sh" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("url", "openly"),
-    [
-        ("http://kfp.example.com", True),
-        ("http://10.0.0.7:9000/x", True),
-        ("https://kfp.example.com", False),
-        ("http://127.0.0.1:80", False),
-        ("http://[::1]:80", False),
-        ("http://localhost:8888", False),
-        ("http://minio:9000", False),
-        ("http://ml-pipeline.kubeflow.svc:8888", False),
-        ("http://ml-pipeline.kubeflow.svc.cluster.local:8888", False),
-        ("http://[x", False),
-        ("", False),
-    ],
-)
-def test_what_is_sent_openly(url, openly):
-    assert is_sent_openly(url) is openly
+CLOSED = [
+    "https://kfp.example.com",
+    "http://127.0.0.1:80",
+    "http://[::1]:80",
+    "http://localhost:8888",
+    "http://minio:9000",
+    "http://ml-pipeline.kubeflow.svc:8888",
+    "http://ml-pipeline.kubeflow.svc.cluster.local:8888",
+    "http://[x",
+    "",
+]
+
+
+def test_what_is_sent_openly():
+    openly = ["http://kfp.example.com", "http://10.0.0.7:9000/x"]
+    assert [url for url in openly + CLOSED if is_sent_openly(url)] == openly
 
 
 # Colours, a window title, bells, reversed text, and invisible characters.
@@ -169,20 +165,18 @@ COMMANDS = [
 COMMANDS += ["\ufeff", "\u200b", "\u2028", "\udc80", "\U000e0041"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_what_a_terminal_or_a_page_obeys_becomes_an_escape(command):
-    written = printable(f"a{command}b")
-    assert written.isprintable()
-    assert json.loads(f'"{written}"') == f"a{command}b"
-    assert str(UserError(f"a{command}b")).isprintable()
-    assert mask(f"http://u:p@h/{command}").isprintable()
+def test_what_a_terminal_or_a_page_obeys_becomes_an_escape():
+    for command in COMMANDS:
+        written = printable(f"a{command}b")
+        assert written.isprintable(), ascii(command)
+        assert json.loads(f'"{written}"') == f"a{command}b"
+        assert str(UserError(f"a{command}b")).isprintable(), ascii(command)
+        assert mask(f"http://u:p@h/{command}").isprintable(), ascii(command)
 
 
-@pytest.mark.parametrize(
-    "text", ["größe", "日本", "👩\u200d💻", "क\u200cष", "a\u00a0b", "%&", "a\n\tb"]
-)
-def test_other_text_stays(text):
-    assert printable(text) == text
+def test_other_text_stays():
+    texts = ["größe", "日本", "👩\u200d💻", "क\u200cष", "a\u00a0b", "%&", "a\n\tb"]
+    assert [printable(text) for text in texts] == texts
 
 
 @given(st.text())

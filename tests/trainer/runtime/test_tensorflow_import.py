@@ -68,39 +68,25 @@ def test_nothing_is_collected_while_tensorflow_is_imported(tmp_path, before, mor
 
 
 HOOKED = """
-import gc, json, sys, wrapt
+import gc, json, os, sys, wrapt
 from flotilla.trainer.runtime import tensorflow_import
 called = []
 wrapt.register_post_import_hook(lambda module: called.append(module.__name__), "tensorflow")
 tensorflow_import.prepare()
 import tensorflow
-print(json.dumps([called, tensorflow.is_enabled, gc.isenabled()]))
-"""
-
-
-def test_who_asks_to_be_called_after_the_import_is_called(tmp_path):
-    (tmp_path / "tensorflow.py").write_text("import gc\nis_enabled = gc.isenabled()\n")
-    done = subprocess.run(
-        [sys.executable, "-c", HOOKED],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
-        check=True,
-        capture_output=True,
-    )
-    assert json.loads(done.stdout) == [["tensorflow"], False, True]
-
-
-OF_MEMORY = """
-import os
-from flotilla.trainer.runtime import tensorflow_import
-tensorflow_import.prepare()
-print(os.environ["TF_FORCE_GPU_ALLOW_GROWTH"])
+growth = os.environ["TF_FORCE_GPU_ALLOW_GROWTH"]
+print(json.dumps([called, tensorflow.is_enabled, gc.isenabled(), growth]))
 """
 
 
 @pytest.mark.parametrize(("before", "expected"), [({}, "true"), ({GROWTH: "false"}, "false")])
-def test_a_process_takes_of_a_gpu_what_it_needs_unless_the_user_wants_all(before, expected):
+def test_the_import_calls_who_asks_and_takes_what_it_needs_of_a_gpu(tmp_path, before, expected):
     rest = {name: value for name, value in os.environ.items() if name != GROWTH}
+    (tmp_path / "tensorflow.py").write_text("import gc\nis_enabled = gc.isenabled()\n")
     done = subprocess.run(
-        [sys.executable, "-c", OF_MEMORY], env=rest | before, check=True, capture_output=True
+        [sys.executable, "-c", HOOKED],
+        env={**rest, **before, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
+        check=True,
+        capture_output=True,
     )
-    assert done.stdout.decode().strip() == expected
+    assert json.loads(done.stdout) == [["tensorflow"], False, True, expected]

@@ -122,8 +122,15 @@ def refused(look):
     assert "\n" not in str(it.value)
 
 
-@pytest.mark.parametrize("signed", [True, False])
-@pytest.mark.parametrize("path", UNNAMED)
+@pytest.mark.parametrize(
+    ("path", "signed"),
+    [
+        *[(path, True) for path in UNNAMED],
+        (SERVED[0], False),
+        (SERVED[1], False),
+        (".git/x", False),
+    ],
+)
 def test_what_a_manifest_does_not_name_is_neither_promoted_nor_used(
     tmp_path, monkeypatch, request, path, signed
 ):
@@ -152,12 +159,13 @@ def test_a_link_to_another_version_is_one(tmp_path):
     refused(lambda: signing.verify(uri))
 
 
-@pytest.mark.parametrize("place", [None, 7, "", "serving/digits/9", "../x", "labels.txt", "/"])
-def test_a_manifest_without_its_saved_model_is_refused(tmp_path, place):
-    uri = storage.uri_of(tmp_path / "made")
-    storage.publish(model(tmp_path), uri, kind="model", fields={"saved_model": place})
-    with pytest.raises(storage.Corrupt, match="lists no SavedModel"):
-        registry.register(storage.uri_of(tmp_path), "digits", uri, lineage={}, scratch=tmp_path)
+def test_a_manifest_without_its_saved_model_is_refused(tmp_path):
+    folder = model(tmp_path)
+    for number, place in enumerate([None, 7, "", "serving/digits/9", "../x", "labels.txt", "/"]):
+        uri = storage.uri_of(tmp_path / str(number))
+        storage.publish(folder, uri, kind="model", fields={"saved_model": place})
+        with pytest.raises(storage.Corrupt, match="lists no SavedModel"):
+            registry.register(storage.uri_of(tmp_path), "digits", uri, lineage={}, scratch=tmp_path)
 
 
 def test_a_manifest_that_names_two_versions_is_refused(tmp_path):
@@ -167,7 +175,7 @@ def test_a_manifest_that_names_two_versions_is_refused(tmp_path):
     refused(lambda: signing.verify(uri))
 
 
-@pytest.mark.parametrize("key", ["serving/digits/8/saved_model.pb", "serving/digits/8/", "more"])
+@pytest.mark.parametrize("key", ["serving/digits/8/", "more"])
 def test_what_is_served_from_a_bucket_is_what_is_named(tmp_path, gcs, key):
     bucket = bucket_name()
     gcs.create_bucket(bucket)
