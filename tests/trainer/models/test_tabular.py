@@ -77,7 +77,7 @@ def given(*names):
     return tensors if len(names) > 1 else tensors[names[0]]
 
 
-@pytest.mark.parametrize("names", [tuple(EXAMPLES), *[(name,) for name in EXAMPLES]])
+@pytest.mark.parametrize("names", [tuple(EXAMPLES), ("scan",), ("grade",)])
 def test_every_kind_of_column_gives_finite_outputs(names):
     found = built(*names)(given(*names)).numpy()
     assert found.shape == (3, 2)

@@ -82,14 +82,6 @@ def test_towers_have_the_hidden_layers_that_were_asked_for():
     assert shapes["item_vector/kernel"] == (4, 16)
 
 
-def test_same_seed_gives_the_same_weights():
-    first, second, other = build(rows=ROWS), build(rows=ROWS), build(rows=ROWS, seed=1)
-    assert list(weights(first)) == list(weights(second))
-    for path, value in weights(first).items():
-        np.testing.assert_array_equal(value, weights(second)[path])
-    assert (weights(first)["bias/kernel"] != weights(other)["bias/kernel"]).any()
-
-
 def test_unknown_ids_may_share_a_row():
     model = build(rows=ROWS, unknown="wrap")
     np.testing.assert_array_equal(model(pairs([9], [-1])), model(pairs([2], [4])))

