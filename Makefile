@@ -46,21 +46,15 @@ check: style ## style, types, house rules, tests of the changed files: make chec
 		$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) $$tests $(ARGS)
 
 # Four processes on two cores: a third of the time tests wait. Those that start clusters come in a
-# second pass, three at a time. Such a pass imports the files of its mark and no others. 5: nothing
-# was collected.
-marked = $(if $(ARGS),,$(sort $(shell grep -rl --include='test_*.py' 'mark\.$(1)' tests)))
-
+# second pass, three at a time. 5: nothing was collected.
 test: $(SETUP) ## every test but the slow and the long ones
 	$(PYTEST) -m "not slow and not long and not cluster" --ignore $(HOUSE_RULES) \
 		--numprocesses 4 --dist loadfile $(ARGS)
-	$(PYTEST) -m "cluster and not slow and not long" --numprocesses 3 --dist loadfile \
-		$(call marked,cluster) $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "cluster and not slow and not long" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
 
 test-slow: $(SETUP) ## the slow tests
-	$(PYTEST) -m "slow and not long and not cluster" --numprocesses 2 --dist loadfile \
-		$(call marked,slow) $(ARGS) || test $$? -eq 5
-	$(PYTEST) -m "slow and not long and cluster" --numprocesses 3 --dist loadfile \
-		$(filter $(call marked,slow),$(call marked,cluster)) $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "slow and not long and not cluster" --numprocesses 2 --dist loadfile $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "slow and not long and cluster" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
 
 test-long: $(SETUP) ## what takes longest, before a release
 	$(PYTEST) -m long $(ARGS) || test $$? -eq 5

@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from flotilla.trainer.config import load
 from tests.clocks import Clock
+from tests.marked import may_match
 from tests.ports import held_port
 
 pytest_plugins = ["tests.stores.fixtures"]
@@ -108,6 +109,17 @@ def port() -> Iterator[int]:
         yield found
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file of which `-m` selects no test: its import can take a second."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return (is_test and not _is_selected(collection_path, config)) or None
+
+
+@functools.cache
+def _is_selected(path: Path, config: pytest.Config) -> bool:
+    return may_match(path.read_text(encoding="utf-8"), config.option.markexpr)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Iterator[object]:
     """Collect the tests without the garbage collector: imports leave little, and fill the heap."""
@@ -134,7 +146,7 @@ def _import_share(config: pytest.Config) -> None:
     paths = [
         path.relative_to(ROOT)
         for path in sorted(ROOT.glob("tests/**/test_*.py"))
-        if not any(path.is_relative_to(each) for each in ignored)
+        if not any(path.is_relative_to(each) for each in ignored) and _is_selected(path, config)
     ]
     for path in paths[int(name.removeprefix("gw")) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
         # The collection imports it again, and says what is wrong with it.
@@ -144,12 +156,11 @@ def _import_share(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test that starts clusters if the Makefile cannot find it by its marker."""
-    for path in {item.path for item in items if item.get_closest_marker("cluster")}:
-        if "mark.cluster" not in path.read_text(encoding="utf-8"):
-            raise pytest.UsageError(
-                f"write pytest.mark.cluster in {path}: `make test` looks for it"
-            )
+    """Refuse a test with a marker that its file does not name: `-m` would leave the file out."""
+    for mark in ("slow", "long", "cluster"):
+        for path in {item.path for item in items if item.get_closest_marker(mark)}:
+            if f"mark.{mark}" not in path.read_text(encoding="utf-8"):
+                raise pytest.UsageError(f"write pytest.mark.{mark} in {path}: `-m` reads it there")
 
 
 @pytest.fixture(autouse=True, scope="module")

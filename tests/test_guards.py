@@ -1,4 +1,4 @@
-"""The guarantees of `conftest.py` hold for tests that violate them."""
+"""The guarantees of `conftest.py` hold for tests that violate them, and `-m` imports few files."""
 
 import os
 import socket
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.marked import may_match
 
 ROOT = Path(__file__).parents[1]
 OUTSIDE = ("192.0.2.1", 9)  # an address kept for documentation
@@ -78,12 +80,47 @@ def test_loopback_is_open(host):
 
 
 @pytest.mark.slow
-def test_a_swallowed_attempt_and_a_process_left_behind_fail_their_tests(tmp_path):
-    report = outcome_of(tmp_path, LEAVES_ONE + TRIES_OUTSIDE)
-    assert "5 passed, 3 errors" in report
+def test_an_attempt_that_was_swallowed_fails_its_test(tmp_path):
+    report = outcome_of(tmp_path, TRIES_OUTSIDE)
+    assert "2 passed, 1 error" in report
+    assert "ERROR" in report
     assert "tried to leave this machine: example.com" in report
+
+
+@pytest.mark.slow
+def test_a_process_left_behind_fails_its_test(tmp_path):
+    report = outcome_of(tmp_path, LEAVES_ONE)
+    assert "3 passed, 2 errors" in report
     assert "still running" in report
 
 
 def test_the_machine_is_kept_out_of_the_environment():
     assert not {"TF_CONFIG", "CUDA_VISIBLE_DEVICES", "FLOTILLA_RUN_ID"} & set(os.environ)
+
+
+FAST, SLOW = "not slow and not cluster", "slow and not long"
+PLAIN = "def test_a(): ...\n"
+ONE = f"@pytest.mark.slow\n{PLAIN}"
+
+
+@pytest.mark.parametrize(
+    ("text", "fast", "slow"),
+    [
+        (PLAIN, True, False),
+        (ONE, False, True),
+        (f"{ONE}\n{PLAIN.replace('_a', '_b')}", True, True),
+        (f"@pytest.mark.long\n{ONE}", False, False),
+        (f"pytestmark = [pytest.mark.slow, pytest.mark.timeout(9)]\n{PLAIN}", False, True),
+        (f"class TestA:\n    pytestmark = pytest.mark.cluster\n    {PLAIN}", False, False),
+        (f"@pytest.mark.parametrize('a', [pytest.param(1, marks=pytest.mark.slow)])\n{PLAIN}",
+         True, True),
+        (f"SLOW = pytest.mark.slow\n\n@SLOW\n{PLAIN}", True, True),
+        (f"@pytest.mark.cluster\n@pytest.mark.slow\n{PLAIN}", False, True),
+    ],
+)  # fmt: skip
+def test_the_marks_of_a_file_are_read_from_its_source(text, fast, slow):
+    assert (may_match(text, FAST), may_match(text, SLOW)) == (fast, slow)
+
+
+def test_each_file_is_imported_without_an_expression():
+    assert may_match(ONE, "")
