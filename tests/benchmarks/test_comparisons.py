@@ -5,11 +5,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from benchmarks import __main__ as bench
 from benchmarks import (
@@ -18,7 +16,6 @@ from benchmarks import (
     evaluation,
     examples,
     launched,
-    on_gpu,
     preparing,
     same_accuracy,
 )
@@ -26,19 +23,16 @@ from benchmarks.accuracy import first_reach, seconds_at
 from benchmarks.baselines import mnist, tfds_input
 from benchmarks.baselines.plain import Settings
 from benchmarks.comparisons import Comparison, alternating
-from benchmarks.examples import Rounds, Speeds, shards_of, speeds_of
+from benchmarks.examples import shards_of
 from benchmarks.experiments.measure import Measured, Run, measured
 from benchmarks.experiments.programs import PROGRAMS
 from benchmarks.experiments.rows import ROWS, accuracy_of, fallen, same_losses, synchronous
-from benchmarks.experiments.table import page
 from benchmarks.same_accuracy import PATHS, settings_of
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import load_config
-from flotilla.trainer.config.schema import Config
 from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.events import Progress
 from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
-from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 
 MOST = Comparison(name="a", rounds=(1.0, 3.0, 2.0), at_most=2.0)
 LEAST = Comparison(name="b", rounds=(1.0, 3.0, 2.0), at_least=2.5, more={"seconds": [1, 2]})
@@ -48,23 +42,6 @@ def test_a_comparison_holds_when_the_median_of_its_rounds_does():
     good = Comparison(name="x", rounds=(0.5, 2.0, 3.0), at_least=2.0).tree()
     assert (good["ratio"], good["holds"]) == (2.0, True)
     assert not Comparison(name="x", rounds=(1.9, 1.0, 3.0), at_least=2.0).tree()["holds"]
-
-
-@pytest.mark.parametrize(
-    ("rounds", "at_most", "holds"),
-    [((1.0, 3.0, 2.0), 2.0, True), ((1.0, 3.0, 2.01), 2.0, False), ((float("nan"),), 2.0, False)],
-)
-def test_a_bound_from_above(rounds, at_most, holds):
-    tree = Comparison(name="x", rounds=rounds, at_most=at_most).tree()
-    assert tree["holds"] is holds
-    assert tree["at_most"] == at_most
-    assert "at_least" not in tree
-
-
-@pytest.mark.parametrize("bounds", [{}, {"at_least": 1.0, "at_most": 2.0}])
-def test_a_comparison_has_one_bound(bounds):
-    with pytest.raises(ValueError, match="at_least or at_most"):
-        Comparison(name="x", rounds=(1.0,), **bounds)
 
 
 @pytest.mark.parametrize(
@@ -79,16 +56,6 @@ def test_the_worst_round_may_have_a_bound_of_its_own(rounds, holds):
     assert "at least 2, worst at least 1.5" in comparisons.table([found])
 
 
-def test_a_worst_round_is_worst_against_a_bound_from_below():
-    with pytest.raises(ValueError, match="worst_at_least needs at_least"):
-        Comparison(name="x", rounds=(1.0,), at_most=1.0, worst_at_least=0.5)
-
-
-def test_a_comparison_has_rounds():
-    with pytest.raises(ValueError, match="no rounds"):
-        Comparison(name="x", rounds=(), at_most=1.0)
-
-
 def test_what_is_written_is_what_was_measured(tmp_path):
     comparisons.write([MOST, LEAST], tmp_path / "build" / "bench.json")
     tree = json.loads((tmp_path / "build" / "bench.json").read_text())
@@ -98,12 +65,6 @@ def test_what_is_written_is_what_was_measured(tmp_path):
          "seconds": [1, 2]},
     ]  # fmt: skip
     assert tree["machine"]["cores"] >= 1
-
-
-def test_the_table_says_which_way_a_bound_goes():
-    lines = comparisons.table([MOST, LEAST]).splitlines()
-    assert lines[1].split() == ["a", "2.000", "at", "most", "2", "true"]
-    assert lines[2].split() == ["b", "2.000", "at", "least", "2.5", "false"]
 
 
 def test_both_sides_take_turns_in_being_first():
@@ -160,55 +121,6 @@ def test_what_can_be_measured_is(tmp_path, monkeypatch, capsys, error, said):
     assert "".join(line[0] for line in printed) == measured
 
 
-def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "build").touch()
-    monkeypatch.setattr(mnist, "require", lambda: None)
-    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: pytest.fail("was measured")})
-    monkeypatch.setattr(sys, "argv", ["bench"])
-    with pytest.raises(SystemExit, match=r"^bench: cannot write build/bench.json: File exists"):
-        bench.main()
-
-
-def test_accuracies_are_measured_where_they_are_asked_for(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mnist, "require", lambda: None)
-    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "same-two": lambda: LEAST})
-    for words, names in [([], ["a"]), (["same-two"], ["b"]), (["same-two", "one"], ["b", "a"])]:
-        monkeypatch.setattr(sys, "argv", ["bench", *words])
-        bench.main()
-        written = json.loads(bench.OUTPUT.read_text())["comparisons"]
-        assert [each["name"] for each in written] == names
-
-
-def test_a_gpu_that_is_asked_for_and_absent_is_said(monkeypatch):
-    monkeypatch.setattr(on_gpu, "present", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench", "gpu"])
-    with pytest.raises(SystemExit, match="this machine has no GPU"):
-        bench.main()
-
-
-def test_comparisons_that_read_no_mnist_need_none(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path / "none"))
-    monkeypatch.setattr(bench, "MEASURES", {"files": lambda: LEAST})
-    monkeypatch.setattr(sys, "argv", ["bench", "files"])
-    bench.main()
-    assert bench.OUTPUT.exists()
-
-
-def test_without_a_gpu_its_comparison_is_left_out(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(mnist, "require", lambda: None)
-    monkeypatch.setattr(on_gpu, "present", lambda: False)
-    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "gpu": lambda: LEAST})
-    monkeypatch.setattr(sys, "argv", ["bench"])
-    bench.main()
-    said = capsys.readouterr()
-    assert "no GPU" in said.err
-    assert said.out.splitlines()[-1].startswith("a ")
-
-
 def test_a_comparison_that_is_none_is_named(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench", "memry"])
     with pytest.raises(SystemExit) as end:
@@ -240,18 +152,6 @@ def test_a_course_that_never_comes_there_lasts_to_its_end():
     assert first_reach([], 0.5) == (0.0, False)
 
 
-def test_no_more_is_evaluated_than_needed():
-    seen = []
-
-    def course():
-        for each in COURSE:
-            seen.append(each)
-            yield each
-
-    first_reach(course(), 0.97)
-    assert seen == COURSE[:2]
-
-
 def progress(step, seconds):
     return Progress(
         global_step=step,
@@ -267,46 +167,6 @@ def test_set_up_is_left_out():
     # 10 updates per second, after 5 s without one.
     rows = [progress(step, 5 + step / 10) for step in (20, 40, 100)]
     assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
-
-
-def test_the_first_stretch_is_not_for_nothing():
-    rows = [progress(step, step / 10) for step in (20, 40, 100)]
-    assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
-
-
-def test_settings_are_those_of_a_valid_run():
-    settings = {key.replace("__", "."): value for key, value in accuracy.OURS.items()}
-    config = launched.configuration(settings)
-    assert isinstance(config, Config)
-    assert config.cluster.workers == 2
-    assert config.training.steps // config.training.checkpoint_every < config.training.keep
-
-
-@pytest.fixture
-def few_examples(monkeypatch):
-    generator = np.random.default_rng(0)
-    images = generator.random((20, 784)).astype(np.float32)
-    labels = generator.integers(0, 10, 20).astype(np.uint8)
-    monkeypatch.setattr(accuracy, "held_out_examples", lambda: (images, labels))
-    return images, labels
-
-
-def test_kept_weights_answer_as_the_program_would(tmp_path, few_examples):
-    images, labels = few_examples
-    # The first hidden unit passes the mean of an image on; the last layer knows one class.
-    kernel = np.full((784, 1), 1 / 784, np.float32)
-    last = np.zeros((1, 10), np.float32)
-    bias = np.zeros(10, np.float32)
-    bias[3] = 1
-    np.savez(tmp_path / "w.npz", kernel, np.zeros(1, np.float32), last, bias)
-    assert accuracy._share_right(tmp_path / "w.npz") == pytest.approx((labels == 3).mean())
-    # A hidden unit below zero has no effect, whatever its weights are.
-    last[0, 5] = -100
-    np.savez(tmp_path / "w.npz", -kernel, np.zeros(1, np.float32), last, bias)
-    assert accuracy._share_right(tmp_path / "w.npz") == pytest.approx((labels == 3).mean())
-    np.savez(tmp_path / "w.npz", kernel, np.zeros(1, np.float32), -last, bias)
-    assert images.mean() > 0.1
-    assert accuracy._share_right(tmp_path / "w.npz") == pytest.approx((labels == 5).mean())
 
 
 @pytest.mark.cluster
@@ -338,11 +198,6 @@ def test_both_sides_see_as_many_examples(name):
     assert training.optimizer.name == path.plain.optimizer.lower()
     assert training.optimizer.learning_rate == path.plain.rate
     assert training.seed == 2
-
-
-def test_the_asynchronous_path_is_the_fast_one():
-    config = launched.configuration(settings_of(PATHS["async"], 0))
-    assert config.training.steps >= LONG_RUN
 
 
 def test_a_round_is_a_seed_and_the_ratio_that_of_both(monkeypatch):
@@ -385,29 +240,6 @@ def test_both_sides_measure_the_same(tmp_path, monkeypatch):
         [roc for roc, _ in bare["areas"]]
     )
     assert ours["intervals"]["accuracy"] == pytest.approx(bare["interval"], abs=0.02)
-
-
-def test_the_comparison_has_a_ratio_for_each_round(monkeypatch):
-    now = [0.0]
-
-    def takes(seconds):
-        def pass_by(*_args):
-            now[0] += seconds
-
-        return pass_by
-
-    monkeypatch.setattr(evaluation, "EXAMPLES", 300)
-    monkeypatch.setattr(
-        evaluation,
-        "subject_of",
-        lambda folder: SimpleNamespace(dataset="", checkpoint="", folder=folder),
-    )
-    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(evaluation, "evaluate", takes(3.0))
-    monkeypatch.setattr(evaluation, "metrics_of", takes(1.0))
-    tree = evaluation.evaluation().tree()
-    assert tree["rounds"] == [pytest.approx(1 / 3, abs=1e-4)] * evaluation.ROUNDS
-    assert tree["examples_per_second"] == [[100, 300]] * evaluation.ROUNDS
 
 
 ROOT = Path(__file__).parents[2]
@@ -458,13 +290,6 @@ def test_a_goal_that_is_missed_is_reported(judge, good, bad):
     assert not judge(bad).reached
 
 
-def test_the_page_has_a_row_for_each_finding():
-    findings = [accuracy_of(0.97)([replace(GOOD, accuracy=0.9699)])] * len(ROWS)
-    lines = [line for line in page(findings).splitlines() if "accuracy 0.9699" in line]
-    assert len(lines) == len(ROWS)
-    assert all(line.endswith("| **no** |") for line in lines)
-
-
 @pytest.mark.cluster
 @pytest.mark.long
 def test_results_are_those_of_the_run_and_are_kept(tmp_path, monkeypatch):
@@ -477,48 +302,6 @@ def test_results_are_those_of_the_run_and_are_kept(tmp_path, monkeypatch):
     assert found.loss < found.training_loss < found.first_loss
     assert measured(run, tmp_path) == found
     assert len(list((tmp_path / "runs").glob("digits-*"))) == 1
-
-
-PAIRS = [
-    (Speeds(first=8.0, later=100.0), Speeds(first=2.0, later=5.0)),
-    (Speeds(first=9.0, later=100.0), Speeds(first=3.0, later=4.0)),
-    (Speeds(first=6.0, later=100.0), Speeds(first=1.0, later=2.0)),
-]
-
-
-def test_an_epoch_is_taken_whole_and_in_order():
-    seen = []
-
-    def see(label):
-        seen.append(int(label[0]))
-        return label
-
-    def watched(image, label):
-        return image, tf.ensure_shape(tf.numpy_function(see, [label], tf.int64), [2])
-
-    labels = tf.data.Dataset.range(8).repeat().batch(2).map(lambda label: (label, label))
-    found = speeds_of(labels.map(watched), examples=8, batch_size=2)
-    # TensorFlow may have read ahead.
-    taken = 4 * examples.EPOCHS
-    assert seen[:taken] == [0, 2, 4, 6] * examples.EPOCHS
-    assert found.first > 0
-    assert found.later > 0
-
-
-def test_the_first_epoch_has_fetched_its_files():
-    labels = tf.data.Dataset.range(8).repeat().batch(2).map(lambda label: (label, label))
-    found = speeds_of(labels, examples=8, batch_size=2, staging=1000.0)
-    assert found.first == pytest.approx(8 / 1000, rel=0.1)
-    assert found.later > 1
-
-
-def test_first_and_later_epochs_are_metrics_of_the_same_rounds(monkeypatch):
-    rounds = Rounds(pairs=PAIRS, cached=Speeds(first=1.0, later=50.0))
-    monkeypatch.setattr(examples, "_rounds", lambda: rounds)
-    first, later = examples.first_epoch().tree(), examples.later_epochs().tree()
-    assert (first["rounds"], first["at_least"], first["holds"]) == ([4.0, 3.0, 6.0], 4, True)
-    assert (later["rounds"], later["at_least"], later["holds"]) == ([20.0, 25.0, 50.0], 10, True)
-    assert later["tfds_with_a_cache"] == 50
 
 
 @pytest.fixture(scope="module")

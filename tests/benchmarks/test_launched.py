@@ -1,6 +1,5 @@
 """The measured speed of a run: wall time after its first tenth, without checkpoints."""
 
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import launched, memory, training, watched, whole_run
-from benchmarks.launched import _local_steps, _speed, clocked
-from benchmarks.on_gpu import SETTINGS, on_gpu, present
+from benchmarks.launched import _speed, clocked
+from benchmarks.on_gpu import on_gpu, present
 from benchmarks.startup import PROCESSES
 from benchmarks.storage import WINDOW, taken
-from benchmarks.watched import Look, Used, tasks_below
+from benchmarks.watched import Look, Used
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.events import Progress, RunBegin, Saved
 from tests.house_rules.source import ROOT
@@ -48,13 +47,6 @@ def test_the_clock_stops_for_checkpoints_only():
 def test_speed_is_that_after_the_first_tenth():
     rows = clocked([progress(5, 10.0), progress(10, 20.0), progress(50, 24.0), progress(90, 28.0)])
     assert _speed(rows, lambda row: row.global_step) == pytest.approx(10.0)
-
-
-def test_local_steps_are_those_of_all_workers():
-    workers = {"worker-0": {"local_steps": 40}, "worker-1": {"local_steps": 60}}
-    assert _local_steps(progress(10, 0.0, workers=workers)) == 100
-    # A single process does not report local steps.
-    assert _local_steps(progress(10, 0.0)) == 10
 
 
 @pytest.mark.parametrize(
@@ -116,20 +108,6 @@ def test_the_task_that_grows_most_is_judged(monkeypatch, late, ratio, holds):
     assert asked == [(51_000, [5_000, 50_000])] * memory.ROUNDS
 
 
-def test_with_a_table_the_server_is_judged_too(monkeypatch):
-    def seen(config, workdir, steps, dataset=""):  # noqa: ARG001
-        assert config.model.name == "benchmarks.growing_tables:drifting"
-        tables = {"tables": {"table": {"rows": 6_000, "evicted": 7, "turned_away": 8}}}
-        late = look(50_000, chief_0=800, ps_0=550, worker_0=600, worker_1=600)
-        return [replace(each, metrics=tables) for each in (*[EARLY] * (len(steps) - 1), late)]
-
-    monkeypatch.setattr(memory, "watched", seen)
-    tree = memory.table_memory().tree()
-    assert (tree["ratio"], tree["holds"]) == (pytest.approx(1.1), False)
-    assert tree["megabytes"]["ps-0"] == [500, 500, 500, 500, 500, 550]
-    assert tree["evicted"] == [7] * 6
-
-
 @pytest.mark.cluster
 @pytest.mark.long
 def test_rows_of_the_table_that_is_watched_are_given_to_other_ids(tmp_path):
@@ -139,32 +117,6 @@ def test_rows_of_the_table_that_is_watched_are_given_to_other_ids(tmp_path):
     found = last.metrics["tables"]["table"]
     assert found["rows"] <= 6_000
     assert found["evicted"] > 1_000
-
-
-def test_tasks_are_known_by_their_folder(tmp_path):
-    # Any program with the command line of a task suffices.
-    package = tmp_path / "flotilla" / "trainer"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package.parent / "__init__.py").touch()
-    (package / "__main__.py").write_text("print(flush=True)\ninput()\n")
-    command = [sys.executable, "-m", "flotilla.trainer", "task", "--workdir"]
-    settings = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    running = [
-        subprocess.Popen([*command, str(place)], cwd=tmp_path, env=settings, stdin=-1, stdout=-1)
-        for place in (tmp_path / "run/cluster/worker-0", tmp_path / "other/cluster/worker-1")
-    ]
-    try:
-        for process in running:
-            assert process.stdout.readline() == b"\n"
-        found = tasks_below(tmp_path / "run")
-        assert list(found) == ["worker-0"]
-        assert found["worker-0"].resident_bytes > MEGABYTE
-        assert found["worker-0"].cpu_seconds >= 0
-    finally:
-        for process in running:
-            process.communicate()
-    assert tasks_below(tmp_path / "run") == {}
 
 
 @pytest.mark.cluster
@@ -185,14 +137,6 @@ def test_a_run_that_fails_is_reported(tmp_path):
     config = load_config(None, ["data.dataset=no_such_dataset"])
     with pytest.raises(RuntimeError, match="no_such_dataset"):
         watched.watched(config, tmp_path, [100])
-
-
-def test_a_whole_run_that_is_refused_is_no_comparison(tmp_path, monkeypatch):
-    (tmp_path / "flotilla").write_text('#!/bin/sh\necho \'{"status": "refused"}\'\nexit 3\n')
-    (tmp_path / "flotilla").chmod(0o755)
-    monkeypatch.setattr(whole_run.sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(RuntimeError, match="exit code 3, refused"):
-        whole_run.run_seconds(tmp_path)
 
 
 def test_a_whole_run_is_timed_with_its_words(tmp_path, monkeypatch):
@@ -228,11 +172,11 @@ print(",".join(each for each in forbidden if each in sys.modules))
 """
 
 
-def loads(names, forbidden, **settings):
-    """Return the forbidden modules that the imports of these processes, all in one, load."""
-    modules = [module for name in sorted(names) for module in PROCESSES[name]]
-    command = [sys.executable, "-c", PROGRAM, ",".join(modules), ",".join(sorted(forbidden))]
-    environment = {"_KFP_RUNTIME": "true", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": "", **settings}
+def loads(name, forbidden):
+    command = [sys.executable, "-c", PROGRAM, ",".join(PROCESSES[name]), ",".join(forbidden)]
+    environment = {"_KFP_RUNTIME": "true", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": ""}
+    if name == "task: server":
+        environment["TF_USE_LEGACY_KERAS"] = "1"
     done = subprocess.run(
         command, cwd=ROOT, env=environment, check=False, capture_output=True, text=True
     )
@@ -241,17 +185,17 @@ def loads(names, forbidden, **settings):
 
 
 @pytest.mark.slow
-def test_steps_that_compute_nothing_load_nothing_heavy():
-    idle = PROCESSES.keys() - COMPUTE
-    assert not loads(idle, NEVER | TENSORFLOW | {"sklearn"})
-    assert not loads(idle - {"prepare_data"}, {"scipy"})
+@pytest.mark.parametrize("name", sorted(PROCESSES.keys() - COMPUTE))
+def test_a_step_that_computes_nothing_loads_nothing_heavy(name):
+    others = {"sklearn"} if name == "prepare_data" else {"sklearn", "scipy"}
+    assert not loads(name, sorted(NEVER | TENSORFLOW | others))
 
 
 @pytest.mark.slow
-def test_what_computes_loads_tensorflow_and_nothing_for_pictures():
-    assert not loads(COMPUTE - {"task: server"}, NEVER)
-    legacy = {"TF_USE_LEGACY_KERAS": "1"}
-    assert not loads({"task: server"}, NEVER | {"keras", "sklearn", "kfp"}, **legacy)
+@pytest.mark.parametrize("name", sorted(COMPUTE))
+def test_what_computes_loads_tensorflow_and_nothing_for_pictures(name):
+    heavy = NEVER | ({"keras", "sklearn", "kfp"} if name == "task: server" else set())
+    assert not loads(name, sorted(heavy))
 
 
 def saving(saved, *, stall, drift=0.0):
@@ -279,11 +223,6 @@ def test_the_seconds_of_a_stall_are_what_it_took(stall):
     assert found.stall == stall
 
 
-def test_what_drifts_falls_out():
-    (found,) = taken(saving([30], stall=0.25, drift=2.0))
-    assert found.seconds == pytest.approx(0.25, abs=0.05)
-
-
 def test_slow_seconds_after_it_count_too():
     events = [
         replace(each, global_step=each.global_step - 50 * min(2.0, max(0.0, each.time - 30)))
@@ -296,14 +235,6 @@ def test_slow_seconds_after_it_count_too():
 def test_only_those_count_that_have_windows_around_them():
     whole = [10, 30, 45]
     assert len(taken(saving([1, 2, *whole, 46 + WINDOW, 60], stall=0.0))) == len(whole)
-
-
-def test_the_run_is_in_16_bits_compiled_and_on_one_gpu():
-    settings = {key.replace("__", "."): value for key, value in SETTINGS.items()}
-    config = launched.configuration(settings)
-    assert config.training.mixed_precision
-    assert config.training.jit_compile
-    assert config.cluster.gpus_per_worker == 1
 
 
 @pytest.mark.cluster

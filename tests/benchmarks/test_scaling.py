@@ -4,19 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scaling import fleets, gradient, measure
-from benchmarks.scaling.__main__ import MEASUREMENTS, SCALING, main
+from benchmarks.scaling import gradient, measure
 from benchmarks.scaling.costs import Costs, Model, measured, sharing_cache, work_of
 from benchmarks.scaling.fit import Point, fit, rate
-from benchmarks.scaling.gradient import MODELS, SERVERS
-from benchmarks.scaling.measure import WORKERS, Case, cases, point
+from benchmarks.scaling.gradient import MODELS
+from benchmarks.scaling.measure import Case, cases, point
 from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
 from benchmarks.scaling.simulation import Dispatch, Fleet, Work, simulated
 from benchmarks.watched import Look, Used
-from flotilla.trainer.runtime.errors import RunInterruptedError
-from flotilla.trainer.strategies.self_scheduling import LONG_RUN
-from tests.conftest import ROOT
-from tests.docs.markdown import page as markdown
 
 CORES = 2
 TRUE = Costs(
@@ -88,8 +83,7 @@ def points():
 
 @pytest.fixture(scope="module")
 def found(points):
-    # A chief that was too fast to be measured is left out.
-    return fit([*points, replace(points[0], chief=0.0)], CORES)
+    return fit(points, CORES)
 
 
 @pytest.mark.slow
@@ -120,21 +114,11 @@ def test_no_constant_is_below_zero(points):
     assert min(value for value in vars(found).values() if isinstance(value, float)) >= 0
 
 
-def test_every_constant_has_the_runs_that_tell_it():
-    wanted = list(cases())
-    assert {case.workers for case in wanted} == set(WORKERS) == {1, 2, 4, 8, 16}
-    assert {case.servers for case in wanted} == set(SERVERS) == {1, 2, 3, 4}
-    for model in MODELS:
-        assert {case.pull_every for case in wanted if case.model == model} == {1, 10}
-    assert any(not case.fitted for case in wanted)
-    assert all(measure.FIRST * case.steps >= 100 for case in wanted)
-    # The last run differs from another one only in its turns, and is observed at the end of a
-    # stretch.
-    looped = wanted[-1]
-    assert looped.steps < LONG_RUN
-    first, last = (int(share * looped.steps) for share in (measure.FIRST, measure.LAST))
-    assert first == looped.checkpoint_every
-    assert 2 * first < last < 3 * first < looped.steps
+@pytest.mark.slow
+def test_a_chief_that_was_too_fast_to_be_measured_is_left_out(points, found):
+    unseen = replace(points[0], chief=0.0)
+    share = fit([unseen, *points[1:]], CORES).chief_share
+    assert share == pytest.approx(found.chief_share, rel=0.15)
 
 
 def look(step, time, **seconds):
@@ -162,25 +146,6 @@ def test_a_point_is_what_was_used_between_two_looks():
     assert not found.looped
 
 
-def test_turns_that_many_workers_trace_late_are_not_measured(monkeypatch, tmp_path):
-    asked = []
-
-    def seen(_config, _workdir, steps, _dataset):
-        asked.append(steps)
-        cpu = {3600: 10.0, 6000: 40.0, 8400: 44.0}
-        return tuple(
-            look(step, 10.0 + step / 400, chief_0=1.0, ps_0=step / 1000, worker_0=cpu[step])
-            for step in steps
-        )
-
-    monkeypatch.setattr(measure, "watched", seen)
-    case = Case(model="784-100-10", workers=16, pull_every=1, steps=12_000)
-    calibrated = {"held": {"1": [318_000]}, "gradient": 1e-3}
-    found = measure.measured(case, calibrated, "dataset", tmp_path)
-    assert asked == [[3600, 6000, 8400]]
-    assert found.worker == pytest.approx(4.0 / 2400)
-
-
 @pytest.mark.slow
 def test_the_part_has_all_runs(points):
     part = measured_part(points, TRUE, CORES, 3)
@@ -204,22 +169,8 @@ def test_a_page_keeps_what_people_have_written():
     assert put_in(once, "new") == once
 
 
-@pytest.mark.parametrize("page", ["no part", f"{BEGIN}{END}{BEGIN}{END}", BEGIN])
-def test_a_page_without_its_place_is_left_alone(page):
-    with pytest.raises(ValueError, match="needs one line"):
-        put_in(page, "new")
-
-
-@pytest.mark.parametrize("name", [MEASUREMENTS, SCALING])
-def test_the_documents_have_the_place(name):
-    text = (ROOT / name).read_text(encoding="utf-8")
-    written = put_in(text, "| a |\n|---|\n| b |")
-    assert "\n| b |\n" in written
-    assert markdown(ROOT / name, written).fragments() == markdown(ROOT / name, text).fragments()
-
-
-def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path, points):
-    wanted = list(cases())
+def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path):
+    wanted, one = list(cases()), made_up("small")
     rates = {str(case): iter([200.0, 100.0, 400.0]) for case in wanted}
     monkeypatch.setattr(measure.launched, "prepared", lambda _folder, _settings: "dataset")
     monkeypatch.setattr(gradient, "measured", lambda: {name: {} for name in MODELS})
@@ -227,7 +178,7 @@ def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path, poin
     def run(case, _found, _dataset, workdir):
         assert not workdir.exists()
         workdir.mkdir()
-        return replace(points[0], workers=case.workers, rate=next(rates[str(case)]))
+        return replace(one, workers=case.workers, rate=next(rates[str(case)]))
 
     monkeypatch.setattr(measure, "measured", run)
     said = []
@@ -236,55 +187,6 @@ def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path, poin
     assert [each.workers for each in found] == [case.workers for case in wanted]
     # Rounds run in sequence, so a slow minute affects one round.
     assert said[0].replace("1 of", "2 of") == said[len(wanted)]
-
-
-def test_no_rounds_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["scaling", "--rounds", "0"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "--rounds: 0 are none; it has to be 1 or more" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (KeyboardInterrupt(), "scaling: interrupted; nothing is written"),
-        (RunInterruptedError("SIGTERM"), "scaling: interrupted; nothing is written"),
-        (RuntimeError("training ended as failed"), "scaling: training ended as failed; nothing is"),
-    ],
-)
-def test_runs_that_end_write_nothing(monkeypatch, tmp_path, error, words):
-    def ends(*_):
-        raise error
-
-    written = tmp_path / "measured.json"
-    monkeypatch.setattr("sys.argv", ["scaling"])
-    monkeypatch.setattr("benchmarks.baselines.mnist.require", lambda: None)
-    monkeypatch.setattr("benchmarks.scaling.__main__.MEASURED", written)
-    monkeypatch.setattr(measure, "all_measured", ends)
-    with pytest.raises(SystemExit, match=words):
-        main()
-    assert not written.exists()
-
-
-def test_a_chart_has_a_line_for_each_series():
-    svg = fleets.chart({"a": [(10, 1.0), (100, 5.0)], "b": [(10, 2.0), (100, 20.0)]}, "x", "y")
-    assert svg.count("<polyline") == 2
-    assert svg.startswith("<svg")
-    assert svg.rstrip().endswith("</svg>")
-
-
-def test_ten_thousand_workers_are_simulated():
-    found = fleets.outcome(measured(), 10_000, 16, 10)
-    assert len(found.gradients) == 10_000
-    assert found.updates == sum(found.gradients) > 0
-
-
-def test_measured_constants_are_read_and_none_is_below_zero():
-    costs = measured()
-    assert min(value for value in vars(costs).values() if isinstance(value, float)) >= 0
-    assert set(costs.memory) == {"chief", "ps", "worker"}
 
 
 def test_work_grows_with_what_moves_and_with_gradients():
@@ -410,16 +312,6 @@ def test_backup_workers_do_not_wait_for_stragglers():
     assert backed == pytest.approx(healthy, rel=0.1)
 
 
-def test_killed_workers_cost_their_own_time():
-    fleet = replace(ALONE, workers=20, server_cores=20)
-    work = replace(WORK, wire=(0.0,), compute=0.1)
-    dispatch = Dispatch(seconds=100.0)
-    whole = run(work, fleet, dispatch, stretches=1)
-    killed = run(work, replace(fleet, kill_every=10.0, restart=10.0), dispatch, stretches=1)
-    assert killed.kills > 50
-    assert 0.35 < killed.rate / whole.rate < 0.65
-
-
 def test_workers_that_get_no_update_wait_for_the_end_of_a_stretch():
     long = replace(WORK, compute=60.0)
     found = run(long, replace(ALONE, workers=100))
@@ -427,36 +319,3 @@ def test_workers_that_get_no_update_wait_for_the_end_of_a_stretch():
     assert found.rate < 100 / 60 / 2
     longer = run(long, replace(ALONE, workers=100), replace(FREE, seconds=600.0))
     assert longer.rate > 2 * found.rate
-
-
-def test_a_chief_sends_workers_into_a_stretch_one_after_the_other():
-    long = replace(WORK, compute=1.0)
-    fleet = replace(ALONE, workers=100)
-    slow = run(long, fleet, Dispatch(closure=0.1))
-    assert slow.rate < 0.8 * run(long, fleet, Dispatch()).rate
-    # The work per stretch does not depend on the number of updates in it.
-    longer = run(long, fleet, Dispatch(closure=0.1, seconds=200.0))
-    assert longer.rate > 0.95 * run(long, fleet, Dispatch(seconds=200.0)).rate
-
-
-def test_updates_are_taken_one_by_one_where_they_are_slow():
-    assert FREE.unit(80, 2, now=1) == FREE.turn
-    assert FREE.unit(79, 2, now=1) == 1
-    assert FREE.unit(40, 2, now=FREE.turn) == FREE.turn
-    assert FREE.unit(39, 2, now=FREE.turn) == 1
-    assert FREE.steps(1000) == 3000
-
-
-def test_turns_are_taken_only_where_single_updates_are_fast_enough():
-    # With turns each worker makes more than 40 updates per second, without turns fewer.
-    sharing = replace(ALONE, workers=16, cores=2)
-    work = Work(compute=5e-4, pull=(5e-4,), push=(5e-4,), wire=(0.0,), loop=(4e-3, 0.0))
-    found = run(work, sharing)
-    assert found.rate / 16 < FREE.turns_from
-    assert run(replace(work, loop=(0.0, 0.0)), sharing).rate / 16 > FREE.turns_from
-
-
-def test_the_same_seed_is_the_same_fleet():
-    fleet = replace(ALONE, workers=10, spread=0.5)
-    assert run(fleet=fleet) == run(fleet=fleet)
-    assert run(fleet=fleet, seed=1) != run(fleet=fleet)

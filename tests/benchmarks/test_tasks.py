@@ -56,12 +56,3 @@ def test_each_task_has_a_configuration():
         "multilabel_classification",
         "sequence_labelling",
     }
-
-
-def test_what_is_kept_is_not_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(tasks, "METRICS", {"wine": "accuracy"})
-    monkeypatch.setattr(tasks, "SEEDS", 1)
-    monkeypatch.setattr(tasks, "STRATEGIES", {})
-    kept = tmp_path / "tasks.json"
-    kept.write_text('{"wine": {"fit": [0.5]}}', encoding="utf-8")
-    assert tasks.run(kept) == {"wine": {"fit": [0.5]}}
