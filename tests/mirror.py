@@ -33,7 +33,7 @@ ELSEWHERE = {
     "mkdocs.yml": ("tests/docs/test_site.py",),
     "components/kubernetes": ("tests/components/kubernetes",),
     "components/tfjob": ("tests/components/tfjob",),
-    "configs": ("tests/test_configs.py", "tests/docs"),
+    "configs": ("tests/pipelines/test_configs.py", "tests/docs"),
     "deploy": (
         "tests/test_deploy.py",
         "tests/components/kubernetes/api/test_client_permissions.py",

@@ -6,7 +6,6 @@ from pathlib import PurePosixPath
 import pytest
 
 from tests import mirror
-from tests.house_rules.source import files
 from tests.mirror import ELSEWHERE, ROOT, select
 
 FILES = (
@@ -52,8 +51,8 @@ def test_a_file_without_tests_is_named():
 
 
 def test_a_test_that_imports_a_module_mirrors_it():
-    paths = [PurePosixPath(str(path)) for path in files()]
-    assert "tests/test_mirror.py" in mirror.importing(PurePosixPath("tests/mirror.py"), paths)
+    paths = [PurePosixPath("tests/test_mirror.py"), PurePosixPath("tests/test_setup.py")]
+    assert mirror.importing(PurePosixPath("tests/mirror.py"), paths) == ["tests/test_mirror.py"]
 
 
 def test_the_tests_elsewhere_exist():

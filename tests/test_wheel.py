@@ -35,7 +35,6 @@ SMALL = [
     "training.validate_every=30",
     "gate.min.accuracy=0.05",
     "training.strategy=single",
-    "evaluation.baseline=none",
     "model.name=trainer.task:small",
     "model.args={}",
 ]

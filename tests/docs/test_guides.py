@@ -121,7 +121,7 @@ def test_they_are_short():
 )
 def test_files_become_a_blessed_model(tmp_path, name, write):
     write(tmp_path)
-    ended = ran(tmp_path, name, "evaluation.baseline=none")
+    ended = ran(tmp_path, name)
     assert ended.code == 0, ended.err
     assert ended.answer["status"] == "blessed"
 

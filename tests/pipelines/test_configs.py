@@ -1,8 +1,13 @@
-"""The configurations of the package: each is listed with one sentence and copied by name."""
+"""The configurations of the package: valid, listed with one sentence each, copied by name."""
 
 import pytest
+import yaml
+from pydantic import BaseModel
 
 from flotilla.pipelines.configs import copy_example, list_examples
+from flotilla.trainer.config.base import Whole
+from flotilla.trainer.config.load import load_config
+from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.conftest import ROOT
 
@@ -40,3 +45,41 @@ def test_a_name_that_is_none_is_refused(tmp_path, name):
 def test_a_folder_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: No such file"):
         copy_example("digits", tmp_path / "absent")
+
+
+FOLDER = ROOT / "configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+def keys(model, prefix=""):
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Whole):
+            yield from keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def written(tree, known, prefix=""):
+    for name, value in tree.items():
+        if f"{prefix}{name}" in known:
+            yield f"{prefix}{name}"
+        else:
+            yield from written(value, known, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_it_is_valid(path):
+    assert load_config(path).name == path.stem
+
+
+def test_digits_shows_every_key():
+    known = list(keys(Config))
+    tree = yaml.safe_load((FOLDER / "digits.yaml").read_text(encoding="utf-8"))
+    assert list(written(tree, known)) == known
+
+
+def test_digits_shows_the_defaults():
+    # Settings only for this dataset are left out.
+    config = load_config(FOLDER / "digits.yaml", ["model.args={}", "gate.min={}"])
+    assert config == Config()

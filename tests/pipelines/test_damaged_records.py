@@ -284,7 +284,7 @@ def suite(examples):
     )
 
 
-@suite(60)
+@suite(30)
 @given(number=st.integers(0, 99), damage=damages())
 def test_a_damaged_record_is_no_traceback_and_hides_no_other(attack, number, damage):
     attack(number, damage)

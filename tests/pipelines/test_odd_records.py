@@ -183,7 +183,7 @@ def test_the_manifest_of_a_model_with_odd_fields_is_one_line(tmp_path, what):
     attack()
 
 
-@suite(300)
+@suite(100)
 @given(data=st.data())
 def test_an_event_with_odd_fields_is_none_or_whole(data):
     kind = data.draw(st.sampled_from(Event.__subclasses__()))

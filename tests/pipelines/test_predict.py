@@ -241,7 +241,6 @@ data:
   drop: [id]
 model: {name: tabular}
 training: {strategy: single, steps: 60}
-evaluation: {baseline: none}
 gate: {min: {accuracy: 0.1}}
 """
 

@@ -115,7 +115,7 @@ def refuse_what_kubernetes_refuses(job):
         job_validation.check(job_validation.defaulted(child))
 
 
-@tried(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@tried(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=settings_of_jobsets)
 def test_every_configuration_is_valid_by_the_schema_of_jobset_and_no_field_is_unknown(schema, tree):
     job = made(tree)
@@ -137,7 +137,7 @@ def test_the_schema_sees_a_field_that_is_unknown(schema):
     assert crd.pruned(job, schema) == ["spec.replicatedJobs[0].template.spec.runPolicy"]
 
 
-@tried(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@tried(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=settings_of_jobsets)
 def test_every_configuration_meets_the_rules_of_jobset_and_kubernetes(tree):
     config = parse_config(tree)
@@ -162,7 +162,7 @@ def test_every_configuration_meets_the_rules_of_jobset_and_kubernetes(tree):
 
 
 @pytest.mark.slow
-@tried(max_examples=60, deadline=None)
+@tried(max_examples=20, deadline=None)
 @given(tree=settings_of_jobsets)
 def test_every_task_gets_its_tf_config_and_the_configuration_that_was_written(tree):
     config = parse_config(tree)

@@ -337,9 +337,9 @@ train_model.python_func(config, root, run, dataset, "image", "", *artifacts)
 """
 
 
-@pytest.fixture
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.slow)])
 def pod_place(request, tmp_path):
-    if getattr(request, "param", "file") == "file":
+    if request.param == "file":
         return FilePlace(tmp_path)
     return BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/k")
 

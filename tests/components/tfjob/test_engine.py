@@ -104,7 +104,7 @@ def fails_or_changes(job):
         return True
 
 
-@tried(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@tried(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=configurations)
 def test_every_configuration_is_valid_by_the_operators_schema_and_nothing_is_dropped(schema, tree):
     job = made(tree)
@@ -112,7 +112,7 @@ def test_every_configuration_is_valid_by_the_operators_schema_and_nothing_is_dro
     assert not pruned(without_template_metadata(job), schema)
 
 
-@tried(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@tried(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=configurations)
 def test_the_operators_typed_models_lose_no_field(tree):
     job = made(tree)
@@ -140,7 +140,7 @@ def test_the_operators_own_models_see_a_field_that_is_unknown_or_of_another_type
     assert not fails_or_changes(job)
 
 
-@tried(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@tried(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=configurations)
 def test_every_configuration_meets_the_rules_of_operator_and_kubernetes(tree):
     config = parse_config(tree)
@@ -173,7 +173,7 @@ def expanded(text):
 
 
 @pytest.mark.slow
-@tried(max_examples=60, deadline=None)
+@tried(max_examples=20, deadline=None)
 @given(tree=configurations)
 def test_a_task_gets_the_configuration_that_was_written(tree):
     job = made(tree)

@@ -48,23 +48,21 @@ def test_the_examples_end_the_help_unbroken(capsys):
         assert lines[-3:-1] == [f"   {each}" for each in command.examples], name
 
 
-@pytest.mark.parametrize("name", commands.COMMANDS)
-def test_an_example_is_a_command_line_that_fits_a_terminal(name):
-    assert len(set(commands.COMMANDS[name].examples)) == 2
-    for line in commands.COMMANDS[name].examples:
-        assert len(line) + 3 <= WIDTH + 10
+def test_an_example_is_a_command_line_that_fits_a_terminal():
+    assert {len(set(each.examples)) for each in commands.COMMANDS.values()} == {2}
+    for name, line in [(name, e) for name, it in commands.COMMANDS.items() for e in it.examples]:
+        assert len(line) + 3 <= WIDTH + 10, line
         words = shlex.split(line.partition(" > ")[0])
         given = name.split()
-        assert words[: 1 + len(given)] == ["flotilla", *given]
+        assert words[: 1 + len(given)] == ["flotilla", *given], line
         context = CALLED[name].make_context(name, words[1 + len(given) :])
         assigned = context.params.get("assignments") or []
         if name != "sweep":
             load_config(None, assigned)
 
 
-@pytest.mark.parametrize("name", ["", *CALLED])
-def test_help_is_in_sentences(name):
-    for each in (CALLED[name] if name else GROUP).params:
+def test_help_is_in_sentences():
+    for each in [each for command in (GROUP, *CALLED.values()) for each in command.params]:
         assert each.help[0].isupper(), each.opts
         assert each.help.endswith("."), each.opts
         assert each.help.split()[0].strip(",:") not in PREPOSITIONS, each.opts

@@ -259,13 +259,14 @@ def ends(monkeypatch, called):
         replaced = [(where, returning(value)) for where, value in row.also]
         if does is None and row.returns is not ...:
             does = returning(row.returns)
-        for where, value in [*replaced, *([(row.calls, does)] if does else [])]:
-            monkeypatch.setattr(where, value)
-        found, out, err = called(name, words)
-        assert found == code, err
-        if code in (USAGE, FAILED, INTERRUPTED) and name != "doctor":
-            assert (out, err.splitlines()[-1][:10]) == ("", "flotilla: ")
-        found, out, err = called(name, f"{words} --json")
+        with monkeypatch.context() as patch:
+            for where, value in [*replaced, *([(row.calls, does)] if does else [])]:
+                patch.setattr(where, value)
+            found, out, err = called(name, words)
+            assert found == code, err
+            if code in (USAGE, FAILED, INTERRUPTED) and name != "doctor":
+                assert (out, err.splitlines()[-1][:10]) == ("", "flotilla: ")
+            found, out, err = called(name, f"{words} --json")
         assert (found, out.count("\n")) == (code, 1), err
         answer = json.loads(out, parse_constant=pytest.fail)
         known = {FAILED: "failed", USAGE: "failed", INTERRUPTED: "interrupted", REFUSED: "refused"}
@@ -289,37 +290,18 @@ def test_every_command_has_a_row():
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_command_that_is_done(ends, name):
-    ends(name, ROWS[name].words, DONE)
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_an_option_that_is_not_there(ends, name):
-    message = ends(name, f"{ROWS[name].words} --nonsense", USAGE)
-    assert message.startswith("No such option: --nonsense")
-    assert message.endswith(f"; see `flotilla {name} --help`")
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_mistake_of_the_user(called, name):
+def test_each_end_of_a_command_has_its_code(ends, called, name):
+    words = ROWS[name].words
     code, out, err = called(name, f"{ROWS[name].mistake} --json")
     assert (code, out.count("\n")) == (USAGE, 1), err
     assert json.loads(out)["status"] == "failed"
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_failure(ends, name):
-    assert ends(name, ROWS[name].words, FAILED, raising(UserError("the disk is full"))).endswith(
-        "the disk is full"
-    )
-
-
-@pytest.mark.parametrize("name", ROWS)
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RunInterruptedError("interrupted")])
-def test_an_interrupt(ends, name, error):
-    assert ends(name, ROWS[name].words, INTERRUPTED, raising(error)).startswith("interrupted")
-
-
-@pytest.mark.parametrize("name", JUDGING)
-def test_what_is_refused(ends, name):
-    ends(name, ROWS[name].words, REFUSED, returning(JUDGING[name]))
+    message = ends(name, f"{words} --nonsense", USAGE)
+    assert message.startswith("No such option: --nonsense")
+    assert message.endswith(f"; see `flotilla {name} --help`")
+    full = UserError("the disk is full")
+    assert ends(name, words, FAILED, raising(full)).endswith("the disk is full")
+    for error in (KeyboardInterrupt(), RunInterruptedError("interrupted")):
+        assert ends(name, words, INTERRUPTED, raising(error)).startswith("interrupted")
+    if name in JUDGING:
+        ends(name, words, REFUSED, returning(JUDGING[name]))
+    ends(name, words, DONE)

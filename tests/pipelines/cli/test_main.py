@@ -73,10 +73,10 @@ def interrupted(tmp_path):
 @pytest.mark.parametrize(
     ("module", "number"),
     [
-        (FIRST, signal.SIGTERM),
         (FIRST, signal.SIGHUP),
-        (COMMANDS, signal.SIGTERM),
-        (COMMANDS, signal.SIGINT),
+        pytest.param(FIRST, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(COMMANDS, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(COMMANDS, signal.SIGINT, marks=pytest.mark.slow),
         (LAST, signal.SIGTERM),
     ],
 )
@@ -129,9 +129,18 @@ def test_a_closed_terminal_is_a_request_to_end_and_no_end_leaves_a_temporary_fil
 
 # Commands that write a document, a table, lines on standard error, an object, or an error.
 COMMANDS_THAT_WRITE = [
-    (["run", "--help"], 0),
     (["gc", "--json", "--workdir", "runs"], 0),
     (["status", "absent", "--json"], 2),
+    *(
+        pytest.param(*command, marks=pytest.mark.slow)
+        for command in (
+            (["run", "--help"], 0),
+            (["--help"], 0),
+            (["--version"], 0),
+            (["manifest"], 0),
+            (["nonsense"], 2),
+        )
+    ),
 ]
 
 
@@ -145,7 +154,10 @@ def called(arguments, folder, **streams):
     return process.returncode, (err or b"").decode()
 
 
-WITH_LINES = [(["gc", "--workdir", "runs"], 0), (["nonsense"], 2)]
+WITH_LINES = [
+    (["gc", "--workdir", "runs"], 0),
+    pytest.param(["nonsense"], 2, marks=pytest.mark.slow),
+]
 
 
 def requires_no_reader(arguments, code, folder, stream):
@@ -195,9 +207,21 @@ AHEAD = 4096
 
 
 @pytest.mark.parametrize(
-    "module", ["typer.core", "pydantic_core", "flotilla.pipelines.cli.display"]
+    ("module", "as_json"),
+    [
+        ("typer.core", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("typer.core", False),
+                ("pydantic_core", False),
+                ("pydantic_core", True),
+                ("flotilla.pipelines.cli.display", False),
+                ("flotilla.pipelines.cli.display", True),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("as_json", [False, True])
 def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
     settings = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     command = [FLOTILLA, "train", "no/such.yaml", *(["--json"] if as_json else [])]

@@ -89,33 +89,41 @@ def test_without_the_secret_of_the_store_a_role_has_to_open_it(of_job):
     assert STORE not in report.failed()
 
 
-VOLUME = "volumes=[{name: v, mount_path: /v, source: "
-
-
-@pytest.mark.parametrize(
-    ("setting", "kind", "found"),
-    [
-        ("env_from_secrets=[a]", "secrets", ("secrets", "create secret generic a")),
-        ("env_from_config_maps=[a]", "configmaps", ("config maps", "create configmap a")),
-        ("image_pull_secrets=[a]", "secrets",
-         ("image pull secrets", "create secret docker-registry a")),
-        ("service_account=a", "serviceaccounts",
-         ("service accounts of tasks", "create serviceaccount a")),
-        (VOLUME + "{persistentVolumeClaim: {claimName: a}}}]", "persistentvolumeclaims",
-         ("volume claims", '"kind":"PersistentVolumeClaim"')),
-        (VOLUME + "{secret: {secretName: a}}}]", "secrets",
-         ("secrets", "create secret generic a")),
-        (VOLUME + "{configMap: {name: a}}}]", "configmaps", ("config maps", "create configmap a")),
-    ],
+VOLUMES = ", ".join(
+    f"{{name: v{number}, mount_path: /v{number}, source: {{{source}: a}}}}}}"
+    for number, source in enumerate(
+        (
+            "persistentVolumeClaim: {claimName",
+            "secret: {secretName",
+            "configMap: {name",
+        )
+    )
+)
+NAMING = (
+    "env_from_secrets=[b]", "env_from_config_maps=[b]", "image_pull_secrets=[a]",
+    "service_account=a", f"volumes=[{VOLUMES}]",
 )  # fmt: skip
-def test_whatever_a_pod_names(of_job, there, setting, kind, found):
-    title, remedy = found
-    report = of_job(f"{POD}.{setting}")
-    assert report.failed() == [title]
-    assert report[title]["message"] == f"not there in {NAMESPACE}: a"
-    assert remedy in report[title]["remedy"]
-    there(kind, "a")
-    assert of_job(f"{POD}.{setting}").failed() == []
+FOUND = {
+    "secrets": ("a, b", "create secret generic a"),
+    "config maps": ("a, b", "create configmap a"),
+    "image pull secrets": ("a", "create secret docker-registry a"),
+    "service accounts of tasks": ("a", "create serviceaccount a"),
+    "volume claims": ("a", '"kind":"PersistentVolumeClaim"'),
+}
+
+
+def test_whatever_a_pod_names(of_job, there):
+    settings = [f"{POD}.{each}" for each in NAMING]
+    report = of_job(*settings)
+    assert set(report.failed()) == set(FOUND)
+    for title, (missing, remedy) in FOUND.items():
+        assert report[title]["message"] == f"not there in {NAMESPACE}: {missing}", title
+        assert remedy in report[title]["remedy"], title
+    for kind in ("secrets", "configmaps"):
+        there(kind, "b")
+    for kind in ("secrets", "configmaps", "serviceaccounts", "persistentvolumeclaims"):
+        there(kind, "a")
+    assert of_job(*settings).failed() == []
 
 
 @pytest.mark.parametrize(
@@ -167,7 +175,7 @@ def test_who_may_not_look_is_reported_so(of_job, kube):
     assert report["secrets"]["remedy"] == f"kubectl get secrets --namespace {NAMESPACE}"
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=8, deadline=None)
 @given(settings.configurations)
 def test_of_any_settings_all_that_is_named_is_found(tree):
     config = parse_config(tree)

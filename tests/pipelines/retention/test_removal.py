@@ -630,7 +630,7 @@ def take_place(root: Path, history) -> set[str]:
     return used | scheduled | set(champion or ())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(happened, max_size=6))
 def test_what_is_referred_to_is_never_removed_and_all_else_is(history):
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,7 @@
 """The complete `flotilla prepare`: a pipeline in KFP's local runner, on real digits."""
 
+import shutil
+
 import pytest
 
 from flotilla.components import resolve_config
@@ -8,7 +10,7 @@ from flotilla.pipelines.runs import local_status
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.promotion import training_data as trained
-from tests.pipelines.called import call
+from tests.pipelines.called import call, content, setting
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +92,37 @@ def test_the_artifact_in_the_ui_names_the_uri(prepared):
 
 def test_the_steps_used_what_is_installed(prepared):
     assert "pip install" not in prepared.log
+
+
+@pytest.mark.slow
+def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_path):
+    ended = call("prepare", tmp_path / "runs", *setting(data__dataset="digitz"), cwd=tmp_path)
+    assert ended.code == 2
+    assert ended.answer["status"] == "failed"
+    assert ended.answer["message"].startswith("prepare_data: ")
+    assert "did you mean 'digits'?" in ended.answer["message"]
+    assert ended.answer["artifacts"] == {}
+    assert ended.statuses()["prepare_data"] == "failed"
+    assert "Traceback" not in ended.err + ended.out
+    assert ended.err.splitlines()[-1] == f"flotilla: failed: {ended.answer['message']}"
+
+
+@pytest.mark.slow
+def test_a_second_run_reuses_the_dataset(prepared):
+    # All files except the mark of a dataset's last use, which `flotilla gc` reads.
+    before = {
+        name: each
+        for name, each in content(prepared.workdir).items()
+        if "/in_use/" not in str(name)
+    }
+    again = call("prepare", prepared.workdir, cwd=prepared.workdir.parent)
+    assert again.code == 0
+    assert again.answer["artifacts"]["dataset"] == prepared.answer["artifacts"]["dataset"]
+    assert again.answer["run_id"] != prepared.answer["run_id"]
+    assert "reused=yes" in again.err
+    after = content(prepared.workdir)
+    assert {name: after[name] for name in before} == before
+    shutil.rmtree(again.folder)
 
 
 def test_a_night_without_news_asks_for_no_cluster(tmp_path, monkeypatch):

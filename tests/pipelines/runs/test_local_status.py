@@ -321,9 +321,11 @@ def test_a_real_run_is_seen_and_cancelled(flotilla, tmp_path):
     workdir = tmp_path / "work"
     words = setting(training__strategy="single", training__steps=10**7)
     with calling("train", workdir, *words, cwd=tmp_path) as process:
-        assert any(line.startswith("global step") for line in process.stderr)
-        (run_id,), place = local_status.run_ids(workdir), ("--workdir", workdir)
-        assert "global_step" in flotilla("status", run_id, *place, "--json").json
+        while not (found := local_status.run_ids(workdir)):
+            assert process.poll() is None
+        run_id, place = found[0], ("--workdir", workdir)
+        while "global_step" not in flotilla("status", run_id, *place, "--json").json:
+            assert process.poll() is None
         answer = flotilla("logs", run_id, *place)
         assert "training begins: 10000000 steps" in answer.out
         assert flotilla("cancel", run_id, *place).code == 0

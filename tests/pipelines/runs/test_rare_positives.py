@@ -13,29 +13,31 @@ from tests.pipelines.called import call, content, setting
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
-CUSTOMERS, SHARE = 28_000, 0.01
+CUSTOMERS, MORE, SHARE = 28_000, 2_000, 0.01
 
 
-def write(path, *, shuffled=False):
-    """Write customers: one in ten for validation, and two in ten for the test.
+def write(path, count=CUSTOMERS, *, shift=0, shuffled=False):
+    """Write customers; the first customers do not depend on the number.
 
-    With `shuffled`, the labels outside of the test split are shuffled.
+    One in ten is for validation, and two in ten are for the test, which depend on `shift`. With
+    `shuffled`, the labels outside of the test split are shuffled.
     """
-    rng, total = np.random.default_rng(11), CUSTOMERS
+    rng = np.random.default_rng(11)
+    total = CUSTOMERS + MORE
     months, calls = rng.exponential(30, total).round(1), rng.poisson(1.2, total)
     plans = rng.choice(["basic", "family", "pro", "trial"], total, p=[0.5, 0.3, 0.15, 0.05])
     paid = rng.gamma(2.0, 40.0, total).round(2)
     reason = 1.9 * calls - 0.06 * months + 2.2 * (plans == "trial") + 0.02 * paid
     reason += rng.logistic(0, 0.6, total)
     left = (reason > np.quantile(reason, 1 - SHARE)).astype(int)
-    parts = np.repeat(["train", "validation", "test"], [7, 1, 2])[np.arange(total) % 10]
+    parts = np.repeat(["train", "validation", "test"], [7, 1, 2])[(np.arange(total) + shift) % 10]
     if shuffled:
         known = np.flatnonzero(parts != "test")
         left[known] = rng.permutation(left[known])
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(["months", "calls", "plan", "paid", "part", "left"])
-        rows.writerows(zip(months, calls, plans, paid, parts, left, strict=True))
+        rows.writerows(list(zip(months, calls, plans, paid, parts, left, strict=True))[:count])
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,6 @@ def night(tmp_path_factory):
             "batch_size": 256,
             "optimizer": {"name": "adam", "learning_rate": 0.01},
         },
-        "evaluation": {"baseline": "none"},
         "export": {"formats": ["saved_model"]},
     }
     path = folder / "leaving.yaml"
@@ -105,3 +106,22 @@ def test_a_model_that_learns_nothing_is_refused_and_the_registry_stays(night, ch
     assert {"gate.constant", "gate.champion.margin"} <= failed
     assert registered(champion) == before
     assert found.statuses().keys().isdisjoint({"export_model", "register_model"})
+
+
+@pytest.mark.usefixtures("champion")
+def test_a_champion_that_was_trained_on_what_judges_it_is_noted(night):
+    found = night(shift=5)
+    measured = found.read("evaluation", "metrics.json")
+    remark = measured["champion"]["remarks"][0]
+    count, whole = (int(remark.split()[place]) for place in (0, 2))
+    assert whole == measured["examples"]
+    # Few test examples have a duplicate in the training split of this model.
+    assert whole - 20 < count <= whole
+    assert "were in the champion's training split" in remark
+    assert remark in found.read("decision", "decision.json")["notes"]
+
+
+def test_more_customers_are_judged_fairly(night, champion):
+    measured = night(count=CUSTOMERS + MORE).read("evaluation", "metrics.json")
+    assert measured["champion"]["remarks"] == []
+    assert measured["examples"] > champion.read("evaluation", "metrics.json")["examples"]

@@ -116,7 +116,7 @@ def dependent(seed, size=1000, width=40):
 @pytest.mark.slow
 def test_columns_that_repeat_each_other_count_as_one():
     found = [
-        list(drift.compare_together(question(dependent(n), dependent(n + 100)))) for n in range(12)
+        list(drift.compare_together(question(dependent(n), dependent(n + 100)))) for n in range(40)
     ]
     assert not any(found)
 

@@ -75,9 +75,10 @@ def test_clean_resamples_are_left_alone(record_property):
     assert wrong <= resamples // 100
 
 
-@pytest.mark.long
-def test_planted_skews_are_named(record_property):
-    found, size = {}, 50_000
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1000, pytest.param(50_000, marks=pytest.mark.long)])
+def test_planted_skews_are_named(size, record_property):
+    found = {}
     for name, (skew, rules) in SKEWS.items():
         width = 60 if name == "many small drifts" else 5
         found[name] = sorted(named(skew, size, width)), sorted(rules)

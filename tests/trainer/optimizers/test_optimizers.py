@@ -51,6 +51,29 @@ def test_each_optimizer_is_plain_and_has_the_learning_rate():
         assert float(optimizer.learning_rate) == pytest.approx(0.25)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(optimizers.available()))
+def test_each_optimizer_learns_inside_a_function(name):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(3)])
+    optimizer = _of(OptimizerConfig.model_construct(name=name, learning_rate=0.05))
+    optimizer.build(model.trainable_variables)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    x = tf.constant(np.random.default_rng(0).normal(size=(30, 4)), tf.float32)
+    y = tf.argmax(x[:, :3], axis=1)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    losses = [float(step()) for _ in range(40)]
+    assert losses[-1] < losses[0]
+
+
 def test_arguments_are_passed_on():
     optimizer = _build("sgd", momentum=0.9, nesterov=True, clipnorm=1)
     assert (optimizer.momentum, optimizer.nesterov, optimizer.clipnorm) == (0.9, True, 1)

@@ -319,7 +319,7 @@ _facts = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(_facts)
 def test_whatever_the_facts_the_page_is_well_formed(facts: dict[str, Any]) -> None:
     page = Page(report.render(facts))

@@ -406,14 +406,23 @@ def test_another_refusal_stays_one(
     assert bucket_unconditional.content(uri_unconditional) == {}
 
 
+FAULTS = [
+    500,
+    "drop",
+    "lose",
+    "truncate",
+    *(pytest.param(status, marks=pytest.mark.slow) for status in (503, 429)),
+]
+
+
 @pytest.fixture
 def uri(bucket: BucketPlace) -> str:
     return storage.join(bucket.root, "a b")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [429, 500, "drop", "lose", "truncate"])
-def test_a_publication_and_a_fetch_outlive_faults(
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_publication_outlives_a_fault_of_every_request(
     make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, kind: int | str
 ) -> None:
     files = {**FILES, "large": os.urandom((1 << 23) + 5)}
@@ -422,9 +431,19 @@ def test_a_publication_and_a_fetch_outlive_faults(
     assert bucket.plan.faults[0].times == 0
     assert storage.verify(uri) == manifest
     assert len(bucket.content(uri)) == len(files) + 1
+    assert fetched(uri, tmp_path) == files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fetch_outlives_faults(
+    make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, kind: int | str
+) -> None:
+    files = {**FILES, "large": os.urandom((1 << 23) + 5)}
+    storage.publish(make(files=files), uri, kind="x")
     bucket.plan.add(Fault(kind, times=4, every=2))
     assert fetched(uri, tmp_path) == files
-    assert bucket.plan.faults[-1].times == 0
+    assert bucket.plan.faults[0].times == 0
 
 
 def test_each_kind_of_request_is_asked_again(make: Make, bucket: BucketPlace, uri: str) -> None:

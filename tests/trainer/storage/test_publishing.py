@@ -43,7 +43,7 @@ def test_the_checksums_are_crc32c(make: Make, uri: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2**23, 5 * 2**22 + 1])
+@pytest.mark.parametrize("size", [3 * 2**20 + 7, 2**23 - 1, 2**23, 2**23 + 1, 5 * 2**22 + 1])
 def test_a_file_of_more_than_one_chunk(make: Make, uri: str, tmp_path: Path, size: int) -> None:
     data = os.urandom(size)
     storage.publish(make(files={"large": data}), uri, kind="x")
@@ -66,9 +66,9 @@ def test_many_files(make: Make, uri: str, tmp_path: Path) -> None:
     ["file", *(pytest.param(each, marks=pytest.mark.long) for each in ("gs", "s3", "minio"))],
     indirect=True,
 )
-def test_thousands_of_files(make: Make, place: Place, uri: str, tmp_path: Path) -> None:
-    files = {f"{n % 100}/{n:05d}": b"%d" % n for n in range(3000)}
-    assert len(storage.publish(make(files=files), uri, kind="x").files) == 3000
+def test_ten_thousand_files(make: Make, place: Place, uri: str, tmp_path: Path) -> None:
+    files = {f"{n % 100}/{n:05d}": b"%d" % n for n in range(10_000)}
+    assert len(storage.publish(make(files=files), uri, kind="x").files) == 10_000
     assert fetched(uri, tmp_path) == files
     storage.delete(uri)
     assert place.content(uri) == {}

@@ -20,7 +20,8 @@ def single(**training):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "jit"), [("sgd", False), ("adam", True)])
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_it_makes_the_updates_of_a_plain_loop(optimizer, jit):
     plain, strategy = Plain(), single(jit_compile=jit)
     reports = []
@@ -54,8 +55,10 @@ def programs(strategy):
 
 
 @pytest.mark.slow
-def test_gradient_and_update_are_one_program_of_xla():
-    training = {"ema": 0.9, "accumulate": 3, "mixed_precision": "float16"}
+@pytest.mark.parametrize(
+    "training", [{"ema": 0.9}, {"accumulate": 3}, {"mixed_precision": "float16"}]
+)
+def test_gradient_and_update_are_one_program_of_xla(training):
     plain, compiled = single(**training), single(jit_compile=True, **training)
     for each in (plain, compiled):
         each.build(problem_of()(0))

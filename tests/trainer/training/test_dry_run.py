@@ -390,7 +390,9 @@ def test_variables_beyond_the_memory_of_pods_are_refused(strategy, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["scaled_input", "image", "logits"])
+@pytest.mark.parametrize(
+    "name", ["scaled_input", "scale", "input", "image", "label", "rescaling", "logits"]
+)
 def test_a_layer_may_have_any_name(tmp_path, name):
     assert fitted(tmp_path, "hidden", middle=name).parameters == 610
 

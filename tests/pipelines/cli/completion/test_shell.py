@@ -130,8 +130,6 @@ def typed(here):
 
 
 def test_bash_shows_what_is_completed(typed):
-    typed("flotilla tra", "flotilla train ")
     typed("flotilla status dig", f"flotilla status {RUN} ")
     typed("flotilla run --set training.hand", "flotilla run --set training.hand_on=")
     typed("flotilla run --set training.hand_on=la", "flotilla run --set training.hand_on=last ")
-    typed("flotilla run --set train", "flotilla run --set training.")
