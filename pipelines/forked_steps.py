@@ -31,6 +31,8 @@ from flotilla.trainer.runtime.tensorflow_import import has_gpus
 _OF_STEPS = {step.name: step.loads for step in STEPS}
 # The modules, in the order in which a run needs them.
 _LATER = (
+    # The agent of a program does not wait for TensorFlow.
+    MODULES["program"],
     "tensorflow",
     *dict.fromkeys(MODULES.values()),
     *dict.fromkeys(filter(None, _OF_STEPS.values())),

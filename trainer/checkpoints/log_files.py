@@ -25,7 +25,12 @@ class LogFiles:
         """Upload the files that have grown; log a failure once, and continue."""
         try:
             for path in sorted(self.folder.rglob("*")):
-                if not path.is_file() or self._uploaded.get(path) == path.stat().st_size:
+                # A link of a program may lead to what is not its own.
+                if (
+                    path.is_symlink()
+                    or not path.is_file()
+                    or self._uploaded.get(path) == path.stat().st_size
+                ):
                     continue
                 data = path.read_bytes()
                 place = path.relative_to(self.folder)

@@ -31,12 +31,15 @@ from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedErro
 from flotilla.trainer.runtime.json_records import make_time, parse_number, read_record
 from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.storage.local import is_gone, is_living, writer
+from flotilla.trainer.storage.retry import shorter_retry
 
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0
 RENEW_SECONDS = 20.0
 # A living holder renews the lease twice in this time.
 WATCH_SECONDS = 2 * RENEW_SECONDS
+# A process that ends does not wait longer for its store; the next holder then waits.
+_RELEASE_SECONDS = 10.0
 POLL_SECONDS = 2.0
 # A holder without access to the store, or with a wrong clock, may still train. The file of an
 # expired lease blocks no job, so that it can stay for long.
@@ -372,6 +375,7 @@ def lease_environment() -> dict[str, str]:
 def _release(lease: Lease) -> None:
     # Report the error that ended the block.
     try:
-        lease.release()
+        with shorter_retry(_RELEASE_SECONDS):
+            lease.release()
     except UserError as error:
         log.warning("%s", error)

@@ -7,9 +7,10 @@ one thread per operation gave 15 % more steps a second, and a core for each work
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -135,11 +136,12 @@ MODULES = {
     "chief": "flotilla.trainer.training.chief",
     "worker": "flotilla.trainer.training.chief",
     "evaluator": "flotilla.trainer.training.evaluator",
+    "program": "flotilla.trainer.program.agent",
 }
 CONFIG = "config.json"
 LOG = "log.txt"
-# The guard of a program locks this file while it runs.
-GUARD_LOCK = "exchange/guard.lock"
+# The guard of a program, next to its socket, in the folder of a task; and the time it has to end.
+GUARD, GUARD_SOCKET, GUARD_SECONDS = "exchange/guard.py", "exchange/guard.sock", 30.0
 # The file with the number of times that the launcher has started the task.
 STARTS = "starts.txt"
 # The file in the evaluator's folder that marks the end of training.
@@ -241,7 +243,7 @@ class TaskProcess:
             self._started.kill()
             self._started.wait()
         if self._is_program:
-            await_guard(self.folder)
+            end_guard(self.folder)
 
     def kill_stalled(self, seconds: float) -> None:
         """Kill the task because it sent no heartbeat for `seconds`."""
@@ -294,7 +296,9 @@ class TaskProcess:
 
     def _loads(self) -> str:
         """Return the module whose import takes longest; empty to start without a fork."""
-        if self._job.config.cluster.in_process or self._is_program:
+        if self._is_program:
+            return MODULES["program"]
+        if self._job.config.cluster.in_process:
             # A debugger attaches to processes that start under it, and not to forked ones.
             return ""
         return MODULES["server" if self._serves else self.task.role]
@@ -318,11 +322,16 @@ class TaskProcess:
         }
 
 
-def await_guard(folder: Path) -> None:
-    """Wait until the guard of a program has killed the program whose agent has ended."""
-    # The kernel frees the lock with the process.
-    with suppress(OSError), (folder / GUARD_LOCK).open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
+def end_guard(folder: Path) -> None:
+    """Wait for the guard of a program, whose agent has ended, and kill what it may have left."""
+    guard = folder / GUARD
+    if guard.exists():
+        words = [guard, "--socket", folder / GUARD_SOCKET, "--sweep"]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(
+                [sys.executable, "-IS", *words], check=False, timeout=GUARD_SECONDS,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
 
 
 def report_failure(process: TaskProcess, end: End) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, field_validator
 from flotilla.trainer.config.base import MOST, Whole, key
 from flotilla.trainer.config.topology import ROLES, Topology, find_topology
 from flotilla.trainer.runtime.errors import nearest
+from flotilla.trainer.runtime.masking import names_secret
 
 EVALUATE = "evaluate"
 #: The words that a command and an environment may have in braces.
@@ -25,10 +26,13 @@ PLACEHOLDERS = (
     "num_workers", "gpu", "dataset", "dataset_files", "checkpoints", "model", "logs", "metrics",
     "steps", "batch_size", "seed",
 )  # fmt: skip
+_LISTED = ("ps", "worker", "chief")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What a reader sees of a value that may be a secret.
 _HIDDEN = "(hidden)"
+# A value that is no secret: a number or a switch, or the path of a file that may have one.
+_PUBLIC = re.compile(r"|\d{1,6}|true|false|[./{].*", re.IGNORECASE | re.DOTALL)
 # Names that the program gets from the cluster.
 _GIVEN = re.compile(r"TF_CONFIG|FLOTILLA_\w*")
 #: Keys of the built-in trainer, by section, that a program does not use, nor the model's keys.
@@ -46,6 +50,23 @@ _OWN = {
 def fill(text: str, values: Mapping[str, str]) -> str:
     """Replace the placeholders of a text; raises `ValueError` for an unknown one."""
     return _PLACEHOLDER.sub(lambda found: _look_up(found[1], values), text)
+
+
+def task_values(
+    training: Any, role: str, index: str, addresses: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Return the values of placeholders that say which task it is, and how long it trains."""
+    return {
+        **{f"{each}_hosts": ",".join(addresses.get(each, ())) for each in _LISTED},
+        "role": role,
+        "index": index,
+        "task_index": index,
+        "num_ps": str(len(addresses.get("ps", ()))),
+        "num_workers": str(len(addresses.get("worker", ()))),
+        "steps": str(training.steps),
+        "batch_size": str(training.batch_size),
+        "seed": str(training.seed),
+    }
 
 
 def _look_up(name: str, values: Mapping[str, str]) -> str:
@@ -136,11 +157,17 @@ class ProgramConfig(Whole):
     @field_validator("env")
     @classmethod
     def _free_names(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:
+        for name, text in value.items():
             if not _VARIABLE.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a variable")
             if _GIVEN.fullmatch(name):
                 raise ValueError(f"{name} is set by Flotilla; choose another name")
+            if names_secret(name) and not _PUBLIC.fullmatch(text):
+                raise ValueError(
+                    f"{name} looks like a secret, and a run stores its configuration: leave it "
+                    "out, and set it in the environment of flotilla, which the program inherits, "
+                    "or by cluster.kubernetes.pod.secret_env"
+                )
         return value
 
     @field_validator("checkpoint_marker")

@@ -14,21 +14,25 @@ In a pod it is a sidecar, and the guard is the command of the user's container:
 
 `job.workdir` is the folder of the task (`task_folders`), and the socket is in its `exchange`. The
 leading task holds the lease of the checkpoints, publishes them, emits the events of training, and
-records its end. The exit code of the program decides (`judge_end`): 0 is done; 2, 126, 127 and any
-other code below 128 but 1 are final; 1 begins again where there are several tasks, as a worker ends
-so when another one is lost; signals begin again.
+records its end. While the program runs, threads speak with the object store: one that hangs delays
+neither progress, nor a request to stop, nor the end of the program.
+
+The exit code of the program decides (`judge_end`): 0 is done; 2, 126, 127 and any other code below
+128 but 1 are final; 1 begins again where there are several tasks, as a worker ends so when another
+one is lost; signals begin again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import History
@@ -45,6 +49,7 @@ from flotilla.trainer.program.metrics import Metrics, MetricsFile
 from flotilla.trainer.program.publication import Publisher, clear, fill, find_published
 from flotilla.trainer.program.task_folders import TaskFolders, guard_environment, make_start
 from flotilla.trainer.runtime import signals, user_code
+from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import (
     DONE,
     FAILED,
@@ -57,6 +62,7 @@ from flotilla.trainer.runtime.errors import (
     TransientError,
     UserError,
 )
+from flotilla.trainer.telemetry.metrics import export_metrics
 from flotilla.trainer.tracking.tracker import following_training
 
 #: Seconds from SIGTERM to SIGKILL for a program; the supervisor gives its task twice of it.
@@ -65,6 +71,8 @@ GRACE_SECONDS = 30.0
 LOOK_SECONDS = 1.0
 # A guard that was told to end has this long.
 _EXIT_SECONDS = 10.0
+# At a stop, the last publication may take this part of the grace once more.
+_PUBLISH_SHARE = 0.8
 # After training, an evaluator may be silent for so long before it is stopped.
 _EVALUATOR_SECONDS = 15.0
 _BEGIN_AGAIN_CODE = 1
@@ -111,15 +119,15 @@ class Agent:
         self._code: int | None = None
         self._refuses = self._is_ready = self._is_gone = False
         self._pid = 0
-        #: Why the agent killed the program, if it did.
-        self._why = ""
+        #: Why the agent killed the program, if it did, and why its attempt is over.
+        self._why = self._lost = ""
         self._publisher: Publisher | None = None
         self._metrics: Metrics | None = None
         self._file = MetricsFile(self._folders.metrics)
         self._attempts: Attempts | None = None
         self._filled = ""
         self._over_at = 0.0
-        self._output_at = self._looked_at = self._asked_at = 0.0
+        self._output_at = self._looked_at = 0.0
 
     # From other threads.
 
@@ -205,6 +213,7 @@ class Agent:
             held = lease.NoLease()
             if self._leads:
                 opened.enter_context(following_training(self._job, leads=True))
+                opened.enter_context(export_metrics(self._job, self._cluster, self._task))
                 held = opened.enter_context(
                     lease.hold_lease(self._job.checkpoints, self._job.run_id)
                 )
@@ -216,7 +225,10 @@ class Agent:
                     self._job.config, self._cluster, self._task, self._job.dataset,
                     self._folders.dataset,
                 )  # fmt: skip
-            end = self._begin(link) or self._follow(link)
+            end = self._begin(link)
+            if not end:
+                opened.callback(self._begin_asking().stop)
+                end = self._follow(link)
             self._finish(end, held)
 
     # Before the program.
@@ -374,14 +386,8 @@ class Agent:
                 f"no {what} for {timeout:g} s: raise program.stall_timeout if it takes longer"
             )
             events.emit(events.Stalled(tasks=(str(self._task),), seconds=timeout))
-        elif self._attempts and time.monotonic() - self._asked_at > self._attempts.seconds:
-            self._asked_at = time.monotonic()
-            try:
-                self._attempts.check()
-            except ClusterLostError as error:
-                self._why = str(error)
-            except storage.Unavailable as error:
-                log.warning("%s", error)
+        else:
+            self._why = self._lost
         if self._why:
             link.send(do="kill")
 
@@ -392,18 +398,34 @@ class Agent:
             if time.monotonic() - max(self._over_at, self._output_at) > _EVALUATOR_SECONDS:
                 self.stop()
 
+    def _begin_asking(self) -> Loop:
+        return Loop(
+            self._ask_store,
+            self._attempts.seconds if self._attempts else LOOK_SECONDS,
+            name="store",
+            failing="the store does not say whether there is a new attempt or checkpoint",
+        ).start()
+
+    def _ask_store(self) -> bool:
+        """Look in the store for another attempt, or for a checkpoint to evaluate."""
+        if self._task.role == "evaluator":
+            uri, _ = find_published(self._job.checkpoints)
+            if uri and uri != self._filled:
+                fill(self._folders, uri, keeps=True)
+                self._filled = uri
+        elif self._attempts:
+            try:
+                self._attempts.check()
+            except ClusterLostError as error:
+                self._lost = str(error)
+        return not self._lost and self._task.role != "ps"
+
     def _look(self) -> None:
         """Take what the program wrote."""
-        if self._task.role == "evaluator":
-            # The next look tries again.
-            with suppress(storage.Unavailable, storage.Missing):
-                uri, _ = find_published(self._job.checkpoints)
-                if uri and uri != self._filled:
-                    fill(self._folders, uri, keeps=True)
-                    self._filled = uri
         if self._metrics and self._publisher:
             for line, when in self._file.read():
                 self._metrics.take(line, when)
+            self._metrics.flush()
             self._metrics.save(self._folders.exchange)
             self._publisher.look(self._metrics.step_at, self._metrics.newest)
 
@@ -440,10 +462,26 @@ class Agent:
         begun = self._begun_by()
         if not self._publisher or not self._metrics:
             return f"{begun}interrupted"
-        uri = self._publish(with_model=False)
+        published: queue.SimpleQueue[str | UserError] = queue.SimpleQueue()
+        threading.Thread(target=self._put_published, args=(published,), daemon=True).start()
+        try:
+            uri = published.get(timeout=_PUBLISH_SHARE * self._grace)
+        except queue.Empty:
+            uri = storage.Unavailable("the object store does not answer")
+        if isinstance(uri, UserError):
+            where = self._folders.checkpoints
+            return (
+                f"{begun}interrupted; the last checkpoint is not published, but in {where}: {uri}"
+            )
         if not uri:
             return f"{begun}interrupted before a checkpoint of the program was whole"
         return f"{begun}interrupted at global step {self._publisher.step}; checkpoint {uri}"
+
+    def _put_published(self, published: queue.SimpleQueue[str | UserError]) -> None:
+        try:
+            published.put(self._publish(with_model=False))
+        except UserError as error:
+            published.put(error)
 
     def _begun_by(self) -> str:
         return f"{self._reason}; " if self._reason else ""
@@ -481,7 +519,7 @@ class Agent:
             self._is_ready = found["is"] == "ready"
         link.send(do="exit", code=code, message=message)
         end = time.monotonic() + _EXIT_SECONDS
-        while (left := end - time.monotonic()) > 0:
+        while link.is_connected and (left := end - time.monotonic()) > 0:
             found = link.receive(left)
             if found and found["is"] == "gone":
                 return

@@ -10,6 +10,11 @@ The program leads its own session. When it has ended, every process that it star
 killed, also one that left its process group: the guard is the reaper of its orphans. Without the
 agent for `--reconnect` seconds (0: at once) the program is stopped and the guard ends with 138,
 which asks for a new start.
+
+If the guard itself is killed, the kernel kills the program, and the next guard of the folder, or
+`--sweep`, kills what the program had started: those processes have `MARK` in their environment.
+What this cannot do: if the launcher is killed as well, they stay until the run is started again;
+and a process that has cleared its environment, or runs as another user, stays until it ends.
 """
 
 from __future__ import annotations
@@ -21,21 +26,24 @@ import errno
 import fcntl
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import time
-from typing import Any, Dict  # noqa: UP035
+from typing import Any, Callable, Dict, List  # noqa: UP035
 
 SOCKET, LOCK = "guard.sock", "guard.lock"
+#: The variable of all processes of a program: the folder of its guard.
+MARK = "FLOTILLA_GUARD"
 BEGIN_AGAIN, NOT_EXECUTABLE, NOT_FOUND = 138, 126, 127
 # The kernel's limit of a socket's path is 108 bytes.
 LONGEST_PATH = 100
 LONGEST_LINE = 1 << 16
 MOST_UNSENT = 1 << 20
 LAST_LINES, LAST_LETTERS = 20, 500
-POLL_SECONDS, ACTIVE_SECONDS, DRAIN_SECONDS = 0.25, 1.0, 2.0
+POLL_SECONDS, ACTIVE_SECONDS, DRAIN_SECONDS, PAUSE_SECONDS = 0.25, 1.0, 2.0, 0.01
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 Message = Dict[str, Any]  # noqa: UP006
@@ -60,38 +68,59 @@ def reach(path: str) -> str:
     return f"/proc/self/fd/{folder}/{os.path.basename(path)}"
 
 
-def children_of(pid: int) -> list[int]:
-    """Return the children of a process, ended ones included; empty without `/proc`."""
-    found = []
-    try:
-        names = [name for name in os.listdir("/proc") if name[:1] in "123456789"]
-    except OSError:
-        return []
-    for name in names:
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                # The name of the process, in brackets, may have spaces.
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(name))
-    return found
+def list_processes() -> List[int]:  # noqa: UP006
+    """Return the processes of this machine or container; empty without `/proc`."""
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir("/proc") if name[:1] in "123456789"]
+    return []
 
 
-def kill_all(group: int, keep: tuple[int, ...] = ()) -> None:
-    """Kill a process group, and all children of this process but `keep`, until none is left."""
+def read_about(pid: int, name: str) -> bytes:
+    """Return a file of `/proc` about a process; empty if it is gone, or of another user."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
+    return b""
+
+
+def is_child(pid: int) -> bool:
+    """Say whether a process is a child of this one; ended ones are, too."""
+    # The name of the process, in brackets, may have spaces.
+    fields = read_about(pid, "stat").rpartition(b")")[2].split()
+    return len(fields) > 1 and int(fields[1]) == os.getpid()
+
+
+def kill_all(group: int) -> None:
+    """Kill a process group, and all children of this process, until none is left."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGKILL)
+    _kill(is_child)
+
+
+def kill_marked(folder: str) -> None:
+    """Kill what a program of an earlier guard of this folder has left."""
+    wanted = f"{MARK}={mark_of(folder)}".encode()
+    _kill(lambda pid: wanted in read_about(pid, "environ").split(b"\0"))
+
+
+def mark_of(folder: str) -> str:
+    """Return what marks the processes of a folder: containers may have the same path."""
+    there = os.stat(folder)
+    return f"{there.st_dev}:{there.st_ino}:{folder}"
+
+
+def _kill(is_meant: Callable[[int], bool]) -> None:
+    """Kill processes until none is left, as they may start others meanwhile."""
     end = time.monotonic() + DRAIN_SECONDS
     while time.monotonic() < end:
-        left = [pid for pid in children_of(os.getpid()) if pid not in keep]
+        left = [pid for pid in list_processes() if is_meant(pid)]
         if not left:
             return
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
+        # The end of a process that is no child sends no event.
+        select.select([], [], [], PAUSE_SECONDS)
 
 
 class Output:
@@ -151,8 +180,8 @@ def is_step(text: str) -> bool:
 class Program:
     """One run of the program."""
 
-    def __init__(self, message: Message) -> None:
-        """Start it; raises `OSError`."""
+    def __init__(self, message: Message, mark: str) -> None:
+        """Start it with a mark in its environment; raises `OSError`."""
         self.attempt = message.get("attempt", 0)
         self.deadline: float | None = None
         self.output = Output()
@@ -164,7 +193,7 @@ class Program:
                 stdout=writer,
                 stderr=writer,
                 cwd=message.get("cwd") or None,
-                env={**os.environ, **message.get("env", {})},
+                env={**os.environ, **message.get("env", {}), MARK: mark},
                 start_new_session=True,
                 # The kernel kills it when this process is killed.
                 preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509
@@ -198,6 +227,7 @@ class Guard:
     def __init__(self, options: argparse.Namespace) -> None:
         """Take the options of the command line."""
         self._options = options
+        self._folder = os.path.dirname(os.path.abspath(options.socket))
         self._program: Program | None = None
         self._connection: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
@@ -345,7 +375,7 @@ class Guard:
             self._send({"is": "failed", "code": 1, "message": "a program runs already"})
             return
         try:
-            self._program = Program(message)
+            self._program = Program(message, mark_of(self._folder))
         except OSError as error:
             self._send(_failure(message, error))
             return
@@ -434,12 +464,16 @@ def main() -> None:
     parser.add_argument("--termination", default="", help="file of the termination message")
     parser.add_argument("--parent", type=int, default=0, help="process that it ends with")
     parser.add_argument("--umask", default="", help="in octal, of the program's files")
+    parser.add_argument("--sweep", action="store_true", help="kill what is left, and end")
     parser.add_argument("command", nargs="*", help="of the program, for those who read it here")
     options = parser.parse_args()
     if options.umask:
         os.umask(int(options.umask, 8))
     folder = os.path.dirname(os.path.abspath(options.socket))
     lock = hold_lock(os.path.join(folder, LOCK))
+    kill_marked(folder)
+    if options.sweep:
+        return
     adopt_orphans()
     code = Guard(options).run()
     # Only the kernel frees the lock, when there is nothing left of this process.

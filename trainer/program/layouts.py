@@ -1,15 +1,19 @@
 """Checkpoints and models in the folders of a program: which are there, and which are whole.
 
 Known layouts are those of `tf.train.Checkpoint` and `tf.compat.v1.train.Saver`, Keras files,
-SavedModel and Orbax. With a marker only folders that have the marker count.
+SavedModel and Orbax. With a marker only folders that have the marker count. Files are plain ones in
+the folder: a pipe would never end, and a link out of it leads elsewhere in another container.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import zipfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +25,10 @@ STATE = "checkpoint"
 _KERAS = (".keras", ".h5", ".hdf5")
 _OF_ORBAX = {"_CHECKPOINT_METADATA", "commit_success.txt", "_METADATA", "manifest.ocdbt"}
 _TEMPORARY = re.compile(r"orbax-checkpoint-tmp|^\.|\.tmp$|~$|_temp$")
-_NEWEST = re.compile(r'^model_checkpoint_path: "(.+)"\s*$', re.MULTILINE)
-_DATA = re.compile(r"\.data-\d{5}-of-(\d{5})$")
+_NEWEST = re.compile(rb'^model_checkpoint_path: "(.+)"\s*$', re.MULTILINE)
+_ESCAPED = re.compile(rb"\\(?:([0-3][0-7]{2})|(.))")
+_LETTERS = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
+_OF_BUNDLE = re.compile(r"(.*)\.(?:index|data-\d{5}-of-(\d{5}))", re.DOTALL)
 _NUMBER = re.compile(r"(?:^|[-_.])(\d+)(?=$|[-_.])")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _MOST_STATE_BYTES = 1 << 20
@@ -36,7 +42,7 @@ class Stored:
         files: its paths relative to the folder.
         number: the step in its name; -1 if there is none.
         modified: the Unix time of its last change.
-        signature: changes when one of its files does.
+        signature: changes when one of its files does; `times` reads it.
         state: the path of TensorFlow's record that names it, relative to the folder, or empty.
         prefix: its name in that record.
     """
@@ -53,6 +59,12 @@ class Stored:
     def is_committed(self) -> bool:
         """Whether its layout says that nothing will be written to it any more."""
         return bool(self.state) or self.layout == ORBAX
+
+
+def times(signature: str) -> dict[str, int]:
+    """Return the times of the files of a signature, in nanoseconds."""
+    _, _, parts = json.loads(signature)
+    return {name: when for name, _, when in parts}
 
 
 def find_newest(folder: Path, marker: str = "") -> Stored | None:
@@ -72,34 +84,57 @@ def is_empty(folder: Path) -> bool:
     return not any(names for _, _, names in os.walk(folder))
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Return the plain files below a folder, and links to such files."""
+    return [here / name for here, _, names in _walk(folder, folder) for name in names]
+
+
+def _walk(folder: Path, top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
+    """Yield a folder, its folders and its plain files, and then those of the folders that stay."""
+    waiting = [folder]
+    while waiting:
+        here, folders, names = waiting.pop(), list[str](), list[str]()
+        # It may have been removed meanwhile.
+        with suppress(OSError), os.scandir(here) as entries:
+            for each in entries:
+                if each.is_dir(follow_symlinks=False):
+                    folders.append(each.name)
+                elif each.is_file() and (not each.is_symlink() or _is_below(each.path, top)):
+                    names.append(each.name)
+        yield here, folders, names
+        waiting += [here / name for name in folders]
+
+
+def _is_below(path: str, top: Path) -> bool:
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(top))
+
+
 def _known(folder: Path) -> Iterator[Stored]:
-    for where, folders, names in os.walk(folder):
-        here = Path(where)
+    for here, folders, names in _walk(folder, folder):
         folders[:] = [each for each in folders if not _TEMPORARY.search(each)]
         if _OF_ORBAX & set(names):
             folders.clear()
-            yield from _stored(folder, ORBAX, _below(here), here.relative_to(folder))
+            yield from _stored(folder, ORBAX, _below(here, folder), here.relative_to(folder))
         elif "saved_model.pb" in names:
             folders.clear()
-            if _is_whole_bundle(here / "variables", "variables"):
-                yield from _stored(folder, SAVED_MODEL, _below(here), here.relative_to(folder))
+            paths = _below(here, folder)
+            variables = [each.name for each in paths if each.parent == here / "variables"]
+            if "variables" in _list_bundles(variables):
+                yield from _stored(folder, SAVED_MODEL, paths, here.relative_to(folder))
         else:
             yield from _of_tensorflow(folder, here, names)
-            for path in (here / name for name in names if name.endswith(_KERAS)):
-                if not _TEMPORARY.search(path.name) and _is_whole_file(path):
-                    yield from _stored(folder, KERAS, [path], Path(path.stem))
+            yield from _of_keras(folder, here, names)
 
 
 def _marked(folder: Path, marker: str) -> Iterator[Stored]:
-    for where, folders, names in os.walk(folder):
+    for here, folders, names in _walk(folder, folder):
         if marker in names:
             folders.clear()
-            here = Path(where)
-            yield from _stored(folder, MARKER, _below(here), here.relative_to(folder))
+            yield from _stored(folder, MARKER, _below(here, folder), here.relative_to(folder))
 
 
-def _below(folder: Path) -> list[Path]:
-    return [Path(where, name) for where, _, names in os.walk(folder) for name in names]
+def _below(here: Path, top: Path) -> list[Path]:
+    return [where / name for where, _, names in _walk(here, top) for name in names]
 
 
 def _stored(  # noqa: PLR0913, PLR0917
@@ -112,7 +147,7 @@ def _stored(  # noqa: PLR0913, PLR0917
             there = path.stat()
         except OSError:
             return
-        parts.append(f"{path.relative_to(folder)} {there.st_size} {there.st_mtime_ns}")
+        parts.append([str(path.relative_to(folder)), there.st_size, there.st_mtime_ns])
         modified = max(modified, there.st_mtime)
     numbers = [int(found[-1]) for part in name.parts if (found := _NUMBER.findall(part)[:1])]
     yield Stored(
@@ -120,7 +155,7 @@ def _stored(  # noqa: PLR0913, PLR0917
         files=tuple(path.relative_to(folder) for path in sorted(paths)),
         number=numbers[-1] if numbers else -1,
         modified=modified,
-        signature="\n".join([state, prefix, *parts]),
+        signature=json.dumps([state, prefix, parts]),
         state=state,
         prefix=prefix,
     )
@@ -131,36 +166,54 @@ def _of_tensorflow(folder: Path, here: Path, names: list[str]) -> Iterator[Store
     named = _read_state(here / STATE) if STATE in names else ""
     if STATE in names and not named:
         return
-    found = [each.removesuffix(".index") for each in names if each.endswith(".index")]
-    for prefix in [named] if named else found:
-        if _is_whole_bundle(here, prefix):
-            of_it = (f"{prefix}.index", f"{prefix}.meta", f"{prefix}.data-")
-            paths = [here / name for name in names if name.startswith(of_it)]
-            state = str((here / STATE).relative_to(folder))
-            yield from _stored(folder, TENSORFLOW, paths, Path(prefix), state, prefix)
+    whole = _list_bundles(names)
+    for prefix in whole & {named} if named else whole:
+        of_it = (f"{prefix}.index", f"{prefix}.meta", f"{prefix}.data-")
+        paths = [here / name for name in names if name.startswith(of_it)]
+        state = str((here / STATE).relative_to(folder))
+        yield from _stored(folder, TENSORFLOW, paths, Path(prefix), state, prefix)
+
+
+def _of_keras(folder: Path, here: Path, names: list[str]) -> Iterator[Stored]:
+    """Yield the newest whole file: there may be one of each epoch."""
+    found = []
+    for name in names:
+        if name.endswith(_KERAS) and not _TEMPORARY.search(name):
+            found += _stored(folder, KERAS, [here / name], Path(Path(name).stem))
+    for each in sorted(found, key=lambda each: (each.modified, each.number), reverse=True):
+        if _is_whole_file(folder / each.files[0]):
+            yield each
+            return
 
 
 def _read_state(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            text = file.read(_MOST_STATE_BYTES).decode("utf-8")
+            found = _NEWEST.search(file.read(_MOST_STATE_BYTES))
+        # Protobuf escapes quotes, and the bytes of letters beyond ASCII.
+        name = _ESCAPED.sub(_unescape, found[1]).decode("utf-8") if found else ""
     except (OSError, ValueError):
         return ""
-    found = _NEWEST.search(text)
     # It may be an absolute path of another machine.
-    return Path(found[1]).name if found else ""
+    return Path(name).name
 
 
-def _is_whole_bundle(folder: Path, prefix: str) -> bool:
-    """Return whether the index and all data files of a TensorFlow checkpoint are there."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return False
-    parts = [each for name in names if (each := name.removeprefix(prefix)) != name]
-    of = {int(found[1]) for each in parts if (found := _DATA.fullmatch(each))}
-    data = [each for each in parts if _DATA.fullmatch(each)]
-    return ".index" in parts and len(of) == 1 and len(data) == max(of)
+def _unescape(found: re.Match[bytes]) -> bytes:
+    return bytes([int(found[1], 8)]) if found[1] else _LETTERS.get(found[2], found[2])
+
+
+def _list_bundles(names: Iterable[str]) -> set[str]:
+    """Return the prefixes of TensorFlow checkpoints whose index and data files are all there."""
+    index, data, of = set(), defaultdict[str, int](int), defaultdict[str, set[int]](set)
+    for name in names:
+        if found := _OF_BUNDLE.fullmatch(name):
+            prefix = found[1]
+            if found[2]:
+                data[prefix] += 1
+                of[prefix].add(int(found[2]))
+            else:
+                index.add(prefix)
+    return {each for each in index if of[each] == {data[each]}}
 
 
 def _is_whole_file(path: Path) -> bool:
@@ -191,5 +244,9 @@ def _ends_at(head: bytes) -> int:
 def write_state(path: Path, prefix: str) -> None:
     """Write TensorFlow's record that names one checkpoint next to it; raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
-    path.write_text(text, encoding="utf-8")
+    name = "".join(
+        chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}"  # noqa: PLR2004
+        for byte in prefix.encode()
+    )
+    text = f'model_checkpoint_path: "{name}"\nall_model_checkpoint_paths: "{name}"\n'
+    path.write_text(text, encoding="ascii")

@@ -94,6 +94,11 @@ class Link:
         with self._counting:
             return self._lines.popleft()
 
+    @property
+    def is_connected(self) -> bool:
+        """Return whether a guard is connected."""
+        return self._connection is not None
+
     def wake(self) -> None:
         """Let `receive` return; from any thread or signal handler."""
         self._messages.put({"is": "wake"})

@@ -8,6 +8,7 @@ begins the metrics of a validation, and every other number is a metric.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -21,12 +22,16 @@ from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from flotilla.trainer.runtime.json_records import is_number, parse_mapping
 
 MAX_ROWS = 2000
+# Greater ones are not exact in JSON.
+_MOST_STEPS = 2**53
+_MOST_NAMES, _LONGEST_NAME = 200, 100
 _PROGRESS_SECONDS = 0.5
 _LONGEST_LINE = 1 << 16
 _MOST_BYTES = 1 << 22
 _SAID, _MOST_SAVED = "said.json", 200
 _NAMES = {"global_step": "step", "lr": "learning_rate", "total_steps": "steps"}
 _PREFIXES = (VALIDATION, "val_")
+log = logging.getLogger(__name__)
 _KNOWN = ("loss", "learning_rate", "steps_per_second", "epoch", "epochs")
 
 
@@ -83,6 +88,7 @@ class Metrics:
         self._progress_at = -1.0
         self._waiting: dict[str, Any] | None = None
         self._saved = -1
+        self._names: set[str] = set()
 
     def take(self, line: str, when: float) -> None:
         """Take a line that was written at a Unix time; other lines are passed over."""
@@ -92,15 +98,28 @@ class Metrics:
             return
         said = {_NAMES.get(name, name): value for name, value in tree.items()}
         step = said.pop("step", None)
-        if not is_number(step) or not 0 <= step == int(step):
+        if not is_number(step) or not 0 <= step == int(step) <= _MOST_STEPS:
             return
+        if not self.said_steps and step < self.step:
+            log.warning(
+                "the program begins at step %d, before its checkpoint of step %d: does it restore "
+                "the checkpoint in FLOTILLA_CHECKPOINTS?", step, self.step,
+            )  # fmt: skip
         if not self.said_steps or step != self.step:
             self.stepped_at = time.monotonic()
         self.step, self.said_steps = int(step), True
         self._said.append((when, self.step))
-        if is_number(total := said.pop("steps", None)) and total > 0:
+        if is_number(total := said.pop("steps", None)) and 0 < total <= _MOST_STEPS:
             self.steps = int(total)
-        self._note({name: value for name, value in said.items() if is_number(value)})
+        self._note({name: value for name, value in said.items() if self._is_metric(name, value)})
+
+    def _is_metric(self, name: str, value: object) -> bool:
+        """Say whether it is a number under one of the first names."""
+        if not is_number(value) or len(name) > _LONGEST_NAME or not name.isprintable():
+            return False
+        if len(self._names) < _MOST_NAMES:
+            self._names.add(name)
+        return name in self._names
 
     def step_at(self, when: float, number: int) -> int:
         """Return the newest step said until a time, -1 if none; a said `number` may be later."""
@@ -126,7 +145,7 @@ class Metrics:
             self._said.extend((float(at), int(step)) for at, step in tree["said"])
 
     def flush(self) -> None:
-        """Report what was said last."""
+        """Report what was said last, which no later line may follow."""
         if self._waiting:
             self._report(self._waiting)
 

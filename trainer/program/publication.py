@@ -276,9 +276,8 @@ class Publisher:
         pairs = [
             (source / path, Path(CHECKPOINT) / path) for path in (found.files if found else ())
         ]
-        for path in sorted(model.rglob("*")) if model else ():
-            if path.is_file():
-                pairs.append((path, Path(MODEL) / path.relative_to(model or path)))
+        for path in sorted(layouts.files_below(model)) if model else ():
+            pairs.append((path, Path(MODEL) / path.relative_to(model or path)))
         for path, name in pairs:
             target = staged / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -294,10 +293,9 @@ class Publisher:
 
     def _is_unchanged(self, found: Stored) -> bool:
         """Return whether no file of it was written since; one that was deleted counts as before."""
-        before = dict(each.rsplit(" ", 2)[::2] for each in found.signature.split("\n")[2:])
-        for name, when in before.items():
+        for name, when in layouts.times(found.signature).items():
             path = self._folders.checkpoints / name
-            if path.exists() and str(path.stat().st_mtime_ns) != when:
+            if path.exists() and path.stat().st_mtime_ns != when:
                 return False
         return True
 

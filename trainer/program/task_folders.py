@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.config.program import fill
+from flotilla.trainer.config.program import fill, task_values
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import ConfigError
@@ -100,17 +100,8 @@ def guard_environment(path: str) -> dict[str, str]:
 def _values(job: Job, cluster: Cluster, task: Task, folders: TaskFolders) -> Mapping[str, str]:
     config = job.config
     has_files = config.program.data == "files" and task.role != "ps"
-    hosts = {
-        f"{role}_hosts": ",".join(cluster.addresses.get(role, ()))
-        for role in ("ps", "worker", "chief")
-    }
     return {
-        **hosts,
-        "role": task.role,
-        "index": str(task.index),
-        "task_index": str(task.index),
-        "num_ps": str(cluster.count("ps")),
-        "num_workers": str(cluster.count("worker")),
+        **task_values(config.training, task.role, str(task.index), cluster.addresses),
         "gpu": str(task.index % _count_gpus(config, task.role)),
         "dataset": job.dataset,
         "dataset_files": str(folders.dataset) if has_files else "",
@@ -118,9 +109,6 @@ def _values(job: Job, cluster: Cluster, task: Task, folders: TaskFolders) -> Map
         "model": str(folders.model),
         "logs": str(folders.logs),
         "metrics": str(folders.metrics),
-        "steps": str(config.training.steps),
-        "batch_size": str(config.training.batch_size),
-        "seed": str(config.training.seed),
     }
 
 

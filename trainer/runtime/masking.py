@@ -28,14 +28,16 @@ _IN_AUTHORITY = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
+_OF_SECRETS = r"""(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|pwd|credentials?)
+        |(?:api|access|secret|account|private)[_.-]?key"""
 _IN_QUERY = re.compile(
-    r"""(?P<name>[?&;\#](?:amp;)?(?:x-amz-(?:signature|credential|security-token)
+    rf"""(?P<name>[?&;\#](?:amp;)?(?:x-amz-(?:signature|credential|security-token)
         |x-goog-(?:signature|credential)|googleaccessid|awsaccesskeyid|signature|sig
-        |(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|pwd|credentials?)
-        |(?:api|access|secret|account|private)[_.-]?key)=)(?P<value>[^\s&;'"<>\\\#]+)
+        |{_OF_SECRETS})=)(?P<value>[^\s&;'"<>\\\#]+)
     """,
     re.IGNORECASE | re.VERBOSE,
 )
+_SECRET_NAME = re.compile(rf"{_OF_SECRETS}|\w+_(?:{_OF_SECRETS})", re.IGNORECASE | re.VERBOSE)
 _IN_HEADER = re.compile(
     r"""(?P<name>\b(?:(?:proxy-)?authorization|(?:set-)?cookie|x-amz-security-token|x-api-key
         |aws_secret_access_key)
@@ -89,6 +91,11 @@ def find_credentials(text: str) -> str:
     if signed := _IN_QUERY.search(text):
         return f"a URI carries a secret ({signed['name'].strip('?&;#=')})"
     return ""
+
+
+def names_secret(name: str) -> bool:
+    """Return whether a variable of this name has a secret as its value."""
+    return name in VARIABLES or bool(_SECRET_NAME.fullmatch(name))
 
 
 def mask(text: str) -> str:

@@ -67,6 +67,10 @@ _GAUGES = {
 }
 
 
+# What a user's own program need not say; 0 then.
+_SAID = ("global_step_target", "loss", "learning_rate", "epoch")
+
+
 class RunMetrics(Collector):
     """The metrics of one attempt, which `registry` serves."""
 
@@ -75,10 +79,12 @@ class RunMetrics(Collector):
         self._about = {
             "run_id": run_id,
             "model": config.name,
-            "strategy": config.training.strategy,
+            "strategy": "program" if config.program.command else config.training.strategy,
             "config_hash": config.digest(),
         }
-        self._target = config.training.steps
+        # A program has to say where it ends, and what its loss is.
+        self._target = 0 if config.program.command else config.training.steps
+        self._says_all = not config.program.command
         self._state = RunState()
         self._pause = 0.0
         self._checkpoint: tuple[float, int] | None = None
@@ -144,7 +150,7 @@ class RunMetrics(Collector):
 
     def _collect_training(self) -> dict[str, Any]:
         state = self._state
-        values: dict[str, float] = {"global_step_target": self._target}
+        values: dict[str, float] = {"global_step_target": self._target} if self._target else {}
         if state.moved:
             # A lack of progress counts as a stall from the start of an attempt.
             values |= {"global_step": state.global_step, "progress_timestamp_seconds": state.moved}
@@ -158,6 +164,11 @@ class RunMetrics(Collector):
                 "training_seconds": progress.seconds,
                 "epoch": progress.epoch,
             }
+            if not self._says_all:
+                values["global_step_target"] = progress.steps
+                unknown = {"remaining_seconds"} if progress.seconds_left < 0 else set()
+                unknown |= {name for name in _SAID if not values[name]}
+                values = {name: each for name, each in values.items() if name not in unknown}
             if workers:
                 values["attempt_examples"] = sum(each["examples"] for each in workers.values())
         if validation := state.newest(Validation):
@@ -197,7 +208,10 @@ def export_metrics(job: Job, cluster: Cluster, task: Task) -> Iterator[None]:
         yield
         return
     metrics = RunMetrics(job.config, job.run_id)
-    watch = TaskWatch(cluster, task, job.workdir, metrics.tasks)
+    # Whether the tasks of a user's own program answer at their ports is not known.
+    own = {task.role: cluster.addresses[task.role][:1]} if job.config.program.command else None
+    watched = Cluster(addresses=own) if own else cluster
+    watch = TaskWatch(watched, task, job.workdir, metrics.tasks)
     threading.Thread(
         target=_read_newest, args=(job, metrics), name="metrics-checkpoint", daemon=True
     ).start()

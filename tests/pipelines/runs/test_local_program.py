@@ -54,7 +54,7 @@ def run(folder, written_as, after_training):
         "program": {
             "command": [sys.executable, "train.py"],
             "working_dir": str(folder),
-            "env": {"AS": written_as, "TOKEN": "hunter2"},
+            "env": {"AS": written_as, "WORD": "hunter2"},
             "after_training": after_training,
         },
         "evaluation": {"baseline": "none"},

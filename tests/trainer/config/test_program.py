@@ -50,6 +50,7 @@ def test_only_placeholders_are_replaced():
         ({"program": {"command": ["a"], "roles": {"chief": 2}}}, "there can be one"),
         ({"program": {"command": ["a"], "env": {"TF_CONFIG": "x"}}}, "set by Flotilla"),
         ({"program": {"command": ["a"], "env": {"A B": "x"}}}, "no name of a variable"),
+        ({"program": {"command": ["a"], "env": {"HF_TOKEN": "hf_x"}}}, "HF_TOKEN looks like a"),
         ({"program": {"command": ["a"], "checkpoint_marker": "a/b"}}, "no name of a file"),
         ({"program": {"env": {"A": "x"}}}, "program.env: there is no program.command"),
         (

@@ -147,11 +147,22 @@ def test_nothing_of_it_is_left(agent, ends):
     assert not [each for each in pids if is_there(each)]
 
 
-def test_the_program_ends_with_its_guard(agent):
-    watch = os.pidfd_open(agent.start("import time; time.sleep(600)"))
-    agent.process.kill()
+def test_the_next_guard_ends_what_a_killed_one_has_left(tmp_path):
+    first = Agent(tmp_path)
+    pid = first.start(FORKS + "time.sleep(600)")
+    watch = os.pidfd_open(pid)
+    pids = json.loads(first.read("line")["text"])["pids"]
+    first.process.kill()
+    # The kernel ends the program itself.
     assert select.select([watch], [], [], 30)[0]
     os.close(watch)
+    assert [each for each in pids if is_there(each)] == pids
+    first.close()
+    (tmp_path / guard.SOCKET).unlink()
+    words = ["--socket", tmp_path / guard.SOCKET, "--sweep"]
+    subprocess.run([sys.executable, "-IS", FILE, *words], check=True, timeout=30)
+    assert not [each for each in pids if is_there(each)]
+    first.process.wait(30)
 
 
 IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print('{\"step\": 1}')\n"
@@ -167,9 +178,9 @@ def test_a_program_that_ignores_sigterm_is_killed_after_its_grace(agent):
 
 
 def test_much_output_without_an_end_of_a_line(agent):
-    agent.start("import sys\nfor _ in range(300): sys.stdout.write('x' * 100_000)")
-    assert agent.read("ended")["last"] == ["x" * guard.LAST_LETTERS]
-    assert agent.log.stat().st_size == 30_000_000
+    agent.start("import sys\nfor _ in range(50): sys.stdout.buffer.write(b'\\xff' * 100_000)")
+    assert agent.read("ended")["last"] == ["\ufffd" * guard.LAST_LETTERS]
+    assert agent.log.stat().st_size == 5_000_000
 
 
 def test_an_agent_that_comes_again_learns_what_happened(tmp_path):

@@ -40,6 +40,60 @@ def test_a_checkpoint_of_tensorflow_is_the_one_that_its_record_names(tmp_path):
     assert layouts.find_newest(tmp_path).signature == found.signature
 
 
+def test_a_name_with_spaces_quotes_and_other_letters(tmp_path):
+    prefix = 'my "best" ü\n-7'
+    write(tmp_path, f"{prefix}.index", f"{prefix}.data-00000-of-00001")
+    layouts.write_state(tmp_path / "checkpoint", prefix)
+    # As Protobuf writes it.
+    assert rb"my \042best\042 \303\274\012-7" in (tmp_path / "checkpoint").read_bytes()
+    found = layouts.find_newest(tmp_path)
+    assert (found.prefix, found.number) == (prefix, 7)
+    assert set(layouts.times(found.signature)) == set(paths(found))
+    state(tmp_path, r"my \"best\" \303\274\n-7")
+    assert layouts.find_newest(tmp_path).prefix == prefix
+
+
+def test_a_pipe_and_a_link_out_of_the_folder_are_no_files_of_it(tmp_path):
+    own, away = tmp_path / "own", tmp_path / "away"
+    write(away, "b-1.index", "b-1.data-00000-of-00001", "saved_model.pb")
+    own.mkdir()
+    os.mkfifo(own / "a.keras")
+    os.mkfifo(own / "DONE")
+    for name in ("b-1.index", "b-1.data-00000-of-00001", "saved_model.pb"):
+        (own / name).symlink_to(away / name)
+    (own / "all").symlink_to(away)
+    (own / "again").symlink_to(own)
+    assert layouts.find_newest(own) is None
+    assert layouts.find_newest(own, "DONE") is None
+    assert layouts.files_below(own) == []
+    write(own, "c-2.index", "c-2.data-00000-of-00001")
+    (own / "last.index").symlink_to("c-2.index")
+    (own / "last.data-00000-of-00001").symlink_to(own / "c-2.data-00000-of-00001")
+    assert layouts.find_newest(own).number == 2
+
+
+def test_a_folder_of_many_files_is_looked_at_quickly(tmp_path, monkeypatch):
+    for number in range(300):
+        write(tmp_path, f"a-{number}.index", f"a-{number}.data-00000-of-00001", f"{number}.keras")
+    opened = []
+    monkeypatch.setattr(zipfile, "ZipFile", lambda path: opened.append(path) or Archive())
+    assert layouts.find_newest(tmp_path).number == 299
+    assert len(opened) == 1
+
+
+class Archive:
+    """A whole archive."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def namelist(self):
+        return ["a"]
+
+
 def test_without_a_record_a_whole_one_counts(tmp_path):
     write(tmp_path, "a/b-3.index", "a/b-3.data-00000-of-00001", "a/b-4.index")
     assert layouts.find_newest(tmp_path).number == 3

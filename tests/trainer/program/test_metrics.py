@@ -56,9 +56,27 @@ def test_values_that_are_no_finite_numbers_are_left_out(metrics, heard):
     metrics.take('{"step": 1, "loss": NaN, "a": Infinity, "b": true, "c": [1], "d": 2}', 0.0)
     metrics.take('{"step": 1, "loss": 1e999, "d": 2}', 0.0)
     metrics.flush()
+    metrics.take('{"step": 9007199254740993}', 0.0)
+    metrics.take('{"step": 1, "deep": [[{"step": 7}]], "steps": 1e300}', 0.0)
+    assert (metrics.step, metrics.steps) == (1, 0)
     assert heard
     assert heard[0].loss == 0.0
     assert set(heard[0].metrics) <= {"d"}
+
+
+def test_of_names_without_end_the_first_are_kept(metrics):
+    for number in range(1000):
+        take(metrics, step=number, **{f"name {number}": 1, "a\x1b[31m": 2, "b" * 101: 3})
+    assert len(metrics.newest) == 200
+    assert "name 0" in metrics.newest
+
+
+def test_a_program_that_begins_below_its_checkpoint_is_asked_why(tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    again = Metrics(History(uri_of(tmp_path / "run"), start=0), 0, 7)
+    for step in (3, 4):
+        take(again, step=step)
+    assert caplog.text.count("begins at step 3, before its checkpoint of step 7") == 1
 
 
 def test_the_step_of_a_checkpoint(metrics, tmp_path):

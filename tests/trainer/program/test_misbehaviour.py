@@ -1,18 +1,19 @@
 """Programs that behave badly: one line says what happened, or they end well; nothing is left."""
 
-import os
-import signal
-import threading
-
 import pytest
 
-from flotilla.trainer.cluster.local import launch
-from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
-from tests.trainer.program.runs import COUNT, COUNTS, make_job, published_steps
-from tests.trainer.program.test_agent import left, log
+from flotilla.trainer.runtime.errors import UserError
+from tests.trainer.program.runs import COUNT, make_job, published_steps
 
 pytestmark = pytest.mark.cluster
 
+FORKS = """
+import os, time
+for own in (False, True):
+    if os.fork() == 0:
+        own and os.setsid()
+        time.sleep(600)
+"""
 FULL = """
 import os, resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -25,73 +26,58 @@ first, second = socket.socket(), socket.socket()
 first.bind(("127.0.0.1", 0))
 second.bind(first.getsockname())
 """
+FIFO = 'import os\nos.mkfifo(os.environ["FLOTILLA_MODEL"] + "/a.keras")\n'
+LINKS = """
+import os
+folder = os.environ["FLOTILLA_MODEL"] + "/"
+os.symlink("/etc", folder + "1")
+os.symlink("/etc/hostname", folder + "saved_model.pb")
+"""
+EVALUATE = {"after_training": "evaluate"}
+ASK = "import argparse; argparse.ArgumentParser().parse_args()"
 REFUSED = {
-    "exits with 3": ("import sys; print('no data'); sys.exit(3)", "exit code 3.*no data"),
-    "a file over its limit": (FULL, "File too large"),
-    "a port that is taken": (BUSY, "Address already in use"),
-}
-KILLS = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n" + COUNT
-EVERYWHERE = "import socket\nopened = socket.socket()\nopened.bind(('', 0))\nopened.listen()\n"
+    "exits with 0 at once": ("", EVALUATE, "FLOTILLA_MODEL .* has nothing in it"),
+    "forks": (FORKS, EVALUATE, "left no model"),
+    "needs a package": ("import no_such_package", {}, "No module named 'no_such_package'"),
+    "wrong flag": (ASK, {}, "exit code 2.*unrecognized arguments: 3"),
+    "fails": ("import sys; sys.exit(7)", {}, "exit code 7; it printed nothing"),
+    "absent command": ("", {"command": ["no-such"]}, "cannot start no-such: No such file"),
+    "absent folder": ("", {"working_dir": "no-such"}, "program.working_dir: there is no folder"),
+    "no words": ("", {"command": ["/"]}, "cannot start /: Permission denied"),
+    "a file over its limit": (FULL, {}, "File too large"),
+    "a port that is taken": (BUSY, {}, "Address already in use"),
+    "a model that is a pipe": (FIFO, EVALUATE, "FLOTILLA_MODEL .* has no whole one in it"),
+    "a model of links": (LINKS, EVALUATE, "FLOTILLA_MODEL .* has no whole one in it"),
+}  # fmt: skip
 CORRUPT = """
 import os, sys
 with open(os.environ["FLOTILLA_METRICS"], "wb") as file:
     file.write(b'\\xff\\x00{"step": \\n[1]\\n{"step": "a"}\\n{"step": -1}\\n{"step": 1e400}\\n{"st')
 """
+EVERYWHERE = "import socket\nopened = socket.socket()\nopened.bind(('', 0))\nopened.listen()\n"
 WRITES = "open('left-behind.txt', 'w').write('x')\n"
-ENDS_WELL = {
-    "binds all addresses": EVERYWHERE + COUNT,
-    "corrupt metrics": CORRUPT + COUNT,
-    "writes into its folder": WRITES + COUNT,
-    "never prints": COUNT.replace("print(", "(lambda *_, **__: None)("),
-}
+# One program with four habits, none of which is an error.
+ODD = CORRUPT + EVERYWHERE + WRITES + COUNT.replace("print(", "(lambda *_, **__: None)(")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_in_one_line(tmp_path, name):
-    text, said = REFUSED[name]
-    job = make_job(tmp_path, text)
+def test_it_is_refused_in_one_line(launched, tmp_path, name):
+    text, own, said = REFUSED[name]
+    job = make_job(tmp_path, text, "3", program=own)
     with pytest.raises(UserError, match=said) as error:
-        launch(job)
+        launched(job)
     assert "\n" not in str(error.value)
-    assert not left(tmp_path)
 
 
-@pytest.mark.parametrize("name", ENDS_WELL)
-def test_it_ends_well(tmp_path, name):
-    job = make_job(tmp_path, ENDS_WELL[name], "3", program={"working_dir": str(tmp_path)})
-    launch(job)
+def test_one_that_says_nothing_and_listens_everywhere_ends_well(launched, tmp_path):
+    job = make_job(tmp_path, ODD, "3", program={"working_dir": str(tmp_path)})
+    launched(job)
     assert published_steps(job)[-1] == 3
-    assert not left(tmp_path)
 
 
-@pytest.mark.slow
-def test_one_that_kills_its_parent_is_given_up_after_the_restarts(tmp_path):
-    job = make_job(tmp_path, KILLS, "3", cluster={"max_restarts": 1})
-    with pytest.raises((ClusterLostError, UserError)) as error:
-        launch(job)
+def test_one_that_kills_its_guard_is_given_up_after_the_restarts(launched, tmp_path):
+    kills = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+    job = make_job(tmp_path, kills, cluster={"max_restarts": 1})
+    with pytest.raises(UserError, match=r"cluster\.max_restarts") as error:
+        launched(job)
     assert "\n" not in str(error.value)
-    assert not left(tmp_path)
-
-
-@pytest.mark.slow
-def test_one_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
-    text = COUNTS + "step = 2\nsave(2)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    text += "print('waits', flush=True)\ntime.sleep(600)\n"
-    job = make_job(tmp_path, text)
-    ended = threading.Event()
-
-    def interrupt():
-        while not ended.wait(0.1):
-            if (job.workdir / "chief-0" / "log.txt").exists() and "waits" in log(job):
-                os.kill(os.getpid(), signal.SIGINT)
-                return
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        with pytest.raises(RunInterruptedError, match="at global step 2"):
-            launch(job)
-    finally:
-        ended.set()
-        thread.join()
-    assert not left(tmp_path)

@@ -243,7 +243,7 @@ def test_two_classes_in_every_form(customers, tmp_path, name):
 
 def test_the_card_names_the_program_and_no_optimizer_of_ours(run, tmp_path):
     own = programs.trained_by(run, programs.saved_softmax(run), tmp_path)
-    section = {"command": ("python", "train.py"), "env": {"TOKEN": "hunter2"}}
+    section = {"command": ("python", "train.py"), "env": {"WORD": "hunter2"}}
     config = own.config.model_copy(
         update={"program": own.config.program.model_copy(update=section)}
     )
