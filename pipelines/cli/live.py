@@ -265,8 +265,10 @@ class Display(LiveView):
         lines = []
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
+            # A user's own program may say no loss.
+            loss = f"loss {round_value(progress.loss)}" if progress.loss else ""
             parts = [
-                f"training    loss {round_value(progress.loss)}",
+                f"training    {loss}".strip(),
                 speed,
                 format_epoch(progress),
             ]

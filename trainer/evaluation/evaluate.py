@@ -42,6 +42,7 @@ from flotilla.trainer.evaluation.predictions import (
     predict,
 )
 from flotilla.trainer.evaluation.program_model.load import PROGRAM, load_program_model
+from flotilla.trainer.evaluation.program_model.outputs import AUTO, describe_taken
 from flotilla.trainer.evaluation.signature import map_outputs
 from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.evaluation.threshold import choose_thresholds
@@ -110,6 +111,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
         summary = {**summarize_predictions(spec, objective, found, features), **trained.facts}
         judges = Judges.load(dataset, config.data.gate)
         summary["remarks"] = judges.remarks(checkpoint) if judges else []
+        if config.program.outputs == AUTO:
+            summary["remarks"] += describe_taken(trained.described.get(PROGRAM, {}))
         if opponent:
             there = compare_champion(opponent, objective, found, config.gate.champion, judges)
             summary["champion"] = there

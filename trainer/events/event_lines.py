@@ -53,6 +53,8 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     events.FromScratch: lambda event: f"training begins from scratch: {event.reason}",
     events.HandedOn: lambda event: (
         f"global step {event.global_step} of {event.trained} is selected: {event.why}"
+        if event.trained
+        else f"{event.uri} is selected: {event.why}"
     ),
     events.TableEmpty: lambda event: (
         f"warning: the table {event.table} has no row, so that all ids share one row: {event.why}"

@@ -186,7 +186,9 @@ def _describe_selection(steps: Sequence[Facts]) -> list[str]:
     said = (e["metrics"] for e in steps if isinstance(e.get("metrics"), Mapping))
     metrics: Facts = next((each for each in said if each.get("handed_on_as")), {})
     step, of = metrics.get("handed_on_step"), metrics.get("global_step")
-    return [f"Evaluated: global step {step} of {of}, {metrics['handed_on_as']}."] if metrics else []
+    # A user's own program may say no steps.
+    which = f"global step {step} of {of}" if of else "the checkpoint"
+    return [f"Evaluated: {which}, {metrics['handed_on_as']}."] if metrics else []
 
 
 def list_sources(facts: Facts) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from flotilla.components.kubernetes.names import Tree
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.kubernetes import WORKING_FOLDER, PodConfig
-from flotilla.trainer.config.program import EVALUATE, fill
+from flotilla.trainer.config.program import EVALUATE, fill, task_values
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import ROLES
 from flotilla.trainer.runtime.errors import ConfigError
@@ -184,20 +184,7 @@ def _fill_container(container: Tree, config: Config, values: dict[str, str]) -> 
 
 def _values(config: Config, role: str, addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the values of placeholders; Kubernetes inserts the index of the task."""
-    index = f"$({INDEX_VARIABLE})"
-    hosts = {each: ",".join(addresses.get(each, ())) for each in ("ps", "worker", "chief")}
-    training = config.training
-    return {
-        "role": role,
-        "index": index,
-        "task_index": index,
-        **{f"{each}_hosts": text for each, text in hosts.items()},
-        "num_ps": str(len(addresses.get("ps", ()))),
-        "num_workers": str(len(addresses.get("worker", ()))),
-        "steps": str(training.steps),
-        "batch_size": str(training.batch_size),
-        "seed": str(training.seed),
-    }
+    return task_values(config.training, role, f"$({INDEX_VARIABLE})", addresses)
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:

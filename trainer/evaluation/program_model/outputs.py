@@ -96,6 +96,17 @@ def match_outputs(
     return found
 
 
+def describe_taken(described: Mapping[str, Any]) -> list[str]:
+    """Return a sentence on what `program.outputs: auto` has found; none for numbers alone."""
+    found = {PROBABILITIES, LOGITS} & {str(each) for each in described.get("outputs", {}).values()}
+    if not found:
+        return []
+    return [
+        f"The outputs of the program's model were taken for {' and '.join(sorted(found))}; set "
+        "program.outputs if that is wrong."
+    ]
+
+
 def _choose(name: str, part: Task, answers: Mapping[str, Array], said: str) -> tuple[str, str]:
     """Return the name of the output for a part, and what its name says about the numbers."""
     prefix = (f"{name}_", f"{layer_name(name)}_") if name else ("",)
