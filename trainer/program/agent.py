@@ -497,6 +497,7 @@ class Agent:
         if not self._publisher:
             return
         model = self._folders.model
+        layouts.require_readable(model)
         if self._program.after_training == EVALUATE and not layouts.find_model(model):
             there = "nothing in it" if layouts.is_empty(model) else "no whole one in it"
             raise UserError(

@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from flotilla.trainer.runtime.errors import UserError
+
 TENSORFLOW, KERAS, ORBAX, SAVED_MODEL, MARKER = LAYOUTS = (
     "tensorflow", "keras", "orbax", "saved_model", "marker",
 )  # fmt: skip
@@ -87,6 +89,21 @@ def is_empty(folder: Path) -> bool:
 def files_below(folder: Path) -> list[Path]:
     """Return the plain files below a folder, and links to such files."""
     return [here / name for here, _, names in _walk(folder, folder) for name in names]
+
+
+def require_readable(folder: Path) -> None:
+    """Raise `UserError` if this process may not read all that is below a folder."""
+    waiting = [folder]
+    while waiting:
+        here = waiting.pop()
+        is_folder = here.is_dir() and not here.is_symlink()
+        if here.exists() and not os.access(here, os.R_OK | (os.X_OK if is_folder else 0)):
+            raise UserError(
+                f"cannot read {here}: Permission denied; let the program write what others may "
+                "read, or give both containers of its pod one user by "
+                "cluster.kubernetes.pod.security_context: {runAsUser: N}"
+            )
+        waiting += here.iterdir() if is_folder else ()
 
 
 def _walk(folder: Path, top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:

@@ -186,6 +186,8 @@ class Publisher:
         self._uploads.put("logs", self._logs.upload)
         self._uploads.put("history", self.history.upload)
         self._uploads.flush()
+        for folder in (self._folders.checkpoints, self._folders.model):
+            layouts.require_readable(folder)
         found = layouts.find_newest(self._folders.checkpoints, self._marker)
         is_new = found is not None and self._digest(found) != self._read_known()
         model = self._folders.model if with_model else None

@@ -161,6 +161,18 @@ def test_a_program_that_leaves_nothing_has_a_record_of_its_end(job, folders):
     assert find_published(job.checkpoints) == ("", 0)
 
 
+@pytest.mark.parametrize("name", ["checkpoints/ckpt-3.index", "model", "model/a.txt"])
+def test_what_cannot_be_read_is_refused_and_not_left_out(job, folders, monkeypatch, name):
+    publisher = publisher_of(job, folders)
+    save(folders, 3)
+    (folders.model / "a.txt").write_text("a")
+    closed = folders.folder / name
+    monkeypatch.setattr("os.access", lambda path, _mode: path != closed)
+    with pytest.raises(UserError, match=f"cannot read .*{name}: Permission denied; .*runAsUser"):
+        finish(publisher, with_model=True)
+    assert published_steps(job) == []
+
+
 def test_one_that_changes_meanwhile_is_dropped(job, folders, monkeypatch):
     publisher = publisher_of(job, folders)
     save(folders, 3)
