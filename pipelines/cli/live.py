@@ -266,12 +266,8 @@ class Display(LiveView):
         if progress := self._progress_seen:
             speed = f"{progress.steps_per_second:.0f} steps/s"
             # A user's own program may say no loss.
-            loss = f"loss {round_value(progress.loss)}" if progress.loss else ""
-            parts = [
-                f"training    {loss}".strip(),
-                speed,
-                format_epoch(progress),
-            ]
+            loss = f"    loss {round_value(progress.loss)}" if progress.loss else ""
+            parts = [f"training{loss}", speed, format_epoch(progress)]
             lines.append("  ".join(filter(None, parts)))
         if found := self._validation:
             values = [f"{name} {round_value(value)}" for name, value in found.metrics.items()]

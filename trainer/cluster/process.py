@@ -140,8 +140,8 @@ MODULES = {
 }
 CONFIG = "config.json"
 LOG = "log.txt"
-# The guard of a program, next to its socket, in the folder of a task; and the time it has to end.
-GUARD, GUARD_SOCKET, GUARD_SECONDS = "exchange/guard.py", "exchange/guard.sock", 30.0
+# The guard of a program has so long to end.
+_GUARD_SECONDS = 30.0
 # The file with the number of times that the launcher has started the task.
 STARTS = "starts.txt"
 # The file in the evaluator's folder that marks the end of training.
@@ -324,14 +324,11 @@ class TaskProcess:
 
 def end_guard(folder: Path) -> None:
     """Wait for the guard of a program, whose agent has ended, and kill what it may have left."""
-    guard = folder / GUARD
+    guard = folder / "exchange" / "guard.py"
     if guard.exists():
-        words = [guard, "--socket", folder / GUARD_SOCKET, "--sweep"]
-        with suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(
-                [sys.executable, "-IS", *words], check=False, timeout=GUARD_SECONDS,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
+        words = [guard, "--socket", guard.with_name("guard.sock"), "--sweep"]
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([sys.executable, "-IS", *words], timeout=_GUARD_SECONDS, check=False)
 
 
 def report_failure(process: TaskProcess, end: End) -> None:

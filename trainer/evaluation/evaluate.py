@@ -42,7 +42,7 @@ from flotilla.trainer.evaluation.predictions import (
     predict,
 )
 from flotilla.trainer.evaluation.program_model.load import PROGRAM, load_program_model
-from flotilla.trainer.evaluation.program_model.outputs import AUTO, describe_taken
+from flotilla.trainer.evaluation.program_model.outputs import describe_taken
 from flotilla.trainer.evaluation.signature import map_outputs
 from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.evaluation.threshold import choose_thresholds
@@ -110,9 +110,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
         _require_sound(spec, found, dataset, checkpoint)
         summary = {**summarize_predictions(spec, objective, found, features), **trained.facts}
         judges = Judges.load(dataset, config.data.gate)
-        summary["remarks"] = judges.remarks(checkpoint) if judges else []
-        if config.program.outputs == AUTO:
-            summary["remarks"] += describe_taken(trained.described.get(PROGRAM, {}))
+        remarks = judges.remarks(checkpoint) if judges else []
+        summary["remarks"] = [*remarks, *describe_taken(config.program.outputs, trained.described)]
         if opponent:
             there = compare_champion(opponent, objective, found, config.gate.champion, judges)
             summary["champion"] = there
@@ -121,8 +120,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
         if config.evaluation.baseline == "auto":
             splits = Splits(spec=spec, uri=dataset, scratch=scratch)
             summary["baselines"] = judge_baselines(objective, found.own, splits)
-        summary = finite(summary)
-        _write(folder, summary, found)
+        _write(folder, summary := finite(summary), found)
         fields = {name: summary[name] for name in ("metrics", "global_step")}
         storage.publish(folder, output, kind=KIND, fields={"made_from": made_from, **fields})
     return Evaluation(uri=output, metrics=_drop_undefined(summary["metrics"]))

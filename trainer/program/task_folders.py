@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,46 +19,25 @@ _OWN = ("PYTHONSAFEPATH",)
 _PREFIX = "FLOTILLA_"
 
 
-@dataclass(frozen=True, kw_only=True)
 class TaskFolders:
-    """The folders of one task of a program, and the file of its metrics."""
+    """The folders of one task of a program, and the file of its metrics.
 
-    folder: Path
+    `checkpoints`, `model` and `logs` are for what the program writes; `exchange` is the folder of
+    agent and guard.
+    """
 
-    @property
-    def dataset(self) -> Path:
-        """The files of the dataset."""
-        return self.folder / "dataset"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Where the program writes checkpoints, and finds the newest one."""
-        return self.folder / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """Where the program writes its model."""
-        return self.folder / "model"
-
-    @property
-    def logs(self) -> Path:
-        """Where the program writes files for TensorBoard."""
-        return self.folder / "logs"
-
-    @property
-    def metrics(self) -> Path:
-        """The file of metrics, one JSON object a line."""
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def exchange(self) -> Path:
-        """The folder of agent and guard."""
-        return self.folder / "exchange"
+    def __init__(self, *, folder: Path) -> None:
+        """Take the folder of the task; nothing is made."""
+        self.folder = folder
+        names = ("dataset", "checkpoints", "model", "logs", "exchange")
+        self._made = [folder / name for name in names]
+        self.dataset, self.checkpoints, self.model, self.logs, self.exchange = self._made
+        self.metrics = folder / "metrics.jsonl"
 
     def make(self) -> None:
         """Make the folders; raises `UserError`."""
         with report_errors(f"make the folders of the program in {self.folder}"):
-            for each in (self.dataset, self.checkpoints, self.model, self.logs, self.exchange):
+            for each in self._made:
                 each.mkdir(parents=True, exist_ok=True)
 
 

@@ -67,8 +67,8 @@ _GAUGES = {
 }
 
 
-# What a user's own program need not say; 0 then.
-_SAID = ("global_step_target", "loss", "learning_rate", "epoch")
+# What a user's own program need not say: it is 0 then, or -1.
+_SAID = ("global_step_target", "loss", "remaining_seconds", "learning_rate", "epoch")
 
 
 class RunMetrics(Collector):
@@ -82,9 +82,9 @@ class RunMetrics(Collector):
             "strategy": "program" if config.program.command else config.training.strategy,
             "config_hash": config.digest(),
         }
-        # A program has to say where it ends, and what its loss is.
-        self._target = 0 if config.program.command else config.training.steps
-        self._says_all = not config.program.command
+        # A user's own program has to say where it ends.
+        self._is_program = bool(config.program.command)
+        self._target = 0 if self._is_program else config.training.steps
         self._state = RunState()
         self._pause = 0.0
         self._checkpoint: tuple[float, int] | None = None
@@ -150,7 +150,7 @@ class RunMetrics(Collector):
 
     def _collect_training(self) -> dict[str, Any]:
         state = self._state
-        values: dict[str, float] = {"global_step_target": self._target} if self._target else {}
+        values: dict[str, float] = {"global_step_target": self._target}
         if state.moved:
             # A lack of progress counts as a stall from the start of an attempt.
             values |= {"global_step": state.global_step, "progress_timestamp_seconds": state.moved}
@@ -164,16 +164,16 @@ class RunMetrics(Collector):
                 "training_seconds": progress.seconds,
                 "epoch": progress.epoch,
             }
-            if not self._says_all:
+            if self._is_program:
                 values["global_step_target"] = progress.steps
-                unknown = {"remaining_seconds"} if progress.seconds_left < 0 else set()
-                unknown |= {name for name in _SAID if not values[name]}
-                values = {name: each for name, each in values.items() if name not in unknown}
             if workers:
                 values["attempt_examples"] = sum(each["examples"] for each in workers.values())
         if validation := state.newest(Validation):
             values["validation_global_step"] = validation.global_step
-        return values
+        unknown = (
+            {name for name in _SAID if values.get(name, 0) in (0, -1)} if self._is_program else ()
+        )
+        return {name: value for name, value in values.items() if name not in unknown}
 
     def _collect_checkpoint(self) -> dict[str, Any]:
         if not self._checkpoint:

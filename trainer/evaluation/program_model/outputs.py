@@ -96,10 +96,11 @@ def match_outputs(
     return found
 
 
-def describe_taken(described: Mapping[str, Any]) -> list[str]:
+def describe_taken(said: str, described: Mapping[str, Any]) -> list[str]:
     """Return a sentence on what `program.outputs: auto` has found; none for numbers alone."""
-    found = {PROBABILITIES, LOGITS} & {str(each) for each in described.get("outputs", {}).values()}
-    if not found:
+    taken = described.get("program", {}).get("outputs", {}).values()
+    found = {PROBABILITIES, LOGITS}.intersection(taken)
+    if said != AUTO or not found:
         return []
     return [
         f"The outputs of the program's model were taken for {' and '.join(sorted(found))}; set "
