@@ -30,7 +30,7 @@ _TEMPORARY = re.compile(r"orbax-checkpoint-tmp|^\.|\.tmp$|~$|_temp$")
 _NEWEST = re.compile(rb'^model_checkpoint_path: "(.+)"\s*$', re.MULTILINE)
 _ESCAPED = re.compile(rb"\\(?:([0-3][0-7]{2})|(.))")
 _LETTERS = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
-_OF_BUNDLE = re.compile(r"(.*)\.(?:index|data-\d{5}-of-(\d{5}))", re.DOTALL)
+_OF_BUNDLE = re.compile(r"(.*)\.(?:index|meta|data-\d{5}-of-(\d{5}))", re.DOTALL)
 _NUMBER = re.compile(r"(?:^|[-_.])(\d+)(?=$|[-_.])")
 _HDF5 = b"\x89HDF\r\n\x1a\n"
 _MOST_STATE_BYTES = 1 << 20
@@ -179,14 +179,10 @@ def _stored(  # noqa: PLR0913, PLR0917
 
 
 def _of_tensorflow(folder: Path, here: Path, names: list[str]) -> Iterator[Stored]:
-    """Yield the checkpoint that the state file names; without one, those that are there."""
-    named = _read_state(here / STATE) if STATE in names else ""
-    if STATE in names and not named:
-        return
-    whole = _list_bundles(names)
-    for prefix in whole & {named} if named else whole:
-        of_it = (f"{prefix}.index", f"{prefix}.meta", f"{prefix}.data-")
-        paths = [here / name for name in names if name.startswith(of_it)]
+    """Yield the checkpoint that the state file names; all whole ones if that one is not whole."""
+    named, whole = _read_state(here / STATE) if STATE in names else "", _list_bundles(names)
+    for prefix in {named} if named in whole else whole:
+        paths = [here / name for name in whole[prefix]]
         state = str((here / STATE).relative_to(folder))
         yield from _stored(folder, TENSORFLOW, paths, Path(prefix), state, prefix)
 
@@ -219,18 +215,18 @@ def _unescape(found: re.Match[bytes]) -> bytes:
     return bytes([int(found[1], 8)]) if found[1] else _LETTERS.get(found[2], found[2])
 
 
-def _list_bundles(names: Iterable[str]) -> set[str]:
-    """Return the prefixes of TensorFlow checkpoints whose index and data files are all there."""
-    index, data, of = set(), defaultdict[str, int](int), defaultdict[str, set[int]](set)
+def _list_bundles(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files of each TensorFlow checkpoint whose index and data files are all there."""
+    files, of = defaultdict[str, list[str]](list), defaultdict[str, list[int]](list)
     for name in names:
         if found := _OF_BUNDLE.fullmatch(name):
-            prefix = found[1]
-            if found[2]:
-                data[prefix] += 1
-                of[prefix].add(int(found[2]))
-            else:
-                index.add(prefix)
-    return {each for each in index if of[each] == {data[each]}}
+            files[found[1]].append(name)
+            of[found[1]] += [int(found[2])] if found[2] else []
+    return {
+        prefix: files[prefix]
+        for prefix, counts in of.items()
+        if f"{prefix}.index" in files[prefix] and counts and {*counts} == {len(counts)}
+    }
 
 
 def _is_whole_file(path: Path) -> bool:

@@ -97,6 +97,10 @@ class Archive:
 def test_without_a_record_a_whole_one_counts(tmp_path):
     write(tmp_path, "a/b-3.index", "a/b-3.data-00000-of-00001", "a/b-4.index")
     assert layouts.find_newest(tmp_path).number == 3
+    # A full disk has cut off the record, or the checkpoint that it names.
+    for text in ("", 'model_checkpoint_path: "b-4', 'model_checkpoint_path: "b-4"'):
+        (tmp_path / "a" / "checkpoint").write_text(text)
+        assert layouts.find_newest(tmp_path).number == 3
 
 
 def test_files_of_keras(tmp_path):
