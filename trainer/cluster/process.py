@@ -326,7 +326,7 @@ def end_guard(folder: Path) -> None:
     """Wait for the guard of a program, whose agent has ended, and kill what it may have left."""
     guard = folder / "exchange" / "guard.py"
     if guard.exists():
-        words = [guard, "--socket", guard.with_name("guard.sock"), "--sweep"]
+        words = [str(guard), "--socket", str(guard.with_name("guard.sock")), "--sweep"]
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run([sys.executable, "-IS", *words], timeout=_GUARD_SECONDS, check=False)
 

@@ -189,7 +189,7 @@ def _of_tensorflow(folder: Path, here: Path, names: list[str]) -> Iterator[Store
 
 def _of_keras(folder: Path, here: Path, names: list[str]) -> Iterator[Stored]:
     """Yield the newest whole file: there may be one of each epoch."""
-    found = []
+    found: list[Stored] = []
     for name in names:
         if name.endswith(_KERAS) and not _TEMPORARY.search(name):
             found += _stored(folder, KERAS, [here / name], Path(Path(name).stem))
