@@ -157,19 +157,18 @@ def test_another_checkpoint_does_not_replace_an_evaluation(run, evaluated, tmp_p
     assert storage.verify(evaluated[0].uri).fields["global_step"] == small_run.GLOBAL_STEP
 
 
-def test_a_gate_may_ask_for_what_is_measured_and_for_nothing_else(run, tmp_path):
-    result = _evaluate(run, storage.uri_of(tmp_path / "evaluation"), tmp_path / "scratch")
+def test_a_gate_may_ask_for_what_is_measured_and_for_nothing_else(run, evaluated):
+    result, *_ = evaluated
     objective = tasks.make_objective(
         run.config, DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
     )
     assert set(result.metrics) == set(objective.directions)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_not_finite_are_refused(run, tmp_path, value, monkeypatch):
+def test_weights_that_are_not_finite_are_refused(run, tmp_path, monkeypatch):
     model = small_run.template_model(run.config, *small_run.digits())
     bias = np.zeros(10, np.float32)
-    bias[3] = value
+    bias[3] = np.nan
     model.variables[1].assign(bias)
     # A checkpoint refuses such weights, so the check is removed here.
     monkeypatch.setattr(
@@ -198,15 +197,15 @@ def test_a_dataset_without_test_examples_is_refused(run, tmp_path):
     assert message == f"{dataset} has no test examples: nothing can be evaluated"
 
 
-@pytest.mark.parametrize("claimed", [96, 98])
-def test_examples_that_are_missing_or_too_many_are_noticed(run, tmp_path, claimed):
+def test_examples_that_are_missing_are_noticed(run, tmp_path):
+    claimed = 98
     dataset = small_run.publish_dataset(tmp_path / "dataset", small_run.digits(), claimed=claimed)
     message = _refusal(run, tmp_path, dataset=dataset)
     assert message.startswith(f"{dataset} gave 97 test examples and its manifest says {claimed};")
 
 
-@pytest.mark.parametrize("wrong", [10, -1])
-def test_labels_outside_of_the_classes_are_refused(run, tmp_path, wrong):
+def test_labels_outside_of_the_classes_are_refused(run, tmp_path):
+    wrong = -1
     images, labels = small_run.digits()
     labels[5] = wrong
     dataset = small_run.publish_dataset(tmp_path / "dataset", (images, labels))
@@ -214,18 +213,6 @@ def test_labels_outside_of_the_classes_are_refused(run, tmp_path, wrong):
     assert message.startswith(
         f"the test split of {dataset} has the label {wrong}, outside of 0 to 9; correct "
     )
-
-
-def test_a_damaged_checkpoint_is_refused(run, tmp_path):
-    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model)
-    data = next(storage.local_path(checkpoint).glob("*.data*"))
-    data.write_bytes(data.read_bytes()[:-1] + b"?")
-    assert "is damaged" in _refusal(run, tmp_path, checkpoint=checkpoint)
-
-
-def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
-    config = parse_config({"model": {"name": "mlp"}})
-    assert "does not match" in _refusal(run, tmp_path, config=config)
 
 
 def test_a_missing_checkpoint_or_dataset_is_refused(run, tmp_path):
@@ -249,9 +236,8 @@ def measurer(model):
     return lambda batches: objective.means(objective.totals(model, batches).numpy())
 
 
-def test_measure_agrees_with_the_evaluation(run, tmp_path):
-    output = storage.uri_of(tmp_path / "evaluation")
-    whole = evaluation.evaluate(run.config, run.dataset, run.checkpoint, output, tmp_path)
+def test_measure_agrees_with_the_evaluation(run, evaluated):
+    whole, *_ = evaluated
     measured = measure(run.model, _batches(run))
     expected = {name: whole.metrics[name] for name in ("loss", "accuracy", "macro_f1")}
     assert measured == pytest.approx(expected, rel=1e-5)

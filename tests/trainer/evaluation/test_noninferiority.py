@@ -127,8 +127,7 @@ def test_a_model_worse_by_the_margin_is_promoted_no_more_often_than_the_confiden
     assert np.mean(passed) <= at_most(0.05, 4000)
 
 
-@pytest.mark.parametrize("count", [30, 120, 1500])
-@pytest.mark.parametrize("confidence", [0.95, 0.99])
+@pytest.mark.parametrize(("count", "confidence"), [(30, 0.95), (120, 0.99), (1500, 0.95)])
 def test_a_mean_that_is_worse_by_the_margin_is_seldom_promoted(count, confidence):
     generator, passed, nights = np.random.default_rng(3), 0, 1000
     for _ in range(nights):

@@ -250,10 +250,9 @@ def logits():
     return np.random.default_rng(1).normal(size=(100, 3)).astype(np.float32)
 
 
-@pytest.mark.parametrize("size", [1, 7, 100])
-def test_the_worst_of_all_batches_worst_first(tmp_path, logits, size):
+def test_the_worst_of_all_batches_worst_first(tmp_path, logits):
     images = np.arange(100, dtype=np.uint8).reshape(100, 1, 1, 1).repeat(4, 1).repeat(5, 2)
-    rows = looked(tmp_path, spec_of(image=((4, 5, 1), "uint8")), {"image": images}, logits, size)
+    rows = looked(tmp_path, spec_of(image=((4, 5, 1), "uint8")), {"image": images}, logits)
     each = losses(np.zeros(100, int), logits)
     expected = np.argsort(-each)[:MOST_WORST]
     assert [row["index"] for row in rows] == expected.tolist()
@@ -305,9 +304,7 @@ def test_what_is_no_picture_is_described_in_words(tmp_path):
     ("shape", "dtype", "size"),
     [
         ((3000, 2000, 3), "uint8", (256, 171, 3)),
-        ((1000, 300), "uint8", (256, 77, 1)),
         ((2, 2000, 1), "float32", (1, 256, 1)),
-        ((256, 256, 1), "uint8", (256, 256, 1)),
     ],
 )
 def test_a_huge_image_becomes_a_small_picture(tmp_path, shape, dtype, size):
@@ -385,8 +382,9 @@ def written(path, batches):
     return column
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
-@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, np.uint8])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((), np.int64), ((3,), np.float32), ((2, 5), np.bool_)]
+)
 def test_values_come_back_in_order(tmp_path, shape, dtype):
     values = np.random.default_rng(0).integers(0, 2, (17, *shape)).astype(dtype)
     column = written(tmp_path / "folder" / "label.npy", [values[:5], values[5:6], values[6:]])

@@ -38,7 +38,7 @@ def columns(examples):
 
 
 @given(EXAMPLES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_other_threshold_that_tells_examples_apart_has_a_larger_f1(examples):
     positive, sure, weights = columns(examples)
     found = best(positive, sure, weights)

@@ -188,31 +188,16 @@ def test_a_model_with_convolutions_and_dropout_leaves_too(run, tmp_path):
     assert len(result.parity["formats"]) == 2
 
 
-@pytest.mark.parametrize(
-    ("feature", "name"),
-    [
+def test_names_of_features_fit_a_signature():
+    for feature, name in (
         ("image", "image"),
         ("sepal length (cm)", "sepal_length__cm_"),
         ("image/encoded", "image_encoded"),
         ("1st", "input_1st"),
         ("Größe", "Gr__e"),
         ("_hidden", "input__hidden"),
-    ],
-)
-def test_names_of_features_fit_a_signature(tmp_path, feature, name):
-    assert argument_names([feature]) == {feature: name}
-    spec = DatasetSpec(
-        features={feature: FeatureSpec(shape=(4,), dtype="float32", stored="raw")},
-        inputs=(feature,),
-        targets=("label",),
-        shards={},
-    )
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    form = FORMATS["saved_model"]
-    subject = Subject(model=model, task=of_classes(2).task, spec=spec)
-    form.write(subject, tmp_path / "saved", None)
-    for ask in form.read(subject, tmp_path / "saved"):
-        assert ask({feature: tf.ones((3, 4))})["probabilities"].shape == (3, 2)
+    ):
+        assert argument_names([feature]) == {feature: name}
 
 
 def test_several_inputs_are_taken_by_their_names(tmp_path):
@@ -239,7 +224,7 @@ def test_several_inputs_are_taken_by_their_names(tmp_path):
 
 def test_inputs_of_any_name_are_asked_in_every_form(tmp_path):
     # Neighbours in the list are alike; TensorFlow Lite takes its time.
-    names = (*ODD[:24], *ODD[24::4])
+    names = (*ODD[:12], *ODD[12::4])
     features = {name: FeatureSpec(shape=(), dtype="float32", stored="float") for name in names}
     spec = DatasetSpec(features=features, inputs=names, targets=("label",), shards={})
     inputs = InputSpec.of(features, names, (2,))
@@ -256,10 +241,11 @@ def test_inputs_of_any_name_are_asked_in_every_form(tmp_path):
 
 def test_answers_of_outputs_of_any_name_are_of_their_own(tmp_path):
     features = {"x": FeatureSpec(shape=(), dtype="float32", stored="float")}
-    parts = {name: Regression(target([0.5, 2.0], name)) for name in ODD}
-    task = MultiOutput(parts, dict.fromkeys(ODD, 1.0))
-    spec = DatasetSpec(features=features, inputs=("x",), targets=ODD, shards={})
-    inputs = InputSpec.of(features, ["x"], task.output_shape, targets=ODD)
+    names = (*ODD[:12], *ODD[12::4])
+    parts = {name: Regression(target([0.5, 2.0], name)) for name in names}
+    task = MultiOutput(parts, dict.fromkeys(names, 1.0))
+    spec = DatasetSpec(features=features, inputs=("x",), targets=names, shards={})
+    inputs = InputSpec.of(features, ["x"], task.output_shape, targets=names)
     model = registry.build(ModelConfig(name="tabular"), inputs, 0)
     subject = Subject(model=model, task=task, spec=spec)
     FORMATS["saved_model"].write(subject, tmp_path / "saved", None)
@@ -267,7 +253,7 @@ def test_answers_of_outputs_of_any_name_are_of_their_own(tmp_path):
     for ask in FORMATS["saved_model"].read(subject, tmp_path / "saved"):
         answers = ask({"x": np.ones(2, np.float32)})
         own = group_by_output(parts, answers)
-        for name in ODD:
+        for name in names:
             np.testing.assert_allclose(own[name]["prediction"], outputs[name][:, 0], rtol=1e-5)
 
 
