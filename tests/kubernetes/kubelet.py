@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kubernetes.containers import Command, Node
-from tests.kubernetes.job_controller import is_tracked
+from tests.kubernetes.job_controller import ENDED, is_tracked
 from tests.kubernetes.logs import Logs
 from tests.kubernetes.pods import (
     ended,
@@ -282,7 +282,9 @@ class Kubelet:
         assert process
         uid = pod["metadata"]["uid"]
         if process.poll() is not None:
-            self._store.remove("pods", *_key(pod))
+            # Its end is reported first, with the termination message.
+            if pod["status"]["phase"] in ENDED:
+                self._store.remove("pods", *_key(pod))
             return
         process.send_signal(signal.SIGTERM)
         grace = pod["metadata"]["deletionGracePeriodSeconds"]
