@@ -348,7 +348,7 @@ def _cells(text: str, delimiter: str, quote: str = '"') -> list[str]:
     try:
         return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter, quotechar=quote))
     except (csv.Error, StopIteration):
-        # A value of more than 128 KiB, or a newline of another system.
+        # A value of more than 8 MiB, or a newline of another system.
         return text.split(delimiter)
 
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from flotilla.trainer.data.files.formats.decompression import open_text
 from flotilla.trainer.data.files.text_values import NUMBER
 
 ESCAPE = "\\"
 _CHUNK = 4 << 20
-# A quoted value above this size is taken as unclosed.
-_LONGEST = 8 << 20
 _NEARLY_ALL = 0.9
 # A column whose distinct values are below this share of the first rows has a closed set of values.
 _FEW_VALUES = 0.2
 _SURE_ROWS = 5
+# The message of the module for a quote that ends no value; its others are for one that never ends.
+_NOT_AN_END = "expected after"
+# The limit of the module for all readers: a quoted value above this size is taken as unclosed.
+csv.field_size_limit(8 << 20)
 
 
 @dataclass(kw_only=True)
@@ -73,111 +77,93 @@ class QuoteSearch:
         """Typical values of each column in the correct rows."""
         return [_typical(column) for column in zip(*self.rows, strict=True)]
 
-    def _pattern(self, text: bytes) -> re.Pattern[bytes]:
-        names = {b"q": re.escape(self.quote.encode()), b"d": re.escape(self.delimiter.encode())}
-        # A quote opens a value only after this pattern.
-        whole = rb"<q>(?<![^<d>\r\n]<q>)" + text
-        return re.compile(re.sub(rb"<([qd])>", lambda found: names[found[1]], whole), re.DOTALL)
-
-    def _chunks(self, *, whole_lines: bool) -> Iterator[bytes]:
-        with open_text(self.path) as file:
-            file.read(self.start)
-            while chunk := file.read(_CHUNK):
-                yield chunk + (file.readline() if whole_lines else b"")
+    def _pattern(self, text: str) -> str:
+        """Return a pattern of text after a quote that opens a value."""
+        marks = {"q": re.escape(self.quote), "d": re.escape(self.delimiter)}
+        whole = "<q>(?<![^<d>\r\n]<q>)" + text
+        return re.sub("<([qd])>", lambda found: marks[found[1]], whole)
 
     def _has_doubtful(self) -> bool:
         """Return whether a quoted value has a newline, or text between quote and delimiter."""
-        pattern = self._pattern(rb"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+(?:[\r\n]|<q>[^<d>\r\n])")
-        return any(pattern.search(chunk) for chunk in self._chunks(whole_lines=True))
+        text = "[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+(?:[\r\n]|<q>[^<d>\r\n])"
+        pattern = re.compile(self._pattern(text).encode())
+        with open_text(self.path) as file:
+            file.read(self.start)
+            while chunk := file.read(_CHUNK):
+                if pattern.search(chunk + file.readline()):
+                    return True
+        return False
 
-    def _values(self, pattern: re.Pattern[bytes]) -> Iterator[tuple[int, bytes, re.Match[bytes]]]:
-        """Yield the quoted values: the row, and the match with its buffer."""
+    def _records(self, **dialect: Any) -> Iterator[tuple[int, list[str], str]]:
+        """Yield the first row of each record, its lines, and what is wrong with its quotes."""
+        # Spaces after a closing quote are no mistake.
+        spaces = re.compile(f"{re.escape(self.quote)} +(?={re.escape(self.delimiter)}|[\r\n]|\\Z)")
+        taken: list[str] = []
+
+        def read(lines: Iterable[str]) -> Iterator[str]:
+            for line in lines:
+                taken.append(line)
+                yield spaces.sub(self.quote, line)
+
         with open_text(self.path) as file:
             row = 1 + file.read(self.start).count(self.newline)
-            buffer, done, data = b"", 0, b" "
-            while data:
-                data = file.read(_CHUNK)
-                buffer, done = buffer[max(0, done - 1) :] + data, min(done, 1)
-                for found in pattern.finditer(buffer, done):
-                    is_short = found.end() - found.start() < _LONGEST
-                    if data and found.end() >= len(buffer) - 1 and is_short:
-                        break
-                    row += buffer.count(self.newline, done, found.start())
-                    yield row, buffer, found
-                    row += found[0].count(self.newline)
-                    done = found.end()
-                else:
-                    # The last character may precede a quote.
-                    end = max(done, len(buffer) - 1)
-                    row += buffer.count(self.newline, done, end)
-                    done = end
-                    continue
-                row += buffer.count(self.newline, done, found.start())
-                done = found.start()
+            lines = io.TextIOWrapper(file, "utf-8", "replace", newline="")
+            marks = {"delimiter": self.delimiter, "quotechar": self.quote, "strict": True}
+            records = csv.reader(read(lines), **(marks | dialect))
+            while True:
+                taken.clear()
+                wrong = ""
+                try:
+                    if next(records, None) is None:
+                        return
+                except csv.Error as error:
+                    wrong = str(error)
+                yield row, taken, wrong
+                row += len(taken)
 
     def _first_swallow(self) -> tuple[str, bool]:
         """Locate the first value that swallows rows, and say whether any is malformed."""
-        pattern = self._pattern(rb"[^<q>]*+(?:<q><q>[^<q>]*+)*+(<q>?)")
-        after = re.compile(rb" *(?:\Z|[\r\n]|%b)" % re.escape(self.delimiter.encode()))
         is_odd = False
-        for row, buffer, found in self._values(pattern):
-            lines = found[0].count(self.newline)
-            is_right = bool(found[1]) and bool(after.match(buffer, found.end()))
-            is_odd = is_odd or not is_right
-            if lines and not (is_right and not self._has_rows(buffer, found)):
-                if not found[1]:
-                    return f"row {row} opens a quote that is not closed in {lines} lines", is_odd
-                return (
-                    f"row {row} opens a quote that takes {lines} lines, to row {row + lines}",
-                    is_odd,
-                )
+        for row, lines, wrong in self._records():
+            is_odd = is_odd or bool(wrong)
+            is_closed = not wrong or _NOT_AN_END in wrong
+            more = len(lines) - is_closed
+            if more > 0 and (wrong or self._has_rows(lines)):
+                what = f"takes {more} lines, to row {row + more}"
+                said = what if is_closed else f"is not closed in {more} lines"
+                return f"row {row} opens a quote that {said}", is_odd
         return "", is_odd
 
-    def _has_rows(self, buffer: bytes, found: re.Match[bytes]) -> bool:
-        """Return whether the lines of a value look like rows of the table."""
-        begin = 1 + buffer.rfind(self.newline, 0, found.start())
-        end = buffer.find(self.newline, found.end())
-        text = buffer[begin : end if end >= 0 else len(buffer)].decode(errors="replace")
-        lines = [each.rstrip("\r") for each in text.split(self.newline.decode()) if each.strip()]
-        if not any(self._typical) and len(lines) < _SURE_ROWS:
+    def _has_rows(self, lines: Sequence[str]) -> bool:
+        """Return whether the lines of a record look like rows of the table."""
+        rows = [line.rstrip("\r\n") for line in lines if line.strip()]
+        if not any(self._typical) and len(rows) < _SURE_ROWS:
             return False
-        fits = [_fits(each.split(self.delimiter), self._typical, self.quote) for each in lines]
+        fits = [_fits(each.split(self.delimiter), self._typical, self.quote) for each in rows]
         return fits[0] and fits[-1] and sum(fits) >= _NEARLY_ALL * len(fits)
 
     def _escapes(self) -> QuoteUse | None:
         """Return the use with backslash escapes; None if values are still malformed."""
-        pattern = self._pattern(rb"[^<q>\\]*+(?:(?:<q><q>|\\[<q>\\])[^<q>\\]*+)*+(<q>?)")
-        ends = (b"", b"\r", b"\n", self.delimiter.encode())
-        within: Counter[int] = Counter()
-        for row, buffer, found in self._values(pattern):
-            if not found[1] or buffer[found.end() : found.end() + 1] not in ends:
+        quoted = re.compile(self._pattern(r"(?:[^<q>\\]|<q><q>|\\.)*+<q>"), re.DOTALL)
+        stray = 0
+        for row, lines, wrong in self._records(escapechar=ESCAPE):
+            if wrong:
                 return None
-            if b"\\" in found[0]:
-                for at, line in enumerate(found[0].split(self.newline), row):
-                    within[at] += line.count(b"\\")
-        return QuoteUse(is_escaped=True, stray=self._stray(within))
-
-    def _stray(self, within: Mapping[int, int]) -> int:
-        """Return a row with more backslashes than its quotes contain; 0 if there is none."""
-        with open_text(self.path) as file:
-            row = 1 + file.read(self.start).count(self.newline)
-            for at, line in enumerate(file, row):
-                if line.count(b"\\") > within.get(at, 0):
-                    return at
-        return 0
+            text = "".join(lines)
+            if not stray and ESCAPE in text and ESCAPE in quoted.sub("", text):
+                stray = row
+        return QuoteUse(is_escaped=True, stray=stray)
 
     def _is_literal(self) -> bool:
         """Return whether rows have equal lengths without quotes, and no value is within quotes."""
-        quoted = self._pattern(rb"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+<q>(?=[<d>\r\n]|\Z)")
-        widths: Counter[int] = Counter()
-        for chunk in self._chunks(whole_lines=True):
-            if quoted.search(chunk):
+        text = r"[^<q>\r\n]*+(?:<q><q>[^<q>\r\n]*+)*+<q>(?=[<d>\r\n]|\Z)"
+        quoted = re.compile(self._pattern(text))
+        widths = set()
+        for _, (line, *_), _ in self._records(quoting=csv.QUOTE_NONE):
+            if quoted.search(line):
                 return False
-            widths.update(
-                line.count(self.delimiter.encode())
-                for line in chunk.split(self.newline)
-                if line.strip()
-            )
+            if line.strip():
+                widths.add(line.count(self.delimiter))
         return len(widths) == 1
 
 
