@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -104,11 +103,6 @@ def resize(pixels: tf.Tensor, height: int, width: int) -> tf.Tensor:
     if pixels.dtype.is_integer:
         blended = tf.clip_by_value(tf.round(blended), pixels.dtype.min, pixels.dtype.max)
     return tf.cast(blended, pixels.dtype)
-
-
-def encode(image: NDArray[np.uint8]) -> bytes:
-    """Encode pixels of shape (height, width, channels) as PNG, for images that come decoded."""
-    return _save(Image.fromarray(np.squeeze(image, 2) if image.shape[2] == 1 else image), "PNG")
 
 
 def _is_plain(image: Image.Image, channels: int) -> bool:

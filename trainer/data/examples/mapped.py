@@ -9,18 +9,20 @@ The features of the result are inferred from the first examples; later examples 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
 from flotilla.trainer.data import images
+from flotilla.trainer.data.builders.batches import fit_value
+from flotilla.trainer.data.builders.png import encode
 from flotilla.trainer.data.columns import make_column, make_rows
 from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
 from flotilla.trainer.data.shapes import Fit, Leaf
@@ -54,12 +56,11 @@ def source_config(config: DataConfig) -> DataConfig:
     return config.model_copy(update=of_result)
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A result of the function, with the index of its example in the part and in the batch."""
+class _Row(NamedTuple):
+    """A result of the function, with the number of its example in a part."""
 
-    place: str
-    index: int
+    part: Part
+    number: int
     example: Example
 
 
@@ -95,16 +96,15 @@ class MappedSource(Source):
 
     def _infer(self) -> Selection:
         self._source.fetch()
-        first: list[_Row] = []
-        for row in self._rows():
-            first.append(row)
-            if len(first) == FIRST:
-                break
+        parts = self._source.parts()
+        every = (row for part in parts for _, rows in self._map(part) for row in rows)
+        first = list(itertools.islice(every, FIRST))
         if not first:
             raise UserError(f"{self.name} leaves out every example: it returns None for every row")
         names = list(first[0].example)
         for row in first:
-            self._require_names(row, names)
+            if wrong := sorted(row.example.keys() ^ set(names)):
+                self._refuse(row, f"{'no' if wrong[0] in names else 'a'} {wrong[0]!r}")
         if unknown := sorted(self._config.types.keys() - {*names, *self._given.specs}):
             raise ConfigError(
                 f"data.types: neither {self._source.name} nor {self.name} gives {unknown[0]!r}"
@@ -123,15 +123,17 @@ class MappedSource(Source):
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the function's results; raises `UserError` if it fails."""
         of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
+        before = 0
         for batch, rows in self._map(part):
-            if not rows:
-                continue
-            columns = {
-                name: _column(spec, [self._store(row, name, selection) for row in rows])
-                for name, spec in selection.specs.items()
-                if name not in of_lengths
-            }
-            yield Batch(columns=columns, splits=batch.splits[[row.index for row in rows]])
+            places = [row.number - before for row in rows]
+            before += len(batch.splits)
+            if rows:
+                columns = {
+                    name: _column(spec, [self._store(row, name, selection) for row in rows])
+                    for name, spec in selection.specs.items()
+                    if name not in of_lengths
+                }
+                yield Batch(columns=columns, splits=batch.splits[places])
 
     def place(self, part: Part, number: int) -> str:
         """Return the position of an example in the source, for messages."""
@@ -145,80 +147,64 @@ class MappedSource(Source):
         """Return the facts of the source."""
         return self._source.facts()
 
-    def _rows(self) -> Iterator[_Row]:
-        for part in self._source.parts():
-            for _, rows in self._map(part):
-                yield from rows
-
     def _map(self, part: Part) -> Iterator[tuple[Batch, list[_Row]]]:
         function = user_code.find_function("data.map", self._config.map)
         call = _several if getattr(function, "batched", False) else _one_by_one
-        before = 0
+        number = 0
         for batch in self._source.read(part, self._given):
             given = _make_arguments(batch.columns, self._given.specs)
-            count = len(batch.splits)
-            rows = []
-            for index, result in call(function, given, count, self._make_failure(part, before)):
-                if result is None:
-                    continue
-                place = self._source.place(part, before + index)
-                with self._locate_errors(place):
-                    rows.append(_Row(place, index, make_example(result)))
-            before += count
+            results = call(function, given, len(batch.splits))
+            rows, end = [], number + len(batch.splits)
+            try:
+                for result in results:
+                    if result is not None:
+                        rows.append(_Row(part, number, make_example(result)))
+                    number += 1
+            except UnsuitableError as error:
+                raise self._make_error(error, part, number) from None
+            # The user's code may raise anything.
+            except Exception as error:
+                # The source reads its part again to name a place.
+                said = f"{user_code.format_error(error)}, for {self.place(part, number)}"
+                raise UserError(f"{self.name}: {said}") from error
+            number = end
             yield batch, rows
 
-    def _make_failure(self, part: Part, before: int) -> Callable[[int, Exception], UserError]:
-        def fail(index: int, error: Exception) -> UserError:
-            place = self._source.place(part, before + index)
-            return UserError(f"{self.name}: {user_code.format_error(error)}, for {place}")
+    def _make_error(self, error: Exception, part: Part, number: int) -> UserError:
+        return UserError(f"{self.name} {error} ({self.place(part, number)})")
 
-        return fail
-
-    @contextmanager
-    def _locate_errors(self, place: str) -> Iterator[None]:
-        """Add function and position to an `UnsuitableError` of the block."""
-        try:
-            yield
-        except UnsuitableError as error:
-            raise UserError(f"{self.name} {error} ({place})") from None
-
-    def _require_names(self, row: _Row, names: Sequence[str]) -> None:
-        if row.example.keys() != set(names):
-            name = sorted(row.example.keys() ^ set(names))[0]
-            what = "no" if name in names else "a"
-            raise UserError(
-                f"{self.name} returns {what} {name!r}, unlike for other rows ({row.place})"
-            )
+    def _refuse(self, row: _Row, what: str) -> None:
+        error = UnsuitableError(f"returns {what}, unlike for other rows")
+        raise self._make_error(error, row.part, row.number)
 
     def _store(self, row: _Row, name: str, selection: Selection) -> Any:
         if name not in row.example:
-            raise UserError(f"{self.name} returns no {name!r}, unlike for other rows ({row.place})")
-        with self._locate_errors(row.place):
+            self._refuse(row, f"no {name!r}")
+        try:
             value = convert_value(name, row.example[name], self._config.types.get(name, ""))
             return store_value(name, value, selection.specs[name], selection.fits.get(name))
+        except UnsuitableError as error:
+            raise self._make_error(error, row.part, row.number) from None
 
     def _leaf(self, name: str, rows: Sequence[_Row], classes: Any) -> Leaf:
-        if self._is_image(name, rows[0]):
+        said = self._config.types.get(name, "")
+        if self._is_image(name, rows[0].example[name], said):
             return image_leaf(self._config.image)
         values: list[Any] = []
         for row in rows:
-            with self._locate_errors(row.place):
-                said = self._config.types.get(name, "")
+            try:
                 values.append(convert_value(name, row.example[name], said))
                 # Name the first example that does not match an earlier one.
                 if values[-1].dtype != values[0].dtype or values[-1].ndim != values[0].ndim:
                     infer_leaf(name, values, classes)
+            except UnsuitableError as error:
+                raise self._make_error(error, row.part, row.number) from None
         return infer_leaf(name, values, classes)
 
-    def _is_image(self, name: str, row: _Row) -> bool:
-        said = self._config.types.get(name, "")
-        if said:
-            return str(said) == "image"
+    def _is_image(self, name: str, value: Value, said: str) -> bool:
         given = self._given.specs.get(name)
-        if given is None or given.stored != "image":
-            return False
-        value = row.example[name]
-        return value.ndim == 0 and value.dtype.kind == "O"
+        is_kept = given is not None and given.stored == "image"
+        return said == "image" if said else is_kept and not value.ndim and value.dtype == _TEXT
 
     def _classes(self, first: Sequence[_Row]) -> dict[str, Any]:
         """Return the TFDS features of classes: labels that are texts, and types set to `class`."""
@@ -227,7 +213,7 @@ class MappedSource(Source):
         found: dict[str, Any] = {}
         wanted: dict[str, set[Any]] = {}
         for name, value in first[0].example.items():
-            is_text = value.dtype == object
+            is_text = value.dtype == _TEXT
             if said.get(name) == "class" or (is_text and name in labels and name not in said):
                 wanted[name] = set()
             elif (given := self._get_source_classes(name)) and value.dtype.kind in "iu":
@@ -265,50 +251,29 @@ def _class_label(source: str, name: str, values: set[Any]) -> Any:
 
 
 def _one_by_one(
-    function: Callable[..., Any],
-    given: Mapping[str, Any],
-    count: int,
-    failed: Callable[[int, Exception], UserError],
-) -> Iterator[tuple[int, Any]]:
+    function: Callable[..., Any], given: Mapping[str, Any], count: int
+) -> Iterator[Any]:
     for index in range(count):
-        try:
-            yield index, function({name: values[index] for name, values in given.items()})
-        # The user's code may raise anything.
-        except Exception as error:
-            raise failed(index, error) from error
+        yield function({name: values[index] for name, values in given.items()})
 
 
-def _several(
-    function: Callable[..., Any],
-    given: Mapping[str, Any],
-    count: int,
-    failed: Callable[[int, Exception], UserError],
-) -> Iterator[tuple[int, Any]]:
-    try:
-        result = function(dict(given))
-        columns = dict(result)
-        sizes = {name: len(values) for name, values in columns.items()}
-    except Exception as error:
-        raise failed(0, error) from error
-    for name, size in sizes.items():
-        if size != count:
-            wrong = ValueError(f"{size} values of {name!r} for {count} examples")
-            raise failed(0, wrong)
+def _several(function: Callable[..., Any], given: Mapping[str, Any], count: int) -> Iterator[Any]:
+    columns = dict(function(dict(given)))
+    for name, values in columns.items():
+        if len(values) != count:
+            raise ValueError(f"{len(values)} values of {name!r} for {count} examples")
     for index in range(count):
-        yield index, {name: values[index] for name, values in columns.items()}
+        yield {name: values[index] for name, values in columns.items()}
 
 
 def _make_arguments(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]) -> dict[str, Any]:
     rows = {name: make_rows(spec, columns[name]) for name, spec in specs.items() if name in columns}
-    return {name: _decode(rows[name]) if _is_text(specs[name]) else rows[name] for name in rows}
+    of_texts = [each for each in rows if specs[each].dtype == "string"]
+    return rows | {name: _decode(rows[name]) for name in of_texts if specs[name].stored != "image"}
 
 
 def _column(spec: FeatureSpec, values: list[Any]) -> Any:
     return make_column(spec, values if spec.stored == "image" or spec.varies else np.stack(values))
-
-
-def _is_text(spec: FeatureSpec) -> bool:
-    return spec.dtype == "string" and spec.stored != "image"
 
 
 def _decode(values: Any) -> Any:
@@ -345,28 +310,22 @@ def make_value(name: str, value: Any) -> Value:
         raise UnsuitableError(f"gives None for {name!r}; give NaN for a number that is missing")
     try:
         # NumPy strips zeros from the end of bytes.
-        has_bytes = isinstance(value, bytes)
-        array = np.array(value, object) if has_bytes else np.asarray(value)
+        array = np.asarray(value, object if isinstance(value, bytes | str) else None)
     except ValueError:
         raise UnsuitableError(f"gives lists of different lengths within {name!r}") from None
     if array.dtype.kind in "USO":
-        return _texts(name, value, array)
+        every = array if array.dtype == _TEXT else np.array(value, object)
+        found = np.empty(every.shape, object)
+        for place, each in np.ndenumerate(every):
+            if not isinstance(each, str | bytes):
+                raise UnsuitableError(
+                    f"gives {_kind(each)} within {name!r}, which cannot be stored"
+                )
+            found[place] = each.encode(errors="surrogateescape") if isinstance(each, str) else each
+        return found
     if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
         raise UnsuitableError(f"gives {name!r} as {array.dtype}, which cannot be stored")
     return array.astype(np.float32) if array.dtype == np.float64 else array
-
-
-def _texts(name: str, value: Any, array: Value) -> Value:
-    every = array if array.dtype == _TEXT or isinstance(value, str) else np.array(value, object)
-    flat = np.ravel(every).tolist()
-    for each in flat:
-        if not isinstance(each, str | bytes):
-            raise UnsuitableError(f"gives {_kind(each)} within {name!r}, which cannot be stored")
-    found = np.empty(len(flat), object)
-    found[:] = [
-        each.encode(errors="surrogateescape") if isinstance(each, str) else each for each in flat
-    ]
-    return found.reshape(every.shape)
 
 
 def _kind(value: Any) -> str:
@@ -377,15 +336,12 @@ def convert_value(name: str, value: Value, said: str) -> Value:
     """Convert a value to its type in `data.types`; raises `UnsuitableError`."""
     if said == "text" and value.dtype != _TEXT:
         return make_value(name, value.astype(str))
-    if said not in _CAST or value.dtype == _CAST[said]:
-        return value
     try:
-        found: Value = value.astype(_CAST[said])
+        return value.astype(_CAST.get(said, value.dtype), copy=False)
     except ValueError:
         raise UnsuitableError(
             f"gives {name!r} as {get_dtype(value)}, which is not of type {said}"
         ) from None
-    return found
 
 
 def get_dtype(value: Value) -> str:
@@ -393,29 +349,22 @@ def get_dtype(value: Value) -> str:
     return "string" if value.dtype == _TEXT else value.dtype.name
 
 
-def choose_dtype(name: str, values: Sequence[Value]) -> np.dtype[Any]:
-    """Return the type that holds all of these values; raises `UnsuitableError`."""
-    kinds = {value.dtype for value in values}
-    if len(kinds) == 1:
-        return values[0].dtype
-    if _TEXT in kinds:
-        raise UnsuitableError(f"gives {name!r} as a text, and others as a number")
-    wide = np.result_type(*kinds)
-    return np.dtype(np.float32) if wide == np.float64 else wide
-
-
 def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
     """Return the feature inferred from the first values; raises `UnsuitableError`.
 
     `classes` is the TFDS feature of one class, if the values are classes.
     """
-    shapes = {value.shape for value in values}
+    shapes, kinds = {value.shape for value in values}, {value.dtype for value in values}
     if len({len(shape) for shape in shapes}) > 1:
         one, other = sorted(shapes, key=len)[:: len(shapes) - 1]
         raise UnsuitableError(f"gives {name!r} of shape {one}, and others of shape {other}")
+    if not classes and len(kinds) > 1 and _TEXT in kinds:
+        raise UnsuitableError(f"gives {name!r} as a text, and others as a number")
     sizes = (set(axis) for axis in zip(*shapes, strict=True))
     shape = tuple(next(iter(axis)) if len(axis) == 1 else None for axis in sizes)
-    dtype = np.dtype(np.int64) if classes else choose_dtype(name, values)
+    dtype = np.dtype(np.int64) if classes else np.result_type(*kinds)
+    if len(kinds) > 1 and dtype == np.float64:
+        dtype = np.dtype(np.float32)
     tensor = tfds.features.TensorInfo(shape=shape, dtype=np.str_ if dtype == _TEXT else dtype)
     return Leaf(connector=None if shape else classes, element=classes, tensor=tensor)
 
@@ -433,9 +382,9 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
     if spec.stored == "image":
         return _store_image(name, value, spec)
     if value.dtype == _TEXT and spec.labels:
-        value = _classes(name, value, spec)
+        value = _number_classes(name, value, spec)
     if fit is not None:
-        value = _fit(fit, value)
+        value = fit_value(fit, tf.constant(value)).numpy()
     inner = len(spec.shape) == value.ndim and all(
         size in {None, found} for size, found in zip(spec.shape, value.shape, strict=True)
     )
@@ -444,14 +393,14 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
             f"gives {name!r} of shape {value.shape}, and the first examples of shape {spec.shape}; "
             f"set data.shapes to {{{name}: {[0, *value.shape[1:]]}}}, or to another shape"
         )
-    if get_dtype(value) != spec.dtype:
-        able = spec.dtype != "string" and value.dtype != _TEXT
-        if not (able and np.can_cast(value.dtype, spec.dtype, "same_kind")):
-            raise UnsuitableError(
-                f"gives {name!r} as {get_dtype(value)}, and the first examples as {spec.dtype}"
-            )
-        value = value.astype(spec.dtype)
-    return value
+    if get_dtype(value) == spec.dtype:
+        return value
+    able = spec.dtype != "string" and value.dtype != _TEXT
+    if not (able and np.can_cast(value.dtype, spec.dtype, "same_kind")):
+        raise UnsuitableError(
+            f"gives {name!r} as {get_dtype(value)}, and the first examples as {spec.dtype}"
+        )
+    return value.astype(spec.dtype)
 
 
 def _store_image(name: str, value: Value, spec: FeatureSpec) -> bytes:
@@ -466,29 +415,22 @@ def _store_image(name: str, value: Value, spec: FeatureSpec) -> bytes:
             f"gives {name!r} as {get_dtype(value)} of shape {value.shape}; an image is the bytes "
             f"of a file, or uint8 of shape (height, width, {spec.shape[-1]})"
         )
-    return images.encode(pixels)
+    return encode(pixels)
 
 
-def _classes(name: str, value: Value, spec: FeatureSpec) -> Value:
-    known = {text.encode(): number for number, text in enumerate(spec.labels)}
-    for each in np.ravel(value):
+@lru_cache(maxsize=16)
+def _index_classes(labels: tuple[str, ...]) -> dict[bytes, int]:
+    return {text.encode(errors="surrogateescape"): number for number, text in enumerate(labels)}
+
+
+def _number_classes(name: str, value: Value, spec: FeatureSpec) -> Value:
+    known = _index_classes(spec.labels)
+    found = np.empty(value.shape, np.int64)
+    for place, each in np.ndenumerate(value):
         if each not in known:
-            text = each.decode(errors="replace")
             raise UnsuitableError(
-                f"returns the new class {text!r} of {name!r}: it must return the same result for "
-                f"the same row"
+                f"returns the new class {each.decode(errors='replace')!r} of {name!r}: it must "
+                "return the same result for the same row"
             )
-    flat = [known[each] for each in np.ravel(value)]
-    return np.array(flat, np.int64).reshape(value.shape)
-
-
-def _fit(fit: Fit, value: Value) -> Value:
-    if fit.method == "multi_hot":
-        found = np.zeros(fit.shape, bool)
-        found[value.astype(np.int64)] = True
-        return found
-    cut = value[tuple(slice(size) for size in fit.shape)]
-    after = [(0, size - found) for size, found in zip(fit.shape, cut.shape, strict=True)]
-    fill = b"" if fit.fill == "" else fit.fill
-    typed = cut if fit.dtype == "string" else cut.astype(fit.dtype)
-    return np.pad(typed, after, constant_values=fill)
+        found[place] = known[each]
+    return found

@@ -85,6 +85,8 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
             for bucket in shuffle_rows(chunks, sums.bytes[split], seed):
                 writer.add(bucket)
                 work.add(bucket.num_rows)
+                # The next one takes its memory.
+                del bucket
     with Work("writing the statistics"):
         _write_statistics(sums, counts, folder)
     return Written(
@@ -105,10 +107,10 @@ def shuffle_rows(
     starts = [0] * len(chunks)
     for bucket in range(count):
         taken = [int(share[bucket]) for share in shares]
-        rows = pa.concat_batches(
-            [chunk.read(*each) for chunk, *each in zip(chunks, starts, taken, strict=True)]
-        )
-        yield rows.take(pa.array(random.permutation(rows.num_rows)))
+        read = [chunk.read(*each) for chunk, *each in zip(chunks, starts, taken, strict=True)]
+        order = pa.array(random.permutation(sum(taken)))
+        # No name holds the rows while the caller works.
+        yield pa.concat_batches(read).take(order)
         starts = [start + rows for start, rows in zip(starts, taken, strict=True)]
 
 
