@@ -69,12 +69,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
     rows = choose_rows(total, sum(sums.bytes.values()), sums.largest)
     writers = {
         split: ShardWriter(
-            folder,
-            split,
-            selection.specs,
-            examples=sums.examples[split],
-            count=count,
-            rows=rows,
+            folder, split, selection.specs, examples=sums.examples[split], count=count, rows=rows
         )
         for split, count in counts.items()
     }
