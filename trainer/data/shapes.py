@@ -106,7 +106,7 @@ def fits(
     needed: Iterable[str],
     targets: Sequence[str],
 ) -> dict[str, Fit]:
-    """Return the fits of features whose shape varies or has to change.
+    """Return the fits of features whose shape varies or has to change; raises `ConfigError`.
 
     Args:
         name: name of the dataset, for messages.
@@ -114,9 +114,6 @@ def fits(
         shapes: `data.shapes`.
         needed: features that must get one shape.
         targets: features that are labels.
-
-    Raises:
-        ConfigError: a shape does not suit its feature, or a needed feature has none.
     """
     for feature, shape in shapes.items():
         _require(name, leaves, feature, shape)

@@ -63,14 +63,10 @@ class Source(ABC):
 
     @abstractmethod
     def select(self) -> Selection:
-        """Return the selected features, with their roles.
+        """Return the selected features, with their roles; raises `ConfigError` or `UserError`.
 
         With `data.map` these are all features of the source, without roles, since roles name
         features of the function's result. Unknown features in `data.types` are then allowed.
-
-        Raises:
-            ConfigError: a key of the data section does not suit the source.
-            UserError: the source cannot be used.
         """
 
     @abstractmethod

@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import google_crc32c
 import numpy as np
@@ -165,11 +164,20 @@ def test_another_seed_draws_another_validation(own_digits, contents, digits):
     assert images_of(contents(other, "test")) == images_of(contents(digits, "test"))
 
 
-def test_the_same_configuration_gives_the_same_bytes(digits, tmp_path):
+def test_the_same_configuration_gives_the_same_bytes_and_nothing_elsewhere(
+    digits, tmp_path, monkeypatch
+):
+    home = tmp_path / "home"
+    (home / "here").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(home / "here")
     again = prepare(DataConfig(), storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
     assert not again.reused
     assert again.manifest.files == digits.manifest.files
     assert again.manifest.fields == digits.manifest.fields
+    assert [path for path in home.rglob("*") if path.is_file()] == []
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "root", "scratch"}
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def damage(published):
@@ -202,15 +210,6 @@ def test_a_damaged_dataset_is_made_again(own_digits, digits, caplog, harm):
         assert "it is prepared again" in warnings[0].getMessage()
 
 
-def test_the_damage_is_named_in_the_log(own_digits, caplog):
-    published, again = own_digits
-    damage(published)
-    with caplog.at_level(logging.WARNING, logger=module.__name__):
-        again()
-    (warning, *_) = [record for record in caplog.records if record.name == module.__name__]
-    assert "train-00003-of-00008.tfrecord has crc32c" in warning.getMessage()
-
-
 def test_a_damaged_dataset_stays_until_there_is_another(own_digits, monkeypatch):
     published, again = own_digits
     damage(published)
@@ -224,7 +223,7 @@ def test_a_damaged_dataset_stays_until_there_is_another(own_digits, monkeypatch)
     assert (published / "MANIFEST.json").exists()
 
 
-def test_one_that_was_put_right_meanwhile_is_kept(own_digits, digits, monkeypatch):
+def test_one_that_was_put_right_meanwhile_is_kept(own_digits, digits, monkeypatch, caplog):
     published, again = own_digits
     damage(published)
     write = module._write
@@ -235,23 +234,10 @@ def test_one_that_was_put_right_meanwhile_is_kept(own_digits, digits, monkeypatc
         return write(*args)
 
     monkeypatch.setattr(module, "_write", write_and_repair)
-    assert again().manifest == digits.manifest
-
-
-def test_nothing_is_left_in_scratch(own_digits, tmp_path):
-    _, again = own_digits
-    again(seed=1)
-    assert list((tmp_path / "scratch").iterdir()) == []
-
-
-def test_nothing_is_written_elsewhere(tmp_path, monkeypatch):
-    home = tmp_path / "home"
-    (home / "here").mkdir(parents=True)
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.chdir(home / "here")
-    prepare(DataConfig(), storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
-    assert [path for path in home.rglob("*") if path.is_file()] == []
-    assert {path.name for path in tmp_path.iterdir()} == {"home", "root", "scratch"}
+    with caplog.at_level(logging.WARNING, logger=module.__name__):
+        assert again().manifest == digits.manifest
+    (warning, *_) = [record for record in caplog.records if record.name == module.__name__]
+    assert "train-00003-of-00008.tfrecord has crc32c" in warning.getMessage()
 
 
 def test_the_key():
@@ -296,8 +282,9 @@ def test_a_scratch_that_cannot_be_written(root, tmp_path):
 
 def test_a_root_that_cannot_be_written(tmp_path, scratch):
     (tmp_path / "file").write_text("")
+    config = DataConfig(source=str(source(tmp_path)))
     with pytest.raises(UserError, match="file"):
-        prepare(DataConfig(), storage.uri_of(tmp_path / "file"), scratch)
+        prepare(config, storage.uri_of(tmp_path / "file"), scratch)
     assert list(scratch.iterdir()) == []
 
 
@@ -483,19 +470,6 @@ def test_each_pass_over_a_table_counts_its_rows(tmp_path, name, write):
         assert (last[what].done, last[what].total, last[what].share) == (ROWS, ROWS, 1.0)
     published = last["publishing the dataset"]
     assert published.done == published.total > ROWS
-
-
-def test_processes_that_prepare_count_too(tmp_path):
-    for number in range(2):
-        columns = {"a": np.arange(ROWS) * 0.5, "label": np.arange(ROWS) % 2}
-        pq.write_table(pa.table(columns), tmp_path / f"{number}.parquet")
-    config = DataConfig(source=str(tmp_path), runner={"processes": 2})
-    with (
-        mock.patch("flotilla.trainer.data.files.file_pieces.PART_BYTES", 10_000),
-        works() as (last, _),
-    ):
-        prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
-    assert last["encoding the examples"].done == 2 * ROWS
 
 
 def test_tfds_counts_what_it_generates(tmp_path):

@@ -205,12 +205,9 @@ def choose_reader(
 
 
 def select_labelled(config: DataConfig, pieces: FilePieces, labels: Sequence[str]) -> FilePieces:
-    """Return the files to train on, with the splits that their names give.
+    """Return the files to train on, with the splits that their names give; raises `UserError`.
 
     A file without a label is left out if its name says that it is for prediction.
-
-    Raises:
-        UserError: a file that `data.splits` names has no label.
     """
     doubtful = [at for at, file in enumerate(pieces.files) if may_lack_label(file)]
     files, notes = list(pieces.files), list(pieces.notes)
@@ -340,11 +337,7 @@ def _note_unread(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str,
 
 @contextmanager
 def local(file: Any, scratch: Path) -> Iterator[Path]:
-    """Provide a file of a listing as a local path.
-
-    Raises:
-        UserError: the file has changed since it was listed, or cannot be read.
-    """
+    """Provide a file of a listing as a local path; raises `UserError`."""
     path = local_path(file.uri)
     if path:
         with _name_file(file, path):

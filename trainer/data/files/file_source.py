@@ -206,14 +206,6 @@ class FileSource(Source):
             "unlabelled_rows": broken.unlabelled,
         }
 
-    def state(self) -> Any:
-        """Return the scan, to be pickled with the parts."""
-        return self._scan
-
-    def restore(self, state: Any) -> None:
-        """Use the `state` of a scan of the same files instead of a new scan."""
-        self._scan = state
-
     def _read_pieces(
         self, part: Part
     ) -> Iterator[tuple[tuple[Piece, NDArray[np.int64]], dict[str, Column], NDArray[np.bool_]]]:

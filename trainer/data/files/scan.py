@@ -1,7 +1,4 @@
-"""The first pass over files: types, classes, broken rows and times over all rows.
-
-Its result is stored with the parts of a preparation, which resumes without a second scan.
-"""
+"""The first pass over files: types, classes, broken rows and times over all rows."""
 
 from __future__ import annotations
 
@@ -207,11 +204,7 @@ class PieceScan:
     found: Scan = field(default_factory=Scan)
 
     def run(self) -> Scan:
-        """Return the statistics.
-
-        Raises:
-            UserError: the file cannot be read, or has other columns.
-        """
+        """Return the statistics; raises `UserError`."""
         wanted, found = self.wanted, self.found
         for name in wanted.columns:
             self._column(name)

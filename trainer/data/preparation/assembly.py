@@ -102,10 +102,11 @@ def shuffle_rows(
     starts = [0] * len(chunks)
     for bucket in range(count):
         taken = [int(share[bucket]) for share in shares]
-        read = [chunk.read(*each) for chunk, *each in zip(chunks, starts, taken, strict=True)]
         order = pa.array(random.permutation(sum(taken)))
-        # No name holds the rows while the caller works.
-        yield pa.concat_batches(read).take(order)
+        # No name holds the rows, or maps their files, while the caller works.
+        yield pa.concat_batches(
+            [chunk.read(*each) for chunk, *each in zip(chunks, starts, taken, strict=True)]
+        ).take(order)
         starts = [start + rows for start, rows in zip(starts, taken, strict=True)]
 
 

@@ -180,6 +180,8 @@ def map_part(  # noqa: PLR0913
                 sums.add(split, chosen, table)
             count(len(batch.splits))
     sums.save(folder)
+    # Arrow would keep the memory of the largest part.
+    pa.default_memory_pool().release_unused()
 
 
 def _divide(columns: Columns, splits: NDArray[np.int8]) -> Iterator[tuple[str, Columns]]:

@@ -48,11 +48,7 @@ class ShardFeed:
     """Answers the graphs of this process from a `ShardStore`, in a thread."""
 
     def __init__(self, uri: str, workdir: Path, *, limit: int, orders: Mapping[str, Order]) -> None:
-        """Start to answer the readers that `orders` names.
-
-        Raises:
-            UserError: the dataset or the folder cannot be used.
-        """
+        """Start to answer the readers that `orders` names; raises `UserError`."""
         self.error: Exception | None = None
         self._ended = threading.Event()
         self._workdir, self._folder, self._orders = workdir.absolute(), workdir / FOLDER, orders

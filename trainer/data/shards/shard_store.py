@@ -130,16 +130,13 @@ class ShardStore:
     def __init__(
         self, uri: str, folder: Path, *, limit: int, changed: Callable[[], None] = lambda: None
     ) -> None:
-        """Begin with an empty folder: files of another attempt are deleted.
+        """Begin with an empty folder: files of another attempt are deleted; raises `UserError`.
 
         Args:
             uri: the published dataset.
             folder: folder of the shards, complete and partial.
             limit: most bytes; at least those of the held shards and the largest other one.
             changed: called by the thread after each fetch, successful or not.
-
-        Raises:
-            UserError: the dataset or the folder cannot be used.
         """
         self.uri, self.folder, self.limit = uri, folder, limit
         self._manifest = storage.read_manifest(uri)

@@ -13,7 +13,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
 from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.data.examples import lengths
-from flotilla.trainer.data.prepare import dataset_key
+from flotilla.trainer.data.prepare import dataset_key, prepare, select_features
 from flotilla.trainer.data.read import (
     evaluation_batches,
     labelled_columns,
@@ -114,22 +114,24 @@ class Sentences(builders.Small):
 SHAPES = {"tokens": (0,), "tags": (0,), "words": (0,), "points": (0, 2)}
 
 
-def own(prepared, name="Sentences", **options):
-    return prepared("", dataset=f"{__name__}:{name}", **{"shapes": SHAPES, **options})
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Prepare the sentences once; tests may only read them."""
+    folder = tmp_path_factory.mktemp("sentences")
+    config = DataConfig(dataset=f"{__name__}:Sentences", shards=2, shapes=SHAPES)
+    return prepare(config, storage.uri_of(folder / "root"), folder / "scratch")
 
 
 @pytest.fixture
-def sentences(prepared):
-    dataset = own(prepared)
-    spec = DatasetSpec.from_manifest(dataset.manifest)
-    folder = storage.local_path(dataset.uri)
+def sentences(made):
+    spec = DatasetSpec.from_manifest(made.manifest)
+    folder = storage.local_path(made.uri)
     return spec, [folder / name for name in spec.files("train")]
 
 
-def test_a_dataset_of_tfds(prepared, contents):
-    dataset = own(prepared)
-    found = contents(dataset, "test")
-    spec = DatasetSpec.from_manifest(dataset.manifest)
+def test_a_dataset_of_tfds(made, contents):
+    found = contents(made, "test")
+    spec = DatasetSpec.from_manifest(made.manifest)
     assert spec.features["tokens"].shape == (None,)
     assert spec.inputs == ("tokens",)
     assert spec.features["tags"].num_classes == 3
@@ -143,9 +145,10 @@ def test_a_dataset_of_tfds(prepared, contents):
         assert (found["points"][row, :count] == number).all()
 
 
-def test_a_length_may_be_an_input(prepared):
-    spec = DatasetSpec.from_manifest(own(prepared, inputs=["tokens", "tokens_length"]).manifest)
-    assert spec.inputs == ("tokens", "tokens_length")
+def test_a_length_may_be_an_input(tmp_path):
+    inputs = ("tokens", "tokens_length")
+    config = DataConfig(dataset=f"{__name__}:Sentences", shapes=SHAPES, inputs=inputs)
+    assert select_features(config, tmp_path).inputs == inputs
 
 
 def test_an_epoch_holds_every_example_once(sentences):
@@ -207,7 +210,7 @@ def test_the_longest(sentences):
 )
 def test_shapes_that_cannot_vary(prepared, shapes, message):
     with pytest.raises(ConfigError, match=message):
-        own(prepared, shapes=shapes)
+        prepared("", dataset=f"{__name__}:Sentences", shapes=shapes)
 
 
 def test_buckets_need_a_feature_that_varies(prepared):

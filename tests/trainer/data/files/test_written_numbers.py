@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
@@ -91,6 +91,7 @@ def test_dates_are_counted(text):
     assert written_numbers.count_writing(pa.array([text]))["date"] == 1
 
 
+@settings(max_examples=30)
 @given(st.decimals(-(10**9), 10**9, places=3, allow_nan=False))
 def test_what_a_spreadsheet_writes_is_read_back(number):
     english = f"{number:,}"
@@ -102,11 +103,12 @@ def test_what_a_spreadsheet_writes_is_read_back(number):
     assert read("number", f"{english}%") == pytest.approx(expected / 100)
 
 
-@given(st.text(max_size=20))
-def test_no_text_breaks_it(text):
+@settings(max_examples=20)
+@given(st.lists(st.text(max_size=20), min_size=1, max_size=20))
+def test_no_text_breaks_it(texts):
     for kind in NUMBERS_IN_WRITING:
-        values, bad = written_numbers.numbers(kind, pa.array([text]), "")
-        assert bad[0] == np.isnan(values[0]) or bad[0]
+        values, bad = written_numbers.numbers(kind, pa.array(texts), "")
+        assert (bad | ~np.isnan(values)).all()
 
 
 def _opened(folder, form, texts):

@@ -15,6 +15,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.preparation.processes import map_parts
 from flotilla.trainer.events.progress.work import Work
 from flotilla.trainer.runtime.errors import UserError
+from tests.trainer.works import works
 
 
 def reads(source):
@@ -29,8 +30,10 @@ def left_of(tmp_path):
 def test_any_number_of_processes_gives_the_same_bytes(prepared, source):
     alone = prepared(source)
     storage.delete(alone.uri)
-    assert prepared(source, processes=2).manifest.same_content(alone.manifest)
+    with works() as (last, _):
+        assert prepared(source, processes=2).manifest.same_content(alone.manifest)
     assert reads(source) == dict.fromkeys(range(5), 2)
+    assert last["encoding the examples"].done == source.count * source.size
 
 
 def test_what_was_finished_is_kept(prepared, source, tmp_path):

@@ -67,11 +67,7 @@ class _Record(NamedTuple):
 
 
 def detect_layout(path: Path) -> CsvLayout:
-    """Return the layout of a file.
-
-    Raises:
-        UserError: it has no header, or rows of another length, or a quote swallows rows.
-    """
+    """Return the layout of a file; raises `UserError`."""
     status = path.stat()
     return _infer_layout(path, status.st_size, status.st_mtime_ns)
 

@@ -80,11 +80,7 @@ def is_compressed(path: Path) -> bool:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, decompressed.
-
-    Raises:
-        UserError: it is damaged, or exceeds the limit of expansion.
-    """
+    """Open a file for reading, decompressed; raises `UserError`."""
     compression = _kind(_COMPRESSED, _head(path))
     try:
         with path.open("rb") as stored:

@@ -103,7 +103,7 @@ class QuoteSearch:
         def read(lines: Iterable[str]) -> Iterator[str]:
             for line in lines:
                 taken.append(line)
-                yield spaces.sub(self.quote, line)
+                yield line if dialect else spaces.sub(self.quote, line)
 
         with open_text(self.path) as file:
             row = 1 + file.read(self.start).count(self.newline)
@@ -127,7 +127,7 @@ class QuoteSearch:
         for row, lines, wrong in self._records():
             is_odd = is_odd or bool(wrong)
             is_closed = not wrong or _NOT_AN_END in wrong
-            more = len(lines) - is_closed
+            more = len(lines) - (is_closed or lines[-1][-1:] not in "\r\n")
             if more > 0 and (wrong or self._has_rows(lines)):
                 what = f"takes {more} lines, to row {row + more}"
                 said = what if is_closed else f"is not closed in {more} lines"

@@ -56,11 +56,7 @@ class Rows:
 
 
 def list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys of some records.
-
-    Raises:
-        UserError: there are too many keys, or records share too few of them.
-    """
+    """Return the keys of some records; raises `UserError`."""
     names = list(dict.fromkeys(name for record in records for name in record))
     require_few(len(names), str(path))
     if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
@@ -131,11 +127,7 @@ class Reader(ABC):
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
     ) -> Iterator[Rows]:
-        """Yield the records of a piece.
-
-        Raises:
-            UserError: the file cannot be read.
-        """
+        """Yield the records of a piece; raises `UserError`."""
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the row of a record as an editor shows it, from 1."""
