@@ -38,7 +38,7 @@ BUDGETS = {
     "trainer/cluster": 2554,
     "trainer/code": 450,
     "trainer/config": 3449,
-    "trainer/data": 11624,
+    "trainer/data": 11630,
     "trainer/data_gate": 2000,
     "trainer/embeddings": 2075,
     "trainer/evaluation": 3158,

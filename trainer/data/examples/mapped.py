@@ -23,7 +23,7 @@ from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageCo
 from flotilla.trainer.data import images
 from flotilla.trainer.data.builders.batches import fit_value
 from flotilla.trainer.data.builders.png import encode
-from flotilla.trainer.data.columns import make_column, make_rows
+from flotilla.trainer.data.columns import make_column, make_rows, numpy_type
 from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
 from flotilla.trainer.data.shapes import Fit, Leaf
 from flotilla.trainer.data.source import Batch, Part, Source
@@ -354,7 +354,9 @@ def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
 
     `classes` is the TFDS feature of one class, if the values are classes.
     """
-    shapes, kinds = {value.shape for value in values}, {value.dtype for value in values}
+    shapes = {value.shape for value in values}
+    # An empty list has no type of its own.
+    kinds = {value.dtype for value in [each for each in values if each.size] or values}
     if len({len(shape) for shape in shapes}) > 1:
         one, other = sorted(shapes, key=len)[:: len(shapes) - 1]
         raise UnsuitableError(f"gives {name!r} of shape {one}, and others of shape {other}")
@@ -383,8 +385,12 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
         return _store_image(name, value, spec)
     if value.dtype == _TEXT and spec.labels:
         value = _number_classes(name, value, spec)
+    if not value.size:
+        # An empty list has no type of its own.
+        value = value.astype(_TEXT if spec.dtype == "string" else numpy_type(spec))
     if fit is not None:
-        value = fit_value(fit, tf.constant(value)).numpy()
+        whole = value.astype(np.int64) if fit.method == "multi_hot" else value
+        value = fit_value(fit, tf.constant(whole)).numpy()
     inner = len(spec.shape) == value.ndim and all(
         size in {None, found} for size, found in zip(spec.shape, value.shape, strict=True)
     )

@@ -8,6 +8,12 @@ def tokens(example):
     return {"tokens": [len(word) for word in words], "label": example["label"], "first": words[0]}
 
 
+def sets(example):
+    number = int(example["number"])
+    of_texts = ["ab"[number % 2]] * (number % 3)
+    return {"words": [number] * (number % 3), "names": of_texts, "label": [*range(number % 3)]}
+
+
 def odd_ones_left_out(example):
     return (
         {"x": example["number"] / 2, "label": example["label"]} if example["number"] % 2 else None

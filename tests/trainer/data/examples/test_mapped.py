@@ -127,6 +127,17 @@ def test_a_fixed_shape_cuts_and_pads():
     assert [each["tokens"].tolist() for each in found[:3]] == [[2, 0], [2, 2], [2, 2]]
 
 
+def test_empty_lists_have_the_type_of_others():
+    shapes = {"words": (0,), "names": (2,)}
+    options = {"types": {"label": "class"}, "shapes": shapes, "label": ["label"]}
+    selection, found, _ = everything(mapped("sets", **options))
+    assert selection.specs["words"].dtype == "int64"
+    assert selection.specs["label"].num_classes == 2
+    assert [each["words_length"] for each in found[:4]] == [0, 1, 2, 0]
+    assert [each["names"].tolist() for each in found[:3]] == [[b"", b""], [b"b", b""], [b"a", b"a"]]
+    assert [each["label"].tolist() for each in found[:3]] == [[0, 0], [1, 0], [1, 1]]
+
+
 def test_examples_may_be_left_out():
     _, found, splits = everything(mapped("odd_ones_left_out"))
     assert [each["x"] for each in found] == [n / 2 for n in range(EXAMPLES) if n % 2]
