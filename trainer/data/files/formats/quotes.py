@@ -108,8 +108,8 @@ class QuoteSearch:
         with open_text(self.path) as file:
             row = 1 + file.read(self.start).count(self.newline)
             lines = io.TextIOWrapper(file, "utf-8", "replace", newline="")
-            marks = {"delimiter": self.delimiter, "quotechar": self.quote, "strict": True}
-            records = csv.reader(read(lines), **(marks | dialect))
+            marks: dict[str, Any] = {"delimiter": self.delimiter, "quotechar": self.quote}
+            records = csv.reader(read(lines), strict=True, **(marks | dialect))
             while True:
                 taken.clear()
                 wrong = ""
