@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flotilla.trainer.data.builders.png import encode
+from flotilla.trainer.data.png import encode
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 

@@ -14,8 +14,8 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import features
 from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.builders.download import download
-from flotilla.trainer.data.builders.png import quicken
 from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.png import quicken
 from flotilla.trainer.data.preparation.beam import pipeline_options
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.data.splits import plan

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
 from flotilla.trainer.data import images
 from flotilla.trainer.data.builders.batches import fit_value
-from flotilla.trainer.data.builders.png import encode
 from flotilla.trainer.data.columns import make_column, make_rows, numpy_type
 from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
+from flotilla.trainer.data.png import encode
 from flotilla.trainer.data.shapes import Fit, Leaf
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.events.progress.work import Work

@@ -11,7 +11,6 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
 from flotilla.trainer.data.builders import batches, datasets
 from flotilla.trainer.data.builders.download import download
-from flotilla.trainer.data.builders.png import encode as png
 from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.data.examples.mapped import (
     MappedSource,
@@ -26,6 +25,7 @@ from flotilla.trainer.data.examples.mapped import (
 )
 from flotilla.trainer.data.features import Selection, select
 from flotilla.trainer.data.files.file_source import FileSource
+from flotilla.trainer.data.png import encode as png
 from flotilla.trainer.data.prepare import dataset_key
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.features.feature_spec import FeatureSpec

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flotilla.trainer.data.builders import png
+from flotilla.trainer.data import png
 
 
 def picture(*shape, seed=0):
