@@ -135,7 +135,7 @@ def _try_model(step: Step, config: str) -> Iterator[None]:
 
 
 def prepare(step: Step) -> tuple[str, str]:
-    """Publish or reuse the dataset; return its URI and the configuration with its choices."""
+    """Publish or reuse the dataset; return its URI and the configuration without `auto` values."""
     with run_store.scratch_folder() as scratch:
         from flotilla.trainer.data import prepare
 

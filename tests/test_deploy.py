@@ -172,7 +172,7 @@ def test_an_overlay_is_of_one_namespace(build, name):
 
 
 def round_trip(tree):
-    """Return an object in the typed model of its kind, which drops unknown keys."""
+    """Convert an object to the typed model of the client and back, which drops unknown keys."""
     api, answer = client.ApiClient(), SimpleNamespace(data=json.dumps(tree))
     model = f"{tree['apiVersion'].rpartition('/')[2].capitalize()}{tree['kind']}"
     return api.sanitize_for_serialization(api.deserialize(answer, model))

@@ -64,8 +64,8 @@ _COLLECTED = (
     "`planned`, an object each, their `bytes`, and `kept`, remarks on what stays."
 )
 _UPLOADED = (
-    "--json adds `version`; its `newest` says whether `submit` takes this version where none is "
-    "named."
+    "--json adds `version`; its `newest` says whether `submit` uses this version when none is "
+    "given."
 )
 _PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
 _SCHEDULED = "--json adds `schedule`."

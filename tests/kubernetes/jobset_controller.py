@@ -248,7 +248,7 @@ def owner_of(jobset: Tree) -> Tree:
 
 
 def marks(jobset: Tree, role: Tree, index: int) -> dict[str, str]:
-    """Return the labels of a Job and of its pods; their annotations are the same."""
+    """Return the labels of a Job and its pods, which are also their annotations."""
     meta, roles = jobset["metadata"], jobset["spec"]["replicatedJobs"]
     name = f"{meta['name']}-{role['name']}-{index}"
     before = roles[: roles.index(role)]

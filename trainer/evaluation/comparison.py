@@ -76,7 +76,7 @@ def _direction(objective: Objective, metric: str, rule: ChampionRule) -> Directi
     better = rule.better or known[metric]
     if not better:
         raise ConfigError(
-            f"{_KEY}.better: it is not known which value of {metric!r} is better; set it to higher "
+            f"{_KEY}.better: cannot tell which value of {metric!r} is better; set it to higher "
             "or lower"
         )
     return better

@@ -133,7 +133,7 @@ def _require_columns(data: DataConfig, scratch: Path) -> None:
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 
     form, _ = one_format(data, taken.files)
-    # TFRecords would load TensorFlow, and JSON has no header.
+    # Skip TFRecord, which needs TensorFlow to read it, and JSON, which has no header.
     if form not in ("csv", "parquet", "npz", "images"):
         return
     few = few_files(data, taken, scratch)

@@ -73,7 +73,7 @@ LOOK_SECONDS = 1.0
 _EXIT_SECONDS = 10.0
 # At a stop, the last publication may take this part of the grace once more.
 _PUBLISH_SHARE = 0.8
-# After training, an evaluator may be silent for so long before it is stopped.
+# The time an evaluator may be silent after training before it is stopped.
 _EVALUATOR_SECONDS = 15.0
 _BEGIN_AGAIN_CODE = 1
 _FINAL = (USAGE, guard.NOT_EXECUTABLE, guard.NOT_FOUND)

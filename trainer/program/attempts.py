@@ -55,7 +55,7 @@ class Attempts:
         before = self._read() or Attempt(number=0)
         gathering = Attempt(number=before.number + 1)
         if self._others:
-            # Workers of an attempt that goes on learn that it is over.
+            # Tell workers that still run the previous attempt that it has ended.
             self._write(FILE, gathering)
         tickets: dict[str, str] = {}
         while len(tickets) < len(self._others):

@@ -1,4 +1,4 @@
-"""Storage errors, as one line with a remedy."""
+"""Storage errors, each reported as one line with a suggested fix."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class Turns:
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
         )
         self._reports = tf.Variable(tf.zeros([workers, 3], tf.float64), trainable=False)
-        # The number of closures begun in all and before this stretch, and the last run of each.
+        # The number of closure runs begun, in all and before the current deal of turns.
         self._runs, self._before = (
             tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)
         )

@@ -218,7 +218,7 @@ def require_metrics(config: Config, objective: Objective) -> None:
         )
     if main and not known[main]:
         raise ConfigError(
-            f"task.main_metric: it is not known which value of {main!r} is better; set "
+            f"task.main_metric: cannot tell which value of {main!r} is better; set "
             f"gate.champion: {{metric: {main}, better: higher}}, or lower"
         )
 

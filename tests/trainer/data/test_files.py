@@ -172,7 +172,7 @@ def test_a_parquet_file_that_was_cut_off_is_one_line(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2], "label": [0, 1]}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(whole[:-20])
-    with pytest.raises(UserError, match=r"b\.parquet is not a readable parquet file"):
+    with pytest.raises(UserError, match=r"b\.parquet is not a valid Parquet file"):
         opened(tmp_path)
 
 

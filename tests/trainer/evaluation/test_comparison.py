@@ -124,7 +124,7 @@ class Span(keras.metrics.MeanMetricWrapper):
     ("rule", "words"),
     [
         ({"metric": "spam"}, "gate.champion.metric: 'spam' is not measured"),
-        ({"metric": "span"}, "gate.champion.better: it is not known which value of 'span' is"),
+        ({"metric": "span"}, "gate.champion.better: cannot tell which value of 'span' is"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_by_name(rule, words):

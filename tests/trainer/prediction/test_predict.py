@@ -200,7 +200,7 @@ def test_the_share_of_bad_rows_of_the_training_data_holds_here_too(tmp_path):
         ("in.csv", "age,count,city\n1,,Rome\n2,3,Rome\n", "row 2: 'count' is not of type int"),
         ("in.jsonl", "", "no JSON object"),
         ("in.jsonl", '{"age": 1, "count": 2, "city": "x"}\n{"a', "row 2: it is not JSON"),
-        ("in.parquet", "no parquet", "is not a readable parquet file"),
+        ("in.parquet", "no parquet", "is not a valid Parquet file"),
         ("in.xyz", "age", "--format"),
     ],
 )

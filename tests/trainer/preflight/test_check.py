@@ -50,7 +50,7 @@ def test_the_model_is_tried_once_the_source_is_right(tmp_path, tried):
         ({"spans": "all"}, "data.spans: all, and no file of data.source has a span"),
         ({"label": "town", "inputs": ["town"]}, "data.inputs: 'town' of .* is also its label"),
         ({"drop": ["age", "town"]}, r"data.inputs: .* has no remaining column to predict from"),
-        ({"format": "parquet"}, "is not a readable parquet file"),
+        ({"format": "parquet"}, "is not a valid Parquet file"),
     ],
 )
 def test_a_mistake_in_the_source_is_found_without_tensorflow(tmp_path, tried, keys, line):

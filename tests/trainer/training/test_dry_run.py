@@ -257,7 +257,7 @@ def test_a_metric_that_nothing_measures_is_refused():
         ("accuracy@label=2", "classification and the model do not measure 'accuracy@label=2'"),
         (
             "share",
-            "it is not known which value of 'share' is better; set gate",
+            "cannot tell which value of 'share' is better; set gate",
         ),
         ("accuracy", ""),
     ],

@@ -112,7 +112,7 @@ def _open(path: Path) -> Iterator[dict[str, _Array]]:
             yield found
     except _BROKEN as error:
         raise UserError(
-            f"data.source: {path} is not a readable file of numpy.savez, or was cut off: {error}"
+            f"data.source: {path} is not a valid file of numpy.savez, or is truncated: {error}"
         ) from error
 
 

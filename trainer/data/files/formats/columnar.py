@@ -105,7 +105,7 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"data.source: {path} is not a readable parquet file, or was cut off: {reason}"
+            f"data.source: {path} is not a valid Parquet file, or is truncated: {reason}"
         ) from error
     except OSError as error:
         if error.errno is None:

@@ -126,10 +126,10 @@ def broken_content(path):
         ({"a": np.zeros(3, np.longdouble)}, "cannot be read; save it as numbers"),
         ({}, "has no array; write it by numpy.savez"),
         (object_file, "array 'a' of .* holds pickled objects, which are never loaded"),
-        (cut_off, "not a readable file of numpy.savez, or was cut off"),
-        (broken_content, "not a readable file of numpy.savez, or was cut off"),
-        (lambda path: path.write_bytes(b"PK\x03\x04"), "not a readable file of numpy.savez"),
-        (lambda path: path.write_bytes(b""), "not a readable file of numpy.savez"),
+        (cut_off, "not a valid file of numpy.savez, or is truncated"),
+        (broken_content, "not a valid file of numpy.savez, or is truncated"),
+        (lambda path: path.write_bytes(b"PK\x03\x04"), "not a valid file of numpy.savez"),
+        (lambda path: path.write_bytes(b""), "not a valid file of numpy.savez"),
     ],
 )
 def test_what_is_no_table_is_one_line(tmp_path, given, words):
