@@ -248,6 +248,6 @@ state.write_text('model_checkpoint_path: "ckpt-9"')
 os._exit(200)"""
     job = make_job(tmp_path, dying(_3=half))
     launched(job)
-    assert begun_at(job)[-1] in (0, 2)
+    assert begun_at(job) == [0, 3]
     assert published_steps(job)[-1] == 6
     assert not list((job.workdir / "chief-0" / "checkpoints").glob("ckpt-9*"))
