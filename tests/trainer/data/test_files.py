@@ -6,7 +6,6 @@ import bz2
 import gzip
 import json
 import lzma
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -187,16 +186,6 @@ def test_without_a_label_the_columns_are_listed(tmp_path: Path) -> None:
     write(tmp_path, "a,b,price\n1,2,0\n")
     with pytest.raises(ConfigError, match=r"set data.label .* perhaps 'price' \(one of a, b, pr"):
         opened(tmp_path)
-
-
-def test_what_a_scan_found_is_remembered(tmp_path: Path) -> None:
-    write(tmp_path, table(50))
-    made = source(tmp_path)
-    first = made.select()
-    again = pickle.loads(pickle.dumps(source(tmp_path)))
-    again.restore(pickle.loads(pickle.dumps(made.state())))
-    (tmp_path / "a.csv").rename(tmp_path / "gone")
-    assert again.select() == first
 
 
 def refused(folder: Path, text: str, **keys: Any) -> str:
