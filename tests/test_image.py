@@ -165,7 +165,6 @@ def test_a_variant_that_is_none_ends_the_build(tmp_path):
     assert "VARIANT is cpu or gpu, not tpu" in caught.value.stderr
 
 
-@pytest.mark.slow
 def test_the_installed_code_has_no_left_overs(tmp_path, borrowing_venv):
     *_, command = [rest for name, rest in stages(DOCKERFILE)["code"] if name == "RUN"]
     build(tmp_path, "code", command.replace("/code", str(tmp_path / "made")), borrowing_venv)
@@ -178,7 +177,6 @@ def test_the_installed_code_has_no_left_overs(tmp_path, borrowing_venv):
         assert (packages / "flotilla" / path).is_file(), path
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorflow-cpu is for x86_64")
 def test_packages_that_require_tensorflow_find_it_by_its_usual_name(tmp_path, borrowing_venv):
     (select,) = [rest for name, rest in stages(DOCKERFILE)["requirements"] if name == "RUN"]

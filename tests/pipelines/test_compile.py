@@ -319,15 +319,8 @@ def test_the_first_one_runs_alone(folder, tmp_path):
 
 
 LAST = "is_whole_run: bool = True"
-SOURCES = {
-    # These are a pipeline older than the batch size, and one older than the mark.
-    "older": (("batch_size: int,", ""), None),
-    # This is a pipeline with an additional key.
-    "newer": ((LAST, f"{LAST}, new: int = 5"), "9.9.9 0123456789ab"),
-}
 
 
-@pytest.mark.slow
 def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path):
     # A pipeline with an additional key; `tests/components/test_contract.py` has an older one.
     change, mark = (LAST, f"{LAST}, new: int = 5"), "9.9.9 0123456789ab"

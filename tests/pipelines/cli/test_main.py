@@ -74,9 +74,9 @@ def interrupted(tmp_path):
     ("module", "number"),
     [
         (FIRST, signal.SIGHUP),
-        pytest.param(FIRST, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(COMMANDS, signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(COMMANDS, signal.SIGINT, marks=pytest.mark.slow),
+        (FIRST, signal.SIGTERM),
+        (COMMANDS, signal.SIGTERM),
+        (COMMANDS, signal.SIGINT),
         (LAST, signal.SIGTERM),
     ],
 )
@@ -156,7 +156,7 @@ def called(arguments, folder, **streams):
 
 WITH_LINES = [
     (["gc", "--workdir", "runs"], 0),
-    pytest.param(["nonsense"], 2, marks=pytest.mark.slow),
+    (["nonsense"], 2),
 ]
 
 
@@ -210,16 +210,8 @@ AHEAD = 4096
     ("module", "as_json"),
     [
         ("typer.core", True),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("typer.core", False),
-                ("pydantic_core", False),
-                ("pydantic_core", True),
-                ("flotilla.pipelines.cli.display", False),
-                ("flotilla.pipelines.cli.display", True),
-            )
-        ),
+        ("pydantic_core", False),
+        ("flotilla.pipelines.cli.display", True),
     ],
 )
 def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):

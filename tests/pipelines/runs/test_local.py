@@ -451,7 +451,6 @@ def test_the_root_and_the_id_of_the_run_are_passed_on(kept):
     assert kept["run_id"] == "run-1"
 
 
-@pytest.mark.slow
 def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     wrong = config.model_copy(update={"storage": config.storage.model_copy(update={"root": ""})})
     path = tmp_path / "events.jsonl"
