@@ -45,15 +45,15 @@ check: style ## style, types, house rules, tests of the changed files: make chec
 	tests=$$($(PYTHON) -m tests.mirror $(SINCE)) && \
 		$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) $$tests $(ARGS)
 
-# Four processes on two cores: a third of the time tests wait. Those that start clusters come in a
-# second pass, three at a time. 5: nothing was collected.
+# Six processes on two cores: tests often wait for a child or a deadline. Those that start clusters
+# come in a second pass, three at a time. 5: nothing was collected.
 test: $(SETUP) ## every test but the slow and the long ones
 	$(PYTEST) -m "not slow and not long and not cluster" --ignore $(HOUSE_RULES) \
-		--numprocesses 4 --dist loadfile $(ARGS)
+		--numprocesses 6 --dist loadfile $(ARGS)
 	$(PYTEST) -m "cluster and not slow and not long" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
 
 test-slow: $(SETUP) ## the slow tests
-	$(PYTEST) -m "slow and not long and not cluster" --numprocesses 2 --dist loadfile $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "slow and not long and not cluster" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
 	$(PYTEST) -m "slow and not long and cluster" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
 
 test-long: $(SETUP) ## what takes longest, before a release
