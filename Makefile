@@ -45,11 +45,11 @@ check: style ## style, types, house rules, tests of the changed files: make chec
 	tests=$$($(PYTHON) -m tests.mirror $(SINCE)) && \
 		$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) $$tests $(ARGS)
 
-# Six processes on two cores: tests often wait for a child or a deadline. Those that start clusters
+# Four processes on two cores; six are not faster. The tests that start clusters
 # come in a second pass, three at a time. 5: nothing was collected.
 test: $(SETUP) ## every test but the slow and the long ones
 	$(PYTEST) -m "not slow and not long and not cluster" --ignore $(HOUSE_RULES) \
-		--numprocesses 6 --dist loadfile $(ARGS)
+		--numprocesses 4 --dist loadfile $(ARGS)
 	$(PYTEST) -m "cluster and not slow and not long" --numprocesses 3 --dist loadfile $(ARGS) || test $$? -eq 5
 
 test-slow: $(SETUP) ## the slow tests
