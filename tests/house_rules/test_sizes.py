@@ -37,7 +37,7 @@ BUDGETS = {
     "trainer/checkpoints": 2818,
     "trainer/cluster": 2554,
     "trainer/code": 450,
-    "trainer/config": 3449,
+    "trainer/config": 3451,
     "trainer/data": 11630,
     "trainer/data_gate": 2000,
     "trainer/embeddings": 2075,

@@ -390,6 +390,8 @@ def _explain(error: Any) -> str:
         value = value.partition("?")[0]
     if error["type"] == "string_type" and isinstance(value, bool | int | float):
         message = "write it in quotes, if it is a name"
+    elif error["type"] in ("list_type", "tuple_type"):
+        message = "write a list, as in [a, b]"
     says_value = message.startswith(repr(error["input"]))
     if error["type"] == "value_error" and (isinstance(error["input"], dict) or says_value):
         return f"{key}: {message}"

@@ -174,7 +174,7 @@ class ProgramConfig(Whole):
     @classmethod
     def _file_name(cls, value: str) -> str:
         if "/" in value or value in (".", ".."):
-            raise ValueError(f"{value!r} is no name of a file; its folder is the checkpoint")
+            raise ValueError(f"{value!r} is not allowed: give a file name without a folder")
         return value
 
 

@@ -355,7 +355,7 @@ def infer_leaf(name: str, values: Sequence[Value], classes: Any = None) -> Leaf:
     `classes` is the TFDS feature of one class, if the values are classes.
     """
     shapes = {value.shape for value in values}
-    # An empty list has no type of its own.
+    # An empty list has no type.
     kinds = {value.dtype for value in [each for each in values if each.size] or values}
     if len({len(shape) for shape in shapes}) > 1:
         one, other = sorted(shapes, key=len)[:: len(shapes) - 1]
@@ -386,7 +386,7 @@ def store_value(name: str, value: Value, spec: FeatureSpec, fit: Fit | None) -> 
     if value.dtype == _TEXT and spec.labels:
         value = _number_classes(name, value, spec)
     if not value.size:
-        # An empty list has no type of its own.
+        # An empty list has no type.
         value = value.astype(_TEXT if spec.dtype == "string" else numpy_type(spec))
     if fit is not None:
         whole = value.astype(np.int64) if fit.method == "multi_hot" else value
