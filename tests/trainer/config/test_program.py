@@ -51,7 +51,10 @@ def test_only_placeholders_are_replaced():
         ({"program": {"command": ["a"], "env": {"TF_CONFIG": "x"}}}, "set by Flotilla"),
         ({"program": {"command": ["a"], "env": {"A B": "x"}}}, "no name of a variable"),
         ({"program": {"command": ["a"], "env": {"HF_TOKEN": "hf_x"}}}, "HF_TOKEN looks like a"),
-        ({"program": {"command": ["a"], "checkpoint_marker": "a/b"}}, "give a file name without a folder"),
+        (
+            {"program": {"command": ["a"], "checkpoint_marker": "a/b"}},
+            "give a file name without a folder",
+        ),
         ({"program": {"env": {"A": "x"}}}, "program.env: there is no program.command"),
         (
             {"program": {"command": ["a"]}, "training": {"optimizer": {"name": "sgd"}}},
