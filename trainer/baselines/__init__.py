@@ -1,1 +1,1 @@
-"""Simple scikit-learn models, as baselines for a TensorFlow model."""
+"""Simple scikit-learn models that serve as baselines for a TensorFlow model."""

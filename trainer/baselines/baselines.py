@@ -48,27 +48,28 @@ from flotilla.trainer.tasks.base import Floats, Task
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
-#: The seconds for fitting and predicting all baselines; measuring them takes extra time.
+#: Maximum time to fit all baselines and predict with them, in seconds. Evaluating the predictions
+#: takes extra time.
 SECONDS = 20.0
-# The share of the remaining time for fitting; the rest is for predicting.
+# Share of the remaining time for fitting; the rest is for predicting.
 _SHARE = 0.8
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-#: Maximum numbers of training examples and of test examples.
+#: Maximum number of training examples, and of test examples.
 MOST_ROWS = 100_000
-# The number of omitted inputs in a message.
+# Maximum number of omitted inputs that a message names.
 _NAMED = 3
-# Name suffixes of scikit-learn's classes, for classes and for numbers.
+# Suffixes of scikit-learn's class names, for classification and for regression.
 _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
-# Columns times rows times trees of one iteration that take 0.1 s of a core.
+# Maximum product of columns, rows and trees in one boosting iteration; it takes 0.1 s on one core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# The maximum number of rows of a recommendation, which has three columns, and the size of 64 MB of
-# outputs.
+# Maximum number of rows for a recommendation, which reads three columns, and maximum number of
+# output values (64 MB).
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 
 class Answers(NamedTuple):
-    """Outputs for examples, with their labels and weights."""
+    """Outputs of a baseline for some examples, with their labels and weights."""
 
     labels: Any
     outputs: Any
@@ -77,10 +78,11 @@ class Answers(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """A fitted baseline: the number of rows it was fitted to, and the seconds that it took.
+    """A fitted baseline, with the number of rows it was fitted to and the time that it took.
 
-    `skipped` is the reason if it was not fitted. The outputs are the task's, for the first test
-    examples; `validation` are its answers for the choice of a threshold.
+    If it was not fitted, `skipped` is the reason. `outputs` has the format of the task's outputs
+    and covers the first test examples. `validation` has the outputs from which a decision threshold
+    is chosen.
     """
 
     name: str
@@ -95,7 +97,7 @@ class Baseline:
 
 def fit_baselines(task: Task, splits: Splits, seconds: float = SECONDS) -> list[Baseline]:
     """Fit the baselines of a task to training examples, and predict the first test examples."""
-    # Thread limits do not apply to libraries that are loaded later.
+    # Import these before setting the thread limits, which do not apply to libraries loaded later.
     from sklearn import ensemble, linear_model  # noqa: F401, PLC0415
 
     clock = Clock(seconds)
@@ -103,7 +105,7 @@ def fit_baselines(task: Task, splits: Splits, seconds: float = SECONDS) -> list[
         warnings.simplefilter("ignore")
         try:
             chosen = _choose(task, splits, clock)
-        # A failing baseline must not fail a model that was trained for hours.
+        # A failing baseline must not fail the evaluation of a model that was trained for hours.
         except Exception as error:
             return [Baseline(name="baseline", skipped=_why(error))]
         shares = [_SHARE / count for count in range(len(chosen.ways), 0, -1)]
@@ -131,7 +133,7 @@ def _why(error: Exception) -> str:
 class _Chosen:
     """The baselines of a task, their features, and the number of rows to predict.
 
-    `decides`: whether they decide by a threshold.
+    `decides` tells whether they need a decision threshold.
     """
 
     ways: Sequence[_Way]
@@ -203,7 +205,6 @@ def _list_recommenders(task: Recommendation, rows: Rows) -> list[_Way]:
 
 
 def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float) -> Baseline:
-    """Fit a baseline within a share of the remaining time, and predict."""
     made = Baseline(name=way.name, made_by=way.made_by, of_rows=splits.spec.examples(TRAIN))
     began = time.monotonic()
     try:
@@ -219,7 +220,7 @@ def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float)
 
 
 def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock: Clock) -> Answers:
-    """Return answers to the first examples of a split, whose shards are in random order."""
+    """Return the outputs for the first examples of a split, which are random ones."""
     drawn = np.arange(splits.spec.examples(split)) < chosen.answered
     files = stage_shards(splits.uri, splits.scratch / split, split)
     found = []

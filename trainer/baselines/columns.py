@@ -1,7 +1,7 @@
 """Features of examples as the columns of a matrix: numbers, categories and texts.
 
-The training rows determine which features are texts, as in `flotilla.trainer.models.tabular`:
-repeated values are categories.
+As in `flotilla.trainer.models.tabular`, a string feature whose values repeat in the training rows
+is a category; otherwise it is text.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.tasks.base import Array, Floats
 
-# Larger tensors are pictures, not columns of a table.
+# Larger tensors are treated as pictures, not as columns of a table.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Up to this number of columns histograms have more bins: at most 160 MB in both cases.
+# Up to this number of columns, histograms have more bins. The matrix takes at most 160 MB in both
+# cases.
 _FEW_COLUMNS = 500
-# A linear model sees numbers clipped to this many deviations from the mean.
+# For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0
-#: The number of rows whose texts are read.
+#: Maximum number of rows whose texts are read.
 MOST_TEXTS = 20_000
 _TEXTS_AT_ONCE = 500
-# A letter of a script without spaces, or a word of another script.
+# A word is one letter of a script without spaces, or a sequence of letters of another script.
 _ALONE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 _WORD = rf"[{_ALONE}]|[^\W{_ALONE}]+"
 Matrix = Any
@@ -41,7 +42,7 @@ def usable(spec: DatasetSpec) -> list[str]:
 
 
 def width(spec: DatasetSpec, names: Sequence[str]) -> int:
-    """Return the number of columns of the features."""
+    """Return the total number of columns of the features."""
     return sum(math.prod(spec.features[name].sizes) for name in names)
 
 
@@ -59,21 +60,21 @@ def _is_column(feature: FeatureSpec) -> bool:
 
 
 def _code(values: Array, column: Array) -> Floats:
-    """Return the index of each value in sorted ones; NaN for an unknown value."""
+    """Return the index of each value in the sorted `values`; NaN if it is unknown."""
     places = np.searchsorted(values, column).clip(max=len(values) - 1)
     return np.where(values[places] == column, places.astype(np.float64), np.nan)
 
 
 class Columns:
-    """Statistics of the features of the training rows."""
+    """Statistics of the training rows that are needed to build a matrix from their features."""
 
     def __init__(self, spec: DatasetSpec, rows: Rows, classes: int) -> None:
-        """Determine the kind of each column; a model will have `classes` classes."""
+        """Determine the kind of each feature for a model with `classes` classes."""
         self.is_narrow = width(spec, [*rows.columns]) <= _FEW_COLUMNS
         #: Maximum number of histogram bins of a tree.
         self.bins = 255 if self.is_narrow else 63
         self._classes = classes
-        # The most frequent values, in order.
+        # The most frequent values of each category feature, sorted by value.
         self._categories: dict[str, Array] = {}
         #: The features that are texts.
         self.texts: list[str] = []
@@ -92,14 +93,14 @@ class Columns:
 
     @property
     def plain(self) -> bool:
-        """Return whether there are features that are not texts."""
+        """Return whether any feature is a number or a category."""
         return bool(self._numbers or self._categories)
 
     def learn_trees(self, rows: Rows, clock: Clock) -> Matrix:
-        """Fit the bins of numbers; return the matrix of the rows."""
+        """Choose the histogram bins of the numbers, and return the matrix of the rows."""
         numbers = self._all_numbers(rows)
         steps = np.linspace(0, 1, self.bins)[1:-1]
-        # scikit-learn's weighted quantiles take a minute.
+        # scikit-learn's weighted quantiles would take a minute.
         self._steps = [
             np.unique(np.quantile(known, steps, method="lower")) if len(known) else None
             for known in (column[~np.isnan(column)] for column in numbers.T)
@@ -107,20 +108,20 @@ class Columns:
         return self.trees(rows, clock)
 
     def trees(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return binned numbers [n, columns], NaN where missing, followed by categories."""
+        """Return the matrix [n, columns] of binned numbers (NaN if missing) and categories."""
         clock.check()
         numbers = self._all_numbers(rows).T
         found = [
             np.where(np.isnan(column), np.nan, np.searchsorted(steps, column))
             for steps, column in zip(self._steps, numbers, strict=True)
-            # A column without values stays missing.
+            # Skip columns that had no value in training.
             if steps is not None
         ]
         codes = [_code(values, rows.columns[name]) for name, values in self._categories.items()]
         return np.column_stack([np.zeros(rows.count), *found, *codes])
 
     def are_categories(self, columns: int) -> Array:
-        """Return which columns of `trees` are categories: the last ones."""
+        """Return a mask of the columns of `trees` that are categories, which come last."""
         return np.arange(columns) >= columns - len(self._categories)
 
     def _all_numbers(self, rows: Rows) -> Floats:
@@ -132,10 +133,10 @@ class Columns:
         return whole
 
     def learn_linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Fit scales and words; return the matrix of as many rows as the time allows."""
+        """Fit scales and word weights; return the matrix of as many rows as the time allows."""
         rows = rows.first(MOST_TEXTS) if self.texts else rows
         numbers = self._all_numbers(rows)
-        # Squares of very large numbers would overflow.
+        # Scale first, because squares of very large numbers would overflow.
         self._largest = _or_one(np.nanmax(np.abs(numbers), axis=0, initial=0.0))
         scaled = numbers / self._largest
         self._has_gaps = np.isnan(scaled).any(axis=0)
@@ -150,7 +151,7 @@ class Columns:
         return self._together(self._plain(rows.first(taken)), counts)
 
     def linear(self, rows: Rows, clock: Clock) -> Matrix:
-        """Return the matrix of further rows."""
+        """Return the matrix of other rows."""
         counts, taken = self._count_words(rows.columns, rows.count, clock)
         if taken < rows.count:
             clock.check()
@@ -175,12 +176,12 @@ class Columns:
     def _count_words(
         self, columns: Mapping[str, Array], rows: int, clock: Clock
     ) -> tuple[list[Matrix], int]:
-        """Count hashed words and word pairs, of as many rows as the time allows."""
+        """Count hashed words and word pairs of as many rows as the time allows."""
         if not self.texts:
             return [], rows
         from sklearn.feature_extraction.text import HashingVectorizer  # noqa: PLC0415
 
-        # 2^20 coefficients of a model, 8 MB; a solver holds about 20 copies.
+        # At most 2^20 coefficients per model (8 MB), because a solver holds about 20 copies.
         size = 1 << min(17, ((1 << 20) // max(self._classes, 1)).bit_length() - 1)
         words = HashingVectorizer(
             n_features=size, token_pattern=_WORD, ngram_range=(1, 2), alternate_sign=False,

@@ -1,8 +1,8 @@
 """Gradient boosting and linear models, fitted within a time limit.
 
-Each model is fitted in slices of iterations; the speed of the previous slices determines the size
-of the next. Each uses one thread: OpenMP threads wait for each other in busy loops, so that on a
-shared machine two threads take up to a hundred times as long as one.
+Each model is fitted in slices of iterations; the speed of the previous slice determines the size of
+the next. Each model uses one thread, because OpenMP threads wait for each other in busy loops: on a
+shared machine, two threads can take a hundred times as long as one.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# The iterations of scikit-learn's default; fewer for many classes, which have one tree each per
-# iteration.
+# scikit-learn's default number of iterations, and the maximum number of trees. An iteration fits
+# one tree per class, so many classes get fewer iterations.
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5
-# From this number of rows on, trees have the default size, and a tenth stops training early.
+# From this number of rows on, trees have scikit-learn's default number of leaves, and a tenth of
+# the rows is held out for early stopping.
 _MANY_ROWS, _LEAVES = 2000, 31
-# The share of the remaining time that the next slice may take.
+# Share of the remaining time that the next slice may take.
 _SAFE = 0.7
-# The probability of a class that no row has.
+# Probability of a class that does not occur in the rows.
 _LEAST = 1e-6
-#: Maximum number of values of a target, each of which has a separate model.
+#: Maximum number of values of a target; each value has a separate model.
 MOST_NUMBERS = 32
 Answer = Callable[[Rows, Clock], Any]
 
 
 class Label(NamedTuple):
-    """A target: its values [n], which are numbers or class numbers, and the weights [n]."""
+    """A target: its values [n], either numbers or class indices, and the weights [n]."""
 
     values: Array
     weights: Floats | None
@@ -46,9 +47,10 @@ class Label(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of model: its matrices of training rows and other rows, and its fit function.
+    """A kind of model: functions that build its matrices, and one that fits it.
 
-    The matrix may hold fewer training rows, as the time allows.
+    `known` is for training rows; it may leave out the last rows if time runs out. `matrix` is for
+    other rows.
     """
 
     known: Callable[[Rows, Clock], Matrix]
@@ -57,7 +59,7 @@ class Kind(NamedTuple):
 
 
 def boosting(columns: Columns) -> Kind:
-    """Return gradient boosting on histograms, with native categories and missing numbers."""
+    """Return histogram gradient boosting, which supports categories and missing numbers."""
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import ensemble  # noqa: PLC0415
@@ -73,7 +75,7 @@ def boosting(columns: Columns) -> Kind:
             categorical_features=columns.are_categories(x.shape[1]),
             max_bins=columns.bins,
             max_leaf_nodes=_LEAVES if is_large and columns.is_narrow else _LEAVES // 2,
-            # Each class needs some rows on both sides of the split.
+            # Each class needs some rows in both the training part and the held-out part.
             early_stopping=is_large and min(counts, default=_FIRST) >= _FIRST,
         )
 
@@ -88,7 +90,7 @@ def boosting(columns: Columns) -> Kind:
 
 
 def linear(columns: Columns) -> Kind:
-    """Return logistic regression or ridge on numbers, one-hot categories and TF-IDF."""
+    """Return logistic or ridge regression on numbers, one-hot categories and TF-IDF."""
 
     def fit_within(x: Matrix, of: Label, clock: Clock) -> Any:
         from sklearn import linear_model  # noqa: PLC0415
@@ -113,7 +115,7 @@ def linear(columns: Columns) -> Kind:
 
 
 def _fit_slices(fit: Callable[[int], bool], most: int, clock: Clock) -> None:
-    """Call `fit` with growing numbers of iterations until it has converged or time is up."""
+    """Call `fit` with growing numbers of iterations until it converges or time runs out."""
     clock.check()
     done, size = 0, min(_FIRST, most)
     while done < most and size > 0:
@@ -145,14 +147,18 @@ def count_labels(task: Task) -> int:
 
 
 def count_classes(task: Task) -> int:
-    """Return the most classes of a label: trees per iteration, or rows of a linear model."""
+    """Return the largest number of classes of any label.
+
+    It is the number of trees per iteration, and the number of rows of a linear model's
+    coefficients.
+    """
     if "" not in task.parts:
         return max(count_classes(part) for part in task.parts.values())
     return task.num_classes if isinstance(task, Classification) else 1
 
 
 def fit_outputs(kind: Kind, task: Task, rows: Rows, clock: Clock) -> tuple[Answer, int]:
-    """Return a function that predicts further rows, and the number of rows it was fitted to."""
+    """Return a function that predicts other rows, and the number of rows used to fit it."""
     x = kind.known(rows, clock)
     count = x.shape[0]
     weights = rows.weights[:count]

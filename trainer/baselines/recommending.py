@@ -1,8 +1,9 @@
-"""Recommendations without a network: popularity, and item-item similarity.
+"""Recommendations without a neural network: popularity, and item-item similarity.
 
-Popularity gives every user the items that were taken most often. Item-item scores an item by the
-sum of its cosines with the items that the user took (Sarwar et al. 2001, "Item-based collaborative
-filtering"), from a truncated SVD of the matrix of cosines (Cremonesi et al. 2010, "PureSVD").
+Popularity recommends the most frequently taken items to every user. Item-item scores an item by the
+sum of its cosine similarities to the items that the user took (Sarwar et al. 2001, "Item-based
+collaborative filtering"). The similarities come from a truncated SVD of the normalized user-item
+matrix (Cremonesi et al. 2010, "PureSVD").
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from flotilla.trainer.baselines.rows import Clock, NoBaselineError, Rows
 from flotilla.trainer.tasks.base import Array, Floats
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
-#: The dimensions of an item vector.
+#: Number of dimensions of an item vector.
 FACTORS = 64
 _FEWEST_FACTORS = 2
-# The number of pseudo-examples with the mean rate that each item starts with.
+# Number of pseudo-examples, at the mean rate, that each item starts with.
 _PRIOR = 10.0
 
 
 class _Taken:
-    """The users and items of positive training examples."""
+    """Users and items of the training examples, with how often each item was taken."""
 
     def __init__(self, task: Recommendation, rows: Rows) -> None:
         self._columns = task.columns
@@ -42,7 +43,7 @@ class _Taken:
         self.odds = _log_odds(rate)
 
     def places(self, rows: Rows) -> tuple[Array, Array]:
-        """Return the indices of users and items of further rows; -1 for new ones."""
+        """Return the indices of the users and items of other rows; -1 for unknown ones."""
         known = zip((self.users, self.items), self._columns, strict=True)
         user, item = (_place(each, rows.columns[name]) for each, name in known)
         return user, item
@@ -53,7 +54,7 @@ class _Taken:
 
 
 def popularity(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
-    """Return a function that scores items by how often they were taken, for every user."""
+    """Return a function that scores items by how often all users took them."""
     clock.check()
     known = _Taken(task, rows)
 
@@ -69,7 +70,7 @@ def popularity(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
 
 
 def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
-    """Return a function that scores items by their cosine with the items that a user took."""
+    """Return a function that scores items by their similarity to the items that a user took."""
     from sklearn.linear_model import LogisticRegression  # noqa: PLC0415
 
     clock.check()
@@ -90,7 +91,7 @@ def item_item(task: Recommendation, rows: Rows, clock: Clock) -> Answer:
         found: Floats = (of_users[user] * of_items[item]).sum(axis=1)
         return found * ((user >= 0) & (item >= 0))
 
-    # An item that the user took does not count towards its own score.
+    # Exclude an item that the user took from its own score.
     own = known.taken * (of_items[known.item] ** 2).sum(axis=1)
     found = np.stack([known.odds[known.item], scores(known.user, known.item) - own], axis=1)
     model = LogisticRegression().fit(found, known.taken, known.weights)

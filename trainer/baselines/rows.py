@@ -1,4 +1,4 @@
-"""Random rows of a split as arrays, bounded in number and in memory."""
+"""Read random rows of a split as arrays, bounded in number and in memory."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 
 SPLIT = "train"
-#: The maximum number of bytes of a text.
+#: Maximum length of a text in bytes; the rest is cut off.
 TEXT_BYTES = 2000
-# The bytes of shards to fetch, and the bytes of records to draw from them.
+# Maximum size of the fetched shards, and of the records drawn from them, in bytes.
 _MOST_BYTES, _MOST_READ = 256 << 20, 128 << 20
-# The number of fetched records for each drawn record.
+# Number of records to fetch for each drawn record.
 _SLACK = 4
 _AT_ONCE, _BYTES_AT_ONCE = 4096, 32 << 20
 
 
 class NoBaselineError(Exception):
-    """A baseline does not fit the task, or is out of time; the message is the reason."""
+    """No baseline supports the task, or time ran out; the message is the reason."""
 
 
 class Clock:
-    """The remaining seconds."""
+    """A countdown of the time that is left for the baselines."""
 
     def __init__(self, seconds: float) -> None:
-        """Start the clock."""
+        """Start a countdown of `seconds`."""
         self._end = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        """Remaining seconds; below 0 after the end."""
+        """Remaining seconds; negative after the end."""
         return self._end - time.monotonic()
 
     def share(self, of: float) -> Clock:
-        """Return a clock with a share of the remaining time."""
+        """Return a countdown of a share of the remaining time."""
         return Clock(self.left * of)
 
     def check(self) -> None:
-        """Raise `NoBaselineError` after the end."""
+        """Raise `NoBaselineError` if no time is left."""
         if self.left <= 0:
             raise NoBaselineError("it found no time")
 
@@ -67,18 +67,18 @@ class Rows:
         return len(self.weights)
 
     def select(self, places: Any) -> Rows:
-        """Return the rows of a slice or a mask."""
+        """Return the rows that a slice or a mask selects."""
         values = dict(self.columns), self.labels, self.weights
         return Rows(*tf.nest.map_structure(lambda each: each[places], values))
 
     def first(self, most: int) -> Rows:
-        """Return at most the first `most` rows."""
+        """Return the first rows, at most `most`."""
         return self if self.count <= most else self.select(slice(most))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The shards of a dataset, and a local folder to fetch them into."""
+    """The shards of a dataset, and a local folder to download them to."""
 
     spec: DatasetSpec
     uri: str
@@ -86,12 +86,13 @@ class Splits:
 
 
 def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock) -> Rows:
-    """Return at most `most` training examples, drawn uniformly, without those of weight 0.
+    """Return up to `most` training examples, drawn uniformly; examples of weight 0 are dropped.
 
-    Shards are parts of a random order, so the first shards represent all.
+    Only the first shards are read. They represent all examples, because examples are assigned to
+    shards at random.
 
     Raises:
-        NoBaselineError: the shards are too large, all weights are 0, or time is up.
+        NoBaselineError: the shards are too large, all weights are 0, or time ran out.
     """
     spec, manifest = splits.spec, storage.read_manifest(splits.uri)
     sizes = {entry.path: entry.bytes for entry in manifest.files}
@@ -122,7 +123,7 @@ def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock)
 def batches(
     spec: DatasetSpec, files: Sequence[Path], names: Sequence[str], drawn: Array
 ) -> Iterator[Rows]:
-    """Read features `names`, labels and weights of the drawn rows of files."""
+    """Yield the drawn rows of files in batches, with features `names`, labels and weights."""
     roles = [*dict.fromkeys(filter(None, [*names, *spec.targets, spec.weight]))]
     marks = tf.constant(drawn)
 

@@ -1,1 +1,1 @@
-"""The schema of examples: features, names, classes and statistics of a dataset."""
+"""Schema of examples: the features, names, classes and statistics of a dataset."""

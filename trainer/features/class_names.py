@@ -1,8 +1,8 @@
 """Names of classes: equal spellings, look-alikes, and canonical names.
 
-All code that reads, counts, weighs or compares classes uses this module. Spellings are equal if
-they differ only in spaces or Unicode form, in the case of a boolean word, or in the notation of a
-number.
+All code that reads, counts, weights or compares classes uses this module. Two spellings are equal
+if they differ only in spaces or Unicode form, in the case of a boolean word, or in the notation of
+a number.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 
-#: Pairs of false and true, in the order in which they name two classes.
+#: Pairs of words for false and true.
 _PAIRS = (("false", "true"), ("no", "yes"), ("off", "on"), ("f", "t"), ("n", "y"), ("0", "1"))
 _SENSES = {word: number for pair in _PAIRS for number, word in enumerate(pair)}
-# Words, not letters: `T` and `t` may differ if there are other classes.
+# Only whole words: `T` and `t` may be different classes if there are other classes.
 _WORDS = {word for pair in _PAIRS[:3] for word in pair}
 _LETTERS = ({"f", "t"}, {"n", "y"})
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
@@ -28,14 +28,17 @@ _JOINS = re.compile(r"(?<=\w)[\s_-]+(?=\w)")
 
 
 def normalize_text(text: str) -> str:
-    """Return a text with single spaces, without surrounding ones, in one Unicode form."""
+    """Return a text in Unicode form NFC, with single spaces and none at the ends."""
     if not text.isascii():
         text = unicodedata.normalize("NFC", text.translate(_UNSEEN))
     return " ".join(text.split())
 
 
 def normalize_number(text: str) -> str:
-    """Return the canonical spelling of a number: `1` for `+1`, `01`, `1.0`; else an empty text."""
+    """Return the canonical spelling of a number, such as `1` for `+1`, `01` or `1.0`.
+
+    A text that is not a number gives an empty text.
+    """
     if not _NUMBER.fullmatch(text):
         return ""
     found = format(Decimal(text).normalize(), "f")
@@ -43,14 +46,14 @@ def normalize_number(text: str) -> str:
 
 
 def class_key(text: str) -> str:
-    """Return the key that all spellings of a class share, independent of other classes."""
+    """Return a key that is the same for all spellings of a class, whatever other classes exist."""
     short = normalize_text(text)
     word = short.lower()
     return word if word in _WORDS else normalize_number(short) or short
 
 
 def is_truth(keys: Iterable[str]) -> bool:
-    """Return whether the keys are true and false, in any spelling."""
+    """Return whether the keys are spellings of true and false only."""
     found = {key.lower() for key in keys}
     letters = [bool(found & pair) for pair in _LETTERS]
     return found <= _SENSES.keys() and not (all(letters) and not found & _WORDS)
@@ -60,12 +63,12 @@ class Spellings:
     """The spellings of a column's classes, grouped by class."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """Take all texts that are not missing."""
+        """Group the texts of a column; missing values must be left out."""
         self.by_key: dict[str, list[str]] = {}
         for text in sorted({normalize_text(each) for each in texts}):
             self.by_key.setdefault(class_key(text), []).append(text)
         self.is_truth = is_truth(self.by_key)
-        #: Whether all are numbers, and whether all numbers are whole.
+        #: Whether all classes are numbers, and whether all of them are integers.
         self.are_numbers = all(map(_NUMBER.fullmatch, self.by_key))
         self.are_whole = self.are_numbers and not any("." in key for key in self.by_key)
 
@@ -87,8 +90,8 @@ class Spellings:
         for key, each in self.by_key.items():
             texts[_SENSES[key.lower()]] += each
         pairs = [pair for pair in _PAIRS if any(key.lower() in pair for key in self.by_key)]
-        # The spelling of words such as `Yes` and `No` is kept; true and 1 are the same in every
-        # format.
+        # Keep the spelling of words such as `Yes` and `No`. Use one name for true and 1, because
+        # some file formats have booleans and others have numbers.
         as_written = len(pairs) == 1 and pairs[0] not in (_PAIRS[0], _PAIRS[-1])
         words = list(pairs[0])
         for number, each in enumerate(texts):
@@ -98,12 +101,13 @@ class Spellings:
 
     def _name(self, key: str) -> str:
         texts = self.by_key[key]
-        # A code keeps its zeros, and `1` is `1` in every format.
+        # Keep the leading zeros of a code. Other numbers get a canonical name, such as `1`, because
+        # each file format writes them differently.
         plain = len(texts) == 1 and (_CODE.fullmatch(texts[0]) or not _NUMBER.fullmatch(key))
         return texts[0] if plain and key not in _PAIRS[0] else key
 
     def list_merged(self) -> list[list[str]]:
-        """Return the spellings of classes with several, except expected variants of a word."""
+        """Return the spellings of classes with several, not counting the case of boolean words."""
         if self.is_truth:
             words: list[set[str]] = [set(), set()]
             for key in self.by_key:
@@ -113,7 +117,7 @@ class Spellings:
 
 
 def lookalikes(names: Iterable[str]) -> list[list[str]]:
-    """Return classes that may be equal: they differ in case, a full stop, or `-` and `_`."""
+    """Return groups of similar names, which differ only in case, a full stop, or `-` and `_`."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_fold(name), []).append(name)
@@ -129,21 +133,21 @@ def _fold(name: str) -> str:
 
 
 class ClassIndex:
-    """Maps every spelling of a class to its number."""
+    """Maps every spelling of a class to the class index."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """Store the names in order, such as the names of a prepared dataset or a model."""
+        """Index the names of classes, such as those of a prepared dataset or a model."""
         self._exact = {name: number for number, name in enumerate(names)}
         keys = [class_key(name) for name in names]
         senses = [_SENSES.get(key.lower(), -1) for key in keys]
         self._is_truth = is_truth(keys) and len(set(senses)) == len(senses)
         own: Sequence[str | int] = senses if self._is_truth else keys
         counts = Counter(own)
-        # Classes that were kept apart on request have only their own spelling.
+        # Classes with the same key were kept apart on request, so that only exact names match.
         self._known = {key: number for number, key in enumerate(own) if counts[key] == 1}
 
     def number(self, text: str) -> int:
-        """Return the number of a class, -1 for an unknown text."""
+        """Return the index of a class; -1 if the text is unknown."""
         if text in self._exact:
             return self._exact[text]
         key = class_key(text)
@@ -151,7 +155,7 @@ class ClassIndex:
 
 
 def are_same(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Return whether two lists have the same classes in the same order."""
+    """Return whether two lists name the same classes in the same order."""
     if len(one) != len(other):
         return False
     known = ClassIndex(one)

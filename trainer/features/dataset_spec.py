@@ -1,7 +1,7 @@
-"""The content of a prepared dataset, from its manifest. Free of TensorFlow.
+"""Content of a prepared dataset, as described in its manifest. Free of TensorFlow.
 
-A split is a list of TFRecord shards. A record is a block of rows (`data/blocks.py`), whose features
-`feature_spec` declares.
+A split is a list of TFRecord shards. A record is a block of rows (`data/blocks.py`) with the
+features in `feature_spec`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.storage import Corrupt, Manifest
 
 KIND = "dataset"
-# Part of a dataset's key: increase it when the written format changes.
+# Version of the stored format. It is part of a dataset's key: increase it when the format changes.
 SCHEMA = 5
-# The maximum number of rows in a block.
+# Maximum number of rows in a block.
 BLOCK_ROWS = 512
-# The number of a label's classes in a message.
+# Maximum number of classes that a message lists.
 _SOME = 10
 SPLITS = ("train", "validation", "test")
 
@@ -31,14 +31,14 @@ SPLITS = ("train", "validation", "test")
 class DatasetSpec:
     """A prepared dataset, as readers, models and tasks see it.
 
-    `targets` are the features to predict; `weight` and `group` are empty if there is none.
-    `target_counts` are the examples of each class by target and split, and `target_moments` are
-    mean, std, min and max over the training split; empty for targets without them. `learnt` are
-    statistics of the training data for a model.
+    `targets` are the features to predict. `weight` and `group` are the names of features, or empty.
+    `target_counts` has the number of examples of each class by target and split. `target_moments`
+    has the mean, std, min and max of a target over the training split. Targets without classes or
+    numbers are absent. `learnt` has the statistics of the training split, for models.
 
-    Each block of a shard has `block_rows` rows, and the last one of a shard the rest.
+    Each block of a shard has `block_rows` rows, except for the last one, which has the remainder.
 
-    The two classes of a target in `swapped` are in reverse order in the blocks.
+    If a target is in `swapped`, the blocks store its two classes in reverse order.
     """
 
     features: Mapping[str, FeatureSpec]
@@ -54,9 +54,9 @@ class DatasetSpec:
     swapped: frozenset[str] = frozenset()
 
     def with_classes(self, target: str, labels: tuple[str, ...], *, swap: bool) -> DatasetSpec:
-        """Return the spec with names of a target's two classes; `swap` reverses them on reading.
+        """Return the spec with new names for the two classes of a target.
 
-        `labels` are in the order after reading.
+        `labels` are in the order after reading. `swap` tells readers to exchange the two classes.
         """
         named = replace(self.features[target], labels=labels, num_classes=len(labels))
         found = replace(self, features={**self.features, target: named})
@@ -92,10 +92,10 @@ class DatasetSpec:
 
     @classmethod
     def from_manifest(cls, manifest: Manifest, learnt: Learnt = NOTHING) -> DatasetSpec:
-        """Return the spec of a published dataset; `learnt` is for the models of the dataset.
+        """Return the spec of a published dataset, with the statistics `learnt` for models.
 
         Raises:
-            UserError: it is not a dataset, or another version wrote it.
+            UserError: it is not a dataset, or was prepared by another version.
         """
         if manifest.kind != KIND:
             raise UserError(f"it is a {manifest.kind} and not a {KIND}: check the URI")
@@ -134,7 +134,7 @@ class _Fields:
 
 
 def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
-    """Raise `ConfigError` for `data.buckets` if no input and no label varies in length."""
+    """Raise `ConfigError` if `data.buckets` is set but no input or label varies in length."""
     if buckets and not varying:
         raise ConfigError(
             "data.buckets: no input or label varies in length; leave it out, or declare a "
@@ -143,14 +143,14 @@ def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
 
 
 def shard_name(split: str, index: int, count: int) -> str:
-    """Return the file name of one shard."""
+    """Return the file name of a shard."""
     return f"{split}-{index:05d}-of-{count:05d}.tfrecord"
 
 
 def slice_features(
     features: Mapping[str, FeatureSpec], targets: Sequence[str], wanted: Sequence[str]
 ) -> list[str]:
-    """Return the features to slice an evaluation by: labels that are a single class, and `wanted`.
+    """Return the features to slice an evaluation by: single-class labels, and `wanted`.
 
     Raises:
         ConfigError: a feature does not exist, or has more than one value per example.
@@ -168,9 +168,9 @@ def slice_features(
 def require_slices(
     config: Config, features: Mapping[str, FeatureSpec], targets: Sequence[str]
 ) -> None:
-    """Raise `ConfigError` if evaluation or gate need a slice that does not exist.
+    """Raise `ConfigError` if the evaluation or the gate needs a slice that does not exist.
 
-    The classes of a label are known by its names.
+    Classes are checked for labels with class names.
     """
     able = slice_features(features, targets, config.evaluation.slices)
     outputs = [f"{name}_" for name in targets] if len(targets) > 1 else []

@@ -1,9 +1,13 @@
-"""The schema of a feature, shared by data, models, tasks and statistics. Free of TensorFlow.
+"""Schema of a feature, shared by data, models, tasks and statistics. Free of TensorFlow.
 
-The form of a feature in a record of `tf.train.Example` is its `stored`: "raw" (the bytes of the
-tensor, little-endian, row by row), "int" (an int64), "float" (a float32), "bytes" (texts), "image"
-(an encoded PNG or JPEG of any size, whose `shape` is the size in which it is read) or "sequence"
-(the bytes of a tensor, or texts, whose first size varies).
+`stored` is the format of a feature in a record:
+
+    "raw"       bytes of the tensor, little-endian, in row-major order
+    "int"       an int64
+    "float"     a float32
+    "bytes"     texts
+    "image"     an encoded PNG or JPEG of any size; it is resized to `shape` when it is read
+    "sequence"  bytes of a tensor, or texts, with a variable first dimension
 """
 
 from __future__ import annotations
@@ -14,11 +18,11 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """Shape of one example, NumPy's name of the type ("string" for texts), and the stored form.
+    """Shape of one example, name of the NumPy type ("string" for texts), and stored format.
 
-    A first size of None varies between examples: batches are padded to the longest with `padding`,
-    or with empty texts. If the values are classes, `num_classes` is their number, and `labels` are
-    their names if they have names.
+    A first dimension of None varies between examples: batches are padded to the longest example
+    with `padding`, or with empty texts. If the values are classes, `num_classes` is their number;
+    `labels` are their names, if known.
     """
 
     shape: tuple[int | None, ...]
@@ -30,14 +34,14 @@ class FeatureSpec:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Its shape, with 1 for a variable size: a lower bound of its memory."""
+        """The shape, with 1 for a variable dimension; its product is the minimum size."""
         return tuple(1 if size is None else size for size in self.shape)
 
     @property
     def varies(self) -> bool:
-        """Return whether its first size varies between examples."""
+        """Return whether the first dimension varies between examples."""
         return None in self.shape
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry in the manifest."""
+        """Return the entry for the manifest."""
         return asdict(self)

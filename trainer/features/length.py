@@ -1,10 +1,11 @@
-"""The length of training: global steps, epochs, and defaults by the number of examples.
+"""Length of training: global steps, epochs, and defaults by the number of examples.
 
-A configuration has `auto` until the dataset is prepared; `resolve` replaces it by numbers, which
-follow published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models for Tabular
-Data: AdamW, batch size by the size of the table, a constant rate, the best weights by validation,
-patience of 16 epochs). On eight tables a cosine schedule was never better than the constant rate,
-and often worse: training with early stopping does not reach its end.
+A configuration contains `auto` until the dataset is prepared; `resolve` replaces it by numbers. The
+defaults follow published work on tables (Gorishniy et al. 2021, Revisiting Deep Learning Models for
+Tabular Data): AdamW, a batch size that depends on the size of the table, a constant learning rate,
+the best weights by validation, and a patience of 16 epochs. On eight tables, a cosine schedule was
+never better than a constant rate and often worse, because training with early stopping does not
+reach the end of the schedule.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from flotilla.trainer.config.schema import Config
 
 LEARNING_RATE = 0.002
 WITHOUT_GAIN = 16
-# With fewer updates between them, validations and checkpoints would take most of the time.
+# Minimum number of steps between validations. With fewer, validations and checkpoints would take
+# most of the time.
 LEAST_STEPS = 50
-# Even a small table needs this many updates.
+# Minimum number of steps, which even a small table needs.
 LEAST_CEILING = 1_500
-# A long epoch has several validations, with at least this many steps between them.
+# A long epoch has up to this many validations, with at least this many steps between them.
 MOST_STEPS, MOST_VALIDATIONS = 250, 4
-# Adam's second moments are unreliable before; Ma and Yarats 2021, On the Adequacy of Untuned
-# Warmup.
+# Before about 100 updates, Adam's second moments are unreliable (Ma and Yarats 2021, On the
+# Adequacy of Untuned Warmup).
 WARMUP_STEPS, WARMUP_SHARE = 100, 0.05
-# The share of the epochs for training without validation, because a full length would overfit.
+# Share of the epochs if there is no validation, because training for all of them would overfit.
 WITHOUT_VALIDATION = 0.2
-# A smaller number of epochs is formatted with a fraction.
+# Smaller numbers of epochs are formatted with decimals.
 _WHOLE = 10
 
 
 class Size(NamedTuple):
-    """Defaults for fewer training examples than `examples`."""
+    """Defaults for datasets with fewer than `examples` training examples."""
 
     examples: float
     batch: int
@@ -56,20 +58,20 @@ SIZES = (
 
 
 class Splits(NamedTuple):
-    """The numbers of examples of a prepared dataset."""
+    """Numbers of examples of a prepared dataset."""
 
     train: int
     validation: int
 
     @classmethod
     def read(cls, dataset: Mapping[str, Any]) -> Splits:
-        """Return the numbers in the fields of a manifest."""
+        """Return the numbers that are recorded in the fields of a manifest."""
         found = (dataset["splits"].get(name) for name in cls._fields)
         return cls(*(int(each["examples"]) if each else 0 for each in found))
 
 
 def examples_of_step(config: Config) -> int:
-    """Return the number of examples of one update: of one worker if workers are asynchronous."""
+    """Return the number of examples of one update, which comes from one worker if asynchronous."""
     training, topology = config.training, config.topology
     return (
         training.step_examples
@@ -88,12 +90,12 @@ def _batches_of_step(config: Config) -> int:
 
 
 def count_steps(config: Config, epochs: float, examples: int) -> int:
-    """Return the global steps of a number of epochs; at least one."""
+    """Return the number of global steps in a number of epochs; at least one."""
     return max(1, math.ceil(epochs * examples / examples_of_step(config)))
 
 
 def is_resolved(config: Config) -> bool:
-    """Return whether all values that depend on the number of examples are numbers."""
+    """Return whether all values that depend on the number of examples are numbers, not `auto`."""
     training = config.training
     return AUTOMATIC not in (
         training.steps,
@@ -107,18 +109,19 @@ def is_resolved(config: Config) -> bool:
 
 
 def resolve_for_dataset(config: Config, uri: str) -> Config:
-    """Return the configuration with the numbers for a published dataset; raises `UserError`."""
+    """Return the configuration with `auto` resolved for a published dataset; raises `UserError`."""
     if is_resolved(config):
         return config
     return resolve(config, Splits.read(storage.read_manifest(uri).fields))
 
 
 def resolve(config: Config, splits: Splits) -> Config:
-    """Return the configuration with numbers for `auto`; raises `ConfigError`."""
+    """Return the configuration with `auto` replaced by numbers; raises `ConfigError`."""
     if is_resolved(config):
         return config
     size = next(each for each in SIZES if splits.train < each.examples)
-    # The batch size is global; workers of one update share it, down to the smallest batch each.
+    # `size.batch` is global: divide it among the batches of one update, but not below the smallest
+    # batch size.
     batch = max(size.batch // _batches_of_step(config), min(size.batch, SIZES[0].batch))
     config = _replace_auto(config, batch_size=batch)
     validates = splits.validation and (config.training.validate_every or config.cluster.evaluator)
@@ -133,18 +136,18 @@ def resolve(config: Config, splits: Splits) -> Config:
     config = _replace_auto(
         config,
         patience=WITHOUT_GAIN if validates else 0,
-        # Only a saved checkpoint can be selected.
+        # Only a saved checkpoint can be selected, so save at every validation.
         checkpoint_every=every or _steps_between_validations(config, splits.train),
         learning_rate=LEARNING_RATE,
         warmup_steps=min(WARMUP_STEPS, int(WARMUP_SHARE * steps)),
         epochs=0.0,
     )
-    # Some rules between keys depend on these numbers.
+    # Validate again, because some rules that span several keys need these numbers.
     return parse_config(config.model_dump(mode="json"))
 
 
 def _replace_auto(config: Config, **values: float) -> Config:
-    """Return the configuration with these values in place of `auto` and `epochs`."""
+    """Replace each `auto` with the value given for its key, and set `epochs`."""
 
     def replace_in(section: Any) -> Any:
         fields = type(section).model_fields
@@ -167,7 +170,7 @@ def _steps_between_validations(config: Config, examples: int) -> int:
 
 
 def describe_choices(asked: Config, known: Config, splits: Splits) -> str:
-    """Describe the values chosen by the number of examples in one line."""
+    """Describe the values that were chosen by the number of examples, in one line."""
     training, batch = known.training, known.training.batch_size
     epochs = asked.training.epochs or count_epochs(known, splits.train)
     by_validation = training.patience and asked.training.steps == AUTOMATIC
@@ -184,7 +187,7 @@ def describe_choices(asked: Config, known: Config, splits: Splits) -> str:
 
 
 def count_epochs(config: Config, examples: int) -> float:
-    """Return the epochs of all steps for a number of training examples."""
+    """Return the number of epochs that the configured steps cover."""
     return config.training.steps * examples_of_step(config) / max(examples, 1)
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 
 _OF_LAYERS = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.-]{0,99}")
-# Suffix of generated names, which no column may have.
+# Suffix of generated names. A column whose name has it gets a generated name too.
 _MADE = re.compile(r".*[._][0-9a-f]{16}", re.DOTALL)
 _LONGEST = 40
 _OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250
@@ -22,7 +22,7 @@ _OF_CURVES, _LONGEST_CURVE = re.compile(r"[\w\-. :/]+"), 250
 def layer_name(name: str) -> str:
     """Return the name of a layer, and so of its variables and scope, for a column or an output.
 
-    It depends on the name alone, so that a checkpoint fits independently of other columns.
+    It depends only on the given name, so that a checkpoint fits even if other columns change.
     Different names give different results.
     """
     if _OF_LAYERS.fullmatch(name) and not _MADE.fullmatch(name):
@@ -32,15 +32,15 @@ def layer_name(name: str) -> str:
 
 
 def argument_names(features: Sequence[str]) -> dict[str, str]:
-    """Return the names of a signature's arguments by feature, in the same order.
+    """Return a signature's argument names by feature, in the same order.
 
-    TensorFlow accepts words of letters, digits and `_` that begin with a letter, are not Python
+    TensorFlow accepts names of letters, digits and `_` that begin with a letter, are not Python
     keywords, and differ in more than case.
     """
     words = {name: _argument(name) for name in features}
     found: dict[str, str] = {}
     taken: set[str] = set()
-    # A feature that already has the name takes precedence.
+    # Features whose name is already valid take precedence.
     for name in sorted(features, key=lambda name: (name != words[name], name)):
         word = words[name]
         if word.lower() in taken or _MADE.fullmatch(name):
@@ -51,7 +51,7 @@ def argument_names(features: Sequence[str]) -> dict[str, str]:
 
 
 def curve_name(name: str) -> str:
-    """Return a tracker's name for a metric or a parameter: MLflow accepts words and paths."""
+    """Return the name of a metric or parameter for a tracker; MLflow allows words and paths."""
     is_path = not {"", ".", ".."} & {*name.split("/")}
     if is_path and len(name) <= _LONGEST_CURVE and _OF_CURVES.fullmatch(name):
         return name
@@ -70,5 +70,5 @@ def _digest(name: str) -> str:
 
 
 def length_name(feature: str) -> str:
-    """Return the feature with the lengths of a feature whose first size varies."""
+    """Return the name of the feature with the lengths of a variable-length feature."""
     return f"{feature}_length"

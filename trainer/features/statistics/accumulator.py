@@ -1,4 +1,4 @@
-"""One pass over the examples of a split, which collects the content of `statistics.json`."""
+"""Accumulates the statistics of a split in one pass over its examples."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from flotilla.trainer.features.statistics.statistics import (
 )
 from flotilla.trainer.features.statistics.words import count_words
 
-# Number of quantiles of a number.
+# Number of intervals between the quantiles of a number.
 STEPS = 1000
-# The hash seed for examples, which differs from the seed of the split.
+# Seed of the hash of an example; differs from the seed of the hash that assigns splits.
 _SALT = 0x5EED
 _PROJECTIONS = 4
-# Elements of longer vectors are not treated as columns.
+# Statistics of each element are kept only for vectors up to this length.
 _LONGEST = 4096
-# The number of hashes of values: for all numbers together, and the minimum for each.
+# Maximum number of value hashes of all features together, and minimum of each feature.
 _MOST_VALUES, _LEAST_VALUES = 1 << 20, 1 << 10
 
 
@@ -57,7 +57,7 @@ def find_kind(feature: FeatureSpec) -> str:
 
 
 class Accumulator:
-    """Statistics of some examples, which can be merged."""
+    """Statistics of a set of examples, which can be merged with others."""
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class Accumulator:
         vocabulary: int,
         seed: int | tuple[int, ...] = 0,
     ) -> None:
-        """Begin without examples.
+        """Create statistics without examples.
 
         Args:
             features: features of the dataset.
             inputs: features that identify equal examples.
-            targets: features whose association with others is measured.
-            vocabulary: most values of a text to keep.
-            seed: seed of the sample; a different one for each part.
+            targets: features whose association with the others is measured.
+            vocabulary: maximum number of values to keep for a text.
+            seed: seed of the sample; it must differ between parts that are merged.
         """
         self.examples = 0
         self._features = features
@@ -104,7 +104,7 @@ class Accumulator:
         )
 
     def add(self, columns: Mapping[str, Any]) -> None:
-        """Add some examples: arrays whose first axis is the example, or what `to_arrow` takes."""
+        """Add examples: arrays with one row per example, or values that `to_arrow` accepts."""
         examples = len(next(iter(columns.values())))
         if not examples:
             return
@@ -133,7 +133,7 @@ class Accumulator:
         self._sample.keep(sampled)
 
     def merge(self, other: Accumulator) -> None:
-        """Add the statistics of further examples."""
+        """Add the statistics of other examples."""
         self.examples += other.examples
         for name in self._features:
             self._missing[name] += other._missing[name]
@@ -177,7 +177,7 @@ class Accumulator:
         return {**found, **self._sample.arrays()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Continue with the state from `arrays`."""
+        """Restore the state from `arrays`."""
         rest = json.loads(str(arrays["rest"]))
         self.examples, self._missing = rest["examples"], rest["missing"]
         self._moments = {name: Moments(*state) for name, state in rest["moments"].items()}
@@ -191,7 +191,7 @@ class Accumulator:
 
     def _counters(self) -> Iterator[tuple[str, BoundedCounter | Hashes]]:
         for each in self._counts.values():
-            # This call adds the words of the texts.
+            # Settling the counts also adds the words of pending texts.
             each.settle()
         kinds = {"count": self._counts, "word": self._words, "pair": self._pairs}
         for kind, parts in ({"value": self._values} | kinds).items():
@@ -214,7 +214,7 @@ class Accumulator:
         self._missing[name] += len(wide) - int(present.sum())
         self._moments[name].add(values)
         if name in self._values:
-            # A digest of narrowed fractions would hide their last digits.
+            # Digest the values again, because rounded fractions would lose their last digits.
             found = digest(values) if digests is None or values.dtype == np.float64 else digests
             self._values[name].add(combine({"": found[present]}, 0))
         if name in self._counts:
@@ -233,7 +233,7 @@ class Accumulator:
         filled = pc.not_equal(texts, b"").to_numpy(zero_copy_only=False)
         present = filled[places]
         of_texts = np.empty(len(texts), np.uint64)
-        # Equal texts have equal digests.
+        # Equal texts have equal digests, so any of them may be stored.
         of_texts[places] = digest(coded) if is_list else digests
         self._values[name].add(combine({"": of_texts[filled]}, 0))
         counts = np.bincount(places, minlength=len(texts))
@@ -242,7 +242,7 @@ class Accumulator:
             starts = values.offsets.to_numpy() - values.offsets[0].as_py()
             present = np.diff(np.cumsum([0, *present])[starts]) > 0
         self._missing[name] += int((~present).sum())
-        # A float64 has 53 bits.
+        # Keep 53 bits, which a float64 represents exactly.
         found = (combine({"": digests[chosen]}, 0) >> np.uint64(11)).astype(np.float64)
         return np.where(present[chosen], found, np.nan)
 
@@ -290,7 +290,7 @@ class Accumulator:
             means=tuple(np.ravel(elements.mean).tolist()) if elements else (),
             stds=tuple(np.ravel(elements.std).tolist()) if elements else (),
             quantiles=tuple(quantiles.tolist()) if is_number else (),
-            # The words are complete only after the texts.
+            # Count the texts first, because counting them also adds their words.
             counts=self._counts[name].counts() if name in self._counts else {},
             distinct=self._distinct(name),
             words=self._words[name].counts() if name in self._words else {},
@@ -308,7 +308,7 @@ class Accumulator:
             return counter.distinct
         if name not in self._values:
             return 0
-        # The hashes of texts do not count their examples.
+        # The hashes of texts count batches, not examples, so the number of examples does not help.
         present = None if counter else self.examples - self._missing[name]
         return self._values[name].distinct(present)
 
@@ -334,14 +334,14 @@ def _is_vector(feature: FeatureSpec) -> bool:
 
 
 def _encode_texts(values: Any) -> pa.Array:
-    """Return texts with each distinct one stored once; those of a shape stay lists."""
+    """Dictionary-encode texts; lists of texts are unchanged."""
     array = to_arrow(values)
     is_coded = pa.types.is_dictionary(array.type) or pa.types.is_large_list(array.type)
     return array if is_coded else array.dictionary_encode()
 
 
 def _count_bytes(images: Any) -> NDArray[np.float64]:
-    """Return the sizes of images, which are encoded, or arrays of pixels."""
+    """Return the sizes in bytes of images, which are encoded or arrays of pixels."""
     if isinstance(images, np.ndarray):
         return np.full(len(images), images[:1].nbytes, np.float64)
     is_list = pa.types.is_large_list(images.type)
@@ -351,7 +351,7 @@ def _count_bytes(images: Any) -> NDArray[np.float64]:
 
 
 def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return mean and standard deviation of each list; NaN for an empty one."""
+    """Return the mean and standard deviation of each list; NaN for an empty one."""
     numbers = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
     lengths = np.diff(lists.offsets.to_numpy())
     means, stds = np.full((2, len(lists)), np.nan)
@@ -366,5 +366,5 @@ def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.fl
 
 @lru_cache(maxsize=16)
 def _signs(size: int) -> NDArray[np.float64]:
-    """Return fixed random signs, on which rows are projected."""
+    """Return fixed random signs, onto which rows are projected."""
     return np.random.RandomState(0).choice([-1.0, 1.0], (size, _PROJECTIONS))

@@ -1,9 +1,9 @@
-"""The association of two values of an example, from 0, independent, to 1, determined.
+"""Association of two values of an example, from 0 (independent) to 1 (one determines the other).
 
-Two numbers: the absolute rank correlation (Spearman). A number and a class: the correlation ratio
-(Fisher) of the ranks, since outliers would dominate that of the values. Two classes: Cramér's V.
-The last two are corrected for chance, which grows with the number of classes ("A bias-correction
-for Cramér's V", Bergsma 2013; "epsilon squared", Kelley 1935).
+For two numbers: the absolute rank correlation (Spearman). For a number and a class: the correlation
+ratio (Fisher) of the ranks, because outliers would dominate the ratio of the values. For two
+classes: Cramér's V. The last two are corrected for chance, which grows with the number of classes
+("A bias-correction for Cramér's V", Bergsma 2013; "epsilon squared", Kelley 1935).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-# Rarer values than the most frequent ones form one class.
+# Maximum number of classes; all rarer values form one class.
 MOST_VALUES = 100
 _FEWEST = 10
 Values = NDArray[np.float64]
@@ -35,14 +35,14 @@ def measure_association(
 
 
 def _ranks(values: Values) -> Values:
-    """Return the ranks, ties with their mean; SciPy's version takes long to import."""
+    """Return ranks, with the mean rank for ties. SciPy's function takes too long to import."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     found: Values = (np.cumsum(counts) - (counts - 1) / 2)[places]
     return found
 
 
 def _encode(values: Values) -> NDArray[np.int64]:
-    """Return small integers for values, the most frequent first; all rare values share one."""
+    """Encode values as small integers, the most frequent first; rare values share one integer."""
     _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = np.empty(len(counts), np.int64)
     ranks[np.argsort(-counts, kind="stable")] = np.arange(len(counts))

@@ -1,8 +1,9 @@
-"""A keyed 64-bit hash of examples, by their content alone.
+"""A keyed 64-bit hash of examples that depends only on their content.
 
-The hash is independent of the storage type of a column: a large value makes it float64, a missing
-value makes whole numbers floats, and a new class shifts the numbers of all others. The digest of a
-column has no key yet, so that several hashes share it. Of texts that repeat, each is digested once.
+The hash does not depend on the storage type of a column: one large value turns a column into
+float64, one missing value turns integers into floats, and a new class shifts the indices of the
+others. Digests of columns are computed without the key, so that hashes with different keys can
+share them. A repeated text is digested only once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 _EXACT = 2.0**53
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# Number of values whose distinct share indicates whether all values repeat.
+# Number of leading values that are checked for repetition.
 _HEAD = 256
 
 
@@ -38,7 +39,7 @@ def combine(digests: Mapping[str, NDArray[np.uint64]], seed: int) -> NDArray[np.
 
 
 def digest(values: Any) -> NDArray[np.uint64]:
-    """Return a 64-bit digest of each value of a column, of any form that `to_arrow` knows."""
+    """Return a 64-bit digest of each value of a column, in any form that `to_arrow` accepts."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         if values.dtype != np.uint8 or values.ndim == 1:
             return _numbers(values)
@@ -58,9 +59,9 @@ def digest(values: Any) -> NDArray[np.uint64]:
 
 
 def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
-    """Return the comparable content of a column of any type; classes have `labels`.
+    """Convert a column so that equal content is equal for any storage type.
 
-    Fractions count with the digits of a float32.
+    Class indices become their `labels`. Fractions are rounded to float32.
     """
     if not isinstance(values, np.ndarray):
         return values
@@ -76,9 +77,9 @@ def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
 
 
 def to_arrow(values: Any) -> pa.Array:
-    """Return bytes as an Arrow array without nulls, and arrays of any length as lists of numbers.
+    """Convert bytes to an Arrow array without nulls, and arrays of any length to lists of numbers.
 
-    Texts of a shape are lists of bytes; Arrow arrays stay as they are.
+    Arrays of texts become lists of bytes; Arrow arrays are returned unchanged.
     """
     if isinstance(values, pa.Array):
         return values
@@ -89,7 +90,7 @@ def to_arrow(values: Any) -> pa.Array:
     if flat.dtype.kind in "OSU":
         inner = pa.array([bytes(each) for each in flat], pa.large_binary())
     else:
-        # Arrow does not have the short floats of accelerators.
+        # Arrow does not support the accelerators' short float types, such as bfloat16.
         inner = pa.array(flat.astype(np.float32) if flat.dtype.kind == "V" else flat)
     ends = np.cumsum([0, *(np.size(each) for each in rows)])
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), inner)
@@ -106,7 +107,7 @@ def _digest_lists(array: pa.Array) -> NDArray[np.uint64]:
 
 
 def _digest_bytes(data: memoryview, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the digests of consecutive ranges of some bytes."""
+    """Return the digests of consecutive ranges of a buffer."""
     blake, ends = hashlib.blake2b, starts.tolist()
     digests = b"".join(
         blake(data[begin:end], digest_size=8).digest() for begin, end in pairwise(ends)
@@ -120,14 +121,14 @@ def _key(name: str, seed: int) -> np.uint64:
 
 
 def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
-    # Integers are hashed like floats, so that a column keeps its hashes when missing values make it
-    # a float.
+    # Hash integers as floats, so that the hashes do not change when missing values turn a column
+    # into floats.
     given = values.reshape(len(values), -1)
     wide = given.astype(np.float64) + 0.0
     wide[np.isnan(wide)] = np.nan
     bits = wide.view(np.uint64)
     if given.dtype in (np.int64, np.uint64):
-        # Above this, floats cannot represent odd numbers.
+        # Above this, float64 cannot represent odd integers.
         bits = np.where(np.abs(wide) < _EXACT, bits, given.view(np.uint64))
     total = np.zeros(len(values), np.uint64)
     for place in range(bits.shape[1]):
@@ -136,7 +137,7 @@ def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014): each bit depends on all."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea, Flood 2014), which mixes all bits."""
     found = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: NDArray[np.uint64] = found ^ (found >> np.uint64(31))

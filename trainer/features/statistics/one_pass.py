@@ -1,10 +1,10 @@
-"""Mergeable statistics of one pass over numbers or texts, in bounded memory.
+"""Mergeable one-pass statistics of numbers and texts, in bounded memory.
 
-Numbers: mean and variance (Chan, Golub, LeVeque, "Updating formulae", 1979), since the difference
-of two sums of squares would lose the digits of numbers with a large mean.
+Numbers: mean and variance, by merging (Chan, Golub, LeVeque, "Updating formulae", 1979), because
+the difference of two sums of squares would lose the digits of numbers with a large mean.
 
-Texts: counts, exact up to a limit of distinct ones. Above it the rarest are dropped ("Lossy
-counting", Manku and Motwani 2002): a dropped text is counted from 0 when it appears again.
+Texts: exact counts up to a limit of distinct texts. Above the limit, the rarest are dropped ("Lossy
+counting", Manku and Motwani 2002); a dropped text that occurs again is counted from 0.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-#: Texts, as large_binary, and how often each was counted.
+#: Texts, as large_binary, with the count of each.
 Counted = tuple[pa.Array, NDArray[np.int64]]
 OnCounted = Callable[[pa.Array, NDArray[np.int64]], None]
-# The factor of counted over requested texts, which keeps dropped texts far from the requested ones.
+# Ratio of counted to requested texts. It keeps the requested texts from being dropped.
 _MARGIN = 4
-# The number of texts, and their bytes, that wait to be counted together.
+# Maximum number and total bytes of texts that wait to be counted together.
 _MOST_PENDING, _MOST_BYTES = 1 << 17, 1 << 26
 # Differences of integers below this bound do not overflow.
 _CLOSE = 2.0**62
-# The number of values to sum at a time, which fits into the cache.
+# Number of values to sum at a time, so that they fit into the CPU cache.
 _PART = 1 << 16
 
 
 @dataclass
 class Moments:
-    """Sums over numbers; over vectors, arrays with the sums of each element."""
+    """Mergeable moments and range of numbers; for vectors, arrays with one value per element."""
 
     count: Any = 0
     mean: Any = 0.0
@@ -42,13 +42,13 @@ class Moments:
     most: Any = -np.inf
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add numbers, or the rows of an array, except values that are not finite."""
+        """Add numbers, or the rows of an array; values that are not finite are skipped."""
         rows = max(1, _PART * len(values) // max(1, values.size))
         for start in range(0, len(values) if values.size else 0, rows):
             self.merge(_measure(values[start : start + rows]))
 
     def merge(self, other: Moments) -> None:
-        """Add the sums over further numbers."""
+        """Add the moments of other numbers."""
         delta = other.mean - self.mean
         both = self.count + other.count
         share = other.count / np.maximum(both, 1)
@@ -65,7 +65,7 @@ class Moments:
         return np.where(self.most > self.least, found, 0.0)[()]
 
     def state(self) -> list[Any]:
-        """Return the sums as JSON, from which `Moments(*state)` continues."""
+        """Return the state as JSON values, from which `Moments(*state)` restores it."""
         return [np.asarray(each).tolist() for each in astuple(self)]
 
 
@@ -74,13 +74,13 @@ def _measure(values: NDArray[Any]) -> Moments:
     mask: Any = True
     if values.dtype == np.int64:
         least, most = values.min(0), values.max(0)
-        # Differences of large integers keep the digits that their floats lose.
+        # Subtract the minimum first, because large integers lose digits when converted to floats.
         base = np.where(np.float64(most) - least < _CLOSE, least, 0)
         wide = (values - base).astype(np.float64)
     else:
         wide = values.astype(np.float64)
         finite = np.isfinite(wide)
-        # Sums without a mask are faster.
+        # NumPy sums faster without a mask.
         mask = finite if not finite.all() else True
         least = wide.min(0, where=mask, initial=np.inf)
         most = wide.max(0, where=mask, initial=-np.inf)
@@ -95,13 +95,13 @@ class BoundedCounter:
     """Counts of the most frequent texts.
 
     Attributes:
-        is_whole: whether no text was dropped.
+        is_whole: whether no text has been dropped.
     """
 
     def __init__(self, most: int, on_counted: OnCounted | None = None) -> None:
-        """Begin without texts; `most` frequent texts can be returned.
+        """Create an empty counter that can return the `most` most frequent texts.
 
-        `on_counted` is called with added texts, each of them once, before some are dropped.
+        `on_counted` is called with each batch of distinct texts before any are dropped.
         """
         self.is_whole = True
         self._most, self._on_counted = most, on_counted
@@ -119,7 +119,7 @@ class BoundedCounter:
             self.settle()
 
     def settle(self) -> None:
-        """Count the added texts."""
+        """Count the texts that wait to be counted."""
         if self._pending:
             found = _sum(self._pending)
             self._pending, self._size, self._bytes = [], 0, 0
@@ -128,7 +128,7 @@ class BoundedCounter:
             self._put(*found)
 
     def merge(self, other: BoundedCounter) -> None:
-        """Add the counts of further texts."""
+        """Add the counts of another counter."""
         self.settle()
         other.settle()
         self.is_whole = self.is_whole and other.is_whole
@@ -136,12 +136,12 @@ class BoundedCounter:
 
     @property
     def distinct(self) -> int:
-        """Return the number of counted texts: all distinct texts if none was dropped."""
+        """Return the number of kept texts, which are all distinct texts if `is_whole`."""
         self.settle()
         return len(self._texts)
 
     def counts(self) -> dict[str, int]:
-        """Return the most frequent texts with their counts, ties by value; valid UTF-8 only."""
+        """Return the most frequent texts (valid UTF-8 only) and their counts, ties by value."""
         self.settle()
         chosen = self._rank()[: self._most]
         found = {}
@@ -154,7 +154,7 @@ class BoundedCounter:
         return found
 
     def arrays(self, prefix: str) -> dict[str, NDArray[Any]]:
-        """Return the state as arrays; `prefix` begins all names."""
+        """Return the state as arrays, with `prefix` before each name."""
         self.settle()
         content = b"".join(self._texts.to_pylist())
         arrays = {
@@ -166,7 +166,7 @@ class BoundedCounter:
         return {f"{prefix}{name}": each for name, each in arrays.items()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], prefix: str) -> None:
-        """Continue with the state from `arrays`."""
+        """Restore the state from `arrays`."""
         ends = np.cumsum([0, *arrays[f"{prefix}lengths"]])
         buffers = [None, pa.py_buffer(ends), pa.py_buffer(arrays[f"{prefix}bytes"].tobytes())]
         self._texts = pa.Array.from_buffers(pa.large_binary(), len(ends) - 1, buffers)
@@ -182,7 +182,7 @@ class BoundedCounter:
             self._texts, self._counts = self._texts.take(pa.array(kept)), self._counts[kept]
 
     def _rank(self) -> NDArray[np.int64]:
-        """Return the places of the texts, the most frequent first, ties by value."""
+        """Return the indices of the texts, the most frequent first, ties by value."""
         table = pa.table({"count": self._counts, "text": self._texts})
         keys = [("count", "descending"), ("text", "ascending")]
         ranks: NDArray[np.int64] = pc.sort_indices(table, keys).to_numpy().astype(np.int64)
@@ -190,7 +190,7 @@ class BoundedCounter:
 
 
 def _sum(parts: Sequence[Counted]) -> Counted:
-    """Return each text once, with the sum of its counts."""
+    """Return each distinct text once, with the sum of its counts."""
     texts, counts = zip(*parts, strict=True)
     coded = pa.concat_arrays(texts).dictionary_encode()
     total = np.bincount(coded.indices, np.concatenate(counts), len(coded.dictionary))

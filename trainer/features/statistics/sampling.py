@@ -1,9 +1,10 @@
 """Sketches of examples: a uniform sample, and the smallest hashes.
 
-Both keep the items with the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that
-sketches of parts can be merged. Keys of the sample are random; the standard error of the rank of a
-quantile is below 0.4 % with 16,384 examples, and zero for fewer. Keys of `Hashes` are the hashes of
-the inputs: equal examples have equal ones, also in other splits and datasets.
+Both keep the items with the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that the
+sketches of parts can be merged. The keys of a sample are random; with 16,384 examples, the rank of
+a quantile has a standard error below 0.4 %, and with fewer examples it is exact. The keys of
+`Hashes` are hashes of the inputs, so equal examples have equal keys, even in other splits and
+datasets.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ _SLACK = 2
 
 
 class Sample:
-    """Columns of sampled examples."""
+    """A uniform random sample of examples, stored by column."""
 
     def __init__(self, columns: list[str], seed: int | tuple[int, ...]) -> None:
-        """Seed the keys; each part needs a different seed."""
+        """Create an empty sample; each part needs a different seed."""
         self._random = np.random.RandomState(seed)
         self._most = max(256, min(MOST_EXAMPLES, _MOST_NUMBERS // max(1, len(columns))))
         self._keys: list[NDArray[np.float64]] = []
@@ -33,14 +34,14 @@ class Sample:
         self._held, self._bound = 0, np.inf
 
     def choose(self, examples: int) -> NDArray[np.intp]:
-        """Draw a key for each new example; return the indices of those to `keep`."""
+        """Draw a key for each new example; return the indices of the examples to pass to `keep`."""
         keys = self._random.random_sample(examples)
         chosen = np.flatnonzero(keys < self._bound)
         self._keys.append(keys[chosen])
         return chosen
 
     def keep(self, columns: Mapping[str, NDArray[np.float64]]) -> None:
-        """Keep the values of the chosen examples."""
+        """Store the values of the chosen examples."""
         for name, held in self._rows.items():
             held.append(columns[name])
         self._held += len(self._keys[-1])
@@ -48,7 +49,7 @@ class Sample:
             self._shrink()
 
     def merge(self, other: Sample) -> None:
-        """Add the sample of further examples."""
+        """Add the sample of other examples."""
         self._keys += other._keys
         for name, held in self._rows.items():
             held.extend(other._rows[name])
@@ -56,7 +57,7 @@ class Sample:
         self._shrink()
 
     def columns(self) -> dict[str, NDArray[np.float64]]:
-        """Return the values by column, in random order."""
+        """Return the sampled values by column, in random order."""
         self._shrink()
         return {name: held[0] if held else np.empty(0) for name, held in self._rows.items()}
 
@@ -67,7 +68,7 @@ class Sample:
         return {"keys": keys, **{f"row/{name}": each for name, each in self.columns().items()}}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Continue with the state from `arrays`."""
+        """Restore the state from `arrays`."""
         self._keys = [arrays["keys"]]
         self._rows = {name: [arrays[f"row/{name}"]] for name in self._rows}
         self._held = len(arrays["keys"])
@@ -87,19 +88,19 @@ class Sample:
 class Hashes:
     """The smallest hashes, with the number of examples of each.
 
-    They estimate the number of distinct hashes, exactly up to `most`: the largest of k uniform
-    hashes gives their density, with a standard error of 1 / sqrt(k - 2) ("On synopses for
-    distinct-value estimation", Beyer and others 2007).
+    They also give the number of distinct hashes. It is exact up to `most`. Beyond that it is
+    estimated from the largest of the k hashes, because hashes are uniform; the standard error is 1
+    / sqrt(k - 2) ("On synopses for distinct-value estimation", Beyer and others 2007).
     """
 
     def __init__(self, most: int = 0) -> None:
-        """Begin without hashes; keep `most`, or as many as a sample of examples needs."""
+        """Create an empty sketch that keeps `most` hashes; 0 means `MOST_HASHES`."""
         self._most = most or MOST_HASHES
         self._found = np.empty(0, np.uint64)
         self._copies = np.empty(0, np.int64)
         self._pending: list[NDArray[np.uint64]] = []
         self._pending_count = 0
-        # Hashes above this limit are unknown.
+        # Hashes above this limit are not kept.
         self._bound = np.uint64(2**64 - 1)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
@@ -111,7 +112,7 @@ class Hashes:
             self._settle()
 
     def merge(self, other: Hashes) -> None:
-        """Add the hashes of further examples."""
+        """Add the hashes of another sketch."""
         self._settle()
         other._settle()
         self._bound = min(self._bound, other._bound)
@@ -120,33 +121,33 @@ class Hashes:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether no example has a larger hash."""
+        """Return whether all hashes have been kept."""
         self._settle()
         return bool(self._bound == np.uint64(2**64 - 1))
 
     def distinct(self, of: int | None = None) -> int:
-        """Return the number of distinct hashes; `of` is the number of added ones, if known."""
+        """Return the number of distinct hashes; `of` is the number of added hashes, if known."""
         if self.is_whole:
             return len(self._found)
-        # If the counts are nearly equal, their number gives a smaller error.
+        # If hashes occur about equally often, dividing by their mean count is more accurate.
         if of is not None and self._copies.std() < self._copies.mean():
             return round(of / float(self._copies.mean()))
         found = round((len(self._found) - 1) / (float(self._bound) / 2.0**64))
         return found if of is None else min(found, of)
 
     def smallest(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return the sorted smallest hashes, and the number of examples of each."""
+        """Return the smallest hashes, sorted, and the number of examples of each."""
         self._settle()
         return self._found, self._copies
 
     def arrays(self, prefix: str = "") -> dict[str, NDArray[Any]]:
-        """Return the state as arrays; `prefix` begins all names."""
+        """Return the state as arrays, with `prefix` before each name."""
         found, copies = self.smallest()
         arrays = {"hashes": found, "copies": copies, "bound": np.array(self._bound)}
         return {f"{prefix}{name}": each for name, each in arrays.items()}
 
     def restore(self, arrays: Mapping[str, NDArray[Any]], prefix: str = "") -> None:
-        """Continue with the state from `arrays`."""
+        """Restore the state from `arrays`."""
         self._found, self._copies = arrays[f"{prefix}hashes"], arrays[f"{prefix}copies"]
         self._bound = np.uint64(arrays[f"{prefix}bound"])
 
@@ -157,7 +158,7 @@ class Hashes:
             self._put(np.concatenate([self._found, found]), np.concatenate([self._copies, copies]))
 
     def _put(self, found: NDArray[np.uint64], copies: NDArray[np.int64]) -> None:
-        """Store these hashes, merged by value, if they are among the smallest."""
+        """Keep the smallest of these hashes, adding the counts of equal ones."""
         unique, places = np.unique(found, return_inverse=True)
         total = np.bincount(places, copies, len(unique)).astype(np.int64)
         if len(unique) > self._most:

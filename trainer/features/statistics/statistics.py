@@ -1,8 +1,8 @@
-"""The statistics of a dataset: `statistics.json`, and `examples.npz` next to it.
+"""Statistics of a dataset: `statistics.json`, and `examples.npz` next to it.
 
-The first holds statistics for people and models. The second holds, for each split, the sketches by
-which datasets are compared: hashes of examples, and a sample of their values. A model reads the
-first lazily (`Learnt`).
+`statistics.json` has statistics for people and models; models read it lazily (`Learnt`).
+`examples.npz` has the sketches of each split by which datasets are compared: hashes of examples,
+and a sample of their values.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from flotilla.trainer.runtime.json_records import parse, parse_record
 FILE, EXAMPLES = "statistics.json", "examples.npz"
 SCHEMA = 1
 NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
-# A function that returns the content of the first existing file, or nothing, and its location.
+# A function that returns the content and location of the first existing file, or empty values.
 Read = Callable[[], tuple[bytes, str]]
-#: Statistics of a feature before its dataset is prepared.
+#: Kind of a feature whose dataset has not been prepared.
 UNKNOWN_KIND = "unknown"
 
 
-# A text with up to this many values is a category; with more, each has to occur this often on
-# average.
+# Texts with up to this many distinct values are categories; with more values, each must occur this
+# often on average.
 _FEW_VALUES, _TIMES = 20, 10
 
 
 def are_repeated(distinct: int, examples: int) -> bool:
-    """Return whether the values of a text repeat, like names of towns."""
+    """Return whether the values of a text repeat, as the names of towns do."""
     return distinct <= max(_FEW_VALUES, examples // _TIMES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureStatistics:
-    """A feature in one split.
+    """Statistics of a feature in one split.
 
     Attributes:
-        kind: number, text, class, tensor or image. The number of an encoded image is its size in
-            bytes.
+        kind: number, text, class, tensor or image. For an encoded image, the number is its size in
+        bytes.
         examples: number of examples of the split.
-        missing: examples without a value: NaN, or an empty text.
-        mean: mean of the numbers, or of all elements of a tensor; like `std`, `least` and `most`,
-            it is None without numbers.
-        means: mean of each element of an input vector; `stds` are the standard deviations.
-        quantiles: equally spaced quantiles of a sample of the examples, with minimum and maximum;
-            for a tensor, of the means of its examples.
-        counts: examples by value, the most frequent first; for a class by its name.
-        distinct: number of distinct values of a number, a text or a class; an estimate for many.
-        words: for input texts, examples by word; lower case, without punctuation. Letters of
-            scripts without spaces are words.
+        missing: number of examples without a value, that is, with NaN or an empty text.
+        mean: mean of the numbers, or of all elements of a tensor. Like `std`, `least` and `most`,
+        it is None if there are no numbers.
+        means: mean of each element of an input vector; `stds` has the standard deviations.
+        quantiles: equally spaced quantiles of a sample of the examples, including minimum and
+        maximum. For a tensor, they are of the mean of each example.
+        counts: number of examples by value, the most frequent first; classes are given by name.
+        distinct: number of distinct values of a number, a text or a class; estimated if large.
+        words: for input texts, number of examples by word, in lower case and without punctuation.
+        In scripts without spaces, each letter is a word.
         pairs: the same for pairs of consecutive words, separated by a space.
         association: association with each label in a sample, from 0 to 1: a correlation, a
-            correlation ratio, or Cramér's V.
+        correlation ratio, or Cramér's V.
     """
 
     kind: str
@@ -82,7 +82,7 @@ class FeatureStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitStatistics:
-    """One split: its number of examples, and its features by name."""
+    """Statistics of a split: its number of examples, and its features by name."""
 
     examples: int
     features: Mapping[str, FeatureStatistics] = field(default_factory=dict)
@@ -90,12 +90,12 @@ class SplitStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleSketch:
-    """A sketch of the examples of a split.
+    """Sketch of the examples of a split.
 
     Attributes:
-        hashes: the sorted smallest hashes of inputs.
-        copies: number of examples of each.
-        is_whole: whether no example has a larger one.
+        hashes: the smallest hashes of the inputs, sorted.
+        copies: number of examples of each hash.
+        is_whole: whether `hashes` contains the hashes of all examples.
         sample: values of randomly drawn examples, as a column of numbers by feature.
     """
 
@@ -107,7 +107,7 @@ class ExampleSketch:
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """The statistics of a dataset by split."""
+    """Statistics of a dataset by split."""
 
     schema: int = SCHEMA
     splits: Mapping[str, SplitStatistics] = field(default_factory=dict)
@@ -119,7 +119,7 @@ def to_bytes(statistics: Statistics) -> bytes:
 
 
 def from_bytes(data: bytes, uri: str) -> Statistics:
-    """Parse `statistics.json`; raises `UserError` for another version."""
+    """Parse `statistics.json`; raises `UserError` if another version wrote it."""
     try:
         found = parse_record(Statistics, parse(data))
     except ValueError:
@@ -132,24 +132,24 @@ def from_bytes(data: bytes, uri: str) -> Statistics:
 
 
 def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
-    """Return the content of `examples.npz`, which is deterministic."""
+    """Return the content of `examples.npz`; equal sketches give equal bytes."""
     arrays: dict[str, Any] = {}
     for split, each in sketches.items():
         arrays |= {f"{split}/hashes": each.hashes, f"{split}/copies": each.copies}
         arrays[f"{split}/is_whole"] = np.array(each.is_whole)
-        # Arrays have neutral names: a column may have a name of any characters and length.
+        # Number the arrays, because a column's name may have any characters and any length.
         columns = json.dumps(list(each.sample))
         arrays[f"{split}/columns"] = np.frombuffer(columns.encode(), np.uint8)
         values = enumerate(each.sample.values())
         arrays |= {f"{split}/sample/{number}": column for number, column in values}
     out = io.BytesIO()
-    # NumPy gives every file in it the same date.
+    # NumPy writes the same date for every file in the archive.
     np.savez(out, **arrays)
     return out.getvalue()
 
 
 def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
-    """Return the sketches by split; raises `UserError` if the file is damaged."""
+    """Return the sketches by split; raises `UserError` if the file is corrupted."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -170,13 +170,12 @@ def _sketch(split: str, arrays: Mapping[str, Any]) -> ExampleSketch:
 
 
 class Learnt:
-    """The statistics of the training split, for a model."""
+    """Statistics of the training split, for a model."""
 
     def __init__(self, read: Read) -> None:
-        """Read them with `read` at the first access."""
+        """Create statistics that are read by calling `read` at the first access."""
         self._read = read
-        #: The content of `statistics.json` after the first access, since a checkpoint must store
-        #: it.
+        #: Content of `statistics.json` after the first access, which is stored in checkpoints.
         self.data = b""
 
     @cached_property
@@ -194,5 +193,5 @@ class Learnt:
         return found
 
 
-#: The statistics before preparation: nothing is known of any feature.
+#: Statistics before preparation: nothing is known of any feature.
 NOTHING = Learnt(lambda: (b"", ""))

@@ -1,8 +1,8 @@
-"""Patterns by which texts are split into words, for statistics and models alike."""
+"""Patterns that split texts into words, shared by statistics and models."""
 
 import re
 
-#: The punctuation that Keras's TextVectorization strips, and the separators of words.
+#: Punctuation that Keras's TextVectorization strips by default.
 PUNCTUATION = r"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']"
 #: Letters of scripts without spaces: Thai, Lao, Burmese, Khmer, kana, Chinese.
 LETTERS = (
