@@ -48,8 +48,7 @@ from flotilla.trainer.tasks.base import Floats, Task
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
-#: Maximum time to fit all baselines and predict with them, in seconds. Evaluating the predictions
-#: takes extra time.
+#: Time limit for fitting and prediction, in seconds. Evaluation takes extra time.
 SECONDS = 20.0
 # Share of the remaining time for fitting; the rest is for predicting.
 _SHARE = 0.8
@@ -63,8 +62,7 @@ _TREES, _LINES = ("Classifier", "Regressor"), ("LogisticRegression", "Ridge")
 # Maximum product of columns, rows and trees in one boosting iteration; it takes 0.1 s on one core.
 _MOST_VALUES = 8_000_000
 _FEWEST_ROWS = 1000
-# Maximum number of rows for a recommendation, which reads three columns, and maximum number of
-# output values (64 MB).
+# Maximum number of rows for a recommendation (three columns), and of output values (64 MB).
 _MOST_PAIRS, _MOST_OUTPUTS = 1_000_000, 1 << 24
 
 
@@ -80,9 +78,8 @@ class Answers(NamedTuple):
 class Baseline:
     """A fitted baseline, with the number of rows it was fitted to and the time that it took.
 
-    If it was not fitted, `skipped` is the reason. `outputs` has the format of the task's outputs
-    and covers the first test examples. `validation` has the outputs from which a decision threshold
-    is chosen.
+    If it was not fitted, `skipped` is the reason. `outputs` are those of the task for the first
+    test examples. `validation` has the outputs by which a decision threshold is chosen.
     """
 
     name: str

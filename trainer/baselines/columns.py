@@ -22,8 +22,7 @@ from flotilla.trainer.tasks.base import Array, Floats
 # Larger tensors are treated as pictures, not as columns of a table.
 _MOST_PIXELS = 256
 _VECTOR = 1
-# Up to this number of columns, histograms have more bins. The matrix takes at most 160 MB in both
-# cases.
+# Up to this number of columns, histograms have more bins (at most 160 MB in both cases).
 _FEW_COLUMNS = 500
 # For a linear model, numbers are clipped to this many standard deviations from the mean.
 _FAR = 10.0

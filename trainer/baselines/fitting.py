@@ -21,13 +21,11 @@ from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 
-# scikit-learn's default number of iterations, and the maximum number of trees. An iteration fits
-# one tree per class, so many classes get fewer iterations.
+# Maximum number of iterations (scikit-learn's default), and of trees (one per class each time).
 _MOST_ITERATIONS, _MOST_TREES = 100, 600
 _MOST_SOLVED = 300
 _FIRST = 5
-# From this number of rows on, trees have scikit-learn's default number of leaves, and a tenth of
-# the rows is held out for early stopping.
+# From this number of rows on, trees have scikit-learn's default size, and training can stop early.
 _MANY_ROWS, _LEAVES = 2000, 31
 # Share of the remaining time that the next slice may take.
 _SAFE = 0.7
@@ -49,8 +47,7 @@ class Label(NamedTuple):
 class Kind(NamedTuple):
     """A kind of model: functions that build its matrices, and one that fits it.
 
-    `known` is for training rows; it may leave out the last rows if time runs out. `matrix` is for
-    other rows.
+    `known` is for training rows, and leaves out some if time runs out; `matrix` is for others.
     """
 
     known: Callable[[Rows, Clock], Matrix]
@@ -147,11 +144,7 @@ def count_labels(task: Task) -> int:
 
 
 def count_classes(task: Task) -> int:
-    """Return the largest number of classes of any label.
-
-    It is the number of trees per iteration, and the number of rows of a linear model's
-    coefficients.
-    """
+    """Return the largest number of classes of a label, which determines the cost of a model."""
     if "" not in task.parts:
         return max(count_classes(part) for part in task.parts.values())
     return task.num_classes if isinstance(task, Classification) else 1

@@ -88,8 +88,7 @@ class Splits:
 def training_rows(splits: Splits, names: Sequence[str], most: int, clock: Clock) -> Rows:
     """Return up to `most` training examples, drawn uniformly; examples of weight 0 are dropped.
 
-    Only the first shards are read. They represent all examples, because examples are assigned to
-    shards at random.
+    Only the first shards are read, because they are a random sample of all examples.
 
     Raises:
         NoBaselineError: the shards are too large, all weights are 0, or time ran out.

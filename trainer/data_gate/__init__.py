@@ -1,1 +1,1 @@
-"""The data gate: rules for a dataset, compared with the champion's, and their report."""
+"""The data gate, which checks a dataset against rules and against the champion's dataset."""

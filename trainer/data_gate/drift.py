@@ -1,4 +1,4 @@
-"""Drift rules: for one feature, for many features together, and between splits."""
+"""Rules on drift: of one feature, of all numeric features together, and between splits."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from flotilla.trainer.data_gate.two_samples import exceeds, holm, homogeneity, k
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 
 Pair = tuple[str, FeatureProfile, FeatureProfile]
-# Below this number of features, each one is tested separately.
+# With fewer features, test each one only separately.
 _FEWEST = 5
 _FEWEST_ROWS = 50
-# If a value occurs this often, and this many times as often as the rarest counted value, the other
-# sample has certainly counted it too.
+# A value counted this often in one sample, and at this multiple of the rarest counted frequency,
+# has certainly been counted in the other sample too.
 _FEWEST_EXAMPLES, _TWICE = 5, 2
 
 
 def compare_samples(
     new: FeatureProfile, old: FeatureProfile, sizes: tuple[float, float] = (np.inf, np.inf)
 ) -> tuple[float, float] | None:
-    """Return effect size and p-value of the difference of a feature in two samples, or None.
+    """Return the effect size and p-value of a difference between two samples of a feature.
 
     The effect size is the Kolmogorov-Smirnov distance for numbers and for the example means of
-    tensors, and the total variation for texts and classes. `sizes` limits the effective sample
-    sizes.
+    tensors, and the total variation distance for texts and classes. `sizes` limits the effective
+    sample sizes. Return None if a sample is empty.
     """
     if new.kind in (TEXT, CLASS):
         if not new.counts or not old.counts:
             return None
-        # Several texts of one example are not independent.
+        # An example may have several texts, which are not independent.
         present = (min(sizes[0], new.present), min(sizes[1], old.present))
         found, known = _tables(new, old)
         return homogeneity(found, known, present)
@@ -43,8 +43,8 @@ def compare_samples(
 
 
 def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, float]]:
-    """Yield the counts of values that both samples have certainly counted, and of all others."""
-    # If a text has many values, the rarest ones are not counted, and differ between samples.
+    """Yield the counts of values that both samples certainly counted, and the sum of all others."""
+    # The rarest values of a text with many values are not counted; which ones differs by sample.
     least = max(
         (_TWICE * min(each.counts.values()) / max(each.present, 1)
          for each in (new, old) if not each.is_counted),
@@ -59,12 +59,12 @@ def _tables(new: FeatureProfile, old: FeatureProfile) -> Iterator[dict[str, floa
     for each in (new, old):
         whole = max(each.present, sum(each.counts.values()))
         counts = {name: float(each.counts.get(name, 0)) for name in names}
-        # The line feed makes this name different from all values.
+        # The line feed keeps this name distinct from all values.
         yield {**counts, "\nothers": whole - sum(counts.values())}
 
 
 def compare_features(question: Question) -> Iterator[Finding]:
-    """Compare each feature with that of the champion's dataset."""
+    """Compare each feature with the same feature of the champion's dataset."""
     champion = question.champion
     pairs = [pair for pair in question.pairs() if _is_tested(question, pair[0])]
     if not champion or not pairs:
@@ -80,9 +80,9 @@ def compare_features(question: Question) -> Iterator[Finding]:
 
 
 def compare_splits(question: Question) -> Iterator[Finding]:
-    """Compare each feature of the test split with that of training.
+    """Compare each feature of the test split with the training split.
 
-    If the test split has the latest examples, nearly every distribution differs.
+    The rule is skipped if splits are made by time, because then nearly every distribution differs.
     """
     dataset = question.dataset
     train, test = (dataset.features(split) for split in ("train", "test"))
@@ -105,7 +105,7 @@ def compare_splits(question: Question) -> Iterator[Finding]:
 
 def _is_tested(question: Question, name: str) -> bool:
     dataset = question.dataset
-    # The rule `balance` checks the shares of the classes of a label.
+    # The rule `balance` checks the class shares of a label.
     is_class = name in dataset.targets and dataset.specs[name].num_classes
     return not (is_class or question.defines_splits(name) or dataset.grows_by_design(name))
 
@@ -136,11 +136,11 @@ def _describe_change(new: FeatureProfile, old: FeatureProfile) -> str:
 
 
 def compare_together(question: Question) -> Iterator[Finding]:
-    """Test all numbers together against the champion's dataset.
+    """Test whether all numeric features together have drifted from the champion's dataset.
 
-    The sum of the squared Mann-Whitney statistics, each of variance 1, has mean p for p features,
-    and variance 2 tr(R^2) with the rank correlations R of the features: the test of Bai and
-    Saranadasa (1996) on ranks. A gamma distribution is fitted to both moments.
+    Use the test of Bai and Saranadasa (1996) on ranks. For p features with rank correlations R, the
+    sum of squared Mann-Whitney statistics (scaled to variance 1) has mean p and variance 2 tr(R^2).
+    The p-value is from a gamma distribution with these moments.
     """
     sample = question.dataset.splits["train"].sample if "train" in question.dataset.splits else {}
     pairs = [
@@ -157,7 +157,7 @@ def compare_together(question: Question) -> Iterator[Finding]:
     total = float(np.sum(lifts**2 / variances))
     spread = 2 * _squares_of_correlations(question.dataset.splits["train"], pairs)
     chance = stats.gamma.sf(total, len(pairs) ** 2 / spread, scale=spread / len(pairs))
-    # The expected value by chance is not an effect.
+    # Subtract the value that is expected by chance, which is not an effect.
     size = float(np.sqrt(max(np.mean(lifts**2) - np.mean(variances), 0.0)))
     if chance < question.significance and size >= question.limit("drift_together"):
         order = np.argsort(-np.abs(lifts) / np.sqrt(variances))

@@ -1,7 +1,8 @@
 """Rules on whole examples: duplicates within a split, and leakage between splits.
 
-The hashes of the inputs identify an example. For a large split only the smallest hashes are known:
-a uniform sample of its distinct examples, and the same sample in every split.
+Examples are identified by the hashes of their inputs. For a large split, only the smallest hashes
+are known. They are a uniform sample of its distinct examples, and equal examples are sampled in
+every split.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile
 from flotilla.trainer.data_gate.two_samples import fisher_test
 from flotilla.trainer.features.statistics.statistics import IMAGE, NUMBER, TENSOR
 
-# A number identifies examples if at least this share of its values is distinct.
+# A number can identify examples if at least this share of its values is distinct.
 _TELLS_APART = 0.9
-# The factor by which the values of a number are denser than evenly spread values.
+# How much denser the values of a number may be than if they were spread evenly.
 _DENSER = 4.0
-# Below this probability of a duplicate by chance, the binomial test is used.
+# If duplicates by chance are less probable than this, use the binomial test.
 _RARE = 0.005
 
 
 def duplicates(question: Question) -> Iterator[Finding]:
-    """Find the split with the most unexpected duplicates."""
+    """Find unexpected duplicates; report the split with the most."""
     dataset, limit = question.dataset, question.limit("duplicates")
     found: dict[str, tuple[float, float]] = {}
     for split, each in dataset.splits.items():
@@ -66,7 +67,8 @@ def _expected(question: Question, split: str) -> float | None:
     if by_chance is not None:
         return max(_get_champion_share(question, split) or 0.0, by_chance)
     if split != "train":
-        # Fewer examples have fewer duplicates, unless some values occur in only a few splits.
+        # No estimate: the number does not just depend on the size if some values occur in few
+        # splits.
         return None
     known = _get_champion_share(question, split)
     if known is None or question.champion is None:
@@ -83,10 +85,11 @@ def _get_champion_share(question: Question, split: str) -> float | None:
 
 
 def _estimate_chance(dataset: DatasetProfile) -> float | None:
-    """Return the probability of a duplicate by chance; None if it is unknown.
+    """Return the probability that an example has a duplicate by chance; None if it is unknown.
 
-    Two examples are hardly ever equal if an image or a tensor is an input. The number of possible
-    values of a number is estimated as the range divided by the smallest step of a sample.
+    It is 0 if an input is an image or a tensor, which are hardly ever equal by chance. The number
+    of possible values of a number is estimated as its range divided by the smallest step in a
+    sample.
     """
     train = dataset.splits.get("train")
     if train is None or not train.copies.sum():
@@ -95,7 +98,7 @@ def _estimate_chance(dataset: DatasetProfile) -> float | None:
     if any(each.kind in (TENSOR, IMAGE) for each in features):
         return 0.0
     unlike = train.examples * len(train.copies) / float(train.copies.sum())
-    # The examples with the most frequent value that also share one of the other possible values.
+    # The share of the most frequent value, plus the probability that an example shares another one.
     chances = [
         float(counts.max()) / len(each.numbers)
         + _DENSER * train.examples * float(np.min(steps)) / (each.most - each.least)
@@ -108,15 +111,16 @@ def _estimate_chance(dataset: DatasetProfile) -> float | None:
 
 
 def _count_duplicates(split: SplitProfile) -> tuple[int, int]:
-    """Return the number of examples with known hashes, and the number of duplicates among them."""
+    """Return the number of examples with known hashes, and how many of them have a duplicate."""
     return int(split.copies.sum()), int(split.copies[split.copies > 1].sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copies:
-    """Examples of one split that are also in another: `found` of the `asked` ones.
+    """Examples of one split that are also in another: `found` among `asked` examined examples.
 
-    Only a sample of a large split is known; `whole` is its size, `expected` the share by chance.
+    In a large split, only a sample is examined. `whole` is the size of the split, and `expected` is
+    the share that is expected by chance.
     """
 
     found: int
@@ -126,11 +130,11 @@ class Copies:
 
     @property
     def share(self) -> float:
-        """Return the share of the examples that are in both splits."""
+        """Return the share of the examined examples that are in both splits."""
         return self.found / self.asked
 
     def __str__(self) -> str:
-        """Describe the number of test examples."""
+        """Format the number of test examples for a message."""
         if self.asked == self.whole:
             return f"{self.found} of {self.whole} test examples"
         return (
@@ -140,7 +144,7 @@ class Copies:
 
 
 def leakage(question: Question) -> Iterator[Finding]:
-    """Find splits with more examples of another split than their values explain."""
+    """Find splits that share more examples with another split than chance explains."""
     splits, limit = question.dataset.splits, question.limit("leakage")
     for first, second in combinations([name for name in splits if len(splits[name].hashes)], 2):
         one, other = splits[first], splits[second]
@@ -165,18 +169,18 @@ def find_copies(
     significance: float,
     limit: float = 0.0,
 ) -> Copies | None:
-    """Return the examples of a split that are in another split, if more than by chance.
+    """Return the examples of a split that are also in another split, if more than chance explains.
 
     Args:
         dataset: the dataset of the split `asked`.
-        asked: the split whose examples are searched for.
-        known: the split in which they are searched for.
+        asked: the split whose examples are looked up.
+        known: the split in which they are looked up.
         significance: the significance level of the test.
         limit: the allowed excess over the expected share.
     """
     examples, found = count_shared(asked, known)
     whole, again = _count_duplicates(known)
-    # By chance, an example has a copy equally often in either split.
+    # By chance, an example is as likely to have a copy in the other split as in its own.
     expected = again / whole if whole else 0.0
     by_chance = _estimate_chance(dataset)
     if by_chance is not None and by_chance < max(limit, _RARE):
@@ -191,10 +195,9 @@ def find_copies(
 def find_new_copies(
     dataset: DatasetProfile, known: SplitProfile, significance: float
 ) -> Copies | None:
-    """Return the test examples of a dataset that are in `known`, but not in its training split.
+    """Return the test examples of a dataset that are in `known` but not in its training split.
 
-    Return None if as many are only in the training split, because chance copies occur equally in
-    both splits.
+    Copies by chance are equally frequent in both. Return None if the difference is not significant.
     """
     asked, own = dataset.splits["test"], dataset.splits["train"]
     within = asked.hashes <= min(_limit(asked), _limit(own), _limit(known))
@@ -214,7 +217,7 @@ def find_new_copies(
 
 
 def count_shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
-    """Return how many `asked` examples have a hash known to both, and how many are in both."""
+    """Return how many `asked` examples can be looked up in `known`, and how many were found."""
     within = asked.hashes <= min(_limit(asked), _limit(known))
     copies = asked.copies[within]
     return int(copies.sum()), int(copies[np.isin(asked.hashes[within], known.hashes)].sum())

@@ -1,4 +1,4 @@
-"""The schema file: constraints on the features of a dataset, written by a user.
+"""The schema file, in which a user states constraints on the features of a dataset.
 
     features:
       age: {type: number, min: 0, max: 120, missing: 0.01}
@@ -6,7 +6,7 @@
       note: {required: false}
 
 `data.schema_file` is its path or URI; the format is YAML or JSON. Features that are not in the file
-are unconstrained. A validation publishes an inferred schema as a starting point.
+are unconstrained. Each validation publishes an inferred schema as a starting point.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.uri import is_uri
 
 FILE = "schema.yaml"
-# A text with more values is not a category.
+# A text with more distinct values is not a category.
 _MOST_VALUES = 50
 
 
 class ExpectedFeature(Section):
-    """Constraints on one feature; a missing key is not checked."""
+    """Constraints on a feature; keys that are not set are not checked."""
 
     type: Literal["", "number", "text", "class", "tensor", "image"] = ""
     required: bool = True
@@ -47,13 +47,13 @@ class ExpectedFeature(Section):
 
 
 class ExpectedFeatures(Section):
-    """The content of a schema file."""
+    """Content of a schema file."""
 
     features: dict[str, ExpectedFeature]
 
 
 def read(place: str) -> ExpectedFeatures | None:
-    """Return the schema at a path or URI; None if the path is empty.
+    """Return the schema at a path or URI; None if `place` is empty.
 
     Raises:
         ConfigError: the file does not exist, or is not a schema.
@@ -82,7 +82,7 @@ def read(place: str) -> ExpectedFeatures | None:
 
 
 def infer_schema(dataset: DatasetProfile) -> str:
-    """Return a schema that a dataset satisfies, as YAML for a user to edit."""
+    """Return a schema that the dataset satisfies, as YAML for the user to edit."""
     tree: dict[str, Any] = {}
     for name, each in dataset.features("train").items():
         entry: dict[str, Any] = {"type": each.kind}

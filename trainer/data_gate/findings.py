@@ -1,4 +1,4 @@
-"""Findings of rules, and the input of a rule."""
+"""Findings of rules, the input of a rule, and formatting for messages."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate.expected import ExpectedFeatures
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
-# YAML texts that need no quotes in a list, except words of another type.
+# Names that need no quotes in a YAML list.
 _PLAIN = re.compile(r"(?!(?:yes|no|on|off|true|false|null|y|n)$)[A-Za-z_][\w.-]*", re.IGNORECASE)
-#: A number that is not finite is a text.
+#: NaN and infinities are given as text.
 Value = float | int | str | None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A violation of one rule by a dataset.
+    """A violation of a rule by a dataset.
 
     Attributes:
         rule: one of `flotilla.trainer.config.data_gate.RULES`.
-        says: the problem and its remedy, in one sentence.
+        says: the problem and a suggested fix, in one sentence.
         feature: the feature, or empty; `split` likewise.
         value: the measured value.
         limit: the allowed value, or None.
-        champion: the value of the champion's dataset, or None.
+        champion: the value in the champion's dataset, or None.
     """
 
     rule: str
@@ -45,12 +45,12 @@ class Finding:
     champion: Value = None
 
     def to_json(self, action: str) -> dict[str, Any]:
-        """Return the finding with its action; a number that is not finite becomes a text."""
+        """Return the finding with its action; NaN and infinities become text."""
         tree = {name: _plain(value) for name, value in asdict(self).items()}
         return {**tree, "action": action}
 
     def line(self, action: str) -> str:
-        """Return the finding as one line that names the key of its rule."""
+        """Return the finding as one line, which tells how to configure its rule."""
         says = " ".join(self.says.split())
         if "data." in says or "gate." in says:
             return f"{self.rule}: {says}"
@@ -66,7 +66,7 @@ def _plain(value: Value) -> Value:
 class Question:
     """The input of a rule: a dataset, the champion's dataset if any, limits, and the schema file.
 
-    `gate` is the policy on the metrics of the model, `splits` the configuration of the splits.
+    `gate` is the policy on the model's metrics, and `splits` is the configuration of the splits.
     """
 
     dataset: DatasetProfile
@@ -78,15 +78,15 @@ class Question:
 
     @property
     def significance(self) -> float:
-        """Return the significance level of one rule for one dataset."""
+        """Return the significance level of a rule on one dataset."""
         return self.limit("significance")
 
     def limit(self, name: str) -> float:
-        """Return the limit of this name."""
+        """Return the configured limit `name`."""
         return self.limits.limit(name)
 
     def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
-        """Yield name and profiles of each feature whose kind is the same in both datasets."""
+        """Yield name and profiles of each feature that has the same kind in both datasets."""
         known = self.champion.features(split) if self.champion else {}
         for name, found in self.dataset.features(split).items():
             if name in known and found.kind == known[name].kind:
@@ -99,16 +99,16 @@ class Question:
         return self.splits.group or ("" if drawn else self.dataset.group)
 
     def defines_splits(self, name: str) -> bool:
-        """Return whether a feature differs between the splits because it defines them."""
+        """Return whether a feature defines the splits, and so differs between them."""
         made_by = (self.splits.column, self.splits.time, self.group)
         return any(each and f"{name}/".startswith(f"{each}/") for each in made_by)
 
     def independent(self, dataset: DatasetProfile, split: str, *, by_inputs: bool) -> float:
         """Return the effective sample size of a split.
 
-        Examples of one group are dependent; so are equal examples if the inputs decide the split.
-        The effective number of groups is the squared sum of their sizes over the sum of their
-        squared sizes ("Survey Sampling", Kish 1965).
+        Examples of a group are dependent, and so are equal examples if the inputs decide the split.
+        The effective number of groups is the squared sum of their sizes, divided by the sum of
+        their squared sizes ("Survey Sampling", Kish 1965).
         """
         found = dataset.splits[split]
         size = max(found.examples, 1)
@@ -126,7 +126,7 @@ Rule = Callable[[Question], Iterator[Finding]]
 
 
 def share(part: float, whole: float) -> float:
-    """Return a share; 0 if the whole is 0."""
+    """Return `part / whole`, or 0 if the whole is 0."""
     return part / whole if whole else 0.0
 
 
@@ -136,12 +136,12 @@ def percent(value: float) -> str:
 
 
 def advise_dropping(name: str) -> str:
-    """Return advice on how to leave out a column."""
+    """Return advice for a message on how to drop a column."""
     plain = name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
     return f"set data.drop: [{plain}]"
 
 
 def some(names: list[str], most: int = 5) -> str:
-    """Format the first of these names, and the number of the others."""
+    """Format the first names, and the number of those left out."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more

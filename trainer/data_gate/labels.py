@@ -1,4 +1,4 @@
-"""Rules on labels: new, missing and rare classes, their shares, and their associations."""
+"""Rules on labels: new, missing and rare classes, class shares, and associations with inputs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flotilla.trainer.data_gate.findings import Finding, Question, percent, shar
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from flotilla.trainer.features.class_names import ClassIndex
 
-# Metrics that are sensitive to a rare class; so is a metric with a bound for one class.
+# Metrics that are sensitive to a rare class. A metric of a single class is sensitive too.
 _OF_RARE = ("recall", "precision", "f1", "auc", "average_precision", "balanced_accuracy")
-# A weaker association cannot count as lost.
+# A weaker association is not checked.
 _LEAST = 0.15
 # An association is lost if less than this share of it remains.
 _LEFT = 0.5
@@ -44,7 +44,7 @@ def classes(question: Question) -> Iterator[Finding]:
 
 
 def _count_old(question: Question, target: str, split: str) -> dict[str, int]:
-    """Return the examples of the champion's classes, in the spelling of the dataset."""
+    """Return the number of examples of the champion's classes, in the spelling of the dataset."""
     assert question.champion
     names, found = question.dataset.class_names(target), dict[str, int]()
     index = ClassIndex(names)
@@ -73,7 +73,7 @@ def _find_gone(
     for name, count in before.items():
         if found.get(name, 0) or not count or not examples:
             continue
-        # The probability that all examples of the class are in the other sample by chance.
+        # Probability that the other sample has all examples of the class by chance.
         chance = stats.hypergeom.sf(count - 1, known + examples, count, known)
         if chance < alpha:
             says = (
@@ -95,7 +95,7 @@ def _find_single(dataset: DatasetProfile, target: str, split: str) -> Iterator[F
 
 
 def shares(question: Question) -> Iterator[Finding]:
-    """Find rare classes, which accuracy hides, and shares that have changed."""
+    """Find rare classes, which accuracy hides, and class shares that have changed."""
     for target in question.dataset.class_counts:
         counts = question.dataset.count_classes(target, "train")
         yield from _imbalance(question, target, counts)
@@ -125,7 +125,7 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
 
 def _has_metric(question: Question) -> bool:
     names = [each.partition("@") for each in (*question.gate.min, *question.gate.max)]
-    # A mean weighted by class size is also insensitive to a rare class.
+    # A mean weighted by class size is not sensitive to a rare class.
     return any(
         part or (metric.endswith(_OF_RARE) and not metric.startswith("weighted"))
         for metric, _, part in names
@@ -154,7 +154,7 @@ def _balance(
 
 
 def association(question: Question) -> Iterator[Finding]:
-    """Find labels with far weaker associations than in the champion's data or in training."""
+    """Find labels that depend far less on the inputs than in the champion's data or in training."""
     dataset, champion = question.dataset, question.champion
     train = dataset.features("train")
     if champion:
@@ -162,7 +162,7 @@ def association(question: Question) -> Iterator[Finding]:
         sizes = [question.independent(each, "train", by_inputs=False)
                  for each in (champion, dataset)]  # fmt: skip
         yield from _find_lost(question, champion.features("train"), train, words, sizes)
-    # Later examples legitimately differ from earlier ones.
+    # With splits by time, later examples may legitimately differ from earlier ones.
     if "test" in dataset.splits and not question.splits.time:
         words = ("train", "test")
         sizes = [question.independent(dataset, split, by_inputs=True) for split in words]
@@ -195,7 +195,7 @@ def _find_lost(
             continue
         error = math.sqrt(sum(1 / (size - 3) for size in sizes))
         lost = math.atanh(min(known[name], _NEARLY_ONE)) - math.atanh(min(value, _NEARLY_ONE))
-        # The strongest of many associations is biased upwards.
+        # Correct for the number of features, because the strongest of many associations is biased.
         if stats.norm.sf(lost / error) < question.significance / max(len(before), 1):
             says = (
                 f"no feature says of {target!r} in {words[1]} what {name!r} said in "

@@ -1,10 +1,10 @@
-"""The rule of leaks: one input decides a label, which legitimate inputs hardly ever do.
+"""The rule on leaks: an input decides a label, which legitimate inputs hardly ever do.
 
-A leak of a class is a value that all its examples share, or a few thresholds between which all
-examples have one class. Natural classes may also be separable, like the petals of one iris species,
-but then examples become rare near the threshold. A derived label cuts a distribution in two, or
-gives all examples of a class one value. A leak of a number is a linear relation, an order, or a
-value.
+An input leaks a class if all examples with the same value have the same class, or if a few
+thresholds separate the classes. Natural classes may also be separable, such as the petals of an
+iris species, but then examples become rare near the threshold. A derived label instead cuts a
+distribution in two, or gives all examples of a class one value. An input leaks a number if the two
+have a linear relation, the same order, or one number per value of the input.
 
 The rule uses the sample of the training split.
 """
@@ -24,14 +24,14 @@ from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
 Numbers = NDArray[np.float64]
 _FEWEST, _FEWEST_OF_THRESHOLDS = 50, 100
-# The minimum number of examples, for classes and for the values of a numeric label.
+# Minimum number of examples of a class, and of distinct values of a numeric label.
 _FEWEST_OF_CLASS, _FEWEST_NUMBERS = 10, 20
-# The share of the examples that frequent classes must cover.
+# Share of the examples that frequent classes must cover.
 _MOST_OF_ALL = 0.9
-# The maximum number of intervals for each class.
+# Maximum number of intervals per class.
 _INTERVALS = 2
-# The number of examples around a threshold whose width is compared, the allowed factor of that
-# width, the quantile of the widths to compare with, and the minimum number of widths.
+# A threshold cuts a distribution if the 10 examples around it span at most 2.5 times the usual
+# width, which is the lower quartile of such widths on a side with more than 3 of them.
 _NEAR, _VALLEY, _USUAL, _WINDOWS = 10, 2.5, 0.25, 3
 _MOST_REMAINDERS = 32
 
@@ -89,7 +89,7 @@ def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:
 
 
 def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
-    """Return which examples belong to frequent classes; none if too few examples do."""
+    """Return a mask of the examples of frequent classes; none if these are too few examples."""
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
     usual = counts >= _FEWEST_OF_CLASS
     is_enough = usual.sum() > 1 and counts[usual].sum() >= _MOST_OF_ALL * len(y)
@@ -98,7 +98,7 @@ def _select_frequent(y: Numbers) -> NDArray[np.bool_]:
 
 
 def _explain_number(x: Numbers, y: Numbers, spread: float, *, is_number: bool) -> str:
-    """Compare the spread of a label that a feature leaves unexplained with the allowed share."""
+    """Describe how a feature determines a numeric label, up to the relative error `spread`."""
     if len(np.unique(y)) < _FEWEST_NUMBERS:
         return ""
     if _residual_by_value(x, y) <= spread:
@@ -120,7 +120,7 @@ def _residual(x: Numbers, y: Numbers) -> float:
 
 
 def _residual_by_value(x: Numbers, y: Numbers) -> float:
-    """Return the remaining spread if other examples with the same value predict each example."""
+    """Return the relative error of predicting each example by others with the same value."""
     _, places, counts = np.unique(x, return_inverse=True, return_counts=True)
     sums, many = np.bincount(places, y - y.mean())[places], counts[places]
     others = np.where(many > 1, (sums - (y - y.mean())) / np.maximum(many - 1, 1), 0.0)
@@ -132,7 +132,6 @@ def _explain_class(
     x: Numbers, y: Numbers, errors: float, names: Sequence[str], *, is_number: bool
 ) -> str:
     _, places, counts = np.unique(y, return_inverse=True, return_counts=True)
-    # Classes have equal weight.
     weights = 1 / counts[places] / len(counts)
     is_ordered = is_number and len(x) >= _FEWEST_OF_THRESHOLDS
     if is_ordered and (found := _thresholds(x, y, weights, errors, names)):
@@ -146,7 +145,7 @@ def _explain_class(
 def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
     _, values, of_value = np.unique(x, return_inverse=True, return_counts=True)
     _, classes = np.unique(y, return_inverse=True)
-    # A missing value counts as a value.
+    # Missing values count as one value.
     pairs = values * (int(classes.max()) + 1) + classes
     _, pairs, of_pair = np.unique(pairs, return_inverse=True, return_counts=True)
     most = np.zeros(len(of_value), np.int64)
@@ -156,7 +155,7 @@ def _errors_by_value(x: Numbers, y: Numbers, weights: Numbers) -> float:
 
 
 def _remainder(x: Numbers, y: Numbers, weights: Numbers, errors: float) -> int:
-    """Return a divisor whose remainder decides the class of a row number; 0 if there is none."""
+    """Return a divisor by which the remainder of a row number decides the class; 0 if none does."""
     is_whole = bool(np.isfinite(x).all()) and not np.any(x % 1)
     if not is_whole or len(np.unique(x)) < len(x):
         return 0
@@ -171,8 +170,8 @@ def _thresholds(
     errors: float,
     names: Sequence[str],
 ) -> str:
-    """Describe the first of few thresholds between which all examples have one class."""
-    # A missing value is below all others.
+    """Describe the first of a few thresholds that separate the classes."""
+    # Sort missing values below all others.
     x = np.where(np.isfinite(x), x, -np.inf)
     order = np.lexsort((y, x))
     x, y, weights = x[order], y[order], weights[order]
@@ -199,7 +198,7 @@ def _format(value: float) -> str:
 
 
 def _drop_small(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[np.bool_], float]:
-    """Return which examples remain without small intervals, and their share."""
+    """Return a mask without the examples of the smallest intervals, and the share that it drops."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(y)) + 1])
     sums = np.add.reduceat(weights, starts)
     order = np.argsort(sums, kind="stable")
@@ -210,7 +209,7 @@ def _drop_small(y: Numbers, weights: Numbers, errors: float) -> tuple[NDArray[np
 
 
 def _is_cut(x: Numbers, ends: list[int]) -> bool:
-    """Return whether two intervals are parts of one distribution, or one is a single value."""
+    """Return whether a threshold cuts one distribution in two, or one side is a single value."""
     start, cut, end = ends
     if any(len(each) >= _NEAR and each[0] == each[-1] for each in (x[start:cut], x[cut:end])):
         return True

@@ -1,4 +1,4 @@
-"""The report of a validation: findings, and each feature next to the champion's."""
+"""The report of a validation: the findings, and each feature next to the champion's."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ from flotilla.trainer.report.pages import environment
 from flotilla.trainer.runtime.masking import mask
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
-# The maximum number of features on the page; features with findings come first.
+# Maximum number of features on the page; features with findings come first.
 MOST_FEATURES = 60
 _MOST_FINDINGS = 200
 _BINS, _MOST_BARS, _LONGEST = 24, 12, 40
 WIDTH, HEIGHT = 300, 90
 # A smaller share of other values is a rounding error.
 _LEAST_REST = 1e-9
-# Only values between these quantiles are drawn, because an outlier would squeeze all others into
-# one bar.
+# Draw only values between these quantiles, because outliers would squeeze the rest into one bar.
 _DRAWN = (0.005, 0.995)
 
-# A bar: its name or position, and its size for the dataset and for the champion.
+# A bar: its name or position, and its size for the dataset and for the champion's dataset.
 Bar = dict[str, Any]
 
 
@@ -78,7 +77,7 @@ def _short(value: float) -> str:
 
 
 def _stack(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
-    """Return a bar for each of the most frequent values, and one bar for all others."""
+    """Return a bar for each of the most frequent values, and one for all others together."""
     names = sorted(new.counts, key=lambda value: -new.counts[value])[:_MOST_BARS]
     before = old.counts if old else {}
     whole, whole_before = max(new.present, 1), max(old.present, 1) if old else 1

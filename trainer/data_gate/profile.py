@@ -1,4 +1,4 @@
-"""The input of the rules: features, classes and statistics of a dataset.
+"""The profile of a dataset, which rules check: its features, classes and statistics.
 
 A profile is made from the manifest, `statistics.json` and `examples.npz` of a published dataset.
 """
@@ -25,15 +25,15 @@ from flotilla.trainer.features.statistics.statistics import (
     SplitStatistics,
 )
 
-# The largest range of row numbers, as a multiple of the examples.
+# The range of row numbers may be at most this multiple of the number of examples.
 _GAPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureProfile(FeatureStatistics):
-    """A feature in one split; unknown numbers are NaN.
+    """A feature in one split; numbers that are not known are NaN.
 
-    `numbers` is a sorted sample; for a tensor it holds the means of examples.
+    `numbers` is a sorted sample of the values; for a tensor, of the means of its examples.
     """
 
     mean: float = math.nan
@@ -49,7 +49,7 @@ class FeatureProfile(FeatureStatistics):
 
     @property
     def is_serial(self) -> bool:
-        """Return whether the feature numbers the examples: distinct whole numbers with few gaps."""
+        """Return whether the feature numbers the rows, with distinct integers and few gaps."""
         return (
             self.kind == NUMBER
             and 1 < self.present <= self.distinct
@@ -65,7 +65,7 @@ class FeatureProfile(FeatureStatistics):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitProfile(ExampleSketch):
-    """One split: its size, its features, and its duplicates."""
+    """One split: its size, its features, and the hashes of its examples."""
 
     examples: int
     features: Mapping[str, FeatureProfile] = field(default_factory=dict)
@@ -75,9 +75,9 @@ class SplitProfile(ExampleSketch):
 class DatasetProfile:
     """A dataset: its splits, the types of its features, and their roles.
 
-    `class_counts` has the examples of each class by label and split, in the order of the classes.
-    `group` is the feature that groups examples, or empty. `times` lists the columns of times,
-    `notes` the notes of the source, and `spans` the spans of the dataset.
+    `class_counts` has the number of examples of each class by label and split, in class order.
+    `group` is the feature that groups examples, or empty. `times` are the time columns, `notes` the
+    notes of the source, and `spans` the spans of the dataset.
     """
 
     uri: str
@@ -92,7 +92,7 @@ class DatasetProfile:
     spans: tuple[str, ...] = ()
 
     def grows_by_design(self, name: str) -> bool:
-        """Return whether later spans have new values by design: times, or row numbers."""
+        """Return whether later spans have new values by design, as times and row numbers do."""
         return name in self.times or self.features("train")[name].is_serial
 
     @property
@@ -105,16 +105,16 @@ class DatasetProfile:
         return self.splits[split].examples if split in self.splits else 0
 
     def features(self, split: str) -> Mapping[str, FeatureProfile]:
-        """Return the statistics of the features of a split, if there are any."""
+        """Return the features of a split by name; empty if it does not exist."""
         return self.splits[split].features if split in self.splits else {}
 
     def class_names(self, target: str) -> tuple[str, ...]:
-        """Return the class names of a label, or the class numbers if there are no names."""
+        """Return the class names of a label, or its class indices as text if it has no names."""
         spec = self.specs[target]
         return spec.labels or tuple(map(str, range(spec.num_classes)))
 
     def count_classes(self, target: str, split: str) -> dict[str, int]:
-        """Return the examples of each class of a label, by its name."""
+        """Return the number of examples of each class of a label, by class name."""
         counts = self.class_counts.get(target, {}).get(split, ())
         return dict(zip(self.class_names(target), counts, strict=False))
 
@@ -123,7 +123,7 @@ def make_profile(uri: str) -> DatasetProfile:
     """Return the profile of a published dataset from the statistics next to its shards.
 
     Raises:
-        UserError: the dataset is missing, damaged, or of another version.
+        UserError: the dataset is missing, corrupted, or of another version.
     """
     manifest = storage.read_manifest(uri)
     spec = DatasetSpec.from_manifest(manifest)

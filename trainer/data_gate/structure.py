@@ -20,7 +20,7 @@ from flotilla.trainer.runtime.errors import nearest
 
 
 def features(question: Question) -> Iterator[Finding]:
-    """Compare names, types and shapes with those of the champion's dataset."""
+    """Compare names, types and shapes with those in the champion's dataset."""
     if question.champion is None:
         return
     known, found = question.champion.specs, question.dataset.specs
@@ -56,7 +56,7 @@ def _type(spec: FeatureSpec) -> str:
 
 
 def sizes(question: Question) -> Iterator[Finding]:
-    """Find empty splits, and a dataset that is far smaller than the champion's."""
+    """Find empty splits, and datasets that are far smaller than the champion's."""
     for split, each in question.dataset.splits.items():
         if not each.examples and split in ("train", "test"):
             says = f"the split {split} has no example: check data.splits and the source"

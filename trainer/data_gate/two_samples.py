@@ -1,7 +1,7 @@
 """Two-sample tests on stored statistics.
 
-Each test returns an effect size and a p-value, because with many examples the smallest difference
-is significant, and with few examples even a large one is not.
+Each test returns an effect size besides a p-value, because with many examples even a tiny
+difference is significant, and with few examples even a large one is not.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-# The chi-square approximation is invalid for smaller expected counts.
+# The chi-squared approximation is invalid for smaller expected counts.
 _LEAST_EXPECTED = 5.0
 Numbers = NDArray[np.float64]
 
@@ -25,13 +25,13 @@ def kolmogorov_smirnov(
     Args:
         new: a sorted sample.
         old: another sorted sample.
-        sizes: bounds of the effective sample sizes, if the numbers are not independent.
+        sizes: limits of the effective sample sizes, if the numbers are not independent.
     """
     at = np.union1d(new, old)
     distance = float(np.max(np.abs(_cdf(new, at) - _cdf(old, at))))
     first, second = min(len(new), sizes[0]), min(len(old), sizes[1])
     root = np.sqrt(first * second / (first + second))
-    # Stephens, 1970: the limit distribution is accurate above a few examples.
+    # This correction makes the limit distribution accurate for small samples (Stephens, 1970).
     return distance, float(stats.kstwobign.sf((root + 0.12 + 0.11 / root) * distance))
 
 
@@ -50,9 +50,9 @@ def homogeneity(
     old: Mapping[str, float],
     sizes: tuple[float, float] = (np.inf, np.inf),
 ) -> tuple[float, float]:
-    """Return the total variation between two tables of counts, and its p-value.
+    """Return the total variation distance between two tables of counts, and its p-value.
 
-    Values with an expected count below five are merged. For `sizes` see `kolmogorov_smirnov`.
+    Values with an expected count below five are merged. `sizes` limits the effective sample sizes.
     """
     names = list({**old, **new})
     table = np.array([[of.get(name, 0) for name in names] for of in (new, old)], dtype=float)
@@ -73,17 +73,17 @@ def homogeneity(
 
 
 def fisher_test(part: int, of: int, known: int, whole: int) -> float:
-    """Return the one-sided p-value of a larger share (Fisher's exact test)."""
+    """Return the p-value of `part / of` being larger than `known / whole` (Fisher's test)."""
     return float(stats.hypergeom.sf(part - 1, of + whole, part + known, of))
 
 
 def absence_test(count: int, of: int, whole: int) -> float:
-    """Return the probability that all `count` examples are in the sample of `of` by chance."""
+    """Return the probability that the first of two samples has all `count` examples by chance."""
     return float(stats.hypergeom.sf(count - 1, of + whole, count, of))
 
 
 def holm(chances: Mapping[str, float], significance: float) -> set[str]:
-    """Return the tests that are significant together (Holm, 1979)."""
+    """Return the names of the significant tests, corrected for multiple testing (Holm, 1979)."""
     found = set()
     ordered = sorted(chances.items(), key=lambda each: each[1])
     for place, (name, chance) in enumerate(ordered):

@@ -1,13 +1,13 @@
 """Check a dataset against the rules, and publish the findings.
 
-The validation is a published directory:
+A validation is a published directory:
 
     validation.json   {"decision": "accepted" | "refused", "reasons": [lines of findings that
-                      refuse], "warnings": [lines of others], "findings": [{"rule", "feature",
-                      "split", "value", "limit", "champion", "says", "action"}], "dataset": URI,
-                      "champion": {"version", "dataset", "note"}, "examples": {split: number}}
+                       refuse], "warnings": [lines of others], "findings": [{"rule", "feature",
+                       "split", "value", "limit", "champion", "says", "action"}], "dataset": URI,
+                       "champion": {"version", "dataset", "note"}, "examples": {split: number}}
     page.html         the report, with the distribution of each feature
-    schema.yaml       a schema that the dataset satisfies, from its statistics
+    schema.yaml       a schema that the dataset satisfies, inferred from its statistics
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _RULES: tuple[Rule, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Opponent:
-    """The champion's dataset; `note` is the reason if there is none."""
+    """The champion's dataset; if there is none, `note` tells why."""
 
     version: int = 0
     uri: str = ""
@@ -74,7 +74,7 @@ class Opponent:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The result: `facts` is `validation.json`, `schema` is the text of `schema.yaml`."""
+    """The result: `facts` for `validation.json`, the HTML page, and the inferred schema."""
 
     facts: Mapping[str, Any]
     page: bytes
@@ -87,7 +87,7 @@ class Validation:
 
     @property
     def digest(self) -> str:
-        """A digest that identifies the validation."""
+        """A text that is equal for equal validations."""
         return json.dumps(self.facts, sort_keys=True)
 
 
@@ -112,7 +112,7 @@ def check(config: Config, dataset: str, champion: Opponent) -> Validation:
     """Check the dataset at a URI against the rules.
 
     Raises:
-        UserError: the dataset, or the schema file, cannot be read.
+        UserError: the dataset or the schema file cannot be read.
     """
     schema = expected.read(config.data.schema_file)
     found = make_profile(dataset)
@@ -130,7 +130,7 @@ def check(config: Config, dataset: str, champion: Opponent) -> Validation:
 
 
 def publish(validation: Validation, uri: str) -> None:
-    """Publish a validation at a URI; repeating it is a no-op."""
+    """Publish a validation at a URI; publishing it again is a no-op."""
     with tempfile.TemporaryDirectory(prefix="validation-") as folder:
         text = json.dumps(validation.facts, indent=2, ensure_ascii=False, allow_nan=False)
         Path(folder, FILE).write_text(text + "\n", encoding="utf-8")
@@ -152,7 +152,7 @@ def find_all(question: Question) -> list[Finding]:
 
 
 def _lines(findings: Sequence[Finding], action: str) -> list[str]:
-    """Return a line for each finding; further findings of a rule share one line."""
+    """Return one line per finding; if a rule has many, the last line names the rest."""
     lines = []
     for rule in dict.fromkeys(each.rule for each in findings):
         found = [each for each in findings if each.rule == rule]

@@ -19,7 +19,7 @@ from flotilla.trainer.data_gate.profile import FeatureProfile
 from flotilla.trainer.data_gate.two_samples import absence_test, fisher_test, kolmogorov_smirnov
 from flotilla.trainer.features.statistics.statistics import CLASS, NUMBER, TEXT
 
-# Factors and offsets between units, with their names. Both directions are tried.
+# Factors and offsets between units, with names. Both directions are tried.
 _UNITS = (
     (1000.0, 0.0, "thousands"), (1e6, 0.0, "millions"), (1e9, 0.0, "billions"),
     (100.0, 0.0, "hundreds, percent or cents"), (10.0, 0.0, "tens"), (60.0, 0.0, "minutes"),
@@ -28,13 +28,13 @@ _UNITS = (
     (1.8, 32.0, "degrees Fahrenheit"), (1.0, 273.15, "kelvin"),
 )  # fmt: skip
 _FEWEST_VALUES = 5
-# Distances of distributions: units differ above the first one, and agree below the second one.
+# Kolmogorov-Smirnov distances above which units may differ, and below which they agree.
 _APART, _ALIKE = 0.15, 0.05
 _CHANCE = 0.01
 
 
 def unit(question: Question) -> Iterator[Finding]:
-    """Find numbers that equal those of the champion's dataset up to a unit conversion."""
+    """Find numbers that equal those of the champion's dataset after a unit conversion."""
     for name, new, old in question.pairs():
         if new.kind != NUMBER or not len(new.numbers) or not len(old.numbers):
             continue
@@ -61,7 +61,7 @@ def unit(question: Question) -> Iterator[Finding]:
 
 
 def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
-    """Return the conversion that maps the old distribution to the new one, if there is one."""
+    """Return the unit conversion that maps the old distribution to the new one, if there is one."""
     if len(np.unique(old.numbers)) < _FEWEST_VALUES:
         return None
     best: tuple[float, tuple[str, str]] | None = None
@@ -77,7 +77,7 @@ def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
 
 
 def find_out_of_range(question: Question) -> Iterator[Finding]:
-    """Find values beyond the range of the champion's dataset, more than by chance."""
+    """Find more values outside the range of the champion's dataset than chance explains."""
     pairs = [
         pair
         for pair in question.pairs()
@@ -128,7 +128,7 @@ def missing(question: Question) -> Iterator[Finding]:
 
 
 def _is_missed(question: Question, name: str, split: str) -> bool:
-    """Return whether a used feature is missing from a split by more than chance."""
+    """Return whether a used feature has no value in a split by more than chance."""
     dataset = question.dataset
     if split == "train" or name not in dataset.features("train"):
         return name in dataset.used
@@ -141,7 +141,7 @@ def _is_missed(question: Question, name: str, split: str) -> bool:
 
 
 def constant(question: Question) -> Iterator[Finding]:
-    """Find features with one value in all training examples."""
+    """Find features with a single value in all training examples."""
     dataset, champion = question.dataset, question.champion
     known = champion.features("train") if champion else {}
     for name, each in dataset.features("train").items():
@@ -156,7 +156,7 @@ def constant(question: Question) -> Iterator[Finding]:
 
 
 def _is_constant(each: FeatureProfile) -> bool:
-    # A value that is missing in some examples carries information.
+    # A feature with missing values is informative.
     if each.present < 2 or each.missing:  # noqa: PLR2004
         return False
     if each.kind in (TEXT, CLASS):
@@ -165,7 +165,7 @@ def _is_constant(each: FeatureProfile) -> bool:
 
 
 def new_values(question: Question) -> Iterator[Finding]:
-    """Find categories that the champion's dataset lacks, more than by chance."""
+    """Find more values of categories that the champion's dataset lacks than chance explains."""
     pairs = [
         pair
         for pair in question.pairs()
@@ -176,8 +176,8 @@ def new_values(question: Question) -> Iterator[Finding]:
     for name, new, old in pairs:
         unseen = {value: count for value, count in new.counts.items() if value not in old.counts}
         examples = sum(unseen.values())
-        # Good-Turing: unseen categories are as frequent as those seen once, so that they are not
-        # new.
+        # Good-Turing estimate: the share of values that occur once is the expected share of unseen
+        # ones.
         once = sum(1 for count in old.counts.values() if count == 1) / max(old.present, 1)
         part = share(examples, new.present)
         if part - once <= question.limit("new_values"):
@@ -185,8 +185,7 @@ def new_values(question: Question) -> Iterator[Finding]:
         alpha = question.significance / len(pairs)
         largest = max(unseen.values())
         chance = absence_test(largest, new.present, old.present) * len({**old.counts, **unseen})
-        # A frequent category is tested separately; rare ones are tested together by those seen
-        # once.
+        # Test the most frequent unseen value by itself, and all unseen values against `once`.
         if chance < alpha or part > 3 * once + 10 / max(min(new.present, old.present), 1):
             names = sorted(unseen, key=lambda value: -unseen[value])
             says = (
