@@ -1,1 +1,1 @@
-"""The page and the summary of a run."""
+"""The report and the summary of a run."""

@@ -1,4 +1,4 @@
-"""The geometry of a chart in percent of its area, which a template draws at any size."""
+"""Computes the geometry of charts, in percent of the chart area, so that templates can scale it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# More points are not distinguishable at this width.
+# Maximum number of points in a line. More cannot be distinguished at the width of the page.
 MOST_POINTS = 600
 MARKED_POINTS = 40
-# Beyond this value, the grid cannot be computed or read.
+# Values with a larger magnitude are not drawn, because their grid would overflow.
 _LARGEST = 1e100
-# A series that falls by a larger factor has a log scale; otherwise its end would be on the axis.
+# Maximum ratio of the largest to the smallest value on a linear scale. A series with a larger ratio
+# is drawn on a log scale.
 MOST_LINEAR = 20.0
-# An axis that begins closer to zero, as a share of its length, begins at zero.
+# An axis starts at zero if its lowest value is at most this share of its highest value.
 _NEAR_ZERO = 0.25
 _ROWS, _COLUMNS = 5, 5
-# The space below and above the values, as a share of their range, so that no line is on the border.
+# Space above and below the values, as a share of their range, so that no line touches the border.
 _ROOM = 0.05
-# Flags that are closer are merged, so that a thousand restarts remain legible.
+# Flags that are at most this far apart, in percent, are merged, so that a chart with a thousand
+# restarts stays legible.
 _APART = 1.5
 _FEWEST_TICKS, _MOST_TICKS = 2, 7
-# The lower limit, divisor and letter of each unit prefix.
+# Lower limit, divisor and suffix of each unit.
 _UNITS = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e5, 1e3, "k"))
 
 Point = tuple[float, float]
@@ -31,7 +33,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """One grid line: its position and its label."""
+    """One grid line: its position and label."""
 
     at: float
     label: str
@@ -39,7 +41,7 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """An axis: its ends, its scale and its ticks. A vertical one begins at the bottom."""
+    """An axis: its limits, scale and ticks. A vertical axis starts at the bottom."""
 
     low: float
     high: float
@@ -47,10 +49,7 @@ class Axis:
     ticks: tuple[Tick, ...]
 
     def place(self, value: float) -> float:
-        """Return the position of a value in percent.
-
-        A value outside of the axis is at the nearer end.
-        """
+        """Return the position of a value in percent, limited to the range 0 to 100."""
         scale = _scale(is_log=self.is_log)
         share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
         return 100 * min(max(share, 0.0), 1.0)
@@ -58,25 +57,25 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One series in percent from the top left. If there are few points, each one is marked."""
+    """One series, as points in percent from the top left corner."""
 
     label: str
     points: tuple[Point, ...]
 
     @property
     def path(self) -> str:
-        """Return the points in the syntax of an SVG polyline."""
+        """Return the points as the path of an SVG polyline."""
         return " ".join(f"{x:.2f},{y:.2f}" for x, y in self.points)
 
     @property
     def marks(self) -> tuple[Point, ...]:
-        """Return the points that are marked."""
+        """Return the points that get a marker: all of them if there are few, else none."""
         return self.points if len(self.points) <= MARKED_POINTS else ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """The events at one position of the horizontal axis; `text` counts them."""
+    """The events at one position of the horizontal axis. `text` describes and counts them."""
 
     at: float
     text: str
@@ -84,7 +83,7 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart with its grid and lines; `across` names its horizontal axis."""
+    """A chart with its grid and lines. `across` is the title of the horizontal axis."""
 
     title: str
     across: str
@@ -96,7 +95,7 @@ class Chart:
 
     @property
     def compares(self) -> bool:
-        """Return whether the chart has several lines, such as training and validation."""
+        """Return whether the chart has more than one line, such as training and validation."""
         return len(self.lines) > 1
 
 
@@ -110,17 +109,24 @@ def line_chart(  # noqa: PLR0913
     logarithmic: bool = False,
     named: str = "",
 ) -> Chart | None:
-    """Draw the columns `series`, with their labels, over the column `across`; None without points.
+    """Return a chart of some columns of `table`, or None if they have no values.
 
-    A row without a number adds no point, but the axis includes its place. `flags` are texts at
-    places of the axis, and `named` is the name of the axis. If `logarithmic`, values that decrease
-    strongly are on a log scale.
+    Args:
+        title: the title of the chart.
+        table: the rows. A row without a number adds no point, but still extends the horizontal
+        axis.
+        across: the column of the horizontal axis.
+        series: the label of each column to draw.
+        flags: position on the horizontal axis and text of each event to mark.
+        logarithmic: use a log scale if the values are positive and vary strongly.
+        named: the title of the horizontal axis; defaults to `across`.
     """
     found = {label: _points(table, across, name) for name, label in series.items()}
     values = [value for points in found.values() for _, value in points]
     if not values:
         return None
-    # The axis shows a series that begins late or ends early.
+    # Include rows without values, so that a series that starts late or ends early is visible as
+    # such.
     x_axis = fit_axis([at for row in table if (at := number(row.get(across))) is not None])
     is_log = logarithmic and min(values) > 0 and max(values) / min(values) > MOST_LINEAR
     y_axis = fit_axis(values, is_log=is_log, is_vertical=True)
@@ -147,9 +153,10 @@ def fit_axis(
     is_vertical: bool = False,
     is_exact: bool = False,
 ) -> Axis:
-    """Return the axis for these values, with round ticks.
+    """Return an axis with round ticks that covers the values.
 
-    It begins at zero if zero is near, unless `is_exact`; a vertical one has space at its ends.
+    The axis starts at zero if the lowest value is close to it, unless `is_exact`. A vertical axis
+    has some space at both ends.
     """
     low, high = _spread(values)
     is_log = is_log and low > 0
@@ -166,20 +173,20 @@ def fit_axis(
 
 
 def is_constant(table: Sequence[Facts], across: str, name: str) -> float | None:
-    """Return the value that a column has at all its points; None if it varies."""
+    """Return the value of a column if all rows have the same one, else None."""
     values = {value for _, value in _points(table, across, name)}
     return values.pop() if len(values) == 1 else None
 
 
 def number(value: object) -> float | None:
-    """Return the number if it can be drawn; else None."""
+    """Return the value as a float, or None if it is not a number that can be drawn."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < _LARGEST else None
 
 
 def format_tick(value: float) -> str:
-    """Return the label of a tick, short even for large values."""
+    """Return the label of a tick, with a unit suffix for large values."""
     for least, unit, word in _UNITS:
         if least <= abs(value) < _UNITS[0][0] * 1e3:
             return f"{value / unit:g}{word}"
@@ -192,7 +199,7 @@ def _points(table: Sequence[Facts], across: str, name: str) -> list[Point]:
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
-    """Keep the lowest and highest point of each section, so that no peak is lost."""
+    """Keep only the lowest and highest point of each section, so that peaks stay visible."""
     if len(points) <= MOST_POINTS:
         return list(points)
     width = math.ceil(2 * len(points) / MOST_POINTS)
@@ -217,7 +224,7 @@ def _spread(values: Sequence[float]) -> Point:
 
 
 def _widen(low: float, high: float, *, is_log: bool) -> Point:
-    """Leave space at both ends; an axis of values that are not negative begins at 0 or above."""
+    """Add space at both ends; do not extend an axis of nonnegative values below zero."""
     if is_log:
         room = (high / low) ** _ROOM
         return low / room, high * room
@@ -226,7 +233,7 @@ def _widen(low: float, high: float, *, is_log: bool) -> Point:
 
 
 def _multiples(low: float, high: float, count: int) -> list[float]:
-    """Return about `count` round values from `low` to `high`, at least two."""
+    """Return about `count` round values from `low` to `high`."""
     least = (high - low) / count
     power = 10.0 ** math.floor(math.log10(least))
     step = next((n * power for n in (1, 2, 2.5, 5) if n * power >= least * (1 - 1e-9)), 10 * power)
@@ -236,7 +243,7 @@ def _multiples(low: float, high: float, count: int) -> list[float]:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Return the values 1, 2 and 5 times a power of ten within the ends, or only the powers."""
+    """Return ticks for a log scale: powers of ten, with 2 and 5 times them if there is space."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(math.ceil((last - first) / _MOST_TICKS), 1)
     fine = [float(f"{n}e{power}") for power in range(first, last + 1) for n in (1, 2, 5)]

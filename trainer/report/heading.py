@@ -1,4 +1,4 @@
-"""The head of the page: what ran, why it failed, what to do next, and how to use the model."""
+"""Builds the top of the report: what ran, why it failed, what to do next, how to use the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flotilla.trainer.runtime.json_records import make_time
 Facts = Mapping[str, Any]
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>.+)$')
-# Code outside of these folders is the user's; it may call library code that raises an error.
+# Frames in these folders are not the user's code, even if the user's code called them.
 _NOT_HIS = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 _OURS = re.compile(r"(^|/)(trainer|components|pipelines)/[\w/]+\.py$")
 _WHOLE = 100
@@ -34,13 +34,13 @@ _LONGEST_VERSION = 12
 
 
 def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
-    """Format a Unix timestamp for a person."""
+    """Format a Unix timestamp as a UTC date and time."""
     found = make_time(seconds)
     return found.strftime(form) if found else format_value(seconds)
 
 
 def particulars(facts: Facts) -> list[tuple[str, str]]:
-    """Return the known facts of a run: date, duration, model, dataset, strategy and speed."""
+    """Return the known properties of a run: date, duration, model, dataset, strategy and speed."""
     config, steps = facts.get("config") or {}, facts.get("steps") or ()
     spans = list_spans(facts.get("tries") or ())
     rows = [("Run", str(facts.get("run_id") or ""))]
@@ -59,7 +59,7 @@ def particulars(facts: Facts) -> list[tuple[str, str]]:
 
 
 def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
-    """Return the median of examples per second, without the first interval; 0 if unknown."""
+    """Return the median number of examples per second, or 0 if unknown."""
     speeds = [number(row.get("steps_per_second")) for row in history]
     known = [each for each in speeds if each]
     each_step = _examples_of_a_step(history) or _count_configured_examples(config)
@@ -67,7 +67,10 @@ def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
 
 
 def cause(steps: Sequence[Facts]) -> dict[str, str]:
-    """Return the location of a failure: `step`, `error`, `file`, `line`, `function`, `source`."""
+    """Return the failed step and its error, with the location in the user's code if known.
+
+    The keys are `step`, `error`, `file`, `line`, `function` and `source`.
+    """
     bad = [each for each in steps if each.get("status") == "failed" and each.get("error")]
     if not bad:
         return {}
@@ -77,7 +80,7 @@ def cause(steps: Sequence[Facts]) -> dict[str, str]:
 
 
 def find_place(traceback: str) -> dict[str, str]:
-    """Return the last line of the user's code in a traceback; empty if there is none."""
+    """Return the location of the innermost frame of the user's code; empty if there is none."""
     lines = traceback.splitlines()
     found: dict[str, str] = {}
     for at, line in enumerate(lines):
@@ -93,7 +96,7 @@ def find_place(traceback: str) -> dict[str, str]:
 
 
 def commands(facts: Facts, broken: Sequence[Facts] = ()) -> list[dict[str, str]]:
-    """Return the next steps after a failure or a refusal, each with `why` and `command`.
+    """Return the suggested commands after a failure or a refusal, each as `why` and `command`.
 
     `broken` lists the rules that refused the model.
     """
@@ -147,7 +150,10 @@ def _after_refusal(
 
 
 def use(facts: Facts) -> dict[str, Any]:
-    """Return how to use the model of a run, if any: `name`, `predict`, `python`."""
+    """Return how to use the model of a run, or an empty mapping if there is no model.
+
+    The keys include `name`, `predict` and `python`.
+    """
     registered, artifacts = facts.get("registered") or {}, facts.get("artifacts") or {}
     uri = str(registered.get("model") or artifacts.get("model") or "")
     if not uri:
@@ -167,7 +173,10 @@ def use(facts: Facts) -> dict[str, Any]:
 
 
 def href(uri: object) -> str:
-    """Return the URI if it is a local file: a page made from data must not link elsewhere."""
+    """Return the URI if it is a local file, else an empty string.
+
+    Other links are dropped because the data of a report may come from anyone.
+    """
     text = str(uri)
     return text if text.startswith("file:///") and not re.search(r"[\s\"'<>\\]", text) else ""
 
@@ -179,7 +188,7 @@ def _workdir(facts: Facts) -> list[str]:
 
 def _model(config: Facts, facts: Facts) -> str:
     name = config.get("name")
-    # A program trains its own model, about which nothing else is known.
+    # A training program brings its own model, whose name is unknown.
     kind = describe_program(config) or (config.get("model") or {}).get("name")
     version = (facts.get("registered") or {}).get("version")
     text = " ".join(str(each) for each in (name, f"version {version}" if version else "") if each)
@@ -191,7 +200,7 @@ def _dataset(config: Facts, steps: Sequence[Facts]) -> str:
     made = next((each.get("metrics") for each in steps if each.get("output") == "dataset"), None)
     counts = made if isinstance(made, Mapping) else {}
     version = str(counts.get("version") or "")
-    # The version of files is a digest, which the table of steps shows in full.
+    # The version of a file source is a digest. The table of steps shows it in full.
     parts = (data.get("source") or data.get("dataset"), version[:_LONGEST_VERSION])
     name = " ".join(str(each) for each in parts if each)
     known = [
@@ -221,10 +230,10 @@ def _strategy(config: Facts) -> str:
 
 
 def _examples_of_a_step(history: Sequence[Facts]) -> float:
-    """Return the number of examples of one global step from the workers' counts; 0 if unknown."""
+    """Return the number of examples per global step, from the workers' counts; 0 if unknown."""
     sums = [(number(row.get("global_step")), _sum_counts(row.get("workers"))) for row in history]
     known = [(step, count) for step, count in sums if step is not None and count]
-    # Each attempt starts its counts at 0.
+    # The counts start at 0 again with each attempt.
     ratios = [
         (later[1] - sooner[1]) / (later[0] - sooner[0])
         for sooner, later in pairwise(known)
@@ -241,8 +250,8 @@ def _sum_counts(workers: object) -> float:
 
 
 def _count_configured_examples(config: Facts) -> float:
-    # The configuration of another version may lack a section or have unknown keys; the batches of a
-    # user's own program are unknown.
+    # A configuration of another version may lack a section or have unknown keys. The batch size of
+    # a user's training program is unknown.
     with suppress(UserError):
         found = parse_config(config)
         known = "training" in config and is_resolved(found) and not found.program.command
@@ -251,13 +260,12 @@ def _count_configured_examples(config: Facts) -> float:
 
 
 def steps_of_epoch(last: Facts) -> str:
-    """Return the steps of an epoch from the last row of the history; empty if unknown."""
+    """Return the number of steps per epoch, from the last row of the history; empty if unknown."""
     step, epoch = number(last.get("global_step")), number(last.get("epoch"))
     return _three(step / epoch) if step and epoch else ""
 
 
 def _length(history: Sequence[Facts]) -> str:
-    """Return the length of training in global steps and epochs; empty without training."""
     last = history[-1] if history else {}
     step, epoch = number(last.get("global_step")), number(last.get("epoch"))
     steps = f"{step:,.0f} steps" if step else ""

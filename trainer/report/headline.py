@@ -1,10 +1,10 @@
-"""The one-sentence result of a run and its notes.
+"""Summarizes the result of a run in one sentence, and adds notes.
 
     churn v2: average precision 0.41, +0.03 on the champion, constant 0.03; promoted
 
-Terminal, tables, report, decisions and the pages of a KFP instance show this sentence. Any fact may
-be missing: `name`, `version`, `verdict`, `measured` (see `describe_metric`), the judged `rules`,
-and `step`, where the run ended.
+The terminal, the tables, the report, the gate's decision and the pages of a KFP instance show this
+sentence. The facts are `name`, `version`, `verdict`, `measured` (see `describe_metric`), the
+evaluated `rules`, and `step`, the step in which the run ended. Any of them may be missing.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from flotilla.trainer.runtime.masking import one_line
 
 Facts = Mapping[str, Any]
 
-# The share of the gain over a constant that a proposed bound requires if no interval is known.
+# If the confidence interval is unknown, the suggested bound keeps this share of the model's gain
+# over a constant.
 _KEPT = 0.9
 _MOST_CLASSES, _MOST_DIGITS = 5, 6
-# A proposed bound closer to 0 than this is 0.
+# A suggested bound below this magnitude is rounded to 0.
 _SMALLEST = 1e-100
 
 
@@ -43,21 +44,22 @@ def headline(facts: Facts) -> str:
     subject = f"{name} v{version}" if version else name
     measures = facts.get("measured") or {}
     found = ", ".join(filter(None, [main_value(measures), *comparisons(measures)]))
-    # Escape each part separately: a run called `authorization` would mask the text after its colon.
+    # Mask each part separately, because after a run name such as `authorization:` everything would
+    # be masked.
     parts = filter(None, map(one_line, [found, _describe_end(facts)]))
     return f"{one_line(subject)}: {'; '.join(parts)}"
 
 
 def title(facts: Facts) -> str:
-    """Return how a run ended, without its metrics: `Promoted, no bound set`."""
+    """Return how a run ended, without metrics, such as `Promoted, no bound set`."""
     return capital(one_line(_describe_end(facts)))
 
 
 def describe_metric(evaluation: Facts) -> dict[str, Any]:
-    """Return the main metric of an evaluation, next to those of the champion and a constant.
+    """Return the main metric of an evaluation, with the values of the champion and the constant.
 
-    The keys are `metric`, `value`, `interval`, `better`, `champion` and `constant`, with None if
-    unknown, and `positive`, with a line for each positive class.
+    The keys are `metric`, `value`, `interval`, `better`, `champion`, `constant`, which are None if
+    unknown, and `positive`, which has a line for each positive class.
     """
     metrics = evaluation.get("metrics") or {}
     if not metrics:
@@ -74,14 +76,13 @@ def describe_metric(evaluation: Facts) -> dict[str, Any]:
 
 
 def opponents(evaluation: Facts) -> dict[str, Facts]:
-    """Return the known metrics of champion, constant and baselines, by name."""
+    """Return the known metrics of the champion, the constant and the baselines, by name."""
     known = {name: evaluation.get(name) or {} for name in ("champion", "constant")}
     known |= {str(each.get("name")): each for each in evaluation.get("baselines") or ()}
     return {name: each["metrics"] for name, each in known.items() if each.get("metrics")}
 
 
 def _positive_class(output: str, evaluation: Facts) -> str:
-    """Return the positive class with its threshold; empty if there is none."""
     if not evaluation.get("positive"):
         return ""
     of = f" of {shorten_name(output)}" if output else ""
@@ -95,13 +96,13 @@ def _positive_class(output: str, evaluation: Facts) -> str:
 
 
 def positive_classes(evaluation: Facts) -> list[str]:
-    """Return a line for each positive class: its name and its decision threshold."""
+    """Return a line for each positive class, with its decision threshold."""
     outputs = {"": evaluation, **(evaluation.get("outputs") or {})}
     return [line for name, each in outputs.items() if (line := _positive_class(name, each))]
 
 
 def main_value(found: Facts) -> str:
-    """Return the main metric with its value: `average precision 0.41`; empty if there is none."""
+    """Return the main metric with its value, such as `average precision 0.41`; empty if unknown."""
     if not found.get("metric"):
         return ""
     text = "not defined" if number(found.get("value")) is None else _values(found)[0]
@@ -109,7 +110,7 @@ def main_value(found: Facts) -> str:
 
 
 def _values(found: Facts) -> list[str]:
-    """Return the value and the constant's value, if known."""
+    """Return the values of the model and the constant, if known, with enough digits to differ."""
     known = [number(found.get(name)) for name in ("value", "constant")]
     return apart(*(each for each in known if each is not None), interval=_interval(found))
 
@@ -119,12 +120,12 @@ def _interval(found: Facts) -> object:
 
 
 def describe_constant(found: Facts) -> str:
-    """Return the value of the constant with the digits of the main metric; empty without one."""
+    """Return the constant's value, formatted like the main metric; empty if unknown."""
     return _values(found)[-1] if number(found.get("constant")) is not None else ""
 
 
 def comparisons(found: Facts) -> list[str]:
-    """Return the comparisons next to a value: difference from the champion, and the constant."""
+    """Return the difference from the champion and the value of the constant, if known."""
     value, champion, constant = (
         number(found.get(name)) for name in ("value", "champion", "constant")
     )
@@ -137,7 +138,7 @@ def comparisons(found: Facts) -> list[str]:
 
 
 def difference(value: float, interval: object) -> str:
-    """Return the absolute difference in its significant digits; empty if it rounds to zero."""
+    """Format the magnitude of a difference; return an empty string if it rounds to zero."""
     text = round_value(abs(value), interval)
     return text if float(text) else ""
 
@@ -166,13 +167,13 @@ def _describe_end(facts: Facts) -> str:
 
 
 def has_bound(rules: Iterable[Facts]) -> bool:
-    """Return whether a rule compared the model with anything besides a constant."""
+    """Return whether a rule sets a bound or compares the model with the champion."""
     keys = (rule.get("key") or f"gate.{rule.get('bound')}" for rule in rules)
     return any(key in ("gate.min", "gate.max", MARGIN) for key in keys)
 
 
 def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Return notes about an evaluated model for the reader, in sentences."""
+    """Return notes about an evaluated model, as sentences."""
     found = describe_metric(evaluation)
     champion = evaluation.get("champion") or {}
     return [
@@ -186,7 +187,7 @@ def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 
 
 def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
-    """If no bound is set, suggest one that this model certainly meets."""
+    """Suggest a bound that this model meets, if none is set."""
     if has_bound(rules) or not all(rule.get("passed") for rule in rules):
         return []
     asked = "any model that beats a constant" if _asks_constant(rules) else "any model"
@@ -200,7 +201,7 @@ def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
 
 
 def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:
-    """Return the weaker end of the interval, or nine tenths of the gain over a constant."""
+    """Return the weaker end of the confidence interval or, without one, a bound below the value."""
     ends, constant = found.get("interval"), number(found.get("constant"))
     bound = number(ends[is_lower]) if isinstance(ends, list | tuple) and len(ends) > 1 else None
     if bound is None:
@@ -210,7 +211,7 @@ def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:
         bound = (value + constant) / 2
     text, largest = f"{bound:g}", math.floor(math.log10(max(abs(bound), _SMALLEST)))
     for digits in range(2, _MOST_DIGITS):
-        # Round the bound so that the model meets it and the constant does not.
+        # Round toward the weaker side, so that the model still meets the bound.
         size = 10.0 ** (largest - digits + 1)
         text = f"{(math.ceil if is_lower else math.floor)(bound / size) * size:.{digits}g}"
         if constant is None or (float(text) < constant if is_lower else float(text) > constant):
@@ -223,7 +224,7 @@ def _asks_constant(rules: Sequence[Facts]) -> bool:
 
 
 def _report_constant(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Report a model or champion that does not beat a constant, unless a rule reports it."""
+    """Note that the model or the champion does not beat a constant, unless a rule says so."""
     constant = evaluation.get("constant") or {}
     paired, notes = constant.get("paired") or {}, []
     bound, metric = number(paired.get("bound")), spell_metric(paired.get("metric"))
@@ -236,7 +237,6 @@ def _report_constant(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 
 
 def _name_better(evaluation: Facts) -> list[str]:
-    """Name the baselines that are certainly better than this model."""
     return [
         f"A simple model is better: {describe_baseline(each)}{_describe_scores(evaluation, each)}."
         for each in evaluation.get("baselines") or ()
@@ -264,7 +264,7 @@ def _describe_scores(evaluation: Facts, baseline: Facts) -> str:
 
 
 def _name_unjudged(champion: Facts) -> list[str]:
-    """Name the classes with too few examples to detect a loss."""
+    """Name the classes that have too few examples to detect a loss."""
     few = [
         each
         for each in champion.get("classes") or ()

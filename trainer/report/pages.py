@@ -1,4 +1,4 @@
-"""The template environment of every page: escaped, without scripts, with one style and wording."""
+"""The template environment of all HTML pages: with autoescaping, without scripts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _OWN = Path(__file__).parent
 
 
 def environment(folder: Path = _OWN) -> jinja2.Environment:
-    """Return the template environment for `folder`; templates of this package can be included."""
+    """Return the template environment for `folder`, which can include templates of this package."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, _OWN]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        # This project's markup contains none of these characters.
         finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,

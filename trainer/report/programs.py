@@ -1,6 +1,7 @@
-"""Python programs that call a model, for the report, `flotilla models show` and the docs.
+"""Generates Python programs that call a model.
 
-They are derived from the model's manifest, and call the model with the examples of `request.json`.
+The report, `flotilla models show` and the documentation show them. A program is derived from the
+model's manifest and calls the model with the examples in `request.json`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ _SEVERAL = '{each["feature"]: given[each["name"]] for each in manifest["inputs"]
 
 
 def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the program for each library that can load the model in a folder, by library.
+    """Return a program for each library that can load the model in `folder`, by library.
 
-    `fields` are the manifest's; a model of an earlier version has no program for Keras.
+    `fields` are the fields of the model's manifest. A model of an earlier version has no program
+    for Keras.
     """
     found = {}
     links, inputs = fields.get("links"), list(fields.get("inputs") or [])
@@ -55,7 +57,7 @@ def programs(folder: str, fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _answer(link: Any, name: str) -> str:
-    """Return the expression that converts an output: a Keras function, or the label's unit."""
+    """Return the Python expression that applies the output's link function or label unit."""
     output = f"outputs[{_text(name)}]" if name else "outputs"
     if isinstance(link, list):
         mean, std = map(float, link)
@@ -66,5 +68,5 @@ def _answer(link: Any, name: str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a literal in double quotes, as Python formatters write it."""
+    """Return a Python literal in double quotes."""
     return json.dumps(str(value), ensure_ascii=False)

@@ -1,33 +1,34 @@
-"""`report.html`: one run on one page without external files.
+"""Renders `report.html`, a single page about a run that needs no other files.
 
-The facts of a run are plain data. Any part may be missing, for example if a run failed early:
+The facts of a run are plain data. Any of them may be missing, for example if the run failed early:
 
     run_id      text
     verdict     "blessed", "refused", "unchanged", "trained", "done", "failed", "interrupted" or
                 "running"
     config      the configuration, nested
     steps       [{"step", "status", "seconds", "metrics": {name: value}, "uri", "error",
-                "output": the kind of what is at the URI}], of one that was tried again also "tries"
-                and "earlier_seconds", of one that failed in the
-                user's code also "traceback"
-    tries       [{"step", "status", "began": seconds since 1970, "seconds"}], every try of a step
+                "output": the kind of directory at `uri`}]; a step that was tried more than once
+                also has "tries" and "earlier_seconds", and a step that failed in the user's code
+                also has "traceback"
+    tries       [{"step", "status", "began": Unix timestamp, "seconds"}], every try of each step
     metrics     {name: value} of the test split
     rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate
-    reasons     [text] of the gate, and `notes`: what a person has to know, whatever it decided
+    reasons     [text] of the gate's decision
+    notes       [text] of the gate, which do not depend on its decision
     history     [{"global_step", "loss", "validation_loss", "validation_<metric>", ...}]
-    incidents   [{"event", "time": seconds since 1970, ...}]
+    incidents   [{"event", "time": Unix timestamp, ...}]
     checkpoints [{"event", "time", ...}]
     evaluation  `metrics.json` of the evaluation
-    curves      its `curves.json`
-    pictures {path of a worst example: PNG in base64}
+    curves      `curves.json` of the evaluation
+    pictures    {path of a worst example: base64-encoded PNG}
     validation  `validation.json`
     registered  `registration.json`
     model       the manifest of the model
     lineage     {name: value}
     artifacts   {name: URI} of everything that was published
-    workdir     the folder of the runs, where the run was on one machine
+    workdir     the working directory of a run on one machine
     cost        {name: value}
-    error       what is known of a failure that no step reports
+    error       the cause of a failure that no step reports
 """
 
 from __future__ import annotations
@@ -59,24 +60,24 @@ _CHARTS = (
     ("Global steps a second", {"steps_per_second": "training"}),
     ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
 )
-# The page lists only the newest incidents; the run's events have all of them.
+# The page lists only the newest incidents. The event log has all of them.
 _MOST_INCIDENTS = 200
-# Keys of an incident that its details leave out.
+# Keys that the details of an incident leave out.
 _APART = ("event", "time", "last_lines")
-# Keys of a worst example that its lines leave out.
+# Keys that the details of a worst example leave out.
 _PLACED = ("index", "label", "predicted", "inputs", "columns", "picture", "data")
 
 Facts = Mapping[str, Any]
 
 
 def write(facts: Facts, path: Path) -> None:
-    """Write the page of a run to `path`, atomically; raises `UserError`."""
+    """Write the report of a run to `path`, atomically; raises `UserError`."""
     page = mask(render(facts))
     storage.write_bytes(storage.uri_of(path), page.encode(errors="backslashreplace"))
 
 
 def render(facts: Facts) -> str:
-    """Return the page of a run as HTML; all texts in `facts` are escaped."""
+    """Return the report of a run as HTML. All texts in `facts` are escaped."""
     verdict = str(facts.get("verdict") or "unknown")
     steps = _rows(facts, "steps")
     incidents = _rows(facts, "incidents")
@@ -116,12 +117,12 @@ def render(facts: Facts) -> str:
 
 
 def make_headline(facts: Facts) -> str:
-    """Return the one-sentence result of a run."""
+    """Return the result of a run in one sentence."""
     return headline.headline(_outcome(facts))
 
 
 def _outcome(facts: Facts) -> dict[str, Any]:
-    """Return how a run ended, as `headline` describes it."""
+    """Return the facts for `headline.headline`."""
     verdict, registered = facts.get("verdict"), facts.get("registered") or {}
     ill = [each.get("step") for each in _rows(facts, "steps") if _is_decisive(each, verdict)]
     if verdict == "blessed" and registered.get("decision") == "promoted":
@@ -131,14 +132,13 @@ def _outcome(facts: Facts) -> dict[str, Any]:
         "version": registered.get("version"),
         "verdict": verdict,
         "measured": headline.describe_metric(facts.get("evaluation") or {}),
-        # An unreadable decision differs from one without rules.
+        # None means an unreadable decision; an empty list means a decision without rules.
         "rules": None if facts.get("rules") is None else list_rules(facts),
         "step": ill[0] if ill else "",
     }
 
 
 def _is_decisive(step: Facts, verdict: object) -> bool:
-    """Return whether this step decided how the run ended."""
     if verdict != "refused":
         return bool(step.get("status") == verdict != "done")
     metrics = step.get("metrics")
@@ -149,7 +149,7 @@ def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, An
     history = _rows(facts, "history")
     flags = views.flags(incidents, _rows(facts, "checkpoints"))
     evaluation, steps = facts.get("evaluation") or {}, _rows(facts, "steps")
-    # If nothing was evaluated, the training events say how the checkpoint is selected.
+    # If nothing was evaluated, the training step tells which metric selects the checkpoint.
     said = next((e for e in (evaluation, *steps) if e.get("main_metric")), {})
     metrics = views.training(history, MainMetric.of(said or evaluation).name)
     drawn = {title_metric(name): series for name, series in metrics.items()}
@@ -182,17 +182,17 @@ def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, An
 
 
 def _describe_selection(steps: Sequence[Facts]) -> list[str]:
-    """Return a sentence about the evaluated checkpoint and the reason for it, if known."""
+    """Return a sentence that tells which checkpoint was evaluated and why, if known."""
     said = (e["metrics"] for e in steps if isinstance(e.get("metrics"), Mapping))
     metrics: Facts = next((each for each in said if each.get("handed_on_as")), {})
     step, of = metrics.get("handed_on_step"), metrics.get("global_step")
-    # A user's own program may say no steps.
+    # A user's training program may not report its steps.
     which = f"global step {step} of {of}" if of else "the checkpoint"
     return [f"Evaluated: {which}, {metrics['handed_on_as']}."] if metrics else []
 
 
 def list_sources(facts: Facts) -> dict[str, Any]:
-    """Return the origin and the cost of a run, without the facts in the steps and the heading."""
+    """Return the origin and cost of a run, without facts that the page shows elsewhere."""
     lineage = facts.get("lineage") or {}
     named = {**(facts.get("artifacts") or {}), **lineage, **(facts.get("cost") or {})}
     said = [facts.get("run_id"), *(step.get("uri") for step in _rows(facts, "steps"))]
@@ -204,15 +204,15 @@ def list_sources(facts: Facts) -> dict[str, Any]:
 
 
 def list_reasons(facts: Facts) -> list[str]:
-    """Return why a run ended as it did, in sentences about the data, the steps and the gate."""
+    """Return the reasons for the result of a run: from the data, the gate and failed steps."""
     error = [str(facts["error"])] if facts.get("error") else []
     return [*_data_lines(facts, "reasons"), *_reasons(facts), *error]
 
 
 def list_warnings(facts: Facts) -> list[str]:
-    """Return the warnings of data validation, and the notes of data preparation."""
+    """Return the warnings of data validation and the notes of the other steps."""
     said = [step.get("metrics") for step in _rows(facts, "steps")]
-    # The heading of the page shows the notes of the gate.
+    # The notes of the gate are in the heading of the page.
     notes = [
         each.get("notes") for each in said if isinstance(each, dict) and "decision" not in each
     ]
@@ -246,7 +246,6 @@ def _describe_metrics(evaluation: Facts, facts: Facts) -> dict[str, Any]:
 
 
 def _worst(rows: Sequence[Facts], pictures: Facts) -> dict[str, Any]:
-    """Return the worst examples, with a separate list of wrong predictions."""
     wrong = [row for row in rows if views.is_wrong(row)]
     right = [row for row in rows if views.is_wrong(row) is False]
     groups = {"wrong": wrong, "right": right} if wrong or right else {"": list(rows)}
@@ -265,7 +264,7 @@ def _worst(rows: Sequence[Facts], pictures: Facts) -> dict[str, Any]:
 
 
 def _class_plots(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dict[str, Any]:
-    """Return the plots for the classes of a model, or of one of its outputs."""
+    """Return the plots of the classes of a model, or of one of its outputs."""
     calibration = views.calibration(evaluation)
     return {
         "of": f" of {output}" if output else "",
@@ -278,7 +277,7 @@ def _class_plots(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dic
 
 
 def earlier(step: Facts) -> str:
-    """Return the time of a step's earlier tries, as a suffix to its seconds."""
+    """Return the duration of a step's earlier tries, as a suffix of its duration."""
     tries = step.get("tries")
     if not isinstance(tries, int) or tries <= 1:
         return ""
@@ -306,7 +305,7 @@ def _reasons(facts: Facts) -> list[str]:
     if facts.get("verdict") == "refused":
         intervals = (facts.get("evaluation") or {}).get("intervals") or {}
         broken = [sentence(each, intervals) for each in list_rules(facts) if not each.get("passed")]
-        # A lost promotion race breaks no rule.
+        # A model that lost a promotion race breaks no rule.
         return broken or [
             str(each) for of in (facts, registered) for each in of.get("reasons") or ()
         ]
@@ -321,13 +320,13 @@ def _reasons(facts: Facts) -> list[str]:
 
 
 def list_rules(facts: Facts) -> list[dict[str, Any]]:
-    """Return the rules of the gate, then the rules of the registry."""
+    """Return the rules of the gate, followed by the rules of the registry."""
     registered = facts.get("registered") or {}
     return [*_rows(facts, "rules"), *_rows(registered, "rules")]
 
 
 def _number_incidents(events: Sequence[Facts]) -> list[dict[str, str]]:
-    """Return the newest incidents for the page, with numbered attempts of training."""
+    """Return the newest incidents, with numbered training attempts."""
     attempts, found = 1, []
     for event in events:
         name = format_value(event.get("event"))
@@ -357,7 +356,10 @@ _LINEAGE = ("image", "commit", "code", "dataset", "checkpoint")
 
 
 def to_markdown(facts: Facts, report: str) -> bytes:
-    """Return the summary of a run, escaped; `report` is the URI of the whole report, or empty."""
+    """Return the summary of a run as Markdown.
+
+    All texts are escaped. `report` is the URI of the full report, or empty.
+    """
     verdict = str(facts.get("verdict") or "unknown")
     cost, notes = facts.get("cost") or {}, facts.get("notes") or ()
     evaluation = facts.get("evaluation") or {}
@@ -401,7 +403,7 @@ def _lineage(facts: Facts) -> list[tuple[str, object]]:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Return the lines of a table of plain texts and values; empty without rows."""
+    """Return the lines of a Markdown table; empty without rows."""
     if not rows:
         return []
     texts = ([plain(v if isinstance(v, str) else format_value(v)) for v in row] for row in rows)
@@ -409,10 +411,10 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def plain(text: object) -> str:
-    """Escape a text for Markdown, on one line."""
+    """Escape a text for Markdown, and put it on one line."""
     return _MARKS.sub(r"\\\1", " ".join(one_line(str(text)).split()))
 
 
 def code(text: str) -> str:
-    """Format a text as Markdown code, on one line."""
+    """Format a text as inline code in Markdown."""
     return f"`{' '.join(one_line(text).split()).replace('`', '')}`"

@@ -1,9 +1,10 @@
-"""Explains the rules of the gate and the registry: the value, the bound and what would pass.
+"""Describes the result of each rule of the gate and the registry in a sentence.
 
 A rule is plain data as in `decision.json`: `metric`, `bound` (`min` or `max`), `threshold`,
-`value`, `key`, `note`, `passed`. The value of a comparison is a bound of the difference. Its
-`found` holds, if known, `metric`, `own` with its `interval`, `other`, `opponent`, `label` (a
-class), `answer` (of a constant), `examples`, and `needed`, the sufficient number of examples.
+`value`, `key`, `note`, `passed`. The value of a comparison is a confidence bound of the difference.
+`found` describes a comparison, as far as known: `metric`, `own` with its `interval`, `other`,
+`opponent`, `label` (a class), `answer` (of a constant), `examples`, and `needed`, the sufficient
+number of examples.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from flotilla.trainer.report.wording import (
     spell_metric,
 )
 
-#: The keys of the comparison rules.
+#: #: Configuration keys of the comparison rules.
 CONSTANT = "gate.constant"
 MARGIN = "gate.champion.margin"
 CLASS_MARGIN = "gate.champion.class_margin"
-#: Prefixes and suffixes of the metrics of two rules.
+#: #: Prefixes and suffixes of metric names in rules that measure a difference.
 EXPORTED = "difference of "
 DIFFERENCE = "_difference"
 _OPPONENTS = {CONSTANT: "a constant", MARGIN: "the champion", CLASS_MARGIN: "the champion"}
@@ -44,7 +45,7 @@ _SEEN = {
         "the champion cannot be compared with this model",
     ),
 }
-#: The metrics of rules that check whether the model matches the champion.
+#: #: Metrics of the rules that check whether the model can replace the champion.
 IDENTITY = ("same_signature", "comparable")
 _NAMES = {
     "megabytes": "the size of the model in megabytes",
@@ -55,7 +56,7 @@ Facts = Mapping[str, Any]
 
 
 def sentence(rule: Facts, intervals: Facts | None = None) -> str:
-    """Return the result, the requirement and the number of examples needed, in plain words."""
+    """Return a sentence with the measured value, the required value and the examples needed."""
     metric, found = str(rule.get("metric") or "a value"), _comparison(rule)
     if metric in _SEEN and number(rule.get("value")) is not None:
         text = _SEEN[metric][not rule.get("passed")]
@@ -80,7 +81,7 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
 
 
 def because(rule: Facts) -> str:
-    """Return the reason for a refusal, which follows "refused:"."""
+    """Return the reason for a refusal, to follow `refused:`."""
     metric, key, found = str(rule.get("metric") or "a value"), rule.get("key"), _comparison(rule)
     if metric in _SEEN:
         return _SEEN[metric][1]
@@ -111,14 +112,13 @@ def _comparison(rule: Facts) -> Facts:
 
 
 def _opponent(rule: Facts) -> str:
-    """Return the opponent of a comparison; empty for a rule that sets a bound."""
-    # A decision of an earlier version may have no key.
+    """Return the opponent of a comparison, or an empty string for a rule that sets a bound."""
+    # Decisions of an earlier version may have no key.
     old = "the champion" if str(rule.get("metric")).endswith(DIFFERENCE) else ""
     return str(_comparison(rule).get("opponent") or _OPPONENTS.get(str(rule.get("key")), old))
 
 
 def _describe_comparison(rule: Facts, opponent: str, interval: object) -> str:
-    """Describe a comparison: both values, the possible loss and the allowed loss."""
     found = _comparison(rule)
     metric = spell_metric(found.get("metric") or str(rule.get("metric")).removesuffix(DIFFERENCE))
     if "label" in found:
@@ -139,7 +139,7 @@ def _describe_comparison(rule: Facts, opponent: str, interval: object) -> str:
 
 
 def _describe_bound(bound: float, threshold: float, *, is_higher_better: bool) -> tuple[str, str]:
-    """Describe the certain part of a difference and the allowed difference."""
+    """Return the proven difference and the allowed difference, as parts of a sentence."""
     gain, asked = (bound, threshold) if is_higher_better else (-bound, -threshold)
     better, worse = ("higher", "lower") if is_higher_better else ("lower", "higher")
     sizes = apart(abs(gain), abs(asked), interval=(0.0, max(abs(gain), abs(asked)) * 2))

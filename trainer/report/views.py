@@ -1,4 +1,4 @@
-"""Converts an evaluation and the events of a run to plain data for the page's template."""
+"""Converts an evaluation and the events of a run to the data that the report template renders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from flotilla.trainer.report.wording import capital, shorten_name, side_by_side,
 from flotilla.trainer.runtime.masking import one_line
 
 PUBLISHED, ATTEMPT = "checkpoint_published", "attempt_begin"
-# A larger matrix is unreadable; its largest confusions are listed instead.
+# Maximum number of classes in a confusion matrix. Of more classes, only the most frequent
+# confusions are listed.
 MOST_CLASSES = 20
 _MOST_CONFUSIONS = 10
 _MOST_CURVES = 3
@@ -25,9 +26,9 @@ _MOST_TILES = 4
 _ACROSS = {"roc": "false positive rate", "pr": "recall"}
 _DARKEST = 55
 _MOST_COLUMNS = 12
-# Marks of the timeline that are closer, in percent of the run, are merged.
+# Marks of the timeline that are closer than this, in percent of the run, are merged.
 _MARK_APART = 0.25
-# Short names of incidents.
+# Names of incidents in charts.
 _CALLED = {
     "restart": "restart", "task_failed": "a task was lost",
     "suspension": "suspended", "stalled": "stalled", "evaluator_left": "evaluator left",
@@ -39,7 +40,7 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell of the confusion matrix: its count, and its shade in percent."""
+    """One cell of the confusion matrix. The shade is in percent."""
 
     count: int
     shade: int
@@ -48,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One step on the timeline: start and length in percent of the run."""
+    """One step on the timeline. Its start and length are in percent of the run."""
 
     step: str
     status: str
@@ -60,7 +61,10 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Events of one `kind`, `checkpoint` or `incident`, at one time; `text` describes the first."""
+    """Events of one `kind`, `checkpoint` or `incident`, at the same place.
+
+    `text` describes the first.
+    """
 
     left: float
     kind: str
@@ -69,7 +73,7 @@ class Mark:
 
 
 def matrix(evaluation: Facts) -> list[list[Cell]]:
-    """Return the confusion matrix as cells; empty if there are too many classes."""
+    """Return the cells of the confusion matrix; empty if there are too many classes."""
     rows = evaluation.get("confusion_matrix") or []
     if len(rows) > MOST_CLASSES:
         return []
@@ -77,7 +81,7 @@ def matrix(evaluation: Facts) -> list[list[Cell]]:
         [
             Cell(
                 count=count,
-                # The square root makes one error in a thousand visible.
+                # The square root makes even one error in a thousand visible.
                 shade=round(_DARKEST * math.sqrt(count / max(sum(row), 1))),
                 right=true == guess,
             )
@@ -88,7 +92,7 @@ def matrix(evaluation: Facts) -> list[list[Cell]]:
 
 
 def confusions(evaluation: Facts) -> list[dict[str, Any]]:
-    """Return the most frequent confusions: `true`, `predicted`, `count`."""
+    """Return the most frequent confusions, each as `true`, `predicted` and `count`."""
     labels = evaluation.get("labels") or []
     found = [
         {"true": labels[true], "predicted": labels[guess], "count": count}
@@ -100,13 +104,13 @@ def confusions(evaluation: Facts) -> list[dict[str, Any]]:
 
 
 def weak_classes(evaluation: Facts) -> list[Facts]:
-    """Return the metrics of each class, lowest F1 first; of many classes, only the weakest."""
+    """Return the metrics of the classes with the lowest F1, lowest first."""
     rows = evaluation.get("per_class") or ()
     return sorted(rows, key=lambda row: row["f1"])[:MOST_CLASSES]
 
 
 def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
-    """Return ROC and precision-recall curves, of the weakest classes if their areas are known."""
+    """Return the ROC and precision-recall curves; with many classes, those of the weakest ones."""
     areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
     charts: list[Chart | None] = []
     for title, curve, area in (
@@ -127,7 +131,7 @@ def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
 
 
 def charts(evaluation: Facts) -> list[Chart]:
-    """Return the charts that the task requests."""
+    """Return the charts that the task adds to its evaluation."""
     found = (
         _points_chart(f"{each['title']}: {each['y']}", each["series"], str(each["x"]))
         for each in evaluation.get("charts") or ()
@@ -148,7 +152,7 @@ def _points_chart(
 
 
 def calibration(evaluation: Facts) -> Chart | None:
-    """Return the reliability diagram: observed frequency by predicted probability."""
+    """Return the reliability diagram: accuracy by confidence."""
     bins = evaluation.get("calibration") or ()
     if not bins:
         return None
@@ -159,7 +163,7 @@ def calibration(evaluation: Facts) -> Chart | None:
 
 
 def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
-    """Return the parts of a slice that define the main metric, worst first."""
+    """Return the parts of one slice that have the main metric, worst first."""
     main = MainMetric.of(evaluation)
     found = [
         {
@@ -175,21 +179,21 @@ def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
 
 
 def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
-    """Return the parts of every slice, the weakest first: `slice`, `rows`."""
+    """Return the weakest parts of each slice, as `slice` and `rows`."""
     slices = evaluation.get("slices") or {}
     found = [{"slice": name, "rows": weakest(evaluation, rows)} for name, rows in slices.items()]
     return [each for each in found if each["rows"]]
 
 
 def tiles(evaluation: Facts, rows: Sequence[Facts]) -> list[Facts]:
-    """Return the metrics at the top of the page: the main one, the loss, and the next ones."""
+    """Return the metrics for the top of the page, starting with the main metric and the loss."""
     named = {row["name"]: row for row in rows}
     main = MainMetric.of({**evaluation, "metrics": named})
     return [*main_first(named, main.name).values()][:_MOST_TILES]
 
 
 def training(history: Sequence[Facts], main: str) -> dict[str, dict[str, str]]:
-    """Return the metrics of a history by name: their columns, each with its split."""
+    """Return the columns of each metric in a history, with the name of their split."""
     columns = dict.fromkeys(name for row in history for name in row)
     names = [name.removeprefix(VALIDATION) for name in columns if name.startswith(VALIDATION)]
     names = [*main_first(dict.fromkeys([LOSS, *names]), main)][:_MOST_PARTS]
@@ -197,7 +201,7 @@ def training(history: Sequence[Facts], main: str) -> dict[str, dict[str, str]]:
 
 
 def remarks(evaluation: Facts) -> list[str]:
-    """Return the remarks below the metrics: positive classes, the constant, the baselines."""
+    """Return remarks about the positive classes, the constant and the baselines."""
     found = headline.positive_classes(evaluation)
     if answer := (evaluation.get("constant") or {}).get("answer"):
         found.append(f"Constant: {shorten_name(answer)}.")
@@ -208,10 +212,10 @@ def remarks(evaluation: Facts) -> list[str]:
 
 
 def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
-    """Return every metric with its interval and the metrics of all opponents.
+    """Return each metric with its interval and the values of all opponents.
 
-    A row has `name`, `interval`, `cells` for the model and its opponents with a flag for the best
-    one, and `comparisons` with the champion and the constant.
+    A row has `name`, `interval`, `cells` (the formatted values of the model and its opponents, each
+    with a flag that marks the best one) and `comparisons` (with the champion and the constant).
     """
     intervals, others = evaluation.get("intervals") or {}, headline.opponents(evaluation)
     rows = []
@@ -231,9 +235,10 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar], float]:
-    """Return the steps as bars over the run's active time, and the omitted idle seconds.
+    """Return the steps as bars over the active time of the run, and the idle seconds left out.
 
-    The bars of a step with several tries are numbered; each bar has the events during the try.
+    Each try of a step has its own bar, which holds the events of that time. The tries are numbered
+    if there are several.
     """
     spans = list_spans(tries)
     if not spans:
@@ -251,7 +256,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
             text = f"{event.get('event')} after {duration(_work_until(moment, joined))}"
             began = max((each for each in marks if each <= moment), default=min(marks))
-            # Merging keeps a thousand restarts legible.
+            # Merge marks, so that a thousand restarts stay legible.
             place = round(share(moment) / _MARK_APART) * _MARK_APART, kind
             first = marks[began].get(place)
             marks[began][place] = (
@@ -274,7 +279,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
 
 
 def list_spans(tries: Iterable[Facts]) -> list[tuple[str, float, float]]:
-    """Return step, begin and end of every try with known times."""
+    """Return step, start and end of each try whose times are known."""
     return [
         (str(each.get("step")), began, began + seconds)
         for each in tries
@@ -288,7 +293,7 @@ def _work_until(moment: float, joined: Sequence[tuple[float, float]]) -> float:
 
 
 def _number_tries(tries: Sequence[Facts]) -> list[str]:
-    """Return the name of each try: the step, with a number if there were several tries."""
+    """Return the name of each try: the step, with a number if it was tried more than once."""
     names = [str(each.get("step")) for each in tries]
     return [
         f"{name}, try {names[: at + 1].count(name)}" if names.count(name) > 1 else name
@@ -297,7 +302,10 @@ def _number_tries(tries: Sequence[Facts]) -> list[str]:
 
 
 def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tuple[float, str]]:
-    """Return the position of each incident between checkpoints, in global steps, and its name."""
+    """Return the name of each incident with its position in global steps.
+
+    If the step of an incident is unknown, it is interpolated from the times of the others.
+    """
     known = sorted(
         (time, step)
         for each in (*checkpoints, *incidents)
@@ -329,7 +337,7 @@ def _estimate_step(time: float | None, known: Sequence[tuple[float, float]]) -> 
     if not at:
         return None
     begun, low = known[at - 1]
-    # A resumed attempt may begin below the step that was reached.
+    # After a resume, the global step may be lower than before.
     if at == len(known) or known[at][1] < low:
         return low
     ended, high = known[at]
@@ -337,7 +345,7 @@ def _estimate_step(time: float | None, known: Sequence[tuple[float, float]]) -> 
 
 
 def count_texts(texts: Iterable[str]) -> str:
-    """Return each distinct text with its count."""
+    """List the distinct texts, each with its count."""
     counts: dict[str, int] = {}
     for text in texts:
         counts[text] = counts.get(text, 0) + 1
@@ -346,7 +354,7 @@ def count_texts(texts: Iterable[str]) -> str:
 
 
 def is_wrong(row: Facts) -> bool | None:
-    """Return whether the model was wrong about an example; None if its answer is a number."""
+    """Return whether the prediction was wrong; None for a numeric prediction."""
     label, predicted = row.get("label"), row.get("predicted")
     if None in (label, predicted) or "error" in row or isinstance(predicted, float):
         return None
@@ -355,7 +363,7 @@ def is_wrong(row: Facts) -> bool | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column of the worst examples."""
+    """One column of the table of worst examples."""
 
     title: str
     is_number: bool
@@ -364,7 +372,10 @@ class Column:
 def worst_table(
     rows: Sequence[Facts], placed: Sequence[str]
 ) -> tuple[list[Column], list[list[object]]]:
-    """Return the worst examples as a table: the model's answers, then the inputs by name."""
+    """Return the table of worst examples: the label and the outputs, then the inputs.
+
+    `placed` are keys that the table leaves out.
+    """
     reported = ["label", "predicted"]
     reported += [name for row in rows for name in row if name not in (*placed, *reported)]
     names = [(name, False) for name in dict.fromkeys(reported) if any(name in row for row in rows)]

@@ -1,4 +1,4 @@
-"""Formats numbers and names for readers; the confidence interval of a number sets its digits."""
+"""Formats numbers and names for display. The confidence interval of a number sets its digits."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from flotilla.trainer.runtime.masking import one_line
 Facts = Mapping[str, Any]
 
 NOTHING = "-"
-# The digits of a value without a known interval.
+# Number of significant digits of a value whose interval is unknown.
 _DIGITS = 4
-# More digits do not help to distinguish two numbers.
+# Maximum number of significant digits of a float.
 _MOST_DIGITS = 17
-# Numbers beyond these limits have a power of ten.
+# Magnitudes outside of this range are written with an exponent.
 _LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
 _NAMES = {"r2": "R²", "f1": "F1"}
 _PAIR = 2
 _MOST_METRICS = 4
-# The characters of a class name that a reader needs.
+# Maximum length of a displayed class name, in characters.
 _LONGEST_NAME = 60
 
 
 def format_value(value: object, digits: int = 6) -> str:
-    """Format a value, such as a setting, for a reader."""
+    """Format a value, such as a setting, for display."""
     if value is None or value == "":
         return NOTHING
     if isinstance(value, bool):
@@ -44,7 +44,7 @@ def format_value(value: object, digits: int = 6) -> str:
 
 
 def round_value(value: object, interval: object = None) -> str:
-    """Round a number to the digits that its `interval` (a pair) supports; without one, to four."""
+    """Round a number to the precision of its confidence interval, or to four digits without one."""
     plain = number(value)
     if plain is None or isinstance(value, int):
         return format_value(value, _DIGITS)
@@ -59,20 +59,20 @@ def round_value(value: object, interval: object = None) -> str:
 
 
 def like(value: float) -> tuple[float, float]:
-    """Return an interval for a number without a known one, which rounds it to four digits."""
+    """Return an interval that makes `round_value` keep four digits of `value`."""
     if not value or not math.isfinite(value):
         return (0.0, 0.0)
     return (0.0, 2 * 10.0 ** (math.floor(math.log10(abs(value))) - _DIGITS + 2))
 
 
 def interval_text(interval: object, between: str = " to ") -> str:
-    """Format both ends of an interval with the digits of its width; empty if there is none."""
+    """Format both ends of an interval with its precision; empty if there is none."""
     ends = _ends(interval)
     return between.join(round_value(end, interval) for end in ends) if ends else ""
 
 
 def apart(*values: float, interval: object = None) -> list[str]:
-    """Format numbers with enough digits to show which one is larger."""
+    """Format numbers with enough digits to show their order."""
     texts = [round_value(each, interval) for each in values]
     for digits in range(2, _MOST_DIGITS + 1):
         if _tells(texts, values):
@@ -82,7 +82,7 @@ def apart(*values: float, interval: object = None) -> list[str]:
 
 
 def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[tuple[str, bool]]:
-    """Format values with equal decimal places, and return for each whether it is the best."""
+    """Format values with equally many decimal places; return whether each is the best one."""
     known = [each for each in values if isinstance(each, float) and number(each) is not None]
     places = interval or like(known[0] if known else 0.0)
     best = round_value((min if better == "lower" else max)(known), places) if known else ""
@@ -91,8 +91,8 @@ def side_by_side(values: Sequence[Any], interval: object, better: str) -> list[t
 
 
 def key_metrics(metrics: Facts) -> dict[str, str]:
-    """Return the first plain metrics of a step, formatted for people."""
-    # The progress text already contains these numbers.
+    """Return the first scalar metrics of a step, formatted."""
+    # The progress text already has these numbers.
     left_out = {"headline", *(("share", "seconds_left") if metrics.get("progress") else ())}
     plain = {
         name: round_value(value)
@@ -103,7 +103,7 @@ def key_metrics(metrics: Facts) -> dict[str, str]:
 
 
 def spell_metric(name: object) -> str:
-    """Return the name of a metric as words: `auc@label=7` is `AUC where label is 7`."""
+    """Spell out the name of a metric: `auc@label=7` becomes `AUC where label is 7`."""
     metric, _, part = str(name).partition("@")
     words = shorten_name(metric).replace("_", " ").split(" ")
     known = [_NAMES.get(each, each.upper() if each in _UPPER else each) for each in words]
@@ -113,7 +113,7 @@ def spell_metric(name: object) -> str:
 
 
 def title_metric(name: object) -> str:
-    """Return the name of a metric as a title."""
+    """Return the spelled-out name of a metric with a capital letter."""
     return capital(spell_metric(name))
 
 
@@ -123,13 +123,12 @@ def capital(text: str) -> str:
 
 
 def shorten_name(name: object) -> str:
-    """Shorten the name of a class or a file to fit into a sentence, on one line."""
+    """Shorten the name of a class or a file to fit into a one-line sentence."""
     text = one_line(str(name)) or "(empty)"
     return text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…"
 
 
 def _tells(texts: Sequence[str], values: Sequence[float]) -> bool:
-    """Return whether the texts preserve the order and equality of the values."""
     read = [float(text) for text in texts]
     return all(
         (read[i] < read[j]) == (values[i] < values[j])
@@ -147,7 +146,10 @@ def _ends(interval: object) -> Sequence[float] | None:
 
 
 def _places(interval: object) -> int | None:
-    """Return the decimal places for two digits of half the interval; negative for tens."""
+    """Return the number of decimal places that shows two digits of half the interval.
+
+    It is negative if whole tens or more are rounded.
+    """
     ends = _ends(interval)
     if not ends or not ends[1] > ends[0]:
         return None
