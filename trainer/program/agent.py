@@ -1,25 +1,26 @@
-"""The agent of a program: it runs one attempt of one task to its end. Free of TensorFlow.
+"""The agent of a program: runs one attempt of one task. Does not import TensorFlow.
 
 On this machine the agent is the process of the task, and the guard is its child:
 
-    Agent(job, cluster, task, is_local=True).train()     # raises as the chief of our trainer does
+    Agent(job, cluster, task, is_local=True).train()     # raises like the chief of our trainer
 
-In a pod it is a sidecar, and the guard is the command of the user's container:
+In a pod the agent is a sidecar, and the guard is the command of the user's container:
 
     agent = Agent(job, cluster, task, on_signal=..., grace=...)
-    code = agent.run()          # listens, trains, tells the guard to exit; raises no `UserError`
-    agent.stop("why", code=1)   # from any thread: SIGTERM and grace for the program
-    agent.begin_no_more()       # from any thread: a program that does not run yet is not started
-    agent.lose_guard(seconds)   # from any thread: the container of the program has ended
+    code = agent.run()          # runs the program, then stops the guard; raises no `UserError`
+    agent.stop("why", code=1)   # from any thread: stop the program with SIGTERM
+    agent.begin_no_more()       # from any thread: do not start a program that does not run yet
+    agent.lose_guard(seconds)   # from any thread: the program's container has exited
 
-`job.workdir` is the folder of the task (`task_folders`), and the socket is in its `exchange`. The
-leading task holds the lease of the checkpoints, publishes them, emits the events of training, and
-records its end. While the program runs, threads speak with the object store: one that hangs delays
-neither progress, nor a request to stop, nor the end of the program.
+`job.workdir` is the folder of the task (see `task_folders`), and the socket is in its `exchange`
+folder. The leading task holds the lease of the checkpoints, publishes them, emits the training
+events and records the end of training. While the program runs, only background threads access the
+object store, so that a slow store delays neither progress, nor a stop, nor the end of the program.
 
-The exit code of the program decides (`judge_end`): 0 is done; 2, 126, 127 and any other code below
-128 but 1 are final; 1 begins again where there are several tasks, as a worker ends so when another
-one is lost; signals begin again.
+The exit code of the program decides what follows (see `judge_end`). 0 means done. 2, 126 and 127
+are errors of the configuration and are final, and so are other codes from 3 to 127. With several
+tasks, 1 causes a retry, because a worker also exits with 1 when another task is lost; with one task
+it is final. Codes from 128 up and signals cause a retry.
 """
 
 from __future__ import annotations
@@ -65,15 +66,15 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.telemetry.metrics import export_metrics
 from flotilla.trainer.tracking.tracker import following_training
 
-#: Seconds from SIGTERM to SIGKILL for a program; the supervisor gives its task twice of it.
+#: #: Time from SIGTERM to SIGKILL for a program, in seconds. The supervisor waits twice as long.
 GRACE_SECONDS = 30.0
-# Files that a program writes send no event.
+# Interval at which the agent looks for files of the program, in seconds.
 LOOK_SECONDS = 1.0
-# A guard that was told to end has this long.
+# Maximum time to wait until the guard exits, in seconds.
 _EXIT_SECONDS = 10.0
-# At a stop, the last publication may take this part of the grace once more.
+# Maximum time to publish the last checkpoint after a stop, as a share of the grace period.
 _PUBLISH_SHARE = 0.8
-# The time an evaluator may be silent after training before it is stopped.
+# After training, an evaluator that is silent for this time is stopped, in seconds.
 _EVALUATOR_SECONDS = 15.0
 _BEGIN_AGAIN_CODE = 1
 _FINAL = (USAGE, guard.NOT_EXECUTABLE, guard.NOT_FOUND)
@@ -81,7 +82,13 @@ log = logging.getLogger(__name__)
 
 
 def judge_end(code: int, last: list[str], *, several: bool) -> UserError:
-    """Return the error with which a task ends whose program ended with this code, not 0."""
+    """Return the error of a task whose program exited with a code other than 0.
+
+    Args:
+        code: the exit code, or the negative number of the signal that killed the program.
+        last: the last lines of its output.
+        several: whether the cluster has more than one task.
+    """
     said = f"; its last line: {last[-1]}" if last else "; it printed nothing"
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
@@ -94,7 +101,7 @@ def judge_end(code: int, last: list[str], *, several: bool) -> UserError:
 
 
 class Agent:
-    """One attempt of one task of a program."""
+    """Runs one attempt of one task of a program."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -106,7 +113,10 @@ class Agent:
         grace: float = GRACE_SECONDS,
         is_local: bool = False,
     ) -> None:
-        """Take the run and the task; `on_signal` replaces `stop` where the guard is signalled."""
+        """Store the run and the task.
+
+        `on_signal` is called instead of `stop` when the guard receives a signal.
+        """
         self._job, self._cluster, self._task = job, cluster, task
         self._program = job.config.program
         self._folders = TaskFolders(folder=job.workdir.absolute())
@@ -119,7 +129,8 @@ class Agent:
         self._code: int | None = None
         self._refuses = self._is_ready = self._is_gone = False
         self._pid = 0
-        #: Why the agent killed the program, if it did, and why its attempt is over.
+        #: #: Why the agent killed the program, and why its attempt is over; empty if neither is the
+        #: case.
         self._why = self._lost = ""
         self._publisher: Publisher | None = None
         self._metrics: Metrics | None = None
@@ -129,12 +140,12 @@ class Agent:
         self._over_at = 0.0
         self._output_at = self._looked_at = 0.0
 
-    # From other threads.
+    # Called from other threads.
 
     def stop(self, reason: str = "", *, code: int | None = None) -> None:
-        """Stop the program with its grace, and publish a last checkpoint.
+        """Stop the program with its grace period, and publish a last checkpoint.
 
-        The guard ends with `code`, if given, in place of that of an interruption.
+        If `code` is given, the guard exits with it instead of the code of an interruption.
         """
         self._reason, self._code = self._reason or reason, code
         self._stopping.set()
@@ -142,15 +153,16 @@ class Agent:
             self._link.wake()
 
     def begin_no_more(self) -> None:
-        """Start no program any more; one that runs goes on."""
+        """Do not start the program, unless it runs already."""
         self._refuses = True
         if self._link:
             self._link.wake()
 
     def lose_guard(self, seconds: float) -> bool:
-        """Let `run` end as after a kill of the program; return whether it does.
+        """Make `run` return as if the program was killed; return whether it will.
 
-        It does not if the guard is still connected after some seconds, or before the program.
+        It will not if the program was not started, or if the guard is still connected after
+        `seconds`.
         """
         has_begun = self._pid or self._stopping.is_set()
         if not self._link or not has_begun or not self._link.wait_gone(seconds):
@@ -159,10 +171,10 @@ class Agent:
         self._link.put({"is": "ended", "code": -signal.SIGKILL, "last": []})
         return True
 
-    # The two ways to run it.
+    # The two entry points.
 
     def run(self) -> int:
-        """Serve a guard in another container to its end; return the code that it ends with."""
+        """Run the program with a guard in another container; return the exit code for the guard."""
         code, message = DONE, ""
         try:
             self._link = Link(self._folders.exchange)
@@ -186,12 +198,12 @@ class Agent:
         return code
 
     def train(self) -> None:
-        """Run the program on this machine to its end.
+        """Run the program on this machine until it exits.
 
         Raises:
-            UserError: it failed for good.
-            RunInterruptedError: SIGINT or SIGTERM came; what was whole is published.
-            ClusterLostError: a new attempt may help.
+            UserError: training failed, and a retry would not help.
+            RunInterruptedError: SIGINT or SIGTERM was received; complete checkpoints are published.
+            ClusterLostError: a new attempt may succeed.
         """
         guard.adopt_orphans()
         with signals.handle_interrupts(self.stop):
@@ -204,7 +216,7 @@ class Agent:
                 self._dismiss(self._link, DONE, "")
                 self._link.close()
                 child.wait()
-                # A guard that was killed leaves processes, which are now of this one.
+                # A guard that was killed leaves processes, which this process has adopted.
                 guard.kill_all(self._pid or child.pid)
 
     def _train(self, link: Link) -> None:
@@ -234,7 +246,7 @@ class Agent:
     # Before the program.
 
     def _begin(self, link: Link) -> Message | None:
-        """Start the program, unless it runs already; return its end if it has ended meanwhile."""
+        """Start the program unless it runs already; return its end message if it has ended."""
         ready = self._await_guard(link)
         if ready.get("ended") or ready.get("running"):
             self._go_on()
@@ -260,7 +272,7 @@ class Agent:
                 raise ClusterLostError("the guard of the program ended before the program began")
 
     def _wait(self, link: Link, seconds: float) -> None:
-        """Wait before the program is started; raises `RunInterruptedError`."""
+        """Wait before the program starts; raises `RunInterruptedError`."""
         message = self._receive(link, seconds)
         if message and message["is"] == "gone" and self._is_local:
             raise ClusterLostError("the guard of the program ended before the program began")
@@ -274,7 +286,7 @@ class Agent:
         return message
 
     def _prepare(self, link: Link) -> int:
-        """Fill the folder of checkpoints, and return the number of the attempt."""
+        """Restore the checkpoint for this attempt; return the number of the attempt."""
         clear(self._folders.model)
         topology = self._job.config.topology
         workers = [Task(role="worker", index=n) for n in range(self._cluster.count("worker"))]
@@ -297,7 +309,7 @@ class Agent:
         return 1
 
     def _go_on(self) -> None:
-        """Follow a program that an earlier process of this task has started."""
+        """Follow a program that was started by an earlier agent of this task."""
         if self._publisher:
             self._publisher.resume()
         self._make_metrics()
@@ -329,7 +341,7 @@ class Agent:
     # While the program runs.
 
     def _follow(self, link: Link) -> Message:
-        """Follow the program; return the message of its end."""
+        """Follow the program until it ends; return its end message."""
         is_asked = False
         while True:
             message = link.receive(LOOK_SECONDS)
@@ -346,7 +358,7 @@ class Agent:
                 self._look()
 
     def _handle(self, message: Message) -> Message | None:
-        """Take a message; return the one that says how the program ended."""
+        """Process a message; return it if it tells how the program ended."""
         kind = message["is"]
         if kind == "started":
             self._pid = int(message["pid"])
@@ -368,12 +380,12 @@ class Agent:
         self._is_ready = True
         if message.get("ended"):
             return dict(message["ended"])
-        # Otherwise the container was started again, for example after it took too much memory.
+        # No program runs: the container was restarted, for example because it ran out of memory.
         lost = {"is": "ended", "code": -signal.SIGKILL, "last": []}
         return None if message.get("running") else lost
 
     def _watch(self, link: Link) -> None:
-        """Kill the program if it stalls, or if its attempt is over."""
+        """Kill the program if it stalls or if its attempt is over."""
         if self._task.role == "evaluator":
             self._end_evaluator()
             return
@@ -392,7 +404,7 @@ class Agent:
             link.send(do="kill")
 
     def _end_evaluator(self) -> None:
-        """Stop an evaluator that is silent after the end of training."""
+        """Stop an evaluator that has been silent since the end of training."""
         if (self._job.workdir / OVER).exists():
             self._over_at = self._over_at or time.monotonic()
             if time.monotonic() - max(self._over_at, self._output_at) > _EVALUATOR_SECONDS:
@@ -407,7 +419,7 @@ class Agent:
         ).start()
 
     def _ask_store(self) -> bool:
-        """Look in the store for another attempt, or for a checkpoint to evaluate."""
+        """Look for a new attempt, or for a checkpoint to evaluate."""
         if self._task.role == "evaluator":
             uri, _ = find_published(self._job.checkpoints)
             if uri and uri != self._filled:
@@ -421,7 +433,7 @@ class Agent:
         return not self._lost and self._task.role != "ps"
 
     def _look(self) -> None:
-        """Take what the program wrote."""
+        """Process the metrics and checkpoints that the program has written."""
         if self._metrics and self._publisher:
             for line, when in self._file.read():
                 self._metrics.take(line, when)
@@ -429,10 +441,10 @@ class Agent:
             self._metrics.save(self._folders.exchange)
             self._publisher.look(self._metrics.step_at, self._metrics.newest)
 
-    # After the program.
+    # After the program has ended.
 
     def _finish(self, end: Message, held: lease.NoLease) -> None:
-        """Publish what is whole, and return if training is over; raises as `train`."""
+        """Publish the last checkpoint; return if training is complete, else raise like `train`."""
         if self._metrics:
             for line, when in self._file.read():
                 self._metrics.take(line, when)
@@ -448,7 +460,7 @@ class Agent:
             self._complete(held)
             return
         if self._publisher:
-            # The error of the program is the one to report.
+            # If publishing fails too, report the error of the program.
             try:
                 self._publish(with_model=False)
             except UserError as error:
@@ -493,7 +505,7 @@ class Agent:
         return self._publisher.finish(metrics.step_at, metrics.newest, with_model=with_model)
 
     def _complete(self, held: lease.NoLease) -> None:
-        """Record the end of training, if this task publishes."""
+        """Publish the model and record the end of training, if this task publishes."""
         if not self._publisher:
             return
         model = self._folders.model
@@ -510,7 +522,7 @@ class Agent:
         completion.record(self._job, uri)
 
     def _dismiss(self, link: Link, code: int, message: str) -> None:
-        """Tell the guard to end, and wait until it has."""
+        """Tell the guard to exit, and wait until it has."""
         if self._is_gone:
             return
         while not self._is_ready:

@@ -1,9 +1,10 @@
-"""The attempts of a program whose workers all lead: they begin together, or not at all.
+"""The attempts of a program whose workers all lead: they start together, or not at all.
 
-Each worker that starts writes a new ticket next to the checkpoints. The leader begins an attempt
-when every worker has a ticket that no attempt had, and names these tickets and the checkpoint: no
-two tasks ever begin from different checkpoints. A worker that is not named waits. The leader that
-sees another ticket begins again, and so does a worker that sees another attempt.
+Each worker that starts writes a new ticket next to the checkpoints. The leader starts an attempt
+when every worker has a ticket that no earlier attempt used. It then writes the checkpoint and these
+tickets to a file, so that no two tasks ever start from different checkpoints. A worker whose ticket
+is not in the file waits. If the leader finds a new ticket of a worker, it restarts, and so does a
+worker that finds a new attempt.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from flotilla.trainer.runtime.errors import ClusterLostError
 from flotilla.trainer.runtime.json_records import read_record
 
 FOLDER, FILE = "program", "attempt.json"
-# A store sends no event.
+# Polling intervals in seconds, because a store sends no notifications.
 LOCAL_SECONDS, REMOTE_SECONDS = 0.5, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt: the checkpoint that it begins from, and the tickets of its workers."""
+    """An attempt: the checkpoint that it starts from, and the tickets of its workers."""
 
     number: int
     checkpoint: str = ""
@@ -35,23 +36,23 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """What a worker that waits for an attempt writes."""
+    """The file that a worker writes when it waits for an attempt."""
 
     ticket: str
 
 
 class Attempts:
-    """The attempts of one run, as the task `this` takes part in them."""
+    """The attempts of a run, as seen by the task `this`."""
 
     def __init__(self, job: Job, this: Task, others: Sequence[Task]) -> None:
-        """Take the run, and the workers besides the leader."""
+        """Store the run and `others`, the workers other than the leader."""
         self._folder = storage.join(job.checkpoints, FOLDER)
         self._this, self._others = str(this), [str(each) for each in others]
         self.seconds = LOCAL_SECONDS if storage.local_path(self._folder) else REMOTE_SECONDS
         self.current = Attempt(number=0)
 
     def lead(self, checkpoint: str, wait: Callable[[float], None]) -> Attempt:
-        """Begin an attempt from a checkpoint, when all workers wait for it; raises `UserError`."""
+        """Wait until all workers have a new ticket, then start an attempt; raises `UserError`."""
         before = self._read() or Attempt(number=0)
         gathering = Attempt(number=before.number + 1)
         if self._others:
@@ -67,7 +68,7 @@ class Attempts:
         return self.current
 
     def join(self, wait: Callable[[float], None]) -> Attempt:
-        """Wait for an attempt that names this worker; raises `UserError`."""
+        """Wait for an attempt that has this worker's ticket; raises `UserError`."""
         own = Ticket(ticket=secrets.token_hex(8))
         self._write(f"{self._this}.json", own)
         while True:

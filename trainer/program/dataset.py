@@ -1,16 +1,18 @@
-"""The dataset of a user's program: TFRecord files, and a description that TensorFlow alone reads.
+"""The dataset of a user's program: TFRecord files and a description, readable by plain TensorFlow.
 
-    train/*.tfrecord        the task's part of the training split
+    train/*.tfrecord        the task's share of the training split
     validation/*.tfrecord   the whole validation split
-    features.json           for each feature of a record, how its rows are packed
+    features.json           how the rows of each feature are packed into a record
 
-A record is a `tf.train.Example` of many rows, packed by column (`data/blocks.py`). An entry of
-`features.json` has:
+A record is a `tf.train.Example` that holds many rows, packed by column (`data/blocks.py`). An entry
+of `features.json` has these fields:
 
 - `wire`: the type in the record, `int64`, `float32` or `string`
-- `raw`: if not empty, the record has one text, the bytes of all rows, of this type (`decode_raw`)
-- `dtype`, `shape`: type and shape of one row; a text that is an encoded image has no sizes
-- `lengths`: if not empty, the feature with the first size of each row; `shape` is of the rest
+- `raw`: if not empty, the record has a single string with the bytes of all rows, of this type (for
+  `decode_raw`)
+- `dtype`, `shape`: type and shape of one row; the shape of an encoded image is empty
+- `lengths`: if not empty, the feature that holds the first dimension of each row, which `shape`
+  leaves out
 - `image`: height, width and channels of an encoded image, else null
 - `label`, `input`: the role of the feature
 - `classes`: the names of the classes, or their number, or null
@@ -34,18 +36,18 @@ from flotilla.trainer.storage.errors import report_errors
 
 FEATURES_FILE = "features.json"
 _WIRES = {"int": "int64", "float": "float32"}
-# TensorFlow's `decode_raw` does not know these types; a cast from the signed type keeps the bits.
+# `decode_raw` does not support these types. A cast from the signed type keeps the bits.
 _SIGNED = {"uint32": "int32", "uint64": "int64"}
 
 
 def stage_dataset(config: Config, cluster: Cluster, task: Task, uri: str, folder: Path) -> None:
-    """Fetch the part of a published dataset that `task` reads into `folder`, verified.
+    """Download and verify the part of a published dataset that `task` reads.
 
-    Servers get nothing, and an evaluator the validation split alone. Files of an earlier start
-    that do not belong there are removed.
+    A parameter server gets no files, and an evaluator only the validation split. Record files of an
+    earlier start that are not part of it are removed.
 
     Raises:
-        UserError: it cannot be fetched, or there are more tasks than shards.
+        UserError: a file cannot be downloaded, or there are more tasks than shards.
     """
     if task.role == "ps":
         return
@@ -67,10 +69,11 @@ def stage_dataset(config: Config, cluster: Cluster, task: Task, uri: str, folder
 
 
 def choose_part(config: Config, cluster: Cluster, task: Task) -> tuple[int, int]:
-    """Return the part of the training shards of a task, and the number of parts.
+    """Return the index of a task's part of the training shards, and the number of parts.
 
-    Without parameter servers a chief trains as workers do, and has the first part. With them it may
-    coordinate or train: it gets all shards, as every task does where the partition is not disjoint.
+    Without parameter servers, the chief trains like a worker and has the first part. With parameter
+    servers it may train or only coordinate, so it gets all shards. If the partition is not
+    disjoint, every task gets all shards.
     """
     trains = 1 if cluster.count("chief") and not cluster.count("ps") else 0
     of = trains + cluster.count("worker")
@@ -80,8 +83,8 @@ def choose_part(config: Config, cluster: Cluster, task: Task) -> tuple[int, int]
 
 
 def describe_features(spec: DatasetSpec) -> dict[str, dict[str, Any]]:
-    """Return the content of `features.json`, by the name in a record."""
-    # As `data/blocks.py` names them; a feature without any values says nothing.
+    """Return the content of `features.json`, by the name of the feature in a record."""
+    # Names are escaped as in `data/blocks.py`. Features whose shape has a 0 are left out.
     return {
         f"\0{name}" if name.startswith("\0") else name: _describe(spec, name, feature)
         for name, feature in spec.features.items()

@@ -1,20 +1,23 @@
-"""The guard of a program: it starts the program, relays its output, and leaves nothing of it.
+"""The guard of a program: starts the program, relays its output and kills its processes.
 
-This file runs in the image of the user, which needs no package of this project: it imports the
-standard library alone, and keeps to the syntax of Python 3.8. The agent, a process of this project,
-listens at a Unix socket and decides; the two send JSON objects, one a line (see `messages.py`):
+This file runs in the user's image, which needs no package of this project: it imports only the
+standard library and uses only the syntax of Python 3.8. The agent, a process of this project,
+listens on a Unix socket and makes the decisions. The two send JSON objects, one per line (see
+`link.py`):
 
     python3 guard.py --socket FOLDER/guard.sock [--reconnect SECONDS] [--termination FILE]
 
-The program leads its own session. When it has ended, every process that it started is
-killed, also one that left its process group: the guard is the reaper of its orphans. Without the
-agent for `--reconnect` seconds (0: at once) the program is stopped and the guard ends with 138,
-which asks for a new start.
+The program runs in its own session. When it ends, all processes that it started are killed, even if
+they left its process group: as a child subreaper, the guard adopts orphaned descendants. If the
+agent is gone for `--reconnect` seconds (0: immediately), the program is stopped and the guard exits
+with code 138, which requests a restart.
 
-If the guard itself is killed, the kernel kills the program, and the next guard of the folder, or
-`--sweep`, kills what the program had started: those processes have `MARK` in their environment.
-What this cannot do: if the launcher is killed as well, they stay until the run is started again;
-and a process that has cleared its environment, or runs as another user, stays until it ends.
+If the guard itself is killed, the kernel kills the program. The processes that the program had
+started have the variable `MARK` in their environment, and are killed by the next guard of the same
+folder or by `--sweep`.
+
+Limitations: if the launcher is killed too, such processes continue until the run is started again.
+A process that has cleared its environment or runs as another user continues until it exits.
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ import time
 from typing import Any, Callable, Dict, List  # noqa: UP035
 
 SOCKET, LOCK = "guard.sock", "guard.lock"
-#: The variable of all processes of a program: the folder of its guard.
+#: #: Environment variable of all processes of a program, with the identity of its guard's folder.
 MARK = "FLOTILLA_GUARD"
 BEGIN_AGAIN, NOT_EXECUTABLE, NOT_FOUND = 138, 126, 127
-# The kernel's limit of a socket's path is 108 bytes.
+# The kernel limits the path of a socket to 108 bytes.
 LONGEST_PATH = 100
 LONGEST_LINE = 1 << 16
 MOST_UNSENT = 1 << 20
@@ -50,18 +53,21 @@ Message = Dict[str, Any]  # noqa: UP006
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process, where the system has it."""
+    """Set an attribute of this process, if the system supports it."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes whose parent, a descendant of this one, has ended."""
+    """Make this process the parent of descendants whose own parent has exited."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reach(path: str) -> str:
-    """Return a short path to a socket; the folder stays open for as long as this process runs."""
+    """Return a short path of a socket.
+
+    If the path is too long, its folder stays open until this process exits.
+    """
     if len(os.fsencode(path)) <= LONGEST_PATH:
         return path
     folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
@@ -69,47 +75,50 @@ def reach(path: str) -> str:
 
 
 def list_processes() -> List[int]:  # noqa: UP006
-    """Return the processes of this machine or container; empty without `/proc`."""
+    """Return the ids of the processes of this machine or container; empty without `/proc`."""
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir("/proc") if name[:1] in "123456789"]
     return []
 
 
 def read_about(pid: int, name: str) -> bytes:
-    """Return a file of `/proc` about a process; empty if it is gone, or of another user."""
+    """Return the content of a file in `/proc/PID`; empty if it cannot be read."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
         return file.read()
     return b""
 
 
 def is_child(pid: int) -> bool:
-    """Say whether a process is a child of this one; ended ones are, too."""
-    # The name of the process, in brackets, may have spaces.
+    """Return whether a process is a child of this one; a zombie counts too."""
+    # The name of the process is in parentheses and may contain spaces.
     fields = read_about(pid, "stat").rpartition(b")")[2].split()
     return len(fields) > 1 and int(fields[1]) == os.getpid()
 
 
 def kill_all(group: int) -> None:
-    """Kill a process group, and all children of this process, until none is left."""
+    """Kill a process group and all children of this process, until none is left."""
     with contextlib.suppress(OSError):
         os.killpg(group, signal.SIGKILL)
     _kill(is_child)
 
 
 def kill_marked(folder: str) -> None:
-    """Kill what a program of an earlier guard of this folder has left."""
+    """Kill the processes that an earlier guard of this folder has left."""
     wanted = f"{MARK}={mark_of(folder)}".encode()
     _kill(lambda pid: wanted in read_about(pid, "environ").split(b"\0"))
 
 
 def mark_of(folder: str) -> str:
-    """Return what marks the processes of a folder: containers may have the same path."""
+    """Return the mark of a folder's processes.
+
+    The path is not enough, because folders of different containers may have the same path.
+    """
     there = os.stat(folder)
     return f"{there.st_dev}:{there.st_ino}:{folder}"
 
 
 def _kill(is_meant: Callable[[int], bool]) -> None:
-    """Kill processes until none is left, as they may start others meanwhile."""
+    """Kill processes until none is left, because they may start new ones."""
     end = time.monotonic() + DRAIN_SECONDS
     while time.monotonic() < end:
         left = [pid for pid in list_processes() if is_meant(pid)]
@@ -119,20 +128,20 @@ def _kill(is_meant: Callable[[int], bool]) -> None:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        # The end of a process that is no child sends no event.
+        # Only the end of a child can be waited for; poll for other processes.
         select.select([], [], [], PAUSE_SECONDS)
 
 
 class Output:
-    """The output of the program: passed on as it is, and read for what it says."""
+    """Relays the output of the program, and finds the lines that report a step."""
 
     def __init__(self) -> None:
-        """Begin with no output."""
+        """Start without output."""
         self.last: list[str] = []
         self._line = b""
 
     def take(self, data: bytes) -> list[str]:
-        """Pass bytes on; return the complete lines that are an object with a step."""
+        """Relay bytes; return the complete lines that report a step."""
         self._pass_on(data)
         *lines, rest = data.split(b"\n")
         found = []
@@ -145,7 +154,7 @@ class Output:
         return found
 
     def finish(self) -> None:
-        """Note what follows the last end of a line."""
+        """Process a last line that does not end with a newline."""
         self._end_line(self._line)
         self._line = b""
 
@@ -154,11 +163,11 @@ class Output:
             try:
                 data = data[os.write(1, data) :]
             except OSError:
-                # A full disk, or a reader that left, is no reason to end the program.
+                # A full disk or a closed reader must not end the program.
                 return
 
     def _end_line(self, line: bytes) -> str:
-        # A progress bar writes many lines over each other.
+        # A progress bar overwrites its line after each carriage return.
         visible = line.rstrip(b"\r").rpartition(b"\r")[2] or line
         text = visible[:LONGEST_LINE].decode("utf-8", "replace").strip()
         if text:
@@ -167,7 +176,7 @@ class Output:
 
 
 def is_step(text: str) -> bool:
-    """Say whether a line is one JSON object with a step."""
+    """Return whether a line is a JSON object that has a step."""
     if not text.startswith("{") or 'step"' not in text:
         return False
     try:
@@ -178,10 +187,10 @@ def is_step(text: str) -> bool:
 
 
 class Program:
-    """One run of the program."""
+    """A running program."""
 
     def __init__(self, message: Message, mark: str) -> None:
-        """Start it with a mark in its environment; raises `OSError`."""
+        """Start the program with `mark` in its environment; raises `OSError`."""
         self.attempt = message.get("attempt", 0)
         self.deadline: float | None = None
         self.output = Output()
@@ -195,7 +204,7 @@ class Program:
                 cwd=message.get("cwd") or None,
                 env={**os.environ, **message.get("env", {}), MARK: mark},
                 start_new_session=True,
-                # The kernel kills it when this process is killed.
+                # The kernel kills the program if this process is killed.
                 preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509
             )
         except BaseException:
@@ -207,25 +216,25 @@ class Program:
         os.set_blocking(reader, False)
 
     def stop(self, grace: float) -> None:
-        """Send SIGTERM; `kill` is due after `grace` seconds."""
+        """Send SIGTERM; the guard kills the program after `grace` seconds."""
         if self.deadline is None:
             self.deadline = time.monotonic() + grace
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill all of it."""
+        """Kill the program and all processes that it started."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        # Its children are adopted when it has ended.
+        # This process adopts the program's children only when the program has exited.
         self.process.wait()
         kill_all(self.process.pid)
 
 
 class Guard:
-    """The loop of this process."""
+    """Runs the program for the agent: the event loop of this process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        """Take the options of the command line."""
+        """Store the options of the command line."""
         self._options = options
         self._folder = os.path.dirname(os.path.abspath(options.socket))
         self._program: Program | None = None
@@ -237,11 +246,11 @@ class Guard:
         self._asked_to_end = 0
         self._code: int | None = None
         self._was_connected = False
-        # How the last program ended, for an agent that was away.
+        # The message about the last program's end, for an agent that was not connected then.
         self._ended: Message | None = None
 
     def run(self) -> int:
-        """Serve the agent to the end; return the exit code."""
+        """Obey the agent until it tells this process to exit; return the exit code."""
         wakes, wake = os.pipe()
         for end in (wakes, wake):
             os.set_blocking(end, False)
@@ -274,7 +283,7 @@ class Guard:
             self._read_agent()
 
     def _look(self) -> None:
-        """Do the work that no event announces."""
+        """Do the work that no event triggers."""
         if self._asked_to_end:
             number, self._asked_to_end = self._asked_to_end, 0
             if self._connection:
@@ -288,7 +297,7 @@ class Guard:
             self._end_program(program)
         self._flush()
 
-    # The agent.
+    # The connection to the agent.
 
     def _connect(self) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -352,7 +361,7 @@ class Guard:
             self._code = int(message["code"])
 
     def _send(self, message: Message) -> None:
-        # An agent that does not read must not stop the program.
+        # Drop lines rather than block the program, if the agent does not read.
         if len(self._unsent) < MOST_UNSENT or message["is"] not in ("line", "active"):
             self._unsent += json.dumps(message).encode() + b"\n"
         self._flush()
@@ -384,7 +393,7 @@ class Guard:
         self._send({"is": "started", "pid": self._program.process.pid})
 
     def _read_output(self) -> bool:
-        """Read what is there; return whether there may be more."""
+        """Read and relay the available output; return whether there may be more."""
         program = self._program
         if not program:
             return False
@@ -418,12 +427,12 @@ class Guard:
         self._send(self._ended)
 
     def _stop_alone(self, code: int) -> None:
-        """Stop the program without the agent, and end."""
+        """Stop the program without the agent, then exit."""
         if self._program:
             self._program.stop(self._options.grace)
             end = time.monotonic() + self._options.grace
             while self._program.process.poll() is None and time.monotonic() < end:
-                # It may wait for a reader of its output.
+                # A program whose output pipe is full cannot exit until the pipe is read.
                 self._selector.select(POLL_SECONDS)
                 self._read_output()
         self._code = code
@@ -448,14 +457,14 @@ def _failure(message: Message, error: OSError) -> Message:
 
 
 def hold_lock(path: str) -> Any:
-    """Wait until an earlier guard of this task has ended; the lock ends with this process."""
+    """Wait until an earlier guard of this task has exited; hold the lock until this one exits."""
     file = open(path, "wb")  # noqa: SIM115
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
 
 def main() -> None:
-    """Parse the command line, and guard a program."""
+    """Parse the command line and run a program."""
     parser = argparse.ArgumentParser(prog="guard.py")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--wait", type=float, default=120.0, help="seconds for the first contact")
@@ -476,7 +485,7 @@ def main() -> None:
         return
     adopt_orphans()
     code = Guard(options).run()
-    # Only the kernel frees the lock, when there is nothing left of this process.
+    # Keep the lock file open until the process has exited.
     assert lock
     os._exit(code)
 

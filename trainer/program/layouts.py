@@ -1,8 +1,9 @@
-"""Checkpoints and models in the folders of a program: which are there, and which are whole.
+"""Finds complete checkpoints and models in the folders of a program.
 
-Known layouts are those of `tf.train.Checkpoint` and `tf.compat.v1.train.Saver`, Keras files,
-SavedModel and Orbax. With a marker only folders that have the marker count. Files are plain ones in
-the folder: a pipe would never end, and a link out of it leads elsewhere in another container.
+The known layouts are those of `tf.train.Checkpoint` and `tf.compat.v1.train.Saver`, Keras files,
+SavedModels and Orbax checkpoints. If a marker is configured, only folders that have the marker file
+count. Only regular files inside of the folder count: reading a pipe would never end, and a link out
+of the folder points elsewhere in another container.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flotilla.trainer.runtime.errors import UserError
 TENSORFLOW, KERAS, ORBAX, SAVED_MODEL, MARKER = LAYOUTS = (
     "tensorflow", "keras", "orbax", "saved_model", "marker",
 )  # fmt: skip
-#: TensorFlow's record of the newest checkpoint in a folder.
+#: #: The name of TensorFlow's checkpoint state file, which names the newest checkpoint.
 STATE = "checkpoint"
 _KERAS = (".keras", ".h5", ".hdf5")
 _OF_ORBAX = {"_CHECKPOINT_METADATA", "commit_success.txt", "_METADATA", "manifest.ocdbt"}
@@ -38,15 +39,15 @@ _MOST_STATE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A checkpoint or a model that is whole.
+    """A complete checkpoint or model.
 
     Attributes:
-        files: its paths relative to the folder.
+        files: its files, relative to the folder.
         number: the step in its name; -1 if there is none.
-        modified: the Unix time of its last change.
-        signature: changes when one of its files does; `times` reads it.
-        state: the path of TensorFlow's record that names it, relative to the folder, or empty.
-        prefix: its name in that record.
+        modified: Unix timestamp of its last change.
+        signature: changes if one of its files changes; parsed by `times`.
+        state: the state file that names it, relative to the folder, or empty.
+        prefix: its name in the state file.
     """
 
     layout: str
@@ -59,40 +60,40 @@ class Stored:
 
     @property
     def is_committed(self) -> bool:
-        """Whether its layout says that nothing will be written to it any more."""
+        """Whether the layout guarantees that the checkpoint is not written to any more."""
         return bool(self.state) or self.layout == ORBAX
 
 
 def times(signature: str) -> dict[str, int]:
-    """Return the times of the files of a signature, in nanoseconds."""
+    """Return the modification time of each file in a signature, in nanoseconds."""
     _, _, parts = json.loads(signature)
     return {name: when for name, _, when in parts}
 
 
 def find_newest(folder: Path, marker: str = "") -> Stored | None:
-    """Return the newest whole checkpoint below a folder; None if there is none."""
+    """Return the newest complete checkpoint below a folder, or None."""
     found = list(_marked(folder, marker) if marker else _known(folder))
     return max(found, key=lambda each: (each.modified, each.number), default=None)
 
 
 def find_model(folder: Path) -> Stored | None:
-    """Return the newest whole Keras file or SavedModel below a folder."""
+    """Return the newest complete Keras file or SavedModel below a folder, or None."""
     found = [each for each in _known(folder) if each.layout in (KERAS, SAVED_MODEL)]
     return max(found, key=lambda each: each.modified, default=None)
 
 
 def is_empty(folder: Path) -> bool:
-    """Return whether there is no file below a folder."""
+    """Return whether there are no files below a folder."""
     return not any(names for _, _, names in os.walk(folder))
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return the plain files below a folder, and links to such files."""
+    """Return the regular files below a folder, including links to files in the same folder."""
     return [here / name for here, _, names in _walk(folder, folder) for name in names]
 
 
 def require_readable(folder: Path) -> None:
-    """Raise `UserError` if this process may not read all that is below a folder."""
+    """Raise `UserError` if this process may not read everything below a folder."""
     waiting = [folder]
     while waiting:
         here = waiting.pop()
@@ -107,11 +108,11 @@ def require_readable(folder: Path) -> None:
 
 
 def _walk(folder: Path, top: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Yield a folder, its folders and its plain files, and then those of the folders that stay."""
+    """Walk a folder like `os.walk`; the caller may remove entries from the list of folders."""
     waiting = [folder]
     while waiting:
         here, folders, names = waiting.pop(), list[str](), list[str]()
-        # It may have been removed meanwhile.
+        # The folder may have been removed.
         with suppress(OSError), os.scandir(here) as entries:
             for each in entries:
                 if each.is_dir(follow_symlinks=False):
@@ -157,7 +158,7 @@ def _below(here: Path, top: Path) -> list[Path]:
 def _stored(  # noqa: PLR0913, PLR0917
     folder: Path, layout: str, paths: list[Path], name: Path, state: str = "", prefix: str = ""
 ) -> Iterator[Stored]:
-    """Yield it with sizes and times; nothing if a file vanished meanwhile."""
+    """Yield the checkpoint with its sizes and times, or nothing if a file has vanished."""
     parts, modified = [], 0.0
     for path in sorted(paths):
         try:
@@ -179,7 +180,7 @@ def _stored(  # noqa: PLR0913, PLR0917
 
 
 def _of_tensorflow(folder: Path, here: Path, names: list[str]) -> Iterator[Stored]:
-    """Yield the checkpoint that the state file names; all whole ones if that one is not whole."""
+    """Yield the checkpoint that the state file names; if it is incomplete, all complete ones."""
     named, whole = _read_state(here / STATE) if STATE in names else "", _list_bundles(names)
     for prefix in {named} if named in whole else whole:
         paths = [here / name for name in whole[prefix]]
@@ -188,7 +189,7 @@ def _of_tensorflow(folder: Path, here: Path, names: list[str]) -> Iterator[Store
 
 
 def _of_keras(folder: Path, here: Path, names: list[str]) -> Iterator[Stored]:
-    """Yield the newest whole file: there may be one of each epoch."""
+    """Yield the newest complete file, because there may be one per epoch."""
     found: list[Stored] = []
     for name in names:
         if name.endswith(_KERAS) and not _TEMPORARY.search(name):
@@ -203,11 +204,11 @@ def _read_state(path: Path) -> str:
     try:
         with path.open("rb") as file:
             found = _NEWEST.search(file.read(_MOST_STATE_BYTES))
-        # Protobuf escapes quotes, and the bytes of letters beyond ASCII.
+        # Protobuf escapes quotes and non-ASCII bytes.
         name = _ESCAPED.sub(_unescape, found[1]).decode("utf-8") if found else ""
     except (OSError, ValueError):
         return ""
-    # It may be an absolute path of another machine.
+    # The state file may have an absolute path of another machine.
     return Path(name).name
 
 
@@ -216,7 +217,7 @@ def _unescape(found: re.Match[bytes]) -> bytes:
 
 
 def _list_bundles(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the files of each TensorFlow checkpoint whose index and data files are all there."""
+    """Return the files of each TensorFlow checkpoint that has its index and all data files."""
     files, of = defaultdict[str, list[str]](list), defaultdict[str, list[int]](list)
     for name in names:
         if found := _OF_BUNDLE.fullmatch(name):
@@ -242,7 +243,7 @@ def _is_whole_file(path: Path) -> bool:
 
 
 def _ends_at(head: bytes) -> int:
-    """Return the size of an HDF5 file by its superblock; -1 if it is none."""
+    """Return the size of an HDF5 file according to its superblock; -1 if it is not HDF5."""
     # The HDF5 File Format Specification, version 3, section II.A.
     if len(head) < 64 or not head.startswith(_HDF5):  # noqa: PLR2004
         return -1
@@ -250,12 +251,12 @@ def _ends_at(head: bytes) -> int:
     if version not in at:
         return -1
     size, first = head[at[version][0]], at[version][1]
-    # The third of the addresses: base, free space or extension, end of file.
+    # The superblock has three addresses: base, free space or extension, and end of file.
     return int.from_bytes(head[first + 2 * size : first + 3 * size], "little")
 
 
 def write_state(path: Path, prefix: str) -> None:
-    """Write TensorFlow's record that names one checkpoint next to it; raises `OSError`."""
+    """Write the state file that names a checkpoint as the newest; raises `OSError`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     name = "".join(
         chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}"  # noqa: PLR2004

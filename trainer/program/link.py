@@ -1,20 +1,22 @@
-"""The agent's end of the socket to a guard; `guard.py` has the other one.
+"""The agent's end of the socket between agent and guard; `guard.py` has the other end.
 
-Both sides send JSON objects, one a line. The agent asks (`do`), the guard reports (`is`):
+Both sides send JSON objects, one per line. The agent sends commands (`do`), and the guard sends
+reports (`is`):
 
     {"do": "start", "attempt": 1, "command": [...], "cwd": "", "env": {...}}
-    {"do": "stop", "grace": 30}     SIGTERM to the program, SIGKILL to all of it after the grace
+    {"do": "stop", "grace": 30}     SIGTERM to the program; after the grace period, SIGKILL to all
     {"do": "kill"}
-    {"do": "exit", "code": 0, "message": ""}    the guard writes the message, and ends
+    {"do": "exit", "code": 0, "message": ""}    the guard writes the termination message and exits
     {"is": "ready", "attempt": 0, "running": false, "pid": 0, "ended": null}
     {"is": "started", "pid": 7}
     {"is": "failed", "code": 127, "message": "cannot start ..."}
-    {"is": "line", "text": "{...}", "time": 1.5}    a line of output that is an object with a step
-    {"is": "active"}                there was output; at most one a second
-    {"is": "signal", "number": 15}  the guard was asked to end
+    {"is": "line", "text": "{...}", "time": 1.5}    a line of output that reports a step
+    {"is": "active"}                there was output; sent at most once per second
+    {"is": "signal", "number": 15}  the guard received a signal to exit
     {"is": "ended", "attempt": 1, "code": -9, "last": ["last lines"]}
 
-`{"is": "gone"}` is put here when the connection ends, and `{"is": "wake"}` by this process.
+The agent itself adds `{"is": "gone"}` when the connection ends, and `{"is": "wake"}` to wake
+itself.
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.errors import report_errors
 
 GUARD_FILE = "guard.py"
-# So many lines wait while the agent is at a slow store; then each new one replaces the oldest.
+# Maximum number of lines that wait for the agent. A further line replaces the oldest one.
 MOST_LINES = 2000
 Message = dict[str, Any]
 log = logging.getLogger(__name__)
 
 
 class Link:
-    """A socket in the exchange folder; one guard at a time is connected."""
+    """A socket in the exchange folder, to which one guard at a time connects."""
 
     def __init__(self, folder: Path) -> None:
-        """Copy the guard into the folder, then listen; raises `UserError`."""
+        """Copy the guard program into the folder, then listen; raises `UserError`."""
         self._place = folder / guard.SOCKET
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        # The queue has one message without text for each of them.
+        # For each of these lines, the queue of messages has a placeholder.
         self._lines: deque[Message] = deque()
         self._counting = threading.Lock()
         self._dropped = 0
@@ -65,18 +67,18 @@ class Link:
             staged.replace(folder / GUARD_FILE)
             self._place.unlink(missing_ok=True)
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            # The socket appears under its name when it is listened at.
+            # Rename the socket only when it is ready, so that a guard never finds it too early.
             new = folder / f"{guard.SOCKET}.{os.getpid()}"
             new.unlink(missing_ok=True)
             self._listener.bind(guard.reach(str(new)))
-            # The program's container may have another user.
+            # The guard may run as another user in its container.
             new.chmod(0o666)
             self._listener.listen()
             new.replace(self._place)
         threading.Thread(target=self._accept, name="guard", daemon=True).start()
 
     def start_guard(self, environment: dict[str, str], folder: str) -> subprocess.Popen[bytes]:
-        """Start a guard as a child of this process, with its output."""
+        """Start a guard as a child of this process, which writes to the same output."""
         words = [sys.executable, "-IS", str(self._place.with_name(GUARD_FILE))]
         options = ["--socket", str(self._place), "--parent", str(os.getpid())]
         return subprocess.Popen(
@@ -84,7 +86,7 @@ class Link:
         )
 
     def receive(self, seconds: float | None) -> Message | None:
-        """Return the next message; None if there is none within some seconds."""
+        """Return the next message, or None if there is none within `seconds`."""
         try:
             found = self._messages.get(timeout=seconds)
         except queue.Empty:
@@ -100,11 +102,11 @@ class Link:
         return self._connection is not None
 
     def wake(self) -> None:
-        """Let `receive` return; from any thread or signal handler."""
+        """Wake up `receive`; callable from any thread or signal handler."""
         self._messages.put({"is": "wake"})
 
     def wait_gone(self, seconds: float) -> bool:
-        """Return whether no guard is connected, after some seconds at the latest."""
+        """Wait up to `seconds` until no guard is connected; return whether that is the case."""
         return self._is_free.wait(seconds)
 
     def send(self, **message: Any) -> None:
@@ -124,7 +126,7 @@ class Link:
                 each.close()
 
     def put(self, message: Message) -> None:
-        """Add a message of the guard; from any thread."""
+        """Add a message, as if the guard had sent it; callable from any thread."""
         if message["is"] != "line":
             self._messages.put(message)
             return

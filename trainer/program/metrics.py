@@ -1,8 +1,8 @@
-"""What a program says of its training: JSON lines in its output and in `metrics.jsonl`.
+"""Reads the metrics that a program reports as JSON lines in its output or in `metrics.jsonl`.
 
-A line is an object with `step` (or `global_step`). `loss`, `learning_rate`, `epoch`, `epochs`,
-`steps` (of the whole training) and `steps_per_second` are known by name, `val_` or `validation_`
-begins the metrics of a validation, and every other number is a metric.
+A line is an object with `step` (or `global_step`). The names `loss`, `learning_rate`, `epoch`,
+`epochs`, `steps` (of the whole training) and `steps_per_second` have a fixed meaning. The prefixes
+`val_` and `validation_` mark metrics of a validation. Every other number is a training metric.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from flotilla.trainer.runtime.json_records import is_number, parse_mapping
 
 MAX_ROWS = 2000
-# Greater ones are not exact in JSON.
+# Larger integers are not exact in JSON.
 _MOST_STEPS = 2**53
 _MOST_NAMES, _LONGEST_NAME = 200, 100
 _PROGRESS_SECONDS = 0.5
@@ -36,25 +36,25 @@ _KNOWN = ("loss", "learning_rate", "steps_per_second", "epoch", "epochs")
 
 
 class MetricsFile:
-    """The lines that a program appends to a file."""
+    """Reads the lines that a program appends to a file."""
 
     def __init__(self, path: Path) -> None:
-        """Begin after the lines that are there."""
+        """Skip the lines that the file already has."""
         self._path = path
         self._position, self._rest = 0, b""
         self.skip()
 
     def skip(self) -> None:
-        """Pass over the lines that are there."""
+        """Skip the lines that the file has now."""
         self._rest = b""
         self._position = self._path.stat().st_size if self._path.is_file() else 0
 
     def read(self) -> list[tuple[str, float]]:
-        """Return the new complete lines, with the time of the last change of the file."""
+        """Return the new complete lines, each with the modification time of the file."""
         try:
             there = self._path.stat()
             if there.st_size < self._position:
-                # The program has begun the file anew.
+                # The program has started a new file.
                 self._position, self._rest = 0, b""
             if there.st_size == self._position:
                 return []
@@ -70,10 +70,10 @@ class MetricsFile:
 
 
 class Metrics:
-    """The steps and metrics of one attempt: events, and rows of the history."""
+    """The steps and metrics of one attempt, which become events and rows of the history."""
 
     def __init__(self, history: History, steps: int, start: int) -> None:
-        """Begin at a global step; `steps` ends training, 0 if that is not known."""
+        """Start at global step `start`; training ends at `steps`, or 0 if unknown."""
         self._history = history
         self.steps = steps
         self._begun = history.seconds()
@@ -81,7 +81,7 @@ class Metrics:
         self.step = start
         self.said_steps = False
         self.stepped_at = time.monotonic()
-        #: The newest metrics, as the manifest of a checkpoint has them.
+        #: #: The newest metrics, for the manifest of the next checkpoint.
         self.newest: dict[str, Any] = {}
         self._said: deque[tuple[float, int]] = deque(maxlen=10_000)
         self._rate = (time.monotonic(), start)
@@ -91,7 +91,7 @@ class Metrics:
         self._names: set[str] = set()
 
     def take(self, line: str, when: float) -> None:
-        """Take a line that was written at a Unix time; other lines are passed over."""
+        """Process a line that was written at Unix time `when`; ignore it if it reports no step."""
         try:
             tree = parse_mapping(line)
         except ValueError:
@@ -114,7 +114,7 @@ class Metrics:
         self._note({name: value for name, value in said.items() if self._is_metric(name, value)})
 
     def _is_metric(self, name: str, value: object) -> bool:
-        """Say whether it is a number under one of the first names."""
+        """Return whether this is a number whose name is among the first ones, which are limited."""
         if not is_number(value) or len(name) > _LONGEST_NAME or not name.isprintable():
             return False
         if len(self._names) < _MOST_NAMES:
@@ -122,13 +122,17 @@ class Metrics:
         return name in self._names
 
     def step_at(self, when: float, number: int) -> int:
-        """Return the newest step said until a time, -1 if none; a said `number` may be later."""
+        """Return the newest step that was reported until a time, or -1 if there is none.
+
+        If `number`, the step in the name of a checkpoint, was reported and is not lower, return it
+        instead.
+        """
         steps = [step for at, step in self._said if at <= when]
         found = steps[-1] if steps else -1
         return number if number >= found and number in {step for _, step in self._said} else found
 
     def save(self, folder: Path) -> None:
-        """Write the newest steps with their times, for a next process; a full disk is no error."""
+        """Write the newest steps with their times for the next agent; ignore a full disk."""
         if self._saved == self.step:
             return
         newest = list(self._said)[-_MOST_SAVED:]
@@ -139,13 +143,13 @@ class Metrics:
             self._saved = self.step
 
     def restore(self, folder: Path) -> None:
-        """Read what `save` wrote."""
+        """Read the steps that `save` wrote."""
         with suppress(OSError, ValueError, TypeError):
             tree = parse_mapping((folder / _SAID).read_bytes())
             self._said.extend((float(at), int(step)) for at, step in tree["said"])
 
     def flush(self) -> None:
-        """Report what was said last, which no later line may follow."""
+        """Report the newest metrics, because no further line may follow."""
         if self._waiting:
             self._report(self._waiting)
 
@@ -201,7 +205,7 @@ class Metrics:
         self._add(row)
 
     def _add(self, row: dict[str, Any]) -> None:
-        """Add a row to the history, which keeps about `MAX_ROWS`, and those with a validation."""
+        """Add a row to the history, which keeps validations and about `MAX_ROWS` other rows."""
         last = self._history.rows[-1]["global_step"] if self._history.rows else -1
         every = max(self.steps, self.step) / MAX_ROWS
         if row["global_step"] >= last and (

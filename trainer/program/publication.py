@@ -1,9 +1,9 @@
-"""The published checkpoints of a program: filled into its folder, and published from it.
+"""Restores published checkpoints into the folder of a program, and publishes new ones from it.
 
-A checkpoint is published when it is whole and has not changed between two looks. The publication
-has the files below `checkpoint/`, and after the end of the program its model below `model/`. Files
-are linked before they are published, so that a program may delete them; one that changes a file
-meanwhile makes the publication void.
+A checkpoint is published when it is complete and did not change between two looks. The publication
+has its files below `checkpoint/` and, after the end of the program, the model below `model/`. The
+files are first linked into another folder, so that the program may delete them. If the program
+changes a file during the publication, the publication is discarded.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.errors import report_errors
 
 CHECKPOINT, MODEL = "checkpoint", "model"
-#: The field of a manifest that says what a program left.
+#: #: The manifest field that describes the checkpoint and model of a program.
 FIELD = "program"
-# The file that says which checkpoint in the folder is published already.
+# The file that records which checkpoint in the folder is already published.
 _KNOWN = "known.json"
 _LATER = re.compile(r"step-\d+-([1-9]\d{0,8})", re.ASCII)
 _DESCRIPTION = "program.json"
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 def find_published(uri: str, damaged: Collection[str] = ()) -> tuple[str, int]:
-    """Return URI and global step of the newest checkpoint of a program; "" and 0 if none."""
+    """Return URI and global step of the newest valid checkpoint of a program, or "" and 0."""
     for at, step in reversed(list_checkpoints(uri)):
         try:
             manifest = read_checkpoint(at)
@@ -70,9 +70,9 @@ def _pass_over(uri: str, error: UserError) -> None:
 
 
 def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
-    """Put the files of a published checkpoint into the folder of the program; raises `UserError`.
+    """Download a published checkpoint into the program's folder; raises `UserError`.
 
-    Whatever else is there is removed, unless `keeps`: then the program reads the folder meanwhile.
+    Other content of the folder is removed, unless `keeps`, for a program that is reading it.
     """
     folder = folders.checkpoints
     with report_errors(f"fill {folder}"):
@@ -85,7 +85,7 @@ def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
         below = f"{CHECKPOINT}/"
         manifest = storage.fetch(uri, staged, only=lambda path: path.startswith(below))
         paths = [Path(each.path) for each in manifest.files if each.path.startswith(below)]
-        # What names a checkpoint comes after its data.
+        # Move the state file last, because it names the checkpoint.
         for path in sorted(paths, key=lambda each: each.name == layouts.STATE):
             target = folder / path.relative_to(CHECKPOINT)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def fill(folders: TaskFolders, uri: str, *, keeps: bool = False) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Remove all that is in a folder; raises `UserError`."""
+    """Remove everything in a folder; raises `UserError`."""
     with report_errors(f"clear {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
@@ -105,7 +105,6 @@ def clear(folder: Path) -> None:
 
 
 def _name(step: int, count: int = 1) -> str:
-    """Return the name of the n-th checkpoint at a step."""
     return f"step-{step:08d}" if count == 1 else f"step-{step:08d}-{count}"
 
 
@@ -115,10 +114,10 @@ def _count_of(name: str) -> int:
 
 
 class Publisher:
-    """Publishes what the leading task of a program writes; writing needs the lease."""
+    """Publishes the checkpoints and the model of the leading task's program."""
 
     def __init__(self, job: Job, folders: TaskFolders, lease: NoLease) -> None:
-        """Store the arguments; nothing is read."""
+        """Store the arguments. Publishing requires `lease`."""
         self._job, self._folders, self._lease = job, folders, lease
         self._marker = job.config.program.checkpoint_marker
         self._uploads = UploadQueue()
@@ -135,7 +134,10 @@ class Publisher:
         self.history = kind(storage.join(job.checkpoints, HISTORY_FILE), lease.require)
 
     def begin(self, earlier: Metrics) -> str:
-        """Publish what an earlier attempt left whole, and fill the folder; return the URI."""
+        """Publish a complete checkpoint of an earlier attempt, and restore the newest one.
+
+        Returns the URI of the restored checkpoint, or an empty string.
+        """
         found = layouts.find_newest(self._folders.checkpoints, self._marker)
         self.last, self.step = find_published(self._job.checkpoints)
         if found and self._digest(found) != self._known:
@@ -155,14 +157,14 @@ class Publisher:
         return self.last
 
     def resume(self) -> None:
-        """Go on with a program that runs; its folder stays as it is."""
+        """Continue with a program that already runs, without changing its folder."""
         self.last, self.step = find_published(self._job.checkpoints)
 
     def look(self, step_at: StepAt, metrics: Mapping[str, Any]) -> None:
-        """Queue the newest checkpoint that is whole and new.
+        """Queue the newest checkpoint for publication if it is complete and new.
 
-        Where its layout does not say that it is whole, it has to be as it was at the last look; a
-        program may have begun another one since.
+        If its layout does not tell whether it is complete, it must not have changed since the last
+        look. The program may have started another checkpoint since then.
         """
         self._lease.require()
         newest = layouts.find_newest(self._folders.checkpoints, self._marker)
@@ -170,7 +172,7 @@ class Publisher:
         found = newest if newest and newest.is_committed else before
         digest = self._digest(found) if found else self._known
         if found and digest != self._known and self._is_unchanged(found):
-            # Until it is published, it is not looked at again.
+            # Do not queue it again.
             self._known = digest
             step = self._count(found, step_at(found.modified, found.number))
             self._uploads.put(CHECKPOINT, partial(self._publish, found, step, dict(metrics)))
@@ -178,10 +180,10 @@ class Publisher:
             self._uploads.put("logs", self._logs.upload)
 
     def finish(self, step_at: StepAt, metrics: Mapping[str, Any], *, with_model: bool) -> str:
-        """Publish what is whole after the end of the program; return the URI of the checkpoint.
+        """Publish the remaining checkpoint after the program has ended; return the newest URI.
 
-        Without a model, and if its newest checkpoint is published, nothing new is; `with_model` the
-        model is published with the newest checkpoint. Raises `UserError`.
+        Publishes nothing if that checkpoint is already published, unless there is a model to
+        publish and `with_model` is set. Raises `UserError`.
         """
         self._uploads.put("logs", self._logs.upload)
         self._uploads.put("history", self.history.upload)
@@ -203,7 +205,7 @@ class Publisher:
         return self.last
 
     def _count(self, found: Stored | None, said: int) -> int:
-        """Return the step of a checkpoint: as the program said, else of its name, else a count."""
+        """Return the step of a checkpoint: as reported, or from its name, or the next one."""
         if said >= 0:
             return said
         if found and found.number >= 0:
@@ -244,7 +246,7 @@ class Publisher:
                 storage.delete(old)
 
     def _list_at(self, step: int) -> list[str]:
-        """Return the URIs at a step, also of what is not readable."""
+        """Return the URIs of all checkpoints at a step, including unreadable ones."""
         first = _name(step)
         found = storage.names(self._job.checkpoints)
         return [
@@ -254,15 +256,15 @@ class Publisher:
         ]
 
     def _name_next(self, step: int, earlier: Collection[str]) -> str:
-        """Return a free URI: the earlier ones of the step stay until it is published."""
+        """Return a new URI. Earlier checkpoints of the same step are kept until it is published."""
         counts = [_count_of(storage.name_of(each)) for each in earlier]
         return storage.join(self._job.checkpoints, _name(step, 1 + max(counts, default=0)))
 
     def _discard(self, uri: str, *, is_whole: bool, is_last: bool) -> None:
-        """Drop a checkpoint that the program changed or deleted meanwhile."""
+        """Drop a checkpoint that the program changed or deleted during its publication."""
         if is_whole:
             storage.delete(uri)
-        # The next look takes it again.
+        # Let the next look queue it again.
         self._known = self._read_known()
         if is_last:
             raise UserError(
@@ -271,7 +273,7 @@ class Publisher:
             )
 
     def _stage(self, found: Stored | None, model: Path | None, staged: Path) -> bool:
-        """Link the files to publish; return whether all are there."""
+        """Link the files to publish into `staged`; return whether all still exist."""
         description = {"layout": found.layout if found else "", "name": str(found and found.prefix)}
         (staged / _DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
         source = self._folders.checkpoints
@@ -294,7 +296,7 @@ class Publisher:
         return True
 
     def _is_unchanged(self, found: Stored) -> bool:
-        """Return whether no file of it was written since; one that was deleted counts as before."""
+        """Return whether no file has been written to; a deleted file counts as unchanged."""
         for name, when in layouts.times(found.signature).items():
             path = self._folders.checkpoints / name
             if path.exists() and path.stat().st_mtime_ns != when:
@@ -319,7 +321,7 @@ class Publisher:
             },
         }
 
-    # The checkpoint in the folder that is published, over restarts of this process.
+    # Which checkpoint of the folder is published, kept for the next process of this task.
 
     def _digest(self, found: Stored) -> str:
         return hashlib.sha256(found.signature.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a program gets: its folders, its environment, and the words of its command."""
+"""The folders, the environment and the command of a program's task."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.storage.errors import report_errors
 
-# Variables of Flotilla's own processes: a module folder, a log, a parent.
+# Variables that only Flotilla's own processes use.
 _OWN = ("PYTHONSAFEPATH",)
 _PREFIX = "FLOTILLA_"
 
 
 class TaskFolders:
-    """The folders of one task of a program, and the file of its metrics.
+    """The folders and the metrics file of one task of a program.
 
-    `checkpoints`, `model` and `logs` are for what the program writes; `exchange` is the folder of
-    agent and guard.
+    The program writes to `checkpoints`, `model` and `logs`. Agent and guard share `exchange`.
     """
 
     def __init__(self, *, folder: Path) -> None:
-        """Take the folder of the task; nothing is made."""
+        """Store the folder of the task, without creating anything."""
         self.folder = folder
         names = ("dataset", "checkpoints", "model", "logs", "exchange")
         self._made = [folder / name for name in names]
@@ -35,14 +34,14 @@ class TaskFolders:
         self.metrics = folder / "metrics.jsonl"
 
     def make(self) -> None:
-        """Make the folders; raises `UserError`."""
+        """Create the folders; raises `UserError`."""
         with report_errors(f"make the folders of the program in {self.folder}"):
             for each in self._made:
                 each.mkdir(parents=True, exist_ok=True)
 
 
 def make_start(job: Job, cluster: Cluster, task: Task, attempt: int) -> dict[str, Any]:
-    """Return the fields of the guard's message `start`; raises `ConfigError`."""
+    """Return the fields of the `start` message for the guard; raises `ConfigError`."""
     program, folders = job.config.program, TaskFolders(folder=job.workdir)
     values = _values(job, cluster, task, folders)
     try:
@@ -59,14 +58,14 @@ def make_start(job: Job, cluster: Cluster, task: Task, attempt: int) -> dict[str
         "FLOTILLA_MODEL": str(folders.model),
         "FLOTILLA_LOGS": str(folders.logs),
         "FLOTILLA_METRICS": str(folders.metrics),
-        # A step that is printed has to arrive when it is done.
+        # A printed step has to arrive without delay.
         "PYTHONUNBUFFERED": "1",
     }
     return {"attempt": attempt, "command": command, "env": {**given, **own}}
 
 
 def guard_environment(path: str) -> dict[str, str]:
-    """Return the environment of a guard on this machine; `path` is searched for commands first."""
+    """Return the environment of a guard on this machine; commands are first searched in `path`."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -91,7 +90,7 @@ def _values(job: Job, cluster: Cluster, task: Task, folders: TaskFolders) -> Map
 
 
 def _count_gpus(config: Config, role: str) -> int:
-    """Return how many GPUs a task of a role sees, by the limits of its pod if these say it."""
+    """Return the number of GPUs of a task: by the limits of its pod, else as configured."""
     cluster = config.cluster
     pod = cluster.kubernetes.of(role).resources.limits if cluster.launcher != "local" else {}
     return max(1, int(pod.get(cluster.kubernetes.gpu_resource, cluster.gpus_per_worker)))
