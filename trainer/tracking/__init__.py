@@ -1,1 +1,1 @@
-"""External trackers: MLflow and Kubeflow's Model Registry; their errors never end a run."""
+"""External trackers: MLflow and Kubeflow's Model Registry. Their errors never end a run."""

@@ -1,4 +1,4 @@
-"""The addresses of trackers: MLflow's variables, and the address of Kubeflow's Model Registry."""
+"""The addresses of MLflow and of Kubeflow's Model Registry, from environment variables."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from flotilla.trainer.runtime.masking import find_credentials
 
 URI, RUN = "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"
 EXPERIMENT, EXPERIMENT_NAME = "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"
-# Variables that the pods of a training job receive as values. KFP sets all of them except the
+# Variables whose values are copied to the pods of a training job. KFP sets all of them except the
 # experiment name.
 PLAIN = (URI, RUN, EXPERIMENT, EXPERIMENT_NAME, "MLFLOW_WORKSPACE", "MLFLOW_TRACKING_AUTH")
-# The secret from which KFP's plugin for MLflow reads its credentials, and its default keys.
-# `cluster.kubernetes.pod.secret_env` sets other keys.
+# The secret from which KFP's MLflow plugin reads its credentials, and its default keys. Other keys
+# can be set in `cluster.kubernetes.pod.secret_env`.
 KFP_SECRET = "kfp-mlflow-credentials"
 SECRET_KEYS = {
     "MLFLOW_TRACKING_TOKEN": "token",
     "MLFLOW_TRACKING_USERNAME": "username",
     "MLFLOW_TRACKING_PASSWORD": "password",
 }
-#: All variables of a tracker that a manifest may have.
+#: #: All tracking variables that a manifest may contain.
 VARIABLES = frozenset((*PLAIN, *SECRET_KEYS))
-# The address of the Model Registry if `registry.hub` is empty.
+# Address of the Model Registry, used if `registry.hub` is empty.
 HUB = "FLOTILLA_MODEL_REGISTRY"
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of a run in MLflow: an MLflow run, or an experiment by its id or name."""
+    """Where a run is in MLflow: the id of the MLflow run, or its experiment by id or name."""
 
     run: str = field(default_factory=lambda: os.environ.get(RUN, ""))
     experiment: str = field(default_factory=lambda: os.environ.get(EXPERIMENT, ""))
@@ -40,22 +40,22 @@ class Place:
 
 
 def is_tracked() -> bool:
-    """Return whether the environment names a tracker."""
+    """Return whether the environment sets MLflow's tracking URI."""
     return bool(os.environ.get(URI))
 
 
 def is_given_run() -> bool:
-    """Return whether the environment names an MLflow run, as KFP does for each step."""
+    """Return whether the environment sets the MLflow run, as KFP does for each step."""
     return bool(os.environ.get(RUN))
 
 
 def writes_itself() -> bool:
-    """Return whether this process writes to the tracker because no command line follows it."""
+    """Return whether this process itself has to write to MLflow, because no command line does."""
     return is_tracked() and not os.environ.get(events.VARIABLE)
 
 
 def list_pod_variables() -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables for the pods of a job: values, and references `SECRET/KEY`."""
+    """Return the variables for a job's pods: values, and references `SECRET/KEY` to secrets."""
     address = os.environ.get(URI, "")
     if words := find_credentials(address):
         log.warning(
@@ -75,5 +75,5 @@ def list_pod_variables() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def find_hub(configured: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the address of the Model Registry; empty for none."""
+    """Return the address of the Model Registry, or an empty string."""
     return (configured or environment.get(HUB, "")).rstrip("/")

@@ -1,6 +1,6 @@
-"""Kubeflow's Model Registry (Hub), which receives promotions by its REST API v1alpha3.
+"""A client of Kubeflow's Model Registry (Hub), which records promoted versions.
 
-Existing entries are not changed, so a retry adds nothing.
+Uses the REST API v1alpha3. Existing entries are not changed, so a retry adds nothing.
 https://github.com/kubeflow/hub/blob/main/api/openapi/model-registry.yaml
 """
 
@@ -21,17 +21,18 @@ if TYPE_CHECKING:
     import requests
 
 PATH = "/api/model_registry/v1alpha3"
-# As in the registry's Python client: the variable has the path of a file; a pod has a fixed one.
+# Variable with the path of the token file, as in the registry's Python client. In a pod, the path
+# has a default.
 TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
 _POD_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
-# The seconds to connect, and the seconds for each answer.
+# Timeouts for connecting and for each response, in seconds.
 _TIMEOUT = (3.0, 5.0)
 _PAGE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromotedModel:
-    """A version in Flotilla's registry; `properties` are numbers and texts of its lineage."""
+    """A promoted version. Its `properties` are the numbers and strings of its lineage."""
 
     name: str
     version: int
@@ -42,7 +43,7 @@ class PromotedModel:
 
 
 class Hub:
-    """A client of one registry."""
+    """A client of one Model Registry."""
 
     def __init__(self, address: str) -> None:
         """Store the address, such as `http://model-registry-service.kubeflow:8080`."""
@@ -67,7 +68,7 @@ class Hub:
         return f"the model registry answers at {mask(self._home)}"
 
     def announce(self, model: PromotedModel) -> str:
-        """Register a promoted version; return its id in the registry; raises `UserError`."""
+        """Register a promoted version and return its id in the registry; raises `UserError`."""
         owner = {"name": model.name, "state": "LIVE", "owner": "flotilla"}
         parent = self._ensure("registered_models", owner)["id"]
         wanted = {
@@ -102,14 +103,14 @@ class Hub:
         listed = listed or kind
         found = self._find(listed, wanted["name"])
         found = found or self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)
-        # Another run may have created it in the meantime.
+        # Another run may have created it just now.
         found = found or self._find(listed, wanted["name"])
         if not found or "id" not in found:
             raise self._strange(f"no id for {wanted['name']}")
         return found
 
     def _find(self, place: str, name: str) -> dict[str, Any] | None:
-        # The server's search by name uses LIKE, in which `my_model` also matches `my-model`.
+        # The server searches names with LIKE, so `my_model` would also match `my-model`.
         return next((each for each in self._list(place) if each.get("name") == name), None)
 
     def _list(self, place: str) -> Iterator[dict[str, Any]]:
@@ -136,7 +137,7 @@ class Hub:
         body: Mapping[str, Any] | None = None,
         unless: HTTPStatus | None = None,
     ) -> dict[str, Any] | None:
-        """Return the answer; None if the request is refused with the status `unless`."""
+        """Return the JSON response, or None for a response with the status `unless`."""
         import requests
 
         url = f"{self._home}/{place}"
@@ -180,7 +181,7 @@ def _token() -> str:
 
 
 def _properties(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return custom properties: numbers and texts, each with its type."""
+    """Return numbers and strings as custom properties with their types."""
     made: dict[str, Any] = {}
     for name, value in values.items():
         if is_number(value):

@@ -1,13 +1,14 @@
-"""Writes an MLflow model from a registered one: `MLmodel`, environment, signature, example.
+"""Adds the files of an MLflow model to a registered model.
 
-    MLmodel               the flavours `python_function`, which predicts raw rows by the program in
+    MLmodel               the flavors `python_function`, which predicts raw rows with the program in
                           `mlflow/`, and `tensorflow`, which is the SavedModel
     requirements.txt, python_env.yaml, conda.yaml
     input_example.json, serving_input_example.json
     mlflow/               the program and `model.json`, see `pyfunc_loader`
 
-The layout is MLflow's documented one (https://mlflow.org/docs/latest/ml/model/#storage-format), so
-that neither an export nor a reader of the files needs the package.
+The files follow MLflow's documented format
+(https://mlflow.org/docs/latest/ml/model/#storage-format), so that an export does not need the
+MLflow package.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ import yaml
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime.json_records import finite
 
-#: The file that makes a folder an MLflow model.
+#: #: The file that makes a folder an MLflow model.
 FILE = "MLmodel"
 FOLDER = "mlflow"
 EXAMPLE, SERVING_EXAMPLE = "input_example.json", "serving_input_example.json"
 REQUIREMENTS = "requirements.txt"
 _PROGRAM = Path(__file__).with_name("pyfunc_loader.py")
-# Maximum number of values in memory during the prediction of a batch.
+# Maximum numbers of rows and of input values in a prediction batch.
 _MOST_ROWS, _MOST_VALUES = 1000, 16 << 20
 _MOST_NAMED = 1000
 _TYPES = {
     "float32": "float", "float64": "double", "int32": "integer", "int64": "long",
     "bool": "boolean", "string": "string",
 }  # fmt: skip
-# MLflow refuses an int where the signature has a float, so these columns accept any type: ints with
-# missing values, times and texts of numbers.
+# MLflow rejects an int if the signature has a float. These columns therefore accept any type, such
+# as ints with missing values, times and numbers in text.
 _ANY = {"type": "any"}
 _NEEDS = {
     "classification": ("probabilities",),
@@ -58,21 +59,21 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     """Add the files of an MLflow model to a registered model.
 
     Args:
-        folder: the version's files.
-        fields: of its manifest.
-        kinds: the kind of each output by name.
+        folder: the files of the version.
+        fields: the fields of its manifest.
+        kinds: the kind of each output, by name.
     """
     if "reads" not in fields:
-        # An earlier version exported the model, so its inputs are unknown.
+        # The model was exported by an earlier version of Flotilla, which did not record its inputs.
         return
     inputs = [*_list_inputs(fields)]
     lines = folder / "labels.txt"
     labels = lines.read_text(encoding="utf-8").splitlines() if lines.is_file() else []
     outputs = [*_list_outputs(fields, kinds, labels)]
     program = _PROGRAM.read_bytes()
-    # Models of several versions may be loaded into one process.
+    # A unique name, because a process may load models of several versions.
     module = f"flotilla_model_{hashlib.sha256(program).hexdigest()[:12]}"
-    # If the number of a version is taken, the version is written again under the next number.
+    # The folder exists if the version number was taken and this is a second attempt.
     (folder / FOLDER).mkdir(exist_ok=True)
     (folder / FOLDER / f"{module}.py").write_bytes(program)
     tree = {
@@ -152,7 +153,7 @@ def _list_outputs(
                 for key in keys
                 if _find_output(kinds, key) == name
             }
-        # A task derived from a built-in one may have other answers.
+        # A task derived from a built-in one may have other outputs.
         is_known = all(each in answers for each in _NEEDS.get(kind, ()))
         yield {
             "name": name,
@@ -164,7 +165,7 @@ def _list_outputs(
 
 
 def _find_output(names: Iterable[str], key: str) -> str:
-    """Return the output of a column.
+    """Return the output that a column belongs to.
 
     If several names are prefixes of it, the longest one counts.
     """
@@ -177,7 +178,7 @@ def _choose_size(inputs: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _is_tensors(inputs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the model takes only arrays, each of one shape; otherwise it takes a table."""
+    """Return whether all inputs are arrays of fixed shape; other models take a table."""
     return all(
         each["shape"] and None not in each["shape"] and each["type"] != "image" for each in inputs
     )
@@ -262,7 +263,7 @@ def _nested(kind: dict[str, Any], depth: int) -> dict[str, Any]:
 
 
 def _write_example(folder: Path, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write the examples of `request.json`, if there is one; return the entry of `MLmodel`."""
+    """Write the examples of `request.json`, if any; return their entry for `MLmodel`."""
     if not (folder / "request.json").is_file():
         return {}
     rows = json.loads((folder / "request.json").read_bytes())["instances"]
@@ -273,7 +274,7 @@ def _write_example(folder: Path, inputs: Sequence[Mapping[str, Any]]) -> dict[st
         kind = {"type": "ndarray", "format": "tf-serving"}
     else:
         columns = [each["feature"] for each in inputs]
-        # A missing number is null.
+        # A missing number becomes null.
         data = [
             [finite(_name_class(each, row[each["argument"]])) for each in inputs] for row in rows
         ]
@@ -292,7 +293,7 @@ def _name_class(wanted: Mapping[str, Any], value: Any) -> Any:
 
 
 def _list_requirements(inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the packages that the program imports, pinned to the versions of the export."""
+    """Return the packages that the program imports, pinned to the installed versions."""
     mlflow = _find_version("mlflow") or _find_version("mlflow-skinny")
     found = [f"mlflow=={mlflow}" if mlflow else "mlflow>=3,<4"]
     names = ["tensorflow", "numpy"]

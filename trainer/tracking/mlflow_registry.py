@@ -1,8 +1,7 @@
-"""Versions in MLflow's registry, with the numbers and the champion of Flotilla's.
+"""Registers versions in MLflow with the same numbers and champion as in Flotilla's registry.
 
-MLflow numbers the versions of a model by itself. A number that exists in Flotilla's registry but
-not in MLflow is filled with the version, or with a placeholder that is deleted at once if the
-version is old or removed.
+MLflow assigns consecutive numbers. To keep the numbers equal, recent versions that MLflow lacks are
+registered too. For each old or removed version, a placeholder is registered and deleted at once.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from flotilla.trainer.tracking.mlflow_run import (
 
 CHAMPION = "champion"
 _VERSION = "flotilla.version_uri"
-# The number of newest versions that are registered if MLflow does not have them; local ones are
-# uploaded.
+# Number of newest versions that are registered if MLflow lacks them. Local models are uploaded.
 _MOST_EARLIER = 5
-# The maximum number of version numbers that are filled.
+# Maximum number of missing version numbers to fill.
 _MOST_NUMBERS = 1000
 log = logging.getLogger(__name__)
 
@@ -34,9 +32,10 @@ log = logging.getLogger(__name__)
 def register_in_mlflow(
     model: PromotedModel, list_earlier: Callable[[], Sequence[PromotedModel]] = tuple
 ) -> str:
-    """Register a version in MLflow, linked to its run, as its `champion`; return its number.
+    """Register a version in MLflow, linked to its run; return its number there.
 
-    A model in a local folder is uploaded to the run, because MLflow's server takes no path.
+    A champion gets the alias `champion`. A model in a local folder is uploaded to the run, because
+    MLflow's server accepts no local path.
     """
     client = client_of_mlflow()
     _ensure_model(client, model.name)
@@ -64,7 +63,7 @@ def is_champion_known(name: str, uri: str) -> bool:
     try:
         found = client_of_mlflow().get_model_version_by_alias(name, CHAMPION)
     except MlflowException as error:
-        # If the alias does not exist, some stores report an invalid parameter.
+        # Some stores report an unknown alias as an invalid parameter.
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             return False
         raise
@@ -74,7 +73,7 @@ def is_champion_known(name: str, uri: str) -> bool:
 def _ensure_model(client: Any, name: str) -> None:
     from mlflow.exceptions import MlflowException
 
-    # Any other failure is an error of the server, and the request is not repeated.
+    # Any other failure is a server error.
     try:
         client.get_registered_model(name)
     except MlflowException as error:
@@ -83,7 +82,7 @@ def _ensure_model(client: Any, name: str) -> None:
         try:
             client.create_registered_model(name)
         except MlflowException as late:
-            # Another run may have created it in the meantime.
+            # Another run may have created it just now.
             if late.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
 
@@ -110,14 +109,14 @@ def _create(client: Any, model: PromotedModel) -> str:
 
 
 def _place(client: Any, model: PromotedModel) -> tuple[str | None, str]:
-    """Return the id of the version's run, and the address of its files, which may be uploaded."""
+    """Return the id of the version's run and the address of its files; upload local files."""
     name = RunName(run_id=model.run_id, experiment=model.name, parameters={})
     experiment, run = find_run(client, name)
     folder = storage.local_path(model.uri)
     if not folder:
         return run.info.run_id if run else None, model.uri.partition("?")[0]
     if run is None:
-        # The run was not tracked, but a model needs a run.
+        # The run was not tracked, but a model version needs a run.
         run = create_run(client, name, experiment)
         client.set_terminated(run.info.run_id, "FINISHED")
     place = f"models/{model.version}"

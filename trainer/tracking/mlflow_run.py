@@ -1,8 +1,8 @@
-"""One run in MLflow: find or create it, and write pending points and tags.
+"""Finds or creates one run in MLflow, and writes points and tags to it.
 
-A run is found by the tag `flotilla.run_id`, and a trial is below the run of its sweep. MLflow only
-appends to a curve, so the existing steps are queried before the first point is written, and after
-each failure. Files are sent last, after the end of the run.
+A run is found by the tag `flotilla.run_id`. A trial is a child of the run of its sweep. MLflow can
+only append to a curve, so the steps that a curve already has are queried before its first point is
+written, and again after each failure. Files are uploaded last, after the end of the run.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from flotilla.trainer.tracking import addresses
 from flotilla.trainer.tracking.run_origin import describe_dataset, describe_origin
 
 OWN_ID = "flotilla.run_id"
-# Timeout of one request in seconds; an unavailable tracker is retried later.
+# Timeout of one request, in seconds.
 REQUEST_SECONDS = 10
-# MLflow's limits for one request, and the shortest limit of any version for the value of a
-# parameter.
+# MLflow's limits for one request. The length of a parameter is the lowest limit of any MLflow
+# version.
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_TAGS, _LONGEST_PARAMETER = 1000, 100, 100, 500
 _SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": str(REQUEST_SECONDS),
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    # A run sends data only to its configured tracker.
+    # Do not let MLflow report usage to its developers.
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-# The maximum number of pending points of all curves while the tracker is unavailable.
+# Maximum number of points, of all curves together, that are kept while MLflow is unavailable.
 MOST_WAITING = 20_000
 _Item = TypeVar("_Item")
-# The trials of a sweep begin at the same time and have one parent.
+# The trials of a sweep start at the same time and must find or create the same parent.
 _CREATING = threading.Lock()
 
 
 class Point(NamedTuple):
-    """A value of a curve at a time in milliseconds since 1970.
+    """A value of a curve, with its time as a Unix timestamp in milliseconds.
 
-    `repeats`: it may be measured again.
+    If `repeats`, the same step may be measured again.
     """
 
     name: str
@@ -63,12 +63,12 @@ class Point(NamedTuple):
 
 @dataclass(kw_only=True)
 class Pending:
-    """The data that is not yet written, and how and when the run ended, if it has ended.
+    """Data that is not yet written, and how and when the run ended, if it has ended.
 
     Attributes:
         datasets: URIs of published datasets.
         files: URI of each file by its name in MLflow.
-        ended: milliseconds since 1970; 0 for now.
+        ended: Unix timestamp in milliseconds; 0 means now.
     """
 
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=MOST_WAITING))
@@ -83,7 +83,7 @@ class Pending:
         return bool(self.points or self.tags or self.datasets or self.files or self.status)
 
     def merge(self, earlier: Pending) -> Pending:
-        """Return this together with the `earlier` pending values."""
+        """Return this data merged with `earlier` pending data."""
         points = deque([*earlier.points, *self.points], maxlen=MOST_WAITING)
         return Pending(
             points=points,
@@ -96,7 +96,7 @@ class Pending:
 
 
 def client_of_mlflow() -> Any:
-    """Return a client of the tracker; raises `ImportError` without the package."""
+    """Return an MLflow client; raises `ImportError` if the package is not installed."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
@@ -106,13 +106,14 @@ def client_of_mlflow() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RunName:
-    """The name of a run: its id, and the experiment if the environment names none.
+    """Identifies a run, and holds what is needed to create it.
 
     Attributes:
         run_id: Flotilla's id; empty in a step that knows only the MLflow run.
+        experiment: the name of the experiment if the environment sets none.
         parent: the id of the sweep that a trial belongs to, or empty.
-        began: milliseconds since 1970; 0 for now.
-        parameters: by key; empty if another process writes them.
+        began: Unix timestamp in milliseconds; 0 means now.
+        parameters: the parameters by key; empty if another process writes them.
         ends: whether this process also ends the run. KFP ends the runs that it has created.
     """
 
@@ -130,7 +131,7 @@ def list_parameters(config: Config) -> dict[str, str]:
     tree = hide_environment(config.model_dump(mode="json"))
     tree["cluster"].pop("kubernetes", None)
     if config.program.command:
-        # The program has its own model and optimizer.
+        # A training program has its own model and optimizer.
         tree.pop("model")
         tree["training"].pop("optimizer")
     return dict(_leaves(tree, ""))
@@ -147,14 +148,14 @@ def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 class MlflowRun:
-    """Writes into one run; every call may raise the client's errors."""
+    """Writes to one MLflow run. Every method may raise the client's errors."""
 
     def __init__(self, name: RunName) -> None:
-        """Store the name; the first call connects."""
+        """Store the name, without connecting."""
         self._name = name
         self._client: Any = None
         self._id = ""
-        # The steps of each curve that the tracker is known to have.
+        # The steps that each curve is known to have in MLflow.
         self._steps: dict[str, set[int]] = {}
 
     @property
@@ -180,7 +181,7 @@ class MlflowRun:
         try:
             self._write_points(pending.points)
         except BaseException:
-            # The tracker may or may not have the values.
+            # It is unknown which values were written.
             self._steps.clear()
             raise
         self._write_tags(self._id, pending.tags)
@@ -190,7 +191,7 @@ class MlflowRun:
         self._write_files(pending.files)
 
     def _find(self) -> Any:
-        """Return the run; create it, and first the run of its sweep, if it does not exist."""
+        """Return the run. If it does not exist, create it and the run of its sweep."""
         parent = ""
         if self._name.parent:
             name = replace(self._name, run_id=self._name.parent, parent="", parameters={})
@@ -217,7 +218,7 @@ class MlflowRun:
                 try:
                     path.write_bytes(storage.read_bytes(uri))
                 except UserError:
-                    # The run was removed in the meantime.
+                    # The file was removed.
                     continue
                 self._client.log_artifact(self._id, str(path))
 
@@ -228,7 +229,7 @@ class MlflowRun:
         missing = [Param(key, value) for key, value in wanted.items() if key not in known]
         for some in _parts(missing, _MOST_PARAMETERS):
             self._client.log_batch(run_id, params=some)
-        # MLflow never changes a parameter.
+        # MLflow does not allow changing a parameter.
         tags = {
             f"flotilla.resumed_with.{key}": value
             for key, value in wanted.items()
@@ -272,7 +273,7 @@ class MlflowRun:
 
 
 def create_run(client: Any, name: RunName, experiment: str, parent: str = "") -> Any:
-    """Create a run below another MLflow run, or below the run named by the environment."""
+    """Create a run as a child of `parent`, or of the MLflow run that the environment names."""
     tags = {OWN_ID: name.run_id, **describe_origin()}
     if parent := parent or name.place.run:
         tags["mlflow.parentRunId"] = parent
@@ -282,7 +283,7 @@ def create_run(client: Any, name: RunName, experiment: str, parent: str = "") ->
 def find_run(client: Any, name: RunName) -> tuple[str, Any]:
     """Return the id of the experiment, and the MLflow run or None.
 
-    It is the run that the environment names, or a child of that run if it belongs to another run.
+    If the environment names an MLflow run of another Flotilla run, look among its children.
     """
     if given := name.place.run:
         run = client.get_run(given)
@@ -309,7 +310,7 @@ def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
         try:
             return str(client.create_experiment(name))
         except MlflowException:
-            # Another run may have created it in the meantime.
+            # Another run may have created it just now.
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -331,7 +332,7 @@ def health() -> str:
     address = os.environ[addresses.URI]
     if not address.startswith(("http://", "https://")):
         return f"MLflow writes to {mask(address)}"
-    # MLflow's server answers this request without a token.
+    # MLflow's server answers this request without authentication.
     url = f"{address.rstrip('/')}/health"
     try:
         answer = requests.get(url, timeout=REQUEST_SECONDS / 2, allow_redirects=False)

@@ -1,4 +1,4 @@
-"""Announcements of a promotion to MLflow's registry and Kubeflow's Model Registry."""
+"""Announces promotions to MLflow's registry and Kubeflow's Model Registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flotilla.trainer.tracking.hub import Hub, PromotedModel
 from flotilla.trainer.tracking.mlflow_registry import register_in_mlflow
 from flotilla.trainer.tracking.tracker import MISSING
 
-# The timeout of each address; it includes the upload of a local run's model.
+# Timeout for each registry, including the upload of a local model, in seconds.
 SECONDS = 120.0
 log = logging.getLogger(__name__)
 
@@ -26,9 +26,9 @@ def announce(
     *,
     seconds: float = SECONDS,
 ) -> None:
-    """Announce a promotion to all configured addresses; never raises.
+    """Announce a promotion to all configured registries; never raises.
 
-    `list_earlier` returns the earlier versions, which MLflow may not have.
+    `list_earlier` returns the earlier versions, which MLflow may lack.
     """
     wanted: dict[str, Callable[[], object]] = {}
     if addresses.is_tracked():
@@ -38,7 +38,7 @@ def announce(
     answers: dict[str, queue.SimpleQueue[str]] = {}
     for name, call in wanted.items():
         answers[name] = queue.SimpleQueue()
-        # The process does not wait for a late answer.
+        # A daemon thread does not keep the process alive if the registry answers too late.
         work = functools.partial(_answer, call, answers[name])
         threading.Thread(target=work, name="promotion", daemon=True).start()
     for name, answer in answers.items():
@@ -58,7 +58,6 @@ def announce(
 
 
 def _answer(call: Callable[[], object], answer: queue.SimpleQueue[str]) -> None:
-    """Put the reason of a failed call, or an empty text, into the queue."""
     words = ""
     try:
         call()

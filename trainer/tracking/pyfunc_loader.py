@@ -1,14 +1,15 @@
-"""Predicts raw rows in MLflow: the loader module of the flavour `python_function`.
+"""Predicts raw rows in MLflow: the loader module of the flavor `python_function`.
 
-Each registered model has a copy of this file, which imports nothing of this project: MLflow,
-TensorFlow and pandas suffice. `mlflow/model.json` describes the model:
+Each registered model has a copy of this file, which depends only on MLflow, TensorFlow and pandas.
+`mlflow/model.json` describes the model:
 
-    {"saved_model": its folder, "size": most rows of a batch,
+    {"saved_model": its folder, "size": maximum number of rows in a batch,
      "inputs": [{"feature", "argument", "type" of the column, "shape", "dtype", "labels", "padding",
-                 "length_of": the feature whose lengths it holds, or ""}],
-     "outputs": [{"name", "kind", "labels", "threshold", "answers": key of each by its column}]}
+                 "length_of": the feature whose lengths this input has, or ""}],
+     "outputs": [{"name", "kind", "labels", "threshold",
+                  "answers": {column: key in the output of the SavedModel}}]}
 
-Rows are converted as in `flotilla predict`, and the output has the same columns.
+Rows are converted like in `flotilla predict`, and the result has the same columns.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-# With more classes, the probabilities are one list in the order of the classes.
+# With more classes, the probabilities are a single list column in the order of the classes.
 _MOST_NAMED = 1000
 _HALF = 0.5
 _WHOLE = 2.0**53
 _CHOICES = ("classification", "sequence_to_label", "binary_classification")
 _WORDS = {**dict.fromkeys(("true", "yes", "on", "t", "y"), 1.0),
           **dict.fromkeys(("false", "no", "off", "f", "n"), 0.0)}  # fmt: skip
-# Texts that mean a missing number, in lower case.
+# Lower-case texts that mean a missing number.
 _MISSING = frozenset(
     (
         "", "na", "n/a", "<na>", "#n/a", "#na", "#n/a n/a", "nan", "-nan", "1.#ind", "-1.#ind",
@@ -45,7 +46,7 @@ _MISSING = frozenset(
 
 
 def _load_pyfunc(folder: str) -> Predictor:
-    """Return the model in a folder; MLflow calls this."""
+    """Load the model in a folder. MLflow calls this function."""
     return Predictor(Path(folder))
 
 
@@ -65,7 +66,7 @@ class Predictor:
         self._tensorflow = tf
 
     def predict(self, data: Any, params: Any = None) -> pd.DataFrame:  # noqa: ARG002
-        """Return the columns of `flotilla predict` for a table, or for arrays by input."""
+        """Return the columns of `flotilla predict` for a table, or for a dictionary of arrays."""
         columns = self._columns(data)
         rows = len(next(iter(columns.values())))
         if not rows:
@@ -115,7 +116,7 @@ class Predictor:
 
 
 def _scalars(wanted: Mapping[str, Any], column: Any) -> Any:
-    """Return a value for each row, converted by the type of the column."""
+    """Return one value per row, converted to the type of the column."""
     dtype, labels = wanted["dtype"], wanted["labels"]
     array = np.asarray(column)
     if dtype == "string":
@@ -140,7 +141,7 @@ def _scalars(wanted: Mapping[str, Any], column: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a text without surrounding spaces; a whole number is formatted like an int."""
+    """Return the text without surrounding spaces; an integral float is formatted like an int."""
     if isinstance(value, bytes):
         return value.decode().strip()
     if isinstance(value, str):
@@ -172,7 +173,7 @@ def _number(wanted: Mapping[str, Any], value: Any) -> Any:
 
 
 def _seconds(wanted: Mapping[str, Any], value: Any) -> float:
-    """Return the seconds since 1970; a time without a zone is read as UTC."""
+    """Return a Unix timestamp; a time without a time zone is read as UTC."""
     if _is_missing(value) or (isinstance(value, str) and value.strip().lower() in _MISSING):
         return np.nan
     if isinstance(value, int | float | np.number):
@@ -191,7 +192,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _arrays(wanted: Mapping[str, Any], values: Sequence[Any], tensorflow: Any) -> list[Any]:
-    """Return an array for each row: of lists, including JSON in texts, or of encoded images."""
+    """Return one array per row, from lists, JSON texts or encoded images."""
     shape, found = wanted["shape"], []
     for value in values:
         if wanted["type"] == "image" and isinstance(value, bytes | bytearray):
@@ -227,7 +228,7 @@ def _pad(wanted: Mapping[str, Any], arrays: Sequence[Any]) -> Any:
 
 
 def _pixels(data: bytes, shape: Sequence[int], tf: Any) -> Any:
-    """Decode a PNG or a JPEG, rotated by its EXIF orientation, to the size of the model."""
+    """Decode a PNG or JPEG image, rotate it as its EXIF data says, and resize it for the model."""
     from PIL import Image, ImageOps
 
     height, width, channels = shape
@@ -253,7 +254,6 @@ def _refuse(wanted: Mapping[str, Any], value: Any, why: str) -> ValueError:
 def _decide(
     output: Mapping[str, Any], answers: Mapping[str, Any], lengths: Any
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the columns of an output."""
     kind, labels = output["kind"], output["labels"]
     if kind == "sequence_labelling":
         yield from _label_places(labels, answers["probabilities"], lengths)

@@ -1,4 +1,4 @@
-"""The origin of a run and its data, in MLflow's terms: user, commit, dataset."""
+"""Describes the origin of a run (user, commit, dataset) in MLflow's terms."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.masking import mask
 
-# The variable with the commit of the code in an image.
+# The variable that holds the commit of the code in an image.
 _OF_IMAGE = "FLOTILLA_COMMIT"
 _GIT_SECONDS = 10
-# MLflow's limits for the name of a dataset and its digest.
+# MLflow's limits for the name and the digest of a dataset.
 _LONGEST_NAME, _LONGEST_DIGEST = 500, 36
 _SOURCES = {"file": "local", "gs": "gs", "s3": "s3", "minio": "s3"}
 
 
 def describe_origin() -> dict[str, str]:
-    """Return the tags of a new run: its user, and the commit of the current folder."""
+    """Return MLflow's tags for the user and for the commit of the current folder."""
     tags = {"mlflow.source.name": "flotilla", "flotilla.version": version("kfp-flotilla")}
-    # A container may run as a numeric user without a name.
+    # In a container, the user may be a numeric id without a name.
     with suppress(OSError, KeyError):
         tags["mlflow.user"] = getpass.getuser()
     if commit := os.environ.get(_OF_IMAGE) or _ask_git("rev-parse", "HEAD"):
@@ -48,7 +48,7 @@ def _ask_git(*words: str) -> str:
 
 
 def describe_dataset(uri: str) -> dict[str, Any]:
-    """Return the fields of MLflow's `Dataset` for a published dataset, if it exists."""
+    """Return the fields of MLflow's `Dataset` for a published dataset; empty if missing."""
     try:
         fields = storage.read_manifest(uri).fields
     except UserError:

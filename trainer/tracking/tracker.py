@@ -1,8 +1,8 @@
-"""Write the events of a run to MLflow, from a separate thread.
+"""Writes the events of a run to MLflow in a background thread.
 
-Errors here never end a run, and do not delay it. While the tracker is unavailable, a limited number
-of values is kept; the end of a run waits some seconds for them. MLflow's own queue drops values
-while the server is unavailable, and prevents the process from ending.
+Errors never end or delay a run. While MLflow is unavailable, a limited number of values is kept. At
+its end, the run waits a few seconds for them to be written. MLflow's own asynchronous queue is not
+used, because it drops values while the server is unavailable and keeps the process from exiting.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from flotilla.trainer.tracking.mlflow_run import (
     list_parameters,
 )
 
-# Seconds that the end of a run waits for the tracker.
+# Maximum time that the end of a run waits for the tracker, in seconds.
 CLOSE_SECONDS = 3.0 * REQUEST_SECONDS
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2.0, 60.0
 MISSING = (
     "MLFLOW_TRACKING_URI is set, and the package for it is not installed: nothing is tracked; "
     "install the extra mlflow: pip install 'kfp-flotilla[mlflow]'"
 )
-# The maximum number of points of a curve, which is the number of rows of a history.
+# Maximum number of points of a curve, the same as the number of rows of a history.
 MOST_POINTS = 2000
 _LONGEST_TAG = 4000
 _TEST = "evaluation"
-# The events that a tracker reads.
+# The events that are tracked.
 _TRACKED = (AttemptBegin, Progress, Validation, Restart, StepEnd)
-#: The file that marks a local run or sweep whose data in MLflow may be incomplete.
+#: #: The file that marks a local run or sweep whose data in MLflow may be incomplete.
 UNSENT = "mlflow.json"
-# The number of later commands that try to send the missing data of one run.
+# Maximum number of later commands that try to send the missing data of a run.
 MOST_SENDINGS = 5
-# MLflow's words for how a run ended; a refused run is finished.
+# MLflow's run statuses. Any other outcome, such as a refused model, is `FINISHED`.
 _STATUS = {"failed": "FAILED", "interrupted": "KILLED"}
 log = logging.getLogger(__name__)
 
 
 class Reader:
-    """Converts the events of a run to pending points and tags."""
+    """Converts the events of a run to points and tags."""
 
     def __init__(self) -> None:
-        """Create a reader that has seen no event."""
+        """Start without events."""
         self._state = RunState()
-        # The global step of the last point of training.
+        # The global step of the last training point.
         self._last = 0
 
     def read(self, event: Event) -> Pending:
@@ -73,7 +73,7 @@ class Reader:
         pending = Pending()
         self._state.take(event)
         if isinstance(event, AttemptBegin):
-            # The tracker ignores repeated points within an interval.
+            # Points of steps that are repeated are sent again; the tracker ignores them.
             self._last = min(self._last, event.global_step)
             pending.tags["flotilla.attempt_from"] = str(event.global_step)
         elif isinstance(event, Progress):
@@ -123,7 +123,7 @@ class Reader:
 
 
 def _add(pending: Pending, prefix: str, values: Mapping[str, Any], step: int, time: float) -> None:
-    """Add a point of each curve; names without a prefix are curves of training."""
+    """Add a point to each curve. The curves of training have no prefix."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             _add(pending, f"{prefix}{name}/", value, step, time)
@@ -136,14 +136,14 @@ def _add(pending: Pending, prefix: str, values: Mapping[str, Any], step: int, ti
 
 
 def describe_end(status: str, message: str = "", verdict: str = "", ended: float = 0) -> Pending:
-    """Return the end of a run: MLflow's `status`, the reason, the verdict of the gate, the time."""
+    """Return data that describes the end of a run; `status` is one of MLflow's statuses."""
     tags = {"flotilla.verdict": verdict, "flotilla.message": _tag(message)}
     tags = {key: value for key, value in tags.items() if value}
     return Pending(tags=tags, status=status, ended=int(1000 * ended))
 
 
 def mlflow_status(error: BaseException | None) -> str:
-    """Return MLflow's word for how training ended."""
+    """Return MLflow's status for the result of training."""
     if error is None:
         return "FINISHED"
     return "KILLED" if isinstance(error, RunInterruptedError | KeyboardInterrupt) else "FAILED"
@@ -154,10 +154,10 @@ def _tag(text: str) -> str:
 
 
 class Tracker:
-    """Writes the events that it receives. Its thread starts with the first relevant event."""
+    """Writes the events that it receives, in a thread that starts with the first value."""
 
     def __init__(self, target: MlflowRun, *, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
-        """Wait `first_pause` seconds after a first failure, and longer after each further one."""
+        """Set the pause after the first failure, in seconds; it doubles after each further one."""
         self._target = target
         self._reader = Reader()
         self._pending = Pending()
@@ -167,7 +167,7 @@ class Tracker:
         self._is_closing = self._is_over = self._is_warned = False
 
     def hear(self, event: Event) -> None:
-        """Add an event; never waits for the tracker, and never raises."""
+        """Add an event, without waiting for MLflow; never raises."""
         try:
             with self._changed:
                 self.note(self._reader.read(event))
@@ -175,10 +175,7 @@ class Tracker:
             self._warn(error)
 
     def close(self, end: Pending | None = None, seconds: float | None = None) -> bool:
-        """Write `end` and the pending values within `seconds`.
-
-        Return whether everything was written.
-        """
+        """Write `end` and the pending values within `seconds`; return whether all were written."""
         seconds = CLOSE_SECONDS if seconds is None else seconds
         with self._changed:
             self._is_closing = True
@@ -196,7 +193,7 @@ class Tracker:
         return is_done
 
     def note(self, more: Pending) -> None:
-        """Add pending values; never waits for the tracker."""
+        """Add pending values, without waiting for MLflow."""
         with self._changed:
             if not more or self._is_over:
                 return
@@ -224,7 +221,7 @@ class Tracker:
                 pause = min(2 * pause, MOST_PAUSE_SECONDS)
 
     def _again(self, batch: Pending, error: Exception, pause: float, *, is_last: bool) -> bool:
-        """Put back unwritten values and wait; return whether to try again."""
+        """Put unwritten values back and wait; return whether to try again."""
         self._warn(error)
         with self._changed:
             self._pending = self._pending.merge(batch)
@@ -252,11 +249,14 @@ class Tracker:
 
 @dataclass(frozen=True, kw_only=True)
 class Unsent:
-    """The content of `UNSENT`: the tracker by a digest of its address, and the run's place in it.
+    """The content of the file `UNSENT`.
 
     Attributes:
+        tracker: a digest of the tracker's address.
+        experiment: the name of the experiment.
         parent: the id of the sweep that a trial belongs to, or empty.
-        sendings: number of attempts of later commands to send the missing data.
+        place: where the run is in MLflow.
+        sendings: number of later commands that tried to send the missing data.
     """
 
     tracker: str
@@ -267,7 +267,7 @@ class Unsent:
 
     @classmethod
     def read(cls, folder: Path) -> Unsent | None:
-        """Return the content of the file in a folder; None if it is missing or unusable."""
+        """Read the file; return None if it is missing, invalid or of another tracker."""
         with suppress(OSError, ValueError):
             found = read_record(cls, (folder / UNSENT).read_bytes())
             if found and found.tracker == _digest_tracker():
@@ -275,20 +275,20 @@ class Unsent:
         return None
 
     def write(self, folder: Path) -> None:
-        """Write the file; without it, a killed run would remain incomplete in MLflow."""
+        """Write the file, so that a later command can complete a run that was killed."""
         with suppress(OSError):
             (folder / UNSENT).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
 
 def _digest_tracker() -> str:
-    # The address may contain a password.
+    # Store only a digest, because the address may contain a password.
     return hashlib.sha256(os.environ.get(addresses.URI, "").encode()).hexdigest()[:16]
 
 
 class LocalRun:
-    """A run or a sweep on this machine: it passes events to the caller and to the tracker.
+    """A run or a sweep on this machine, whose events go to the caller and to MLflow.
 
-    Its folder has the file `UNSENT` until the tracker has all of its data.
+    Its folder has the file `UNSENT` until MLflow has all of its data.
     """
 
     def __init__(
@@ -300,13 +300,12 @@ class LocalRun:
         *,
         parent: str = "",
     ) -> None:
-        """Replay the earlier starts in the file `history`, which may be missing in the tracker.
+        """Send the earlier events in the file `history`, which MLflow may lack.
 
         Args:
-            config: has the parameters and the name of the experiment; None if only missing data is
-                sent.
-            run_id: the run, or the sweep.
-            history: the file of its events, in its folder.
+            config: sets the parameters and the experiment; None to send only missing data.
+            run_id: the id of the run or sweep.
+            history: the event file, in the folder of the run.
             on_event: called with each event.
             parent: the id of the sweep that a trial belongs to, or empty.
         """
@@ -335,7 +334,7 @@ class LocalRun:
             self._tracker.hear(event)
 
     def hear(self, event: Event) -> None:
-        """Pass an event to the caller and to the tracker."""
+        """Pass an event to the caller and to MLflow."""
         if self._tracker:
             self._tracker.hear(event)
         if self._on_event:
@@ -351,7 +350,7 @@ class LocalRun:
     def end(self, status: str, message: str, *, word: str = "", ended: float = 0) -> bool:
         """Write how the run ended, within a few seconds; return whether everything was written.
 
-        `word` is MLflow's status if it differs from `status`.
+        `word` is MLflow's status, if it does not follow from `status`.
         """
         if not self._tracker:
             return True
@@ -364,7 +363,7 @@ class LocalRun:
 
 @contextmanager
 def following_training(job: Job, *, leads: bool) -> Iterator[None]:
-    """Track the events of this process's training, unless the command line follows it."""
+    """Track the events of training in this process, unless the command line does."""
     if not addresses.writes_itself():
         yield
         return
