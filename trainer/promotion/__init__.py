@@ -1,1 +1,1 @@
-"""The gate, the registry and promotions."""
+"""The gate, the model registry and promotions."""

@@ -1,14 +1,14 @@
-"""Consensus: all processes that propose a value agree on one, in any store, even if some die.
+"""Consensus: all processes that propose a value agree on one of them, on any store.
 
 Stores differ in their guarantees for conditional writes; older ones overwrite, or check and then
-write. All guarantee that reads and listings see a written object. That is enough for shared-memory
-Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one disk): each process writes its own notes,
-never overwrites another's, and reads all notes.
+write. However, all of them guarantee that reads and listings see an object that was written. This
+is enough for shared-memory Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one disk): each
+process writes only its own notes and reads the notes of all.
 
-A note is `<uri>/<round>-<token>-promised`, which is empty (its writer accepts no lower round), or
-`<uri>/<round>-<token>-accepted`, which holds a proposal as JSON. Notes are never changed or
-removed, so a delayed write has no effect, and a process that was paused for a long time still reads
-the decision.
+A note is either `<uri>/<round>-<token>-promised`, which is empty (its writer accepts no lower
+round), or `<uri>/<round>-<token>-accepted`, which holds a proposal as JSON. Notes are never changed
+or removed. Therefore a delayed write does no harm, and a process that was suspended for a long time
+still reads the decision.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.json_records import parse_mapping
 
-# Two processes that outbid each other wait for random times, so that one of them wins.
+# Limits of the random pauses in seconds. They let one of two processes that outbid each other win.
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0
 _NOTE = re.compile(r"(\d+)-([0-9a-f]+)-(promised|accepted)")
 
@@ -50,7 +50,7 @@ def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_decided(uri: str) -> dict[str, Any] | None:
-    """Return the decided value, or decide the last accepted one; None if there is none."""
+    """Return the decided proposal, completing an unfinished decision, or None if there is none."""
     return None if _last_accepted(uri, _notes(uri)) is None else decide(uri, {})
 
 
@@ -59,7 +59,7 @@ def _outbid(number: Number, notes: Notes) -> bool:
 
 
 def _last_accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
-    """Return the proposal that was accepted last, if any."""
+    """Return the last accepted proposal, if any."""
     accepted = [number for number, word in notes if word == "accepted"]
     if not accepted:
         return None
@@ -67,7 +67,7 @@ def _last_accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
     try:
         return parse_mapping(storage.read_bytes(place))
     except ValueError:
-        # This proposal may already be decided: ignoring it could let two proposals win.
+        # Raise an error, because this proposal may have been decided already.
         raise storage.Corrupt(
             f"{place} is damaged: it does not contain a proposal; restore it"
         ) from None

@@ -1,18 +1,17 @@
-"""The gate: whether a model is good enough to be exported.
+"""The gate: decides whether a model is good enough to be exported.
 
-A bound may be of any metric that the task measures (`trainer/tasks/`).
-
-The decision is a published directory with `decision.json`:
+Bounds can be set for any metric that the task measures (`trainer/tasks/`). The decision is a
+published directory with `decision.json`:
 
     {"decision": "blessed" | "refused", "reasons": [one line each],
-     "headline": one sentence, "notes": [remarks for the reader, whatever the decision],
+     "headline": one sentence, "notes": [remarks that do not depend on the decision],
      "measured": the main metric, see `headline.describe_metric`,
      "rules": [{"metric", "key", "bound": "min" | "max", "threshold", "value", "passed", "note",
                 "found"}],
      "champion": URI or "", "evaluation": URI, "global_step"}
 
-`key` is the key of the configuration that sets the threshold, `note` is a remark, `found` is the
-result of a comparison: see `flotilla.trainer.report.rules`. A value that is not a finite number is
+`key` is the configuration key that sets the threshold, `note` is a remark, and `found` is the
+result of a comparison (see `flotilla.trainer.report.rules`). A value that is not finite becomes
 null, and never passes.
 """
 
@@ -38,17 +37,17 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
-#: The key of the rule that requires a comparison.
+#: #: The key of the rule that the model can be compared with the champion.
 COMPARABLE = "the champion"
-# Number of lost classes above which a rule also describes them.
+# Maximum number of lost classes that a rule lists.
 _FEW = 4
-# A rule reports the required additional examples above this ratio.
+# Maximum factor by which a rule proposes to increase the number of examples.
 _MOST_TIMES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One threshold, and the value of the model."""
+    """A threshold and the model's value."""
 
     metric: str
     bound: Literal["min", "max"]
@@ -64,7 +63,7 @@ class Rule:
         if not math.isfinite(self.value):
             return False
         if self.key == CONSTANT and self.value == self.threshold:
-            # A model that equals the constant has no gain.
+            # A model that is only equal to the constant fails.
             return False
         if self.bound == "min":
             return self.value >= self.threshold
@@ -72,20 +71,20 @@ class Rule:
 
     @property
     def gained(self) -> bool:
-        """Return whether the rule is a comparison that proves a gain larger than the margin."""
+        """Return whether a comparison with the champion proves a gain larger than the margin."""
         if self.key != MARGIN or not math.isfinite(self.value):
             return False
         gain = self.value if self.bound == "min" else -self.value
         return gain > 0 and gain >= abs(self.threshold)
 
     def __str__(self) -> str:
-        """Return the value and the bound in one line."""
+        """Return the rule and its result in a sentence."""
         return sentence(row(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The decision of the gate, and its URI."""
+    """The decision of the gate."""
 
     uri: str
     blessed: bool
@@ -96,12 +95,12 @@ class Decision:
 
     @property
     def word(self) -> str:
-        """`blessed` or `refused`."""
+        """The decision: `blessed` or `refused`."""
         return BLESSED if self.blessed else REFUSED
 
     @property
     def in_words(self) -> dict[str, Any]:
-        """Return the fields for people and tables, as JSON."""
+        """Return the fields for users, as JSON."""
         return {
             "decision": self.word,
             "headline": self.headline,
@@ -112,12 +111,12 @@ class Decision:
 
     @property
     def gained(self) -> bool:
-        """Return whether the model certainly beats the champion by more than the margin."""
+        """Return whether the model is proven to beat the champion by more than the margin."""
         return any(rule.gained for rule in self.rules)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Return one line for each decisive rule: the failed rules, or all rules if all passed."""
+        """Return one line for each failed rule or, if none failed, for each rule."""
         failed = tuple(str(rule) for rule in self.rules if not rule.passed)
         return failed or tuple(map(str, self.rules))
 
@@ -125,8 +124,8 @@ class Decision:
 def check(config: Config, evaluation: str, output: str) -> Decision:
     """Compare the metrics with the thresholds, and publish the decision at the URI `output`.
 
-    Raises `UserError` if a rule names a metric that was not measured, or if `evaluation` is not an
-    evaluation.
+    Raises `UserError` if a rule names a metric that was not measured, or if the directory at
+    `evaluation` is not an evaluation.
     """
     measured = _read_measured(evaluation)
     with storage.check_form(f"metrics.json of {evaluation}"):
@@ -138,7 +137,7 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
 
 
 def make_rules(config: GateConfig, measured: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """Return the rules for the metrics of an evaluation; raises as `check` does."""
+    """Return the rules for the metrics of an evaluation; raises like `check`."""
     rules = (
         *_bounds(config, measured),
         *_constant_rules(config, measured),
@@ -205,7 +204,7 @@ def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
 def _parts(
     feature: str, value: str | None, key: str, measured: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield labels and metrics: of all examples, of one part, or of each part of a slice."""
+    """Yield label suffix and metrics: of all examples, of one part, or of each part of a slice."""
     if not feature:
         yield "", measured["metrics"]
         return
@@ -227,8 +226,8 @@ def _parts(
 
 
 def _constant_rules(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yield the rule that a model is certainly better than the best constant."""
-    # An evaluation of an earlier version, or of a metric without a constant, lacks this value.
+    """Yield the rule that the model is better than the best constant, with confidence."""
+    # An evaluation of an earlier version lacks this value, and so does a metric without constant.
     constant = measured.get("constant") or {}
     if config.constant == "reported" or not (paired := constant.get("paired")):
         return
@@ -299,7 +298,10 @@ def _margin(
 
 
 def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule]:
-    """Yield the rule that no class is lost; it shows the class with the largest possible loss."""
+    """Yield the rule that the model recognizes no class worse than the champion does.
+
+    The rule shows the class with the largest possible loss.
+    """
     rows = [each for each in champion.get("classes", ()) if each["judged"] or each["lost"]]
     if not rows:
         return
@@ -326,24 +328,24 @@ def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rul
 
 
 def count_required_examples(paired: Mapping[str, Any], margin: float) -> int:
-    """Return the number of examples that would prove the loss to be at most the margin.
+    """Return the number of examples that would prove that the loss is within the margin.
 
-    Returns 0 if there are enough, or if more examples would not change the result.
+    Returns 0 if there are already enough, or if more examples would not help.
     """
     found, bound, count = paired["difference"], paired["bound"], paired["examples"]
     if found is None or bound is None:
         return 0
     lost, at_most = (-found, -bound) if paired["better"] == "higher" else (found, bound)
-    # This is the number for equal models or, without a margin, for models with the gain of this
-    # one.
+    # Assume that the models are equal or, without a margin, that the true gain is the measured one.
     distance = margin if margin > 0 else margin - lost
     if not lost <= margin <= at_most or not distance > 0:
         return 0
-    # Nine of ten such models pass if the examples vary as much as these.
+    # With this number of examples, nine of ten such models would pass, if the variance stays the
+    # same.
     sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
     error = (at_most - lost) / sure if sure else math.inf
     times = ((sure + power) * error / distance) ** 2
-    # A difference that needs that many examples may be due to chance.
+    # A difference that needs many more examples may be due to chance.
     if not 1 < times < _MOST_TIMES:
         return 0
     return int(round(count * times, 1 - math.floor(math.log10(count * times))))
@@ -373,7 +375,7 @@ def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
 def publish_json(
     tree: Mapping[str, Any], uri: str, *, kind: str, fields: Mapping[str, Any]
 ) -> storage.Manifest:
-    """Publish a directory that holds only `<kind>.json`; raises as `storage.publish` does."""
+    """Publish a directory with the single file `<kind>.json`; raises like `storage.publish`."""
     with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
         text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
         Path(folder, f"{kind}.json").write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A KServe InferenceService for an exported model."""
+"""Writes a KServe InferenceService for an exported model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flotilla.trainer.storage.uri import locate, speaks_s3
 
 
 def service(name: str, uri: str) -> str:
-    """Return the YAML of a service for model `name`, whose version is published at `uri`."""
+    """Return the YAML of a service for the model `name`, whose version is published at `uri`."""
     document = {
         "apiVersion": "serving.kserve.io/v1beta1",
         "kind": "InferenceService",
@@ -31,12 +31,12 @@ def service(name: str, uri: str) -> str:
 def _storage_uri(uri: str) -> str:
     if not speaks_s3(uri):
         return uri
-    # The options of the URI are removed, since only Flotilla's client reads them.
+    # Leave out the options of the URI, which only Flotilla's client understands.
     place = locate(uri)
     return f"s3://{place.bucket}/{place.key}"
 
 
 def service_name(name: str) -> str:
-    """Return a name that Kubernetes accepts for a service: letters, digits and `-`."""
+    """Return a valid Kubernetes name for a service: letters, digits and `-`."""
     plain = re.sub(r"[^a-z0-9]+", "-", name)
     return plain if plain[0].isalpha() else f"model-{plain}"

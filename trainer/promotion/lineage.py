@@ -1,4 +1,4 @@
-"""The commit of the code that made a model."""
+"""Finds the commit of the code that trained a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ _SECONDS = 10
 
 
 def commit() -> str:
-    """Return the commit of the image or checkout, or an empty text; `-dirty` marks changes."""
+    """Return the commit of the image or checkout, or an empty string.
+
+    The suffix `-dirty` marks uncommitted changes.
+    """
     if commit_of_image := os.environ.get(COMMIT):
         return commit_of_image
     home = Path(__file__).resolve().parents[2]
     try:
-        # The folder of an installed package may be inside another repository.
+        # An installed package may be in a folder of an unrelated repository.
         if Path(_git(home, "rev-parse", "--show-toplevel")).resolve() != home:
             return ""
         dirty = "-dirty" if _git(home, "status", "--porcelain", "--untracked-files=no") else ""

@@ -6,8 +6,8 @@ The decision is a published directory with `registration.json`:
      "rules": [as in decision.json], "version", "promotion", "model": URI,
      "predecessor": URI of the previous champion or ""}
 
-Nothing is registered unless every rule passes. Trackers are notified of every promotion, by a run
-or by a person.
+A model is registered only if it passes every rule. Every promotion, by a run or by a person, is
+announced to the trackers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ KIND = "registration"
 PROMOTED = "promoted"
 REFUSED = "refused"
 _MEGABYTE = 1 << 20
-# Fields of the lineage that trackers receive next to its metrics.
+# Fields of the lineage that trackers receive, in addition to its metrics.
 _TRACKED = ("run_id", "dataset", "commit", "image")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """The result of a registration. Without a promotion `version` and `promotion` are 0."""
+    """The result of a registration. `version` and `promotion` are 0 if the model was refused."""
 
     uri: str
     promoted: bool
@@ -55,10 +55,10 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A model to register: URIs of the registry's root, the exported model and the registration.
+    """A model to register, with the URIs of the registry's root, the model and the result.
 
-    `by` is the run or person that requests it. `compare` compares the model with a champion other
-    than the gate's, by the same rules, and returns that decision.
+    `by` is the run or the person that requests the registration. `compare` compares the model with
+    another champion than the gate did, by the same rules, and returns that decision.
     """
 
     config: Config
@@ -71,14 +71,14 @@ class Request:
 
 
 def register(request: Request, scratch: Path) -> Registration:
-    """Check, register and promote a model, or return the earlier decision; raises `UserError`."""
+    """Check, register and promote a model, or return the earlier result; raises `UserError`."""
     if storage.is_published(request.output):
         return _read(request.output)
     while True:
         try:
             return _register(request, scratch)
         except registry.PromotionLostError as lost:
-            # Another run was promoted; the loop ends when no further run is promoted.
+            # Another run was promoted first. The loop ends when no other run is promoted.
             _log.info("%s: comparing with the new champion", lost)
 
 
@@ -106,7 +106,7 @@ def _register(request: Request, scratch: Path) -> Registration:
             # An earlier attempt may have promoted it already.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.PromotionLostError:
-        # An earlier attempt may have won the promotion, and died before publishing it.
+        # An earlier attempt may have won this promotion, but died before it published the result.
         last = registry.promotions(root, name)[-1]
         if (last.version, last.by) != (made.number, request.by):
             raise
@@ -117,10 +117,10 @@ def _register(request: Request, scratch: Path) -> Registration:
 def _compare_again(
     request: Request, champion: registry.Version
 ) -> tuple[tuple[Rule, ...], dict[str, Any]]:
-    """Return the rules of comparisons that the gate did not make, and the lineage of all rules.
+    """Return the rules of comparisons that the gate did not make, and lineage fields from them.
 
-    Small losses add up over many nights, so the model is also compared with the version after which
-    no gain was proved.
+    Small losses add up over many runs. Therefore the model is also compared with an earlier
+    champion, the last one that brought a proven gain.
     """
     decision = storage.read_manifest(request.model).fields["decision"]
     seen = storage.read_manifest(decision).fields
@@ -129,7 +129,7 @@ def _compare_again(
     gained = seen.get("gained", False)
     if champion.uri != seen.get("champion", ""):
         decided = request.compare(champion)
-        # The gate's rules that do not compare with a champion apply to any champion.
+        # The gate's other rules do not depend on the champion.
         rules = tuple(each for each in decided.rules if each.key != CONSTANT)
         gained, lineage["decision"] = decided.gained, decided.uri
         lineage["measured"] = dict(decided.measured)
@@ -157,7 +157,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]
         if "metric" in found:
-            # With few examples, a single example exceeds the tolerance.
+            # With few examples, a single different prediction may exceed the tolerance.
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
         yield _make_limit(f"difference of {form}", value, limit, "its tolerance")
@@ -180,7 +180,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
 
 
 def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
-    """Describe what changes for clients of a champion and what they must do."""
+    """Describe changes that would break clients of the champion, and how to fix them."""
     before, since = champion.manifest.fields, f"changed since {champion.uri}"
     positive = registry.positive_classes(before, champion.uri)
     for name, now_positive in registry.positive_classes(now, model).items():
@@ -196,8 +196,7 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
                 f"the positive class {was!r} {since} to {now_positive!r}; set {key}.positive: "
                 f"{was!r}, or give this model another name"
             )
-    # A model of an earlier version has no values for the last three fields; its labels are compared
-    # below.
+    # A champion of an earlier version may lack these fields. Its labels are compared below.
     known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]
     there, here = registry.read_labels(champion.uri), registry.read_labels(model)
@@ -217,7 +216,7 @@ def _yes(metric: str, holds: bool, key: str, note: str) -> Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class _Judgement:
-    """The champion that a model was compared with, and the rules of that comparison."""
+    """The champion that a model was compared with, and the rules of the comparison."""
 
     champion: registry.Version | None
     rules: tuple[Rule, ...]
@@ -232,7 +231,7 @@ class _Judged:
 
 
 def _read_decision(uri: str) -> dict[str, Any]:
-    """Return the gate's decision on a model."""
+    """Return the gate's decision about a model."""
     try:
         tree = storage.read_json(uri, "decision.json")
     except storage.Missing:
@@ -278,7 +277,7 @@ def _read(uri: str) -> Registration:
         raise UserError(f"{uri} is a {kind} and not a {KIND}: delete it")
     tree = storage.read_json(uri, "registration.json")
     facts = {"uri": uri, "promoted": tree.get("decision") == PROMOTED}
-    # A decision of an earlier version has no headline.
+    # A result of an earlier version has no headline.
     found = parse_record(Registration, {"headline": "", **tree, **facts})
     if found is None:
         raise storage.Corrupt(
@@ -288,11 +287,11 @@ def _read(uri: str) -> Registration:
 
 
 def announce(root: str, name: str, number: int, hub: str) -> None:
-    """Notify the trackers of a promoted version; `hub` is `registry.hub`, or empty."""
+    """Announce the promotion of a version to the trackers. `hub` is `registry.hub`, or empty."""
     at = addresses.find_hub(hub)
     if not (at or addresses.is_tracked()):
         return
-    # When a run is resumed long after the promotion, another version may be the champion.
+    # If a run is resumed long after its promotion, another version may be the champion by now.
     champion = registry.champion_number(root, name)
 
     def describe(version: registry.Version) -> PromotedModel:
@@ -315,7 +314,7 @@ def announce(root: str, name: str, number: int, hub: str) -> None:
 
 
 def announce_again(root: str, name: str) -> None:
-    """Notify MLflow if it has a different champion; may raise the client's errors."""
+    """Announce the champion to MLflow if MLflow has another one; may raise the client's errors."""
     if not addresses.is_tracked() or not (champion := registry.champion_number(root, name)):
         return
     uri = registry.version(root, name, champion).uri

@@ -1,25 +1,26 @@
-"""The registry: models by name with their versions, and which version is the champion.
+"""The model registry: models by name, their versions, and which version is the champion.
 
-Below `<root>/registry` are published directories, written once and never changed:
+Published directories below `<root>/registry` are written once and never changed:
 
-    names/NAME                       marks that there is a model of this name
+    names/NAME                       marks that a model of this name exists
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
-    models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
-                                     promotion before
+    models/NAME/promotions/000002    `promotion.json`: the version that became the champion, and the
+                                     number of the previous promotion
     models/NAME/retired/000003.json  the lineage of a version that retention removes, written before
-    models/NAME/promoting/...        a promotion of a version is being made
-    models/NAME/claims/...           notes that give each number one owner: `promotion.consensus`
+                                     the removal
+    models/NAME/promoting/...        marks that a version is being promoted
+    models/NAME/claims/...           notes that give each number one owner, see `consensus`
 
-The champion is the version of the newest promotion. The number of a promotion implies its
-predecessor, and each number is assigned once: of two concurrent promotions one fails, whatever the
-store guarantees.
+The champion is the version of the newest promotion. A promotion's number follows that of its
+predecessor, and each number is assigned only once. Therefore one of two concurrent promotions
+fails, on any store.
 
-A promotion writes its mark, then checks whether the version is retired; a removal writes its
-lineage, then checks for marks and promotions. Of two concurrent operations at least one sees the
-other.
+A promotion writes its mark and then checks whether the version is being removed. A removal writes
+the lineage and then checks for marks and promotions. Therefore at least one of two concurrent
+operations notices the other.
 
-A run also reads the registry: `opponent` returns the champion that its model is compared with, and
-`champion_checkpoint` the checkpoint that a warm start loads.
+Runs also read the registry: `opponent` returns the champion that the model is compared with, and
+`champion_checkpoint` returns the checkpoint for a warm start.
 """
 
 from __future__ import annotations
@@ -52,19 +53,19 @@ from flotilla.trainer.tracking import mlflow_model
 MODEL = "model"
 PROMOTION = "promotion"
 NAME = "name"
-# A promotion or removal that takes longer than this counts as killed.
+# After this time in seconds, an unfinished promotion or removal is considered dead.
 _SECONDS = 3600.0
 _Fields = TypeVar("_Fields", "_VersionFields", "_PromotionFields")
 log = logging.getLogger(__name__)
 
 
 class PromotionLostError(UserError):
-    """Another promotion came first; nothing was promoted."""
+    """Another promotion was made first, so nothing was promoted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """One registered model."""
+    """One registered version of a model."""
 
     number: int
     uri: str
@@ -73,7 +74,10 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """One promotion to champion, by a run or a person; `restores` another promotion, or 0."""
+    """A promotion by a run or a person.
+
+    `restores` is the number of an earlier promotion that a rollback repeats, or 0.
+    """
 
     number: int
     uri: str
@@ -91,7 +95,7 @@ def home(root: str, name: str) -> str:
 def names(root: str) -> list[str]:
     """Return the names of all registered models."""
     found = storage.list_published(storage.join(root, "registry", "names"), NAME)
-    # Each version of a model is published below the name of the model.
+    # The name of a published directory is the name of a model.
     return [storage.name_of(uri) for uri, _ in found]
 
 
@@ -150,7 +154,7 @@ class _Record(Generic[_Fields]):
 def _records(
     above: str, kind: str, fields: type[_Fields]
 ) -> dict[int, _Record[_Fields] | UserError]:
-    """Return the records below `above` by number, in order, with an error for an unreadable one."""
+    """Return the records below `above` in order, by number; an unreadable one is an error."""
 
     def read(number: int) -> _Record[_Fields] | UserError:
         uri = _number_uri(above, number)
@@ -159,7 +163,7 @@ def _records(
         except (storage.NotPublished, storage.Corrupt, storage.UnknownSchema) as error:
             return error
         found = parse_record(fields, dict(manifest.fields))
-        # A folder that was copied to another number is not a record of that number.
+        # A copy of a folder under another number is not valid.
         if manifest.kind == kind and found and found.number == number:
             return _Record(uri=uri, manifest=manifest, fields=found)
         return storage.Corrupt(
@@ -186,7 +190,7 @@ def _number_uri(above: str, number: int) -> str:
 
 
 def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, _Record[_Fields]]:
-    """Return the readable records; log a warning for each damaged one."""
+    """Return the readable records, and log a warning for each damaged one."""
     for each in records.values():
         if isinstance(each, UserError) and not isinstance(each, storage.NotPublished):
             log.warning("skipped: %s", each)
@@ -194,7 +198,7 @@ def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, 
 
 
 def version(root: str, name: str, number: int) -> Version:
-    """Return one version; raises `ConfigError` if the number does not exist."""
+    """Return one version; raises `ConfigError` if there is none with this number."""
     found = {each.number: each for each in versions(root, name)}
     if number not in found:
         known = ", ".join(map(str, found)) or "none"
@@ -203,17 +207,17 @@ def version(root: str, name: str, number: int) -> Version:
 
 
 def find_source(version: Version) -> str:
-    """Return the URI of the exported model that a version was copied from, or an empty text."""
+    """Return the URI of the exported model that a version is a copy of, or an empty string."""
     source = version.manifest.fields.get("source")
     return str(source.get("uri", "")) if isinstance(source, dict) else ""
 
 
 def promotions(root: str, name: str) -> list[Promotion]:
-    """Return every readable promotion of a model, oldest first.
+    """Return all readable promotions of a model, oldest first.
 
-    A decided promotion that was not published, because its process was killed or its folder was
-    removed, is published first. Raises `UserError` if the newest promotion is unreadable, since an
-    older champion would be wrong.
+    First publishes promotions that were decided but are not published, because the process was
+    killed or the folder was removed. Raises `UserError` if the newest promotion is unreadable,
+    because an older champion would be wrong.
     """
     above = storage.join(home(root, name), "promotions")
     records = _records(above, PROMOTION, _PromotionFields)
@@ -245,7 +249,7 @@ def promotions(root: str, name: str) -> list[Promotion]:
 
 
 def _restore_decided(root: str, name: str, number: int) -> bool:
-    """Publish the promotion that was decided for a number, if there is one."""
+    """Publish the promotion that was decided for a number; return whether there is one."""
     claim = storage.join(home(root, name), "claims", "promotions", f"{number:06d}")
     decided = find_decided(claim)
     if decided is None:
@@ -274,7 +278,7 @@ def champion(root: str, name: str) -> Version | None:
 
 
 def champion_number(root: str, name: str) -> int:
-    """Return the champion's number, even if its version was removed; 0 before any promotion."""
+    """Return the version number of the champion, even if it was removed; 0 if there is none."""
     made = promotions(root, name)
     return made[-1].version if made else 0
 
@@ -291,7 +295,10 @@ def read_promoted(root: str, name: str, number: int) -> Version:
 def register(
     root: str, name: str, model: str, *, lineage: Mapping[str, Any], scratch: Path
 ) -> Version:
-    """Copy a model into the registry as its next version, once; raises `UserError`."""
+    """Copy a model into the registry as its next version, unless already done.
+
+    Raises `UserError`.
+    """
     there = storage.read_manifest(model)
     source = {"uri": model, "created": there.created}
     known = versions(root, name)
@@ -302,12 +309,12 @@ def register(
     _name(root, name)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
         copy = Path(folder) / "model"
-        # The model is signed again below, without the earlier signature.
+        # Leave out the export's signature, because the version is signed below.
         signing.fetch(model, copy, there, only=lambda _: True)
         served = copy / there.fields["saved_model"]
         while True:
             if _claim(root, name, "versions", number, source) != source:
-                # Another run has registered this number.
+                # Another model has this number.
                 number += 1
                 continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")
@@ -323,7 +330,7 @@ def register(
             try:
                 manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
             except storage.Conflict:
-                # Another process of this run may have published the same model.
+                # Another process of this run may have published the same version.
                 manifest = storage.read_manifest(uri)
                 if manifest.fields.get("source") != source:
                     number += 1
@@ -332,7 +339,7 @@ def register(
 
 
 def _complete(copy: Path, name: str, uri: str, fields: Mapping[str, Any], created: str) -> None:
-    """Write the files that belong to a version but not to the export, and sign all files."""
+    """Add the files that only a version has, and sign all files."""
     (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
     mlflow_model.write(copy, fields, read_kinds(fields))
     signing.write_provenance(copy, name, fields["lineage"], created)
@@ -348,7 +355,10 @@ def _name(root: str, name: str) -> None:
 def promote(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
 ) -> Promotion:
-    """Make a version the champion if `after` is still the newest promotion (0: none yet)."""
+    """Make a version the champion, if `after` is still the newest promotion (0: none).
+
+    Raises `PromotionLostError` if it is not.
+    """
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
         signing.verify(uri)
@@ -363,12 +373,12 @@ def _promotion(  # noqa: PLR0913
         "predecessor": after,
         "restores": restores,
         "by": by,
-        # Two promotions with equal fields are still distinct.
+        # A random token distinguishes promotions whose other fields are equal.
         "token": secrets.token_hex(8),
     }
     if newest(root, name) > after:
         raise PromotionLostError(_lost(root, name, after))
-    # Every caller publishes the decided promotion, since its owner may be dead.
+    # Publish the decided promotion even if it belongs to another process, which may have died.
     decided = _claim(root, name, "promotions", after + 1, fields)
     try:
         uri, created = _publish_promotion(root, name, after + 1, decided)
@@ -396,7 +406,7 @@ def _claim(
 
 
 def rollback(root: str, name: str, *, by: str) -> Promotion:
-    """Make the previous champion the champion again; a repeated rollback goes back one further."""
+    """Make the previous champion the champion again. Repeated rollbacks go back further."""
     made = {each.number: each for each in promotions(root, name)}
     if not made:
         raise UserError(f"{name} has no champion below {root}{nearest(name, names(root))}")
@@ -414,7 +424,7 @@ def rollback(root: str, name: str, *, by: str) -> Promotion:
 
 
 def newest(root: str, name: str) -> int:
-    """Return the number of the newest promotion, 0 before the first."""
+    """Return the number of the newest promotion, or 0 if there is none."""
     made = promotions(root, name)
     return made[-1].number if made else 0
 
@@ -426,7 +436,7 @@ def _lost(root: str, name: str, after: int) -> str:
 
 
 def champion_checkpoint(root: str, name: str) -> str:
-    """Return the URI of the champion's checkpoint, or an empty text; raises `UserError`."""
+    """Return the URI of the champion's checkpoint, or an empty string; raises `UserError`."""
     found = champion(root, name)
     if found is None:
         return ""
@@ -441,9 +451,9 @@ def champion_checkpoint(root: str, name: str) -> str:
 
 
 def champion_positive(root: str, name: str) -> dict[str, str]:
-    """Return the positive class of each output of the champion that has one, by the output's name.
+    """Return the positive class of each binary output of the champion, by the name of the output.
 
-    The name of a single output is empty. Raises `UserError`.
+    A single output has an empty name. Raises `UserError`.
     """
     found = champion(root, name)
     if found is None:
@@ -453,9 +463,9 @@ def champion_positive(root: str, name: str) -> dict[str, str]:
 
 
 def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
-    """Return the positive class of each output of a model that has one, by the output's name.
+    """Return the positive class of each binary output of a model, by the name of the output.
 
-    In a model of an earlier version it is the second class of a binary classification.
+    A model of an earlier version does not record it; it is the second class.
     """
     if "positive" in fields:
         said = fields["positive"]
@@ -467,12 +477,12 @@ def positive_classes(fields: Mapping[str, Any], uri: str) -> dict[str, str]:
 
 
 def read_kinds(fields: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the kind of each output of a model; earlier versions record only its task."""
+    """Return the kind of each output of a model. Earlier versions record only the task."""
     return fields.get("kinds") or {"": fields.get("task", "classification")}
 
 
 def read_labels(model: str) -> list[str]:
-    """Return the class names of a model, one per line of its file."""
+    """Return the class names of a model, from the lines of `labels.txt`."""
     try:
         return storage.read_file(model, "labels.txt").decode(errors="replace").splitlines()
     except storage.Missing:
@@ -480,7 +490,7 @@ def read_labels(model: str) -> list[str]:
 
 
 def reference(root: str, name: str, champion: Version) -> Version | None:
-    """Return the version after which no gain was proved; None if it is the champion itself."""
+    """Return the last champion with a proven gain; None if it is `champion` itself."""
     number = champion.manifest.fields.get("lineage", {}).get("reference", 0)
     found = {each.number: each for each in versions(root, name)}
     return found.get(number)
@@ -489,8 +499,8 @@ def reference(root: str, name: str, champion: Version) -> Version | None:
 def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     """Return the champion that the model of a checkpoint is compared with.
 
-    If the resumed run's model is the champion, it is compared with the previous one, so that the
-    decision stays the same.
+    If the champion is this model itself, because its run was resumed, return the champion before
+    it, so that the decision stays the same.
     """
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}
@@ -506,7 +516,7 @@ def opponent(root: str, name: str, checkpoint: str) -> Version | None:
 
 
 def read_retired(home: str) -> dict[int, Mapping[str, Any]]:
-    """Return the lineage of each version of the model that was or is being removed."""
+    """Return the lineage of each version that was removed or is being removed."""
     found: dict[int, Mapping[str, Any]] = {}
     for name in storage.names(storage.join(home, "retired")):
         if number := parse_number(name.removesuffix(".json")):
@@ -516,19 +526,19 @@ def read_retired(home: str) -> dict[int, Mapping[str, Any]]:
 
 
 def retire(home: str, number: int, lineage: Mapping[str, Any]) -> None:
-    """Keep the lineage of a version and forbid its promotion."""
+    """Record the lineage of a version, and forbid its promotion."""
     tree = {"version": number, "at": time.time(), "lineage": dict(lineage)}
     storage.write_bytes(_record(home, number), json.dumps(tree).encode())
 
 
 def restore(home: str, number: int) -> None:
-    """Undo `retire` and keep the version."""
+    """Undo `retire`."""
     storage.delete(_record(home, number))
 
 
 @contextmanager
 def promoting(home: str, number: int) -> Iterator[None]:
-    """Protect a version from removal in this block; raises `UserError` if it is retired."""
+    """Protect a version from removal within the context; raises `UserError` if it is retired."""
     mark = storage.join(home, "promoting", f"{number:06d}-{secrets.token_hex(8)}.json")
     storage.write_bytes(mark, json.dumps({"at": time.time()}).encode())
     try:

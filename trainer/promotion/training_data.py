@@ -1,7 +1,8 @@
-"""The training data of champions, and the finished configurations of runs.
+"""Records the training data of champions and the configurations of finished runs.
 
-A run that reaches its decision writes a mark into the registry, under a digest of its configuration
-and the listing of its files. A later run with the same digest would repeat it.
+A run that reaches its decision writes a mark into the registry, named by a digest of its
+configuration, which includes the listing of its files. A run with the same digest would only repeat
+it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from flotilla.trainer.runtime.json_records import parse_mapping
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
-# Keys without effect on a model. Only the named modules of the code and their imports have an
-# effect.
+# Keys that do not affect the model. Of `code`, only the modules that the configuration names and
+# their imports do.
 _APART: Mapping[str, Any] = {
     "storage": True,
     "code": True,
@@ -39,8 +40,8 @@ class TrainedData:
 
     Attributes:
         version: `data.version` of the champion, or of the newest earlier champion that has one.
-        spans: the newest digest of each span in the training data of the current and earlier
-        champions.
+        spans: the digest of each span that the champion or an earlier champion was trained on; the
+            newest digest if there are several.
     """
 
     version: str = ""
@@ -48,12 +49,15 @@ class TrainedData:
 
 
 def read_champion_data(root: str, name: str) -> TrainedData:
-    """Return the training data of the champion, without rolled-back champions, or no data."""
+    """Return the training data of the champion; champions that were rolled back do not count."""
     return read_lineage_data(_lineages(root, name))
 
 
 def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
-    """Return the training data of the first lineage; the others are of earlier champions."""
+    """Return the training data of the champion from its lineage and those of earlier champions.
+
+    `lineages` are ordered from newest to oldest.
+    """
     version, spans = "", dict[str, str]()
     for lineage in lineages:
         version = version or str(lineage.get("data_version", ""))
@@ -78,7 +82,7 @@ def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
-    """Return the lineage of each version, including those that retention has removed."""
+    """Return the lineage of each version, including versions that retention removed."""
     here = {
         each.number: each.manifest.fields.get("lineage", {})
         for each in registry.versions(root, name)
@@ -100,7 +104,7 @@ def digest(config: Config) -> str:
 
 
 def _digest_program(program: ProgramConfig) -> dict[str, str]:
-    """Return a digest of each file on this machine that the command of a program names."""
+    """Return a digest of each local file that the command of a program names."""
     paths = {word: Path(program.working_dir, word) for word in program.command}
     with suppress(OSError):
         return {
@@ -112,7 +116,7 @@ def _digest_program(program: ProgramConfig) -> dict[str, str]:
 
 
 def own_code(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield each name that may refer to the user's code, with its configuration key."""
+    """Yield the key and value of each setting that may refer to the user's code."""
     yield "data.map", config.data.map
     yield "model.name", config.model.name
     yield "training.strategy", config.training.strategy
@@ -126,13 +130,13 @@ def own_code(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def begin(config: Config, root: str, run_id: str) -> None:
-    """Record the configuration that a run starts with."""
+    """Record the configuration of a run that starts."""
     tree = {"name": config.name, "digest": digest(config)}
     storage.write_bytes(_purpose(root, run_id), json.dumps(tree).encode())
 
 
 def end(root: str, run_id: str, decision: str) -> None:
-    """Mark that a run has reached its decision; do nothing for a run without files."""
+    """Mark that a run has reached its decision; do nothing if `begin` recorded nothing for it."""
     purpose = _read(_purpose(root, run_id))
     if {"name", "digest"} <= purpose.keys():
         uri = _mark(root, purpose["name"], purpose["digest"])
