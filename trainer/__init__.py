@@ -2,12 +2,12 @@
 
 import os
 
-# Keras reads this variable on import, after ~/.keras/keras.json, where the user may have set
+# Keras reads this variable when it is imported. It overrides `~/.keras/keras.json`, which may name
 # another backend.
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
-# A web proxy cannot reach addresses of this machine, such as a store's emulator or a forwarded
-# port. All libraries read the lower-case name; some read only that one.
+# A web proxy cannot reach addresses of this machine, such as a storage emulator or a forwarded
+# port. Some libraries read only the lower-case variable.
 _ON_LOOPBACK = "localhost,127.0.0.1,::1"
 if any(
     os.environ.get(f"{kind}_proxy", os.environ.get(f"{kind}_proxy".upper()))

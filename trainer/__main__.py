@@ -1,8 +1,8 @@
 """`python -m flotilla.trainer task` runs one task of a training cluster in this process.
 
-Pipeline steps call the stages as functions; launchers and containers start this program. An error
-is one line on standard error and in the termination message; `flotilla.trainer.runtime.errors`
-defines the exit codes.
+Pipeline steps call the stages as functions, whereas launchers and containers start this program. It
+reports an error as one line on standard error and in the termination message. The exit codes are
+defined in `flotilla.trainer.runtime.errors`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         _report(options.workdir, str(error), user_code.find_traceback(error))
         return TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
     except SystemExit as end:
-        # Flotilla itself never raises this, and a restart would not help.
+        # Flotilla itself never calls `sys.exit` here, and a restart would not help.
         place = user_code.find_place(end)
         where = f" ({place})" if place else ""
         message = f"your code called sys.exit({end.code!r}){where}"
@@ -71,7 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(workdir: Path, message: str, trace: str = "") -> None:
-    """Write the message to standard error and the termination log, and the traceback to the log."""
+    """Report the message on standard error and in the termination log; log the traceback."""
     termination.write(workdir, message)
     if trace:
         logging.error("%s", trace)
@@ -80,7 +80,7 @@ def _report(workdir: Path, message: str, trace: str = "") -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong usage in one line, without the whole help text."""
+    """An argument parser that reports wrong usage in one line, without the help text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}; see --help\n")
@@ -98,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared one")
     fit.add_argument("--elsewhere", action="store_true", help="the run is on other machines")
     fit.set_defaults(stage=_fit)
-    # `flotilla predict` writes the request.
+    # Started by `flotilla predict`.
     rows = stages.add_parser("predict")
     rows.add_argument("--request", required=True, type=_path, metavar="FILE")
     rows.set_defaults(stage=_predict)
@@ -131,7 +131,7 @@ def _fit(options: argparse.Namespace) -> None:
         if options.elsewhere and user_code.is_of_machine(error):
             raise UserError(str(error)) from error
         raise
-    # Here it is a mistake in the input, even if the user's code raises it.
+    # This is a mistake in the configuration, even if the user's code raises it.
     except (Exception, SystemExit) as error:
         if not user_code.find_place(error):
             raise
@@ -142,13 +142,13 @@ def _fit(options: argparse.Namespace) -> None:
 
 def _try_model(config: Config, dataset: str, scratch: Path) -> dict[str, Any]:
     """Return which parts of the model fit a dataset or its first rows, and which are unknown."""
-    # Loading TensorFlow counts against the time limit of the task.
+    # The time limit of the task includes the import of TensorFlow.
     import tensorflow as tf
 
     from flotilla.trainer.preflight.sample import publish_sample
     from flotilla.trainer.training import dry_run
 
-    # Optimizing graphs that run once takes longer than it saves.
+    # Optimizing graphs that run only once takes longer than it saves.
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     if dataset:
         return asdict(dry_run.fit(config, scratch, dataset))

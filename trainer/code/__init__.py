@@ -1,1 +1,1 @@
-"""Bundles of the user's modules: collected when a run is started, importable in its steps."""
+"""Bundles of the user's modules: collected when a run is submitted, importable in its steps."""

@@ -1,4 +1,4 @@
-"""A bundle of the user's modules: named by its digest, published once, used by processes."""
+"""Publishes the user's modules as a bundle that is named by its digest, and loads it in a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """A published bundle, whose URI ends with its digest; `remarks` are lines for the user."""
+    """A published bundle. Its URI ends with its digest; `remarks` are lines for the user."""
 
     uri: str
     files: int
@@ -40,13 +40,13 @@ class Bundle:
 
 
 def compute_digest(contents: Mapping[str, str]) -> str:
-    """Return the digest of a bundle, from the SHA-256 of each file by path."""
+    """Return the digest of a bundle from the SHA-256 digest of each file, by path."""
     text = json.dumps(sorted(contents.items()), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def publish(folder: Path, root: str) -> Bundle:
-    """Publish the modules of a folder below `root`, equal content once; raises `UserError`."""
+    """Publish the modules of a folder below `root`, if they are new; raises `UserError`."""
     collected = collect(folder)
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
         hashes = {each.path: _copy(each, Path(scratch)) for each in collected.files}
@@ -62,7 +62,7 @@ def publish(folder: Path, root: str) -> Bundle:
 
 
 def _copy(found: Found, scratch: Path) -> str:
-    """Copy a file and check that it does not change during the copy; return its SHA-256."""
+    """Copy a file; return its SHA-256 digest. Raises `UserError` if it changes during the copy."""
     try:
         with found.file.open("rb") as file:
             before = os.fstat(file.fileno())
@@ -108,7 +108,7 @@ def _is_module(path: str) -> bool:
 
 
 def _shadow(name: str) -> str:
-    """Return the module or package that hides a user's module; empty if none does."""
+    """Return a warning if Python would import another module than the user's `name`, else ""."""
     top = name.removesuffix(".py")
     if hidden := user_code.hidden(top):
         return f"--code: {name} is not found by a run: {hidden}"
@@ -126,14 +126,14 @@ def _shadow(name: str) -> str:
 
 
 def load_bundle(text: str) -> Config:
-    """Add the bundle of a step to the path; return its configuration; raises `UserError`."""
+    """Parse the configuration of a step and load its bundle; raises `UserError`."""
     config = Config.model_validate_json(text)
     enter(config.code)
     return config
 
 
 def enter(uri: str) -> None:
-    """Add a bundle, if given, to the module path of this process and its children."""
+    """Download a bundle, if given, and add it to the module path of this process."""
     if not uri:
         return
     digest = storage.name_of(uri)
@@ -147,7 +147,7 @@ def enter(uri: str) -> None:
         ) from None
     hashes = {each.path: _hash(folder / each.path) for each in manifest.files}
     if compute_digest(hashes) != digest:
-        # The next process fetches it again.
+        # Remove it, so that the next process downloads it again.
         shutil.rmtree(folder, ignore_errors=True)
         raise UserError(
             f"code: {uri} was changed after it was published: its content does not match its "
@@ -164,7 +164,6 @@ def _hash(path: Path) -> str:
 
 
 def _scratch() -> Path:
-    """Return a folder that no other user can write to."""
     folder = Path(tempfile.gettempdir(), f"flotilla-code-{os.getuid()}")
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -179,13 +178,13 @@ def _scratch() -> Path:
         ) from None
 
 
-#: The name of a run's note in its folder, and of the folder of schedules' notes.
+#: #: Name of the note that a run uses bundles, and of the folder with the notes of schedules.
 OF_RUN = "code.json"
 OF_SCHEDULES = "code-of-schedules"
 
 
 def note_run(root: str, run_id: str, bundle: str) -> None:
-    """Note that a run uses a bundle, in addition to earlier ones; raises `UserError`."""
+    """Record that a run uses a bundle, in addition to earlier bundles; raises `UserError`."""
     uri = storage.join(root, run_id, OF_RUN)
     with suppress(storage.Missing):
         if bundle in (noted := _parse_note(storage.read_bytes(uri))):
@@ -196,12 +195,15 @@ def note_run(root: str, run_id: str, bundle: str) -> None:
 
 
 def note_schedule(bundle: str, schedule: str) -> None:
-    """Note that a schedule uses a bundle; `schedule` names it and its instance."""
+    """Record that a schedule uses a bundle. `schedule` identifies the schedule and its instance."""
     storage.write_bytes(_place(bundle, schedule), _note([bundle]))
 
 
 def forget_schedule(bundle: str, schedule: str) -> None:
-    """Remove the note of a schedule; if the store refuses, the bundle is only kept longer."""
+    """Remove the note of a schedule.
+
+    If that fails, the bundle is only kept longer than necessary.
+    """
     with suppress(UserError):
         storage.delete(_place(bundle, schedule))
 

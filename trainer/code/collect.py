@@ -1,4 +1,4 @@
-"""Collect the files of a bundle from a user's folder; leave out or refuse the others."""
+"""Collects the files of a bundle from a user's folder, and leaves out or rejects other files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathspec import GitIgnoreSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 IGNORE_FILE = ".flotillaignore"
-#: Files that are not code, or are generated from code.
+#: #: Files that are not code or are generated from code; left out by default.
 DEFAULTS = (
     ".git", ".hg", ".svn", "__pycache__", "*.pyc", "*.pyo", ".venv", "/venv/", "/runs/", "/data/",
     ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".nox", ".idea",
     ".vscode", "node_modules", "*.egg-info", ".DS_Store", ".*.part", "/MANIFEST.json",
 )  # fmt: skip
-#: Names of files that contain secrets.
+#: #: Names of files that probably contain secrets.
 SECRETS = (
     ".env", ".env.*", "*.env", "credentials", "credentials.json", "credentials.y*ml",
     "credentials.ini", "credentials.toml", "client_secret*.json", "service[-_]account*.json",
@@ -33,7 +33,7 @@ SECRETS = (
 )  # fmt: skip
 MOST_BYTES = 10 << 20
 MOST_FILES = 2000
-# The limit for a folder such as a home directory, whose files are not all counted.
+# Maximum number of folders to walk. A home directory has more.
 _MOST_FOLDERS = 10_000
 _NAMED = 5
 _SECRET = "a secret by its name"
@@ -41,27 +41,30 @@ _DEFAULT = "default"
 
 
 class Rules:
-    """Rules in git's syntax, of which the last match decides, and the origin of each."""
+    """Ignore rules in the syntax of `.gitignore`, with their origins.
+
+    The last matching rule wins.
+    """
 
     def __init__(self) -> None:
-        """Begin without rules."""
+        """Start without rules."""
         self._lines: list[str] = []
         self._origins: list[str] = []
         self._spec = GitIgnoreSpec.from_lines([])
 
     def add(self, lines: Iterable[str], origin: str) -> None:
-        """Add lines; as in git, an empty or invalid line makes no rule."""
+        """Add rules. As in git, an empty or invalid line has no effect."""
         for line in filter(_is_pattern, lines):
             self._lines.append(line)
             self._origins.append(origin)
         self._spec = GitIgnoreSpec.from_lines(self._lines)
 
     def leaving_out(self, path: str, *, is_folder: bool) -> str:
-        """Return the origin of the rule that leaves out a path; empty if none does."""
+        """Return the origin of the rule that leaves out a path; empty if the path is kept."""
         found = self._spec.check_file(f"{path}/" if is_folder else path)
         if not found.include or found.index is None:
             return ""
-        # The rule matches the content of a folder, and not the folder itself.
+        # The rule matches the content of the folder, but not the folder itself.
         if is_folder and self._lines[found.index].endswith("/**"):
             return ""
         return self._origins[found.index]
@@ -70,14 +73,14 @@ class Rules:
 def _is_pattern(line: str) -> bool:
     try:
         return bool(GitIgnoreSpec.from_lines([line]).patterns)
-    # A range such as [z-a] is no valid expression.
+    # A range such as `[z-a]` is invalid.
     except (ValueError, re.error):
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A file of a bundle: its path in the folder, with forward slashes, and its location."""
+    """A file of a bundle: its location, and its path in the bundle, with forward slashes."""
 
     path: str
     file: Path
@@ -86,7 +89,7 @@ class Found:
 
 @dataclass(kw_only=True)
 class Collected:
-    """The files of a bundle in the order of their paths, and the paths that are left out."""
+    """The files of a bundle, sorted by path, and the paths that were left out."""
 
     files: list[Found] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
@@ -94,7 +97,7 @@ class Collected:
 
 
 def collect(folder: Path) -> Collected:
-    """Return the files of a user's folder that belong to its bundle; raises `ConfigError`."""
+    """Return the files of a user's folder that belong in its bundle; raises `ConfigError`."""
     _require_folder(folder)
     root = Path(os.path.realpath(folder))
     collected = Collected()
@@ -180,7 +183,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _note(collected: Collected, origin: str, path: str, place: Path) -> None:
     if origin == _SECRET:
         collected.secrets.append(path)
-    # Report defaults that may be the name of a user's package.
+    # Report default rules that may have matched a user's package.
     if origin == _DEFAULT and path in ("data", "runs", "venv") and any(place.glob("*.py")):
         collected.modules_left_out.append(path)
 

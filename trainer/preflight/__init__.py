@@ -1,1 +1,1 @@
-"""Checks of a configuration, its source and the user's code before a run is paid for."""
+"""Checks a configuration, its data source and the user's code before a run."""

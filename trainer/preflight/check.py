@@ -1,8 +1,8 @@
-"""The single check of a configuration with its source and the user's code, before a run.
+"""Checks a configuration, its data source and the user's code before a run.
 
-The first half takes a moment and loads no TensorFlow: it lists the files, and requires the columns
-of the data section in the header of the first file. The second half is a separate process, which
-reads the first rows, builds the model, and tries the parts of a run on it.
+The first part is quick and does not import TensorFlow: it lists the files, and requires that the
+header of the first file has the columns of the `data` section. The second part runs in a separate
+process: it reads the first rows, builds the model, and tries the parts of a run on it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Checked:
     """The result of a successful check.
 
     Attributes:
-        found: properties of the model and the dataset, see `flotilla.trainer.cluster.fitting`;
+        found: properties of the model and the dataset (see `flotilla.trainer.cluster.fitting`);
             empty if unknown.
-        notes: what could not be checked, with the reasons.
+        notes: what could not be checked, and why.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
@@ -47,17 +47,16 @@ def check(
     is_remote: bool = False,
     seconds: float = fitting.SECONDS,
 ) -> Checked:
-    """Check a configuration; `dataset` is the URI of a prepared one, or empty.
+    """Check a configuration.
 
     Args:
-        config: what to check.
-        dataset: URI of the dataset to train on, if it is prepared.
+        config: the configuration.
+        dataset: URI of the prepared dataset, or empty.
         is_remote: whether the steps run on other machines, which may have access to other stores.
-        seconds: time limit of the trial of the model.
+        seconds: time limit for trying the model.
 
     Raises:
-        ConfigError: the configuration has a mistake; the message names it, its place and its
-            remedy.
+        ConfigError: the configuration has a mistake. The message tells its location and a fix.
     """
     if not is_remote and config.cluster.launcher == "local":
         require_gpus(config)
@@ -90,12 +89,12 @@ def require_program(config: Config) -> None:
 
 
 def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, ...]:
-    """Require the files and their named columns; return notes on unchecked things.
+    """Require the files and columns that `data` names; return notes about what was not checked.
 
     Raises:
         ConfigError: files or columns are missing.
     """
-    # A version is a listing that the creating run has checked.
+    # The run that created this version has checked the source.
     if not data.source or data.version:
         return ()
     if is_remote and (remark := remark_on_path(data)):
@@ -106,7 +105,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     except ConfigError:
         raise
     except UserError as error:
-        # The store has denied access or not answered; a missing file is a user's mistake instead.
+        # If the store denied access or did not answer, other machines may still reach it.
         is_closed = error.__cause__ and not isinstance(error.__cause__, FileNotFoundError)
         elsewhere = is_remote and is_closed and not patterns.is_local(data.source)
         if elsewhere or isinstance(error, TransientError):
@@ -116,7 +115,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
 
 
 def remark_on_path(data: DataConfig) -> str:
-    """Return what is wrong with a source of this machine for steps elsewhere, or nothing."""
+    """Return an error if the source is a local path, which remote steps cannot read, else ""."""
     if not data.source or data.version or not patterns.is_local(data.source):
         return ""
     return (
@@ -128,12 +127,12 @@ def remark_on_path(data: DataConfig) -> str:
 def _require_columns(data: DataConfig, scratch: Path) -> None:
     found = listing.list_source(data)
     taken = found if data.spans == SINCE_CHAMPION else listing.select_spans(found, data.spans, {})
-    # This import loads Arrow, which takes half a second.
+    # Import this late, because it imports Arrow, which takes half a second.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 
     form, _ = one_format(data, taken.files)
-    # Skip TFRecord, which needs TensorFlow to read it, and JSON, which has no header.
+    # Skip TFRecord, because reading it imports TensorFlow, and JSON, because it has no header.
     if form not in ("csv", "parquet", "npz", "images"):
         return
     few = few_files(data, taken, scratch)

@@ -1,4 +1,4 @@
-"""A sample of a source: some files, and only the first bytes of large ones."""
+"""A sample of a data source: some of its files, and only the start of large ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.storage.uri import local_path
 
-# Maximum numbers of files of a table, images per class folder, and class folders.
+# Maximum numbers of table files, of images, and of class folders. A folder has at least one image.
 _FILES = 8
 _IMAGES, _FOLDERS = 64, 256
-# Remote files that together exceed these bytes are not fetched.
+# Remote files are skipped when their total size exceeds this number of bytes.
 _FETCHED = 64 << 20
-# A larger text is copied up to a line end before this limit, since quotes are searched in the whole
-# file.
+# Only the first bytes of a larger CSV file are copied, because the CSV reader searches the whole
+# file for quotes.
 _HEAD = 8 << 20
 _ENDS = 1000
 
@@ -34,7 +34,7 @@ class FewFiles:
 
     Attributes:
         is_part: whether the source has more files, or a file has more rows.
-        copies: the file of each copy of its first rows, by path.
+        copies: the original file of each partial copy, by the path of the copy.
         notes: what could not be examined.
     """
 
@@ -45,10 +45,10 @@ class FewFiles:
 
 
 def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
-    """Return some files of a source, evenly spaced; copies are below `scratch`.
+    """Return some files of a source, evenly spaced. Large files are copied in part below `scratch`.
 
     Raises:
-        UserError: their format cannot be inferred.
+        UserError: the format of the files cannot be inferred.
     """
     pieces = choose_reader(config, found.files, scratch, found.hidden)
     files = _sample_folders(pieces.files) if pieces.is_listing else _spread(pieces.files)
@@ -84,7 +84,7 @@ def _spread(files: Sequence[Any]) -> list[Any]:
 
 
 def _sample_folders(files: Sequence[Any]) -> list[Any]:
-    """Return equally many images of each folder, at least one per class."""
+    """Return the same number of images from each class folder, at least one."""
     folders: dict[str, list[Any]] = {}
     for file in files:
         folders.setdefault(file.path.rpartition("/")[0], []).append(file)
@@ -93,7 +93,7 @@ def _sample_folders(files: Sequence[Any]) -> list[Any]:
 
 
 def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
-    """Return a file, or a copy of its first rows if it is a large local CSV."""
+    """Return the file, or a copy of its first rows if it is a large local CSV file."""
     path = local_path(file.uri)
     if not isinstance(pieces.reader, CsvReader) or not path or not path.is_file():
         return file
@@ -107,12 +107,12 @@ def _head(pieces: FilePieces, file: Any, scratch: Path) -> Any:
     copy = root / file.path
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_bytes(head[: _end(head)])
-    # The tag is the tag of the original, as in an earlier listing.
+    # An empty tag, because the copy differs from the listed file.
     return replace(file, root=storage.uri_of(root), size=os.stat(copy).st_size, tag="")
 
 
 def _end(head: bytes) -> int:
-    """Return the end of the last row: a newline outside quotes, as far as detectable."""
+    """Return the position after the last complete row, whose newline is not inside quotes."""
     last = end = head.rfind(b"\n") + 1 or len(head)
     quotes = head.count(b'"', 0, end)
     for _ in range(_ENDS):

@@ -1,6 +1,7 @@
-"""The configuration of a first run, from files and the name of a column.
+"""Proposes the configuration of a first run from data files and the name of the label column.
 
-The written file is what runs: the text is read back like any user's file. Free of TensorFlow.
+The run reads the proposal back from its YAML file, like any other configuration. Does not import
+TensorFlow.
 """
 
 from __future__ import annotations
@@ -26,30 +27,30 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.storage import patterns
 
-# Maximum number of rows of a table that are examined.
+# Maximum number of rows of a table to examine.
 ROWS = 10_000
-# Files below this size are trained on by one process.
+# If the files are smaller than this number of bytes, a single process trains.
 SMALL = 64 << 20
-# With fewer rows a share of a tenth is too small; with fewer than this, some shards would be empty.
+# With fewer rows, a tenth is too small for a split; with very few, some shards would be empty.
 _FEW, _VERY_FEW = 10_000, 100
 _SHARE, _LARGER_SHARE, _SHARDS = 0.1, 0.15, 2
-# Fewer distinct values may be unique by chance.
+# With fewer rows, distinct values may be a coincidence.
 _LEAST = 20
 _LABELS = ("label", "target", "class", "y", "outcome", "churn", "survived", "price")
 _TWO, _CLASSES = 2, 5
 _WIDTH, _MOST_LETTERS = 32, 120
-# Default names of a label: see `flotilla.trainer.data.files.column_roles`.
+# Default names of the label; see `flotilla.trainer.data.files.column_roles`.
 _BY_NAME = ("label", "target")
 _OTHERS = "async_parameter_server: a cluster"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A proposed configuration for files.
+    """A proposed configuration.
 
     Attributes:
-        tree: the sections; paths are relative to the working folder.
-        why: the reason for each key, by its path.
+        tree: the configuration; paths are relative to the working directory.
+        why: the reason for each value, by its configuration key.
         notes: what could not be examined.
     """
 
@@ -59,16 +60,16 @@ class Proposal:
 
     @property
     def config(self) -> Config:
-        """The configuration; raises `ConfigError`."""
+        """The parsed configuration; raises `ConfigError`."""
         return parse_config(self.tree)
 
     @property
     def file_name(self) -> str:
-        """The name of its file, from the name of the model."""
+        """The name of the configuration file, after the name of the model."""
         return f"{self.tree['name']}.yaml"
 
     def text(self, folder: Path) -> str:
-        """Return the YAML for a file in a folder, with paths relative to that folder."""
+        """Return the configuration as YAML, with paths relative to `folder`."""
         tree = {**self.tree, "data": {**self.tree["data"]}}
         source = tree["data"]["source"]
         if patterns.is_local(source) and source[:1] not in ("/", "~") and "://" not in source:
@@ -78,7 +79,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Rows:
-    """Statistics of the first rows: a scan of each column, and whether these are all rows."""
+    """Statistics of the first rows: a scan of each column, and whether the source has more rows."""
 
     count: int
     columns: Mapping[str, Any]
@@ -90,19 +91,19 @@ class Rows:
 
 
 def is_source(given: str | Path) -> bool:
-    """Return whether a command line argument names files to learn from, or a configuration.
+    """Return whether a command-line argument names data files rather than a configuration file.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it names neither.
     """
     text, path = str(given), Path(given)
-    # The functions of `os.path` accept a name of any length, unlike `Path`.
+    # Unlike `Path`, the functions of `os.path` accept a name that is too long for the system.
     if "://" in text or os.path.isdir(path):
         return True
     if path.suffix.lower() in (".yaml", ".yml"):
         return False
     if os.path.lexists(path):
-        # A pipe can be read only once; it is not a table.
+        # A pipe is not accepted, because it can be read only once.
         return path.is_file() and not is_configuration(path)
     if re.search(r"[*?{\[]", text):
         return True
@@ -115,7 +116,7 @@ def is_source(given: str | Path) -> bool:
 
 
 def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = ()) -> Proposal:
-    """Return the configuration for files; `settings` override the proposed values.
+    """Return the proposed configuration for data files. `settings` override the proposed values.
 
     Raises:
         ConfigError: the files or a column do not exist.
@@ -142,7 +143,7 @@ def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = 
 
 
 def list_columns(source: str | Path, settings: Sequence[str] = ()) -> tuple[list[str], str]:
-    """Return the columns of files, and the likely label; raises `ConfigError`."""
+    """Return the columns of data files and the likely label; raises `ConfigError`."""
     tree: dict[str, Any] = {"data": {"source": str(source)}}
     lay_over(tree, settings)
     try:
@@ -154,7 +155,7 @@ def list_columns(source: str | Path, settings: Sequence[str] = ()) -> tuple[list
 
 
 def guess(names: Sequence[str], source: str) -> str:
-    """Return the column that is probably the label."""
+    """Return the column that is most likely the label."""
     stem = re.sub(r"[^a-z]", "", Path(source).stem.lower())
     for word in _LABELS:
         if found := [each for each in names if each.lower() == word]:
@@ -178,15 +179,15 @@ def _list_files(data: DataConfig) -> Any:
 
 
 def _examine(data: DataConfig, scratch: Path) -> Rows:
-    """Return the statistics of the first rows; raises `UserError`."""
-    # These imports load Arrow.
+    """Return statistics of the first rows; raises `UserError`."""
+    # Import these late, because they import Arrow.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
     from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
 
     taken = _list_files(data)
     size = sum(each.size for each in taken.files)
     form, _ = one_format(data, taken.files)
-    # TFRecords would load TensorFlow.
+    # Do not read TFRecord files, because that imports TensorFlow.
     few = few_files(data, taken, scratch) if form != "tfrecord" else None
     if not few or not few.listing.files:
         return Rows(0, {}, is_whole=False, parsed=False, size=size)
@@ -242,7 +243,7 @@ def _scan(
 
 
 def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterator[Any]:
-    """Yield at most `most` records of a file."""
+    """Yield records of a file until there are more than `most`."""
     from flotilla.trainer.data.files.formats.raw_rows import Piece  # noqa: PLC0415
 
     reader = pieces.reader
@@ -257,7 +258,7 @@ def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterat
 
 
 def _require_label(data: DataConfig, names: Sequence[str]) -> None:
-    """Raise `ConfigError` if the label is not named, or is not a column."""
+    """Raise `ConfigError` if no label is given, or if it is not a column."""
     if not data.label and not any(each.lower() in _BY_NAME for each in names):
         raise ConfigError(
             f"--label: name the column of {data.source} that is to be predicted, perhaps "
@@ -272,7 +273,6 @@ def _require_label(data: DataConfig, names: Sequence[str]) -> None:
 def _make_proposal(
     config: Config, given: Mapping[str, Any], rows: Rows | None, *notes: str
 ) -> Proposal:
-    """Return the proposal: the given settings, completed by choices from the rows."""
     chosen: dict[str, Any] = {}
     why: dict[str, str] = {}
     for key, value, reason in _choices(config, rows):
@@ -293,7 +293,7 @@ def _override(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
 
 
 def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]]:
-    """Yield each key, its value, and the reason."""
+    """Yield the key, the value and the reason of each proposed setting."""
     data = config.data
     yield "name", config.name, "in the registry; by the name of the source"
     yield "data.source", data.source, _size(rows)
@@ -322,7 +322,7 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     kinds |= dict.fromkeys(named, choice.CATEGORY)
     if rows and rows.form:
         kinds = {"image": choice.IMAGE}
-    # Two-tower models accept whole numbers and texts, and return one score.
+    # Two-tower models accept only integers and strings, and predict a single score.
     may_match = not (rows and rows.form) and rows is not None and _may_match(rows, kinds, labels)
     says = choice.of_kinds(kinds, may_match=may_match) if kinds else None
     by = f"{says.name}: {says.why}" if says else "by the columns"
@@ -348,7 +348,7 @@ def _size(rows: Rows | None) -> str:
 
 
 def _task(config: Config, rows: Rows | None, labels: Sequence[str]) -> str:
-    """Return the task for the label; raises `ConfigError` for a constant label."""
+    """Describe the task for the label; raises `ConfigError` if the label is constant."""
     by_label = "by the label"
     if rows and rows.form:
         return "by the folders"
@@ -383,7 +383,7 @@ def _is_constant(scan: Any, classes: Collection[str]) -> bool:
 
 
 def _ids(data: DataConfig, rows: Rows, inputs: Sequence[str]) -> list[str]:
-    """Return the columns with distinct values in all rows that look like ids by name or content."""
+    """Return the columns of row ids: unique values, with the name or the form of an id."""
     splits = data.splits
     used = {*data.inputs, *data.types, data.weight, data.group}
     used |= {splits.column, splits.group, splits.time}
@@ -401,13 +401,13 @@ def _is_id(name: str, scan: Any, rows: int) -> bool:
     is_text = {*scan.kinds} <= {"text", "code", "int", "huge"}
     if not choice.is_id(name) and _is_formatted(scan):
         return False
-    # Texts of several words are features.
+    # Texts with spaces are features, not ids.
     codes = all(re.search(r"\d", each) and not re.search(r"\s", each) for each in scan.values)
     return is_text and (codes or (choice.is_id(name) and not any(" " in x for x in scan.values)))
 
 
 def _is_formatted(scan: Any) -> bool:
-    """Return whether texts are numbers or dates in writing, such as 3,25 and 31.12.2024."""
+    """Return whether the texts are formatted numbers or dates, such as 3,25 and 31.12.2024."""
     from flotilla.trainer.data.files import written_numbers  # noqa: PLC0415
 
     texts, writing = scan.kinds.get("text", 0), scan.writing
@@ -418,7 +418,7 @@ def _is_formatted(scan: Any) -> bool:
 def _named_things(
     data: DataConfig, rows: Rows, inputs: Sequence[str], labels: Sequence[str]
 ) -> dict[str, str]:
-    """Return the columns of repeated ids, whose numbers are not quantities, as texts."""
+    """Return the integer columns that hold repeated ids; their type is set to text."""
     if data.types or data.map or rows.form:
         return {}
     kinds = {name: _kind(rows, name) for name in inputs}
@@ -477,7 +477,7 @@ def _find_formatted(rows: Rows, names: Sequence[str]) -> dict[str, str]:
 
 
 def _lines(tree: Mapping[str, Any], why: Mapping[str, str], path: str) -> Iterator[str]:
-    """Yield the lines of sections: one per key, with its reason."""
+    """Yield the lines of the YAML file, each value with its reason as a comment."""
     indent = "  " * (path.count(".") + bool(path))
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
@@ -493,7 +493,7 @@ def _lines(tree: Mapping[str, Any], why: Mapping[str, str], path: str) -> Iterat
 
 
 def _yaml(value: Any) -> str:
-    """Format a YAML value on one line."""
+    """Format a value as YAML on one line."""
     text = yaml.safe_dump(
         value, default_flow_style=True, allow_unicode=True, width=10**9, sort_keys=False
     )

@@ -1,7 +1,7 @@
-"""A dataset of the first rows of a source, prepared like the real one, for the trial of a run.
+"""Prepares a dataset from the first rows of a source, to try a run on it.
 
-Errors of these rows are raised if further rows cannot correct them; doubts become notes. If the
-sample is the whole source, all errors are certain.
+An error in these rows is raised if further rows cannot correct it; otherwise it becomes a note. If
+the sample is the whole source, every error is raised.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from flotilla.trainer.preflight.head import few_files
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ROWS = 1000
-# Maximum number of rows with image paths, which take milliseconds each.
+# Maximum number of rows that have image paths, because an image takes milliseconds to read.
 _PICTURES = 64
-# In an incomplete sample, one of this many rows goes to test, and one to validation.
+# In an incomplete sample, one in this many rows is put into each of the test and validation splits.
 _TENTH = 10
 
 
@@ -45,8 +45,8 @@ class Sample:
     Attributes:
         uri: URI of the dataset; empty if there is none.
         is_whole: whether it has all rows of the source, and so all classes.
-        by_builder: whether the builder's information makes a sample unnecessary.
-        notes: doubts from the first rows, and what could not be examined.
+        by_builder: whether the dataset builder's metadata makes a sample unnecessary.
+        notes: possible errors in the first rows, and what could not be examined.
     """
 
     uri: str = ""
@@ -56,14 +56,14 @@ class Sample:
 
 
 class _DoubtfulError(UserError):
-    """The first rows do not make a valid dataset, but all rows might."""
+    """The first rows do not make a valid dataset, but the whole source might."""
 
 
 def publish_sample(config: DataConfig, scratch: Path) -> Sample:
     """Publish a dataset of the first rows of a source below `scratch`.
 
     Raises:
-        ConfigError: the configuration does not suit the source, or rows of it are wrong.
+        ConfigError: the configuration does not fit the source, or rows are invalid.
     """
     if not (config.source or config.map):
         return Sample(by_builder=True)
@@ -117,7 +117,7 @@ def _publish(
 
 
 def _rename_files(error: UserError, copies: Mapping[str, str]) -> UserError:
-    """Return the error with the user's file names instead of those of the copies."""
+    """Return the error with the names of the original files instead of their copies."""
     says = str(error)
     for copy, original in copies.items():
         says = says.replace(copy, original)
@@ -125,12 +125,15 @@ def _rename_files(error: UserError, copies: Mapping[str, str]) -> UserError:
 
 
 class _FirstRows(FileSource):
-    """A source of the first rows of some files."""
+    """A source that has only the first rows of some files."""
 
     def __init__(
         self, config: DataConfig, listing: Listing, scratch: Path, *, is_part: bool
     ) -> None:
-        """Read the files of a listing, which may be a sample of the source."""
+        """Read the files of a listing.
+
+        `is_part` tells whether the source has more files or rows.
+        """
         super().__init__(config, listing, scratch)
         most = _PICTURES if "image" in self._said.values() else ROWS
         self._first = _FirstOf(self._files.reader, most)
@@ -140,11 +143,11 @@ class _FirstRows(FileSource):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the rows read so far are all rows."""
+        """Return whether the rows read so far are all rows of the source."""
         return not (self._is_part or self._first.is_cut)
 
     def select(self) -> Any:
-        """Select features like `FileSource`; errors that more rows could correct become doubts."""
+        """Select the features; raise `_DoubtfulError` for an error that more rows could correct."""
         try:
             return super().select()
         except UserError as error:
@@ -155,7 +158,7 @@ class _FirstRows(FileSource):
             raise _DoubtfulError(str(error)) from error
 
     def parts(self) -> Sequence[Part]:
-        """Return one part per split, since many parts would start processes."""
+        """Return one part per origin, because several parts would start processes."""
         found: dict[str, list[list[int]]] = {}
         for origin, pieces in self._files.groups():
             found.setdefault(origin, []).extend(pieces)
@@ -165,7 +168,7 @@ class _FirstRows(FileSource):
         ]
 
     def _check_families(self, roles: ColumnRoles, scan: Scan) -> None:
-        # If all texts of a file look like numbers, others may follow.
+        # Texts that all look like numbers are an error only if no other texts follow.
         if self.is_whole or not self._files.reader.parsed:
             super()._check_families(roles, scan)
 
@@ -178,7 +181,7 @@ class _FirstRows(FileSource):
             super()._verify(roles, scan)
         except UserError as error:
             said = tuple(f"{name!r} " for name in self._config.types)
-            # If the type is configured, further rows cannot correct an error.
+            # If the user has set the type, further rows cannot correct the error.
             wrong = [why for _, _, why in scan.broken.places if why.startswith(said)]
             if wrong and not self._config.bad_rows and str(error).startswith(self.name):
                 raise ConfigError(str(error)) from error
@@ -195,10 +198,10 @@ class _FirstRows(FileSource):
 
 
 class _FirstOf(Reader):
-    """Reads the first records of a piece of each file with another reader."""
+    """A reader that returns only the first records of each file."""
 
     def __init__(self, reader: Reader, most: int) -> None:
-        """Read at most `most` records of a file."""
+        """Wrap `reader` and return at most `most` records of each file."""
         self.parsed, self.varies, self.lists = reader.parsed, reader.varies, reader.lists
         reader.at_once = min(reader.at_once, most) or reader.at_once
         self.is_cut = False
@@ -218,7 +221,7 @@ class _FirstOf(Reader):
         return self._reader.index(path)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
-        """Return the whole file: some formats are read to the end before a cut."""
+        """Return the whole file, because some formats must be read to the end to be cut."""
         del size
         return [(0, -1)] if path else []
 
@@ -242,15 +245,15 @@ class _FirstOf(Reader):
 
 
 class _FirstExamples(BuilderSource):
-    """The first examples of each split of a builder that needs no download."""
+    """The first examples of each split, from a dataset builder that needs no download."""
 
     @property
     def is_here(self) -> bool:
-        """Return whether it can be read without a download."""
+        """Return whether the examples can be read without a download."""
         return datasets.is_drawn(self._builder) or datasets.is_folder(self._builder)
 
     def parts(self) -> Sequence[Part]:
-        """Return the first range of each split."""
+        """Return the first part of each split, limited to `ROWS` examples."""
         parts = [each for each in super().parts() if not each.where["first"]]
         return [
             replace(each, where={"first": 0, "end": min(ROWS, each.where["end"])}, number=number)

@@ -1,13 +1,14 @@
-"""Signs models by OpenSSF model signing, and verifies that a model matches its manifest.
+"""Signs models with OpenSSF model signing, and verifies that a model matches its manifest.
 
 `model.sig` is a Sigstore bundle over the names and SHA-256 digests of all other files. It is made
-with a private key on an elliptic curve; no online service is used. `signed_fields.json` is one of
-the files: it repeats the fields of the manifest, such as the inputs and the version. Two
-environment variables name the key files, so that no configuration, record or log holds a key.
+with a private elliptic-curve key, without an online service. One of the signed files is
+`signed_fields.json`, a copy of the manifest's fields, such as the inputs and the version. Two
+environment variables hold the paths of the key files, so that no configuration, record or log
+contains a key.
 
-`signing.json` is the provenance of a registered version: an in-toto statement with the predicate of
-SLSA provenance v1 (https://slsa.dev/spec/v1.0/provenance). Its subjects are the other files, and it
-is signed with them.
+`signing.json` is the provenance of a registered version: an in-toto statement with the SLSA
+provenance v1 predicate (https://slsa.dev/spec/v1.0/provenance). Its subjects are the other files,
+and it is signed together with them.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ _BEATEN = re.compile(r"(?P<path>.+)\.[0-9a-f]{12}", re.DOTALL)
 
 
 class UnsignedError(UserError):
-    """A model has no valid signature by the configured key."""
+    """The model has no valid signature for the configured key."""
 
 
 def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
-    """Sign all files below `folder` where a private key is configured; return whether it was.
+    """Sign all files below `folder`, if a private key is configured; return whether it is.
 
-    `fields` are the fields of the manifest that they are published with.
+    `fields` are the manifest fields that the files are published with.
 
     Raises:
-        ConfigError: the key cannot be used, or the extra `signing` is not installed.
+        ConfigError: the key is unusable, or the extra `signing` is not installed.
     """
     signature = folder / SIGNATURE
-    # The signature belongs to the copied files, which have changed.
+    # Remove the signature of the original files.
     signature.unlink(missing_ok=True)
     (folder / FIELDS).unlink(missing_ok=True)
     key = _key(PRIVATE_KEY)
@@ -64,24 +65,24 @@ def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
 
 
 def verifies() -> bool:
-    """Return whether a public key is configured, so that all files must be verified."""
+    """Return whether a public key is configured, so that signatures must be verified."""
     return _key(PUBLIC_KEY) is not None
 
 
 def verify(uri: str, scratch: Path | None = None) -> Manifest:
     """Verify a published model as a server would load it; return its manifest.
 
-    The files must be exactly those in the manifest, intact, and signed if a public key is
-    configured.
+    The model must have exactly the files in its manifest, without damage, and a valid signature if
+    a public key is configured.
 
     Args:
-        uri: of the model.
-        scratch: local folder for its files; a temporary one when left out.
+        uri: URI of the model.
+        scratch: local folder for a temporary copy; defaults to the system's temporary folder.
 
     Raises:
         Corrupt: a file is damaged, or is not in the manifest.
         UnsignedError: the signature is missing, made with another key, or does not match the files.
-        ConfigError: the key cannot be used, or the extra `signing` is not installed.
+        ConfigError: the key is unusable, or the extra `signing` is not installed.
         UserError: the model cannot be read.
     """
     manifest = storage.verify(uri)
@@ -94,10 +95,10 @@ def verify(uri: str, scratch: Path | None = None) -> Manifest:
 
 
 def fetch(uri: str, folder: Path, manifest: Manifest, only: Callable[[str], bool]) -> None:
-    """Fetch the files `only` of a model, and verify the files that a server would load as well.
+    """Download the files of a model for which `only` returns true, and verify the model.
 
-    With a public key all files are fetched and verified, since a signature covers all; see
-    `verify`.
+    If a public key is configured, all files are downloaded, because a signature covers all of them.
+    Raises like `verify`.
     """
     if verifies():
         _refuse_unnamed(uri, manifest)
@@ -108,9 +109,10 @@ def fetch(uri: str, folder: Path, manifest: Manifest, only: Callable[[str], bool
 
 
 def _refuse_other_versions(uri: str, manifest: Manifest) -> None:
-    """Raise `Corrupt` unless a server would load the SavedModel of the manifest.
+    """Raise `Corrupt` unless a server would load the SavedModel that the manifest names.
 
-    A server loads the highest number in the folder that it watches, regardless of the manifest.
+    A server loads the highest version number in the folder that it watches, regardless of the
+    manifest.
     """
     place = manifest.fields.get("saved_model")
     if not isinstance(place, str) or not any(_is_below(each, place) for each in manifest.files):
@@ -134,14 +136,14 @@ def _is_below(entry: FileEntry, folder: str) -> bool:
 
 
 def _refuse_unnamed(uri: str, manifest: Manifest) -> None:
-    """Raise `Corrupt` if there is a file that is not in the manifest of a model."""
+    """Raise `Corrupt` if a model has a file that is not in its manifest."""
     _refuse_other_versions(uri, manifest)
     named = {MANIFEST, *(entry.stored_at for entry in manifest.files)}
     with report_errors(f"list {uri}"):
         there = [file.path for file in choose_store(uri).files(uri)]
     served = str(manifest.fields["saved_model"]).partition("/")[0]
     for path in sorted(set(there) - named):
-        # An unsuccessful publication left this file; no reader or server uses such a name.
+        # A failed publication left this file. Neither readers nor servers use its name.
         beaten = _BEATEN.fullmatch(path)
         if not beaten or beaten["path"] not in named or path.startswith(f"{served}/"):
             raise _unnamed_error(uri, path)
@@ -155,12 +157,12 @@ def _unnamed_error(uri: str, path: str) -> Corrupt:
 
 
 def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
-    """Verify all local files of a model as `verify` does.
+    """Verify the signature of a local copy of a model; return false if no public key is configured.
 
     Args:
-        folder: the files except `MANIFEST.json`.
-        fields: of its manifest.
-        where: where the model is from, for the error.
+        folder: all files of the model except `MANIFEST.json`.
+        fields: the fields of the manifest.
+        where: the location of the model, for error messages.
     """
     key = _key(PUBLIC_KEY)
     if key is None:
@@ -177,7 +179,7 @@ def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
 
 
 def check() -> list[str]:
-    """Return a line for each configured, usable key; raises `ConfigError`."""
+    """Return a line for each configured key; raises `ConfigError` if one is unusable."""
     found = []
     for variable in (PRIVATE_KEY, PUBLIC_KEY):
         key = _key(variable)
@@ -196,7 +198,7 @@ def _verify_files(config: Any, folder: Path, where: str) -> None:
         )
     try:
         config.set_hashing_config(_hashing()).verify(folder, signature)
-    # A foreign bundle may raise any exception.
+    # An invalid bundle may raise any exception.
     except Exception as error:
         why = " ".join(str(error).split()) or "it is by another key, or was changed"
         raise UnsignedError(
@@ -215,7 +217,7 @@ def _key(variable: str) -> Path | None:
 
 
 def _usable(variable: str, key: Path) -> Any:
-    """Return the signing configuration for this key; raises `ConfigError`."""
+    """Return the signing configuration for a key; raises `ConfigError` if it is unusable."""
     package = _package()
     try:
         if variable == PRIVATE_KEY:
@@ -223,7 +225,7 @@ def _usable(variable: str, key: Path) -> Any:
         return package.verifying.Config().use_elliptic_key_verifier(public_key=key)
     except OSError as error:
         raise ConfigError(f"{variable}: cannot read {key}: {error.strerror}") from None
-    # A library's message about a key may reveal it.
+    # Hide the library's message, which may contain the key.
     except Exception:
         kind = "private" if variable == PRIVATE_KEY else "public"
         raise ConfigError(
@@ -233,7 +235,7 @@ def _usable(variable: str, key: Path) -> Any:
 
 
 def _hashing() -> Any:
-    # The manifest lists the signature, so the manifest is written last.
+    # The signature cannot cover itself, nor the manifest, which lists it and is written later.
     paths = [SIGNATURE, MANIFEST]
     config = _package().hashing.Config()
     return config.set_ignored_paths(paths=paths, ignore_git_paths=False)
@@ -251,13 +253,13 @@ def _package() -> Any:
 
 
 def write_provenance(folder: Path, name: str, lineage: Mapping[str, Any], created: str) -> None:
-    """Write the statement about all files below `folder`.
+    """Write the provenance statement about all files below `folder`.
 
     Args:
         folder: the files of the version.
-        name: of the model.
-        lineage: as in the manifest of a version.
-        created: when the exported model was published.
+        name: the name of the model.
+        lineage: the lineage in the version's manifest.
+        created: the time when the exported model was published.
     """
     (folder / PROVENANCE).unlink(missing_ok=True)
     tree = _statement(_subjects(folder), name, lineage, created)
@@ -268,7 +270,7 @@ def write_provenance(folder: Path, name: str, lineage: Mapping[str, Any], create
 def _statement(
     subjects: list[dict[str, Any]], name: str, lineage: Mapping[str, Any], created: str
 ) -> dict[str, Any]:
-    """Return the statement, without fields that the lineage lacks."""
+    """Return the statement. Fields that the lineage lacks are left out or empty."""
     config = {"name": name, "configuration": lineage.get("config", "")}
     return {
         "_type": STATEMENT,
