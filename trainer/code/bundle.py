@@ -108,7 +108,6 @@ def _is_module(path: str) -> bool:
 
 
 def _shadow(name: str) -> str:
-    """Return a warning if Python would import another module than the user's `name`, else ""."""
     top = name.removesuffix(".py")
     if hidden := user_code.hidden(top):
         return f"--code: {name} is not found by a run: {hidden}"
@@ -200,10 +199,7 @@ def note_schedule(bundle: str, schedule: str) -> None:
 
 
 def forget_schedule(bundle: str, schedule: str) -> None:
-    """Remove the note of a schedule.
-
-    If that fails, the bundle is only kept longer than necessary.
-    """
+    """Remove the note of a schedule; ignore errors, which only keep the bundle longer."""
     with suppress(UserError):
         storage.delete(_place(bundle, schedule))
 

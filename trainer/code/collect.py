@@ -41,10 +41,7 @@ _DEFAULT = "default"
 
 
 class Rules:
-    """Ignore rules in the syntax of `.gitignore`, with their origins.
-
-    The last matching rule wins.
-    """
+    """The rules of `.gitignore` files, with their origins; the last matching rule wins."""
 
     def __init__(self) -> None:
         """Start without rules."""

@@ -82,12 +82,9 @@ log = logging.getLogger(__name__)
 
 
 def judge_end(code: int, last: list[str], *, several: bool) -> UserError:
-    """Return the error of a task whose program exited with a code other than 0.
+    """Return the error of a task whose program exited with `code`, or was killed by signal -`code`.
 
-    Args:
-        code: the exit code, or the negative number of the signal that killed the program.
-        last: the last lines of its output.
-        several: whether the cluster has more than one task.
+    `last` are the last lines of its output. `several`: the cluster has more than one task.
     """
     said = f"; its last line: {last[-1]}" if last else "; it printed nothing"
     if code < 0:
@@ -113,10 +110,7 @@ class Agent:
         grace: float = GRACE_SECONDS,
         is_local: bool = False,
     ) -> None:
-        """Store the run and the task.
-
-        `on_signal` is called instead of `stop` when the guard receives a signal.
-        """
+        """Store the run and the task; `on_signal` replaces `stop` if the guard gets a signal."""
         self._job, self._cluster, self._task = job, cluster, task
         self._program = job.config.program
         self._folders = TaskFolders(folder=job.workdir.absolute())
@@ -159,10 +153,10 @@ class Agent:
             self._link.wake()
 
     def lose_guard(self, seconds: float) -> bool:
-        """Make `run` return as if the program was killed; return whether it will.
+        """Make `run` return as if the program was killed, unless the guard is still connected.
 
-        It will not if the program was not started, or if the guard is still connected after
-        `seconds`.
+        Waits up to `seconds`; returns false if the guard is connected or the program was not
+        started.
         """
         has_begun = self._pid or self._stopping.is_set()
         if not self._link or not has_begun or not self._link.wait_gone(seconds):
@@ -246,7 +240,6 @@ class Agent:
     # Before the program.
 
     def _begin(self, link: Link) -> Message | None:
-        """Start the program unless it runs already; return its end message if it has ended."""
         ready = self._await_guard(link)
         if ready.get("ended") or ready.get("running"):
             self._go_on()
@@ -272,7 +265,6 @@ class Agent:
                 raise ClusterLostError("the guard of the program ended before the program began")
 
     def _wait(self, link: Link, seconds: float) -> None:
-        """Wait before the program starts; raises `RunInterruptedError`."""
         message = self._receive(link, seconds)
         if message and message["is"] == "gone" and self._is_local:
             raise ClusterLostError("the guard of the program ended before the program began")
@@ -358,7 +350,6 @@ class Agent:
                 self._look()
 
     def _handle(self, message: Message) -> Message | None:
-        """Process a message; return it if it tells how the program ended."""
         kind = message["is"]
         if kind == "started":
             self._pid = int(message["pid"])
@@ -385,7 +376,6 @@ class Agent:
         return None if message.get("running") else lost
 
     def _watch(self, link: Link) -> None:
-        """Kill the program if it stalls or if its attempt is over."""
         if self._task.role == "evaluator":
             self._end_evaluator()
             return
@@ -404,7 +394,6 @@ class Agent:
             link.send(do="kill")
 
     def _end_evaluator(self) -> None:
-        """Stop an evaluator that has been silent since the end of training."""
         if (self._job.workdir / OVER).exists():
             self._over_at = self._over_at or time.monotonic()
             if time.monotonic() - max(self._over_at, self._output_at) > _EVALUATOR_SECONDS:
@@ -433,7 +422,6 @@ class Agent:
         return not self._lost and self._task.role != "ps"
 
     def _look(self) -> None:
-        """Process the metrics and checkpoints that the program has written."""
         if self._metrics and self._publisher:
             for line, when in self._file.read():
                 self._metrics.take(line, when)
@@ -505,7 +493,6 @@ class Agent:
         return self._publisher.finish(metrics.step_at, metrics.newest, with_model=with_model)
 
     def _complete(self, held: lease.NoLease) -> None:
-        """Publish the model and record the end of training, if this task publishes."""
         if not self._publisher:
             return
         model = self._folders.model

@@ -41,13 +41,10 @@ _SIGNED = {"uint32": "int32", "uint64": "int64"}
 
 
 def stage_dataset(config: Config, cluster: Cluster, task: Task, uri: str, folder: Path) -> None:
-    """Download and verify the part of a published dataset that `task` reads.
+    """Download and verify the part of a published dataset that `task` reads; raises `UserError`.
 
-    A parameter server gets no files, and an evaluator only the validation split. Record files of an
-    earlier start that are not part of it are removed.
-
-    Raises:
-        UserError: a file cannot be downloaded, or there are more tasks than shards.
+    A parameter server gets no files, and an evaluator only the validation split. Other record files
+    of an earlier start are removed.
     """
     if task.role == "ps":
         return

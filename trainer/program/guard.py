@@ -64,10 +64,7 @@ def adopt_orphans() -> None:
 
 
 def reach(path: str) -> str:
-    """Return a short path of a socket.
-
-    If the path is too long, its folder stays open until this process exits.
-    """
+    """Return a short path of a socket; its folder stays open until this process exits."""
     if len(os.fsencode(path)) <= LONGEST_PATH:
         return path
     folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
@@ -109,16 +106,12 @@ def kill_marked(folder: str) -> None:
 
 
 def mark_of(folder: str) -> str:
-    """Return the mark of a folder's processes.
-
-    The path is not enough, because folders of different containers may have the same path.
-    """
+    """Return the mark of a folder's processes. Folders of two containers may have the same path."""
     there = os.stat(folder)
     return f"{there.st_dev}:{there.st_ino}:{folder}"
 
 
 def _kill(is_meant: Callable[[int], bool]) -> None:
-    """Kill processes until none is left, because they may start new ones."""
     end = time.monotonic() + DRAIN_SECONDS
     while time.monotonic() < end:
         left = [pid for pid in list_processes() if is_meant(pid)]
@@ -283,7 +276,6 @@ class Guard:
             self._read_agent()
 
     def _look(self) -> None:
-        """Do the work that no event triggers."""
         if self._asked_to_end:
             number, self._asked_to_end = self._asked_to_end, 0
             if self._connection:
@@ -393,7 +385,6 @@ class Guard:
         self._send({"is": "started", "pid": self._program.process.pid})
 
     def _read_output(self) -> bool:
-        """Read and relay the available output; return whether there may be more."""
         program = self._program
         if not program:
             return False
@@ -427,7 +418,6 @@ class Guard:
         self._send(self._ended)
 
     def _stop_alone(self, code: int) -> None:
-        """Stop the program without the agent, then exit."""
         if self._program:
             self._program.stop(self._options.grace)
             end = time.monotonic() + self._options.grace

@@ -189,7 +189,6 @@ def _of_tensorflow(folder: Path, here: Path, names: list[str]) -> Iterator[Store
 
 
 def _of_keras(folder: Path, here: Path, names: list[str]) -> Iterator[Stored]:
-    """Yield the newest complete file, because there may be one per epoch."""
     found: list[Stored] = []
     for name in names:
         if name.endswith(_KERAS) and not _TEMPORARY.search(name):

@@ -114,7 +114,6 @@ class Metrics:
         self._note({name: value for name, value in said.items() if self._is_metric(name, value)})
 
     def _is_metric(self, name: str, value: object) -> bool:
-        """Return whether this is a number whose name is among the first ones, which are limited."""
         if not is_number(value) or len(name) > _LONGEST_NAME or not name.isprintable():
             return False
         if len(self._names) < _MOST_NAMES:
@@ -122,10 +121,9 @@ class Metrics:
         return name in self._names
 
     def step_at(self, when: float, number: int) -> int:
-        """Return the newest step that was reported until a time, or -1 if there is none.
+        """Return the newest step that was reported until a time, or -1.
 
-        If `number`, the step in the name of a checkpoint, was reported and is not lower, return it
-        instead.
+        If `number`, the step in a checkpoint's name, was reported and is not lower, return it.
         """
         steps = [step for at, step in self._said if at <= when]
         found = steps[-1] if steps else -1

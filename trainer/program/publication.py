@@ -134,10 +134,7 @@ class Publisher:
         self.history = kind(storage.join(job.checkpoints, HISTORY_FILE), lease.require)
 
     def begin(self, earlier: Metrics) -> str:
-        """Publish a complete checkpoint of an earlier attempt, and restore the newest one.
-
-        Returns the URI of the restored checkpoint, or an empty string.
-        """
+        """Publish what an earlier attempt left, restore the newest checkpoint, return its URI."""
         found = layouts.find_newest(self._folders.checkpoints, self._marker)
         self.last, self.step = find_published(self._job.checkpoints)
         if found and self._digest(found) != self._known:
@@ -246,7 +243,6 @@ class Publisher:
                 storage.delete(old)
 
     def _list_at(self, step: int) -> list[str]:
-        """Return the URIs of all checkpoints at a step, including unreadable ones."""
         first = _name(step)
         found = storage.names(self._job.checkpoints)
         return [
@@ -261,7 +257,6 @@ class Publisher:
         return storage.join(self._job.checkpoints, _name(step, 1 + max(counts, default=0)))
 
     def _discard(self, uri: str, *, is_whole: bool, is_last: bool) -> None:
-        """Drop a checkpoint that the program changed or deleted during its publication."""
         if is_whole:
             storage.delete(uri)
         # Let the next look queue it again.

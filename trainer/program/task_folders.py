@@ -20,10 +20,7 @@ _PREFIX = "FLOTILLA_"
 
 
 class TaskFolders:
-    """The folders and the metrics file of one task of a program.
-
-    The program writes to `checkpoints`, `model` and `logs`. Agent and guard share `exchange`.
-    """
+    """The folders of one task. The program writes to `checkpoints`, `model` and `logs`."""
 
     def __init__(self, *, folder: Path) -> None:
         """Store the folder of the task, without creating anything."""

@@ -59,7 +59,6 @@ def _outbid(number: Number, notes: Notes) -> bool:
 
 
 def _last_accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
-    """Return the last accepted proposal, if any."""
     accepted = [number for number, word in notes if word == "accepted"]
     if not accepted:
         return None

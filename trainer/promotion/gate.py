@@ -147,7 +147,6 @@ def make_rules(config: GateConfig, measured: Mapping[str, Any]) -> tuple[Rule, .
 
 
 def _add_interval(rule: Rule, intervals: Mapping[str, Any]) -> Rule:
-    """Return the rule with the confidence interval that its value is rounded by."""
     interval = intervals.get(rule.found.get("metric", rule.metric))
     return replace(rule, found={**rule.found, "interval": interval}) if interval else rule
 
@@ -284,7 +283,6 @@ def _against_champion(
 def _margin(
     rule: ChampionRule, paired: Mapping[str, Any], value: Any, constant: Mapping[str, Any]
 ) -> tuple[float, str]:
-    """Return the margin in units of the metric, and a remark about it."""
     if not rule.share or value is None:
         return rule.compute_margin(0.0), ""
     metric = paired["metric"]
@@ -298,10 +296,7 @@ def _margin(
 
 
 def _class_rules(champion: Mapping[str, Any], confidence: float) -> Iterator[Rule]:
-    """Yield the rule that the model recognizes no class worse than the champion does.
-
-    The rule shows the class with the largest possible loss.
-    """
+    """Yield a rule that limits the loss of recall, for the class with the largest possible loss."""
     rows = [each for each in champion.get("classes", ()) if each["judged"] or each["lost"]]
     if not rows:
         return

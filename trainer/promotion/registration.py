@@ -143,7 +143,6 @@ def _compare_again(
 
 
 def _reference_rules(decided: Decision, reference: registry.Version) -> Iterator[Rule]:
-    """Yield the rules of the comparison with the reference, an earlier champion."""
     name = f"version {reference.number}"
     for rule in decided.rules:
         if rule.key in {MARGIN, CLASS_MARGIN, COMPARABLE}:
@@ -180,7 +179,6 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
 
 
 def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
-    """Describe changes that would break clients of the champion, and how to fix them."""
     before, since = champion.manifest.fields, f"changed since {champion.uri}"
     positive = registry.positive_classes(before, champion.uri)
     for name, now_positive in registry.positive_classes(now, model).items():
@@ -231,7 +229,6 @@ class _Judged:
 
 
 def _read_decision(uri: str) -> dict[str, Any]:
-    """Return the gate's decision about a model."""
     try:
         tree = storage.read_json(uri, "decision.json")
     except storage.Missing:

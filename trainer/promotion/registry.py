@@ -74,10 +74,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """A promotion by a run or a person.
-
-    `restores` is the number of an earlier promotion that a rollback repeats, or 0.
-    """
+    """A promotion by a run or a person; `restores` is the number of a repeated promotion, or 0."""
 
     number: int
     uri: str
@@ -154,7 +151,7 @@ class _Record(Generic[_Fields]):
 def _records(
     above: str, kind: str, fields: type[_Fields]
 ) -> dict[int, _Record[_Fields] | UserError]:
-    """Return the records below `above` in order, by number; an unreadable one is an error."""
+    """Return the records below `above` by number, in order; an unreadable one is an error."""
 
     def read(number: int) -> _Record[_Fields] | UserError:
         uri = _number_uri(above, number)
@@ -249,7 +246,6 @@ def promotions(root: str, name: str) -> list[Promotion]:
 
 
 def _restore_decided(root: str, name: str, number: int) -> bool:
-    """Publish the promotion that was decided for a number; return whether there is one."""
     claim = storage.join(home(root, name), "claims", "promotions", f"{number:06d}")
     decided = find_decided(claim)
     if decided is None:
@@ -262,7 +258,6 @@ def _restore_decided(root: str, name: str, number: int) -> bool:
 
 
 def _predecessor(name: str, made: Mapping[int, Promotion], number: int) -> Promotion | None:
-    """Return the promotion before a number; raises `UserError` if it is unreadable."""
     if number > 1 and number - 1 not in made:
         raise UserError(
             f"promotion {number - 1} of {name} does not exist or cannot be read: restore it, "
@@ -295,10 +290,7 @@ def read_promoted(root: str, name: str, number: int) -> Version:
 def register(
     root: str, name: str, model: str, *, lineage: Mapping[str, Any], scratch: Path
 ) -> Version:
-    """Copy a model into the registry as its next version, unless already done.
-
-    Raises `UserError`.
-    """
+    """Copy a model into the registry as its next version, if not yet done; raises `UserError`."""
     there = storage.read_manifest(model)
     source = {"uri": model, "created": there.created}
     known = versions(root, name)
@@ -339,7 +331,6 @@ def register(
 
 
 def _complete(copy: Path, name: str, uri: str, fields: Mapping[str, Any], created: str) -> None:
-    """Add the files that only a version has, and sign all files."""
     (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
     mlflow_model.write(copy, fields, read_kinds(fields))
     signing.write_provenance(copy, name, fields["lineage"], created)
@@ -355,10 +346,7 @@ def _name(root: str, name: str) -> None:
 def promote(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
 ) -> Promotion:
-    """Make a version the champion, if `after` is still the newest promotion (0: none).
-
-    Raises `PromotionLostError` if it is not.
-    """
+    """Make a version the champion; raises `UserError` if `after` is not the newest promotion."""
     with promoting(home(root, name), number):
         uri = version(root, name, number).uri
         signing.verify(uri)
@@ -394,7 +382,6 @@ def _promotion(  # noqa: PLR0913
 def _publish_promotion(
     root: str, name: str, number: int, decided: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Publish a decided promotion; return its URI and the time of publication."""
     uri = storage.join(home(root, name), "promotions", f"{number:06d}")
     return uri, publish_json(decided, uri, kind=PROMOTION, fields=decided).created
 

@@ -54,10 +54,7 @@ def read_champion_data(root: str, name: str) -> TrainedData:
 
 
 def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
-    """Return the training data of the champion from its lineage and those of earlier champions.
-
-    `lineages` are ordered from newest to oldest.
-    """
+    """Return the training data of the champion from the lineages of champions, newest first."""
     version, spans = "", dict[str, str]()
     for lineage in lineages:
         version = version or str(lineage.get("data_version", ""))
@@ -67,7 +64,6 @@ def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
 
 
 def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the lineage of the champion and of its predecessors, newest first."""
     made = {each.number: each for each in registry.promotions(root, name)}
     known = _read_lineages(root, name) if made else {}
     number = max(made, default=0)
@@ -82,7 +78,6 @@ def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
-    """Return the lineage of each version, including versions that retention removed."""
     here = {
         each.number: each.manifest.fields.get("lineage", {})
         for each in registry.versions(root, name)
@@ -104,7 +99,6 @@ def digest(config: Config) -> str:
 
 
 def _digest_program(program: ProgramConfig) -> dict[str, str]:
-    """Return a digest of each local file that the command of a program names."""
     paths = {word: Path(program.working_dir, word) for word in program.command}
     with suppress(OSError):
         return {

@@ -109,17 +109,11 @@ def line_chart(  # noqa: PLR0913
     logarithmic: bool = False,
     named: str = "",
 ) -> Chart | None:
-    """Return a chart of some columns of `table`, or None if they have no values.
+    """Return a chart of the columns `series` over the column `across`, or None without values.
 
-    Args:
-        title: the title of the chart.
-        table: the rows. A row without a number adds no point, but still extends the horizontal
-        axis.
-        across: the column of the horizontal axis.
-        series: the label of each column to draw.
-        flags: position on the horizontal axis and text of each event to mark.
-        logarithmic: use a log scale if the values are positive and vary strongly.
-        named: the title of the horizontal axis; defaults to `across`.
+    A row without a number adds no point, but still extends the horizontal axis. `flags` are
+    positions and texts of events, and `named` is the title of the axis. With `logarithmic`,
+    positive values that vary strongly get a log scale.
     """
     found = {label: _points(table, across, name) for name, label in series.items()}
     values = [value for points in found.values() for _, value in points]

@@ -67,10 +67,7 @@ def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
 
 
 def cause(steps: Sequence[Facts]) -> dict[str, str]:
-    """Return the failed step and its error, with the location in the user's code if known.
-
-    The keys are `step`, `error`, `file`, `line`, `function` and `source`.
-    """
+    """Return the failed step with its error and, if known, the location in the user's code."""
     bad = [each for each in steps if each.get("status") == "failed" and each.get("error")]
     if not bad:
         return {}
@@ -150,10 +147,7 @@ def _after_refusal(
 
 
 def use(facts: Facts) -> dict[str, Any]:
-    """Return how to use the model of a run, or an empty mapping if there is no model.
-
-    The keys include `name`, `predict` and `python`.
-    """
+    """Return how to use the model of a run: its name and commands; empty without a model."""
     registered, artifacts = facts.get("registered") or {}, facts.get("artifacts") or {}
     uri = str(registered.get("model") or artifacts.get("model") or "")
     if not uri:
@@ -173,10 +167,7 @@ def use(facts: Facts) -> dict[str, Any]:
 
 
 def href(uri: object) -> str:
-    """Return the URI if it is a local file, else an empty string.
-
-    Other links are dropped because the data of a report may come from anyone.
-    """
+    """Return the URI if it is a local file, else "": untrusted data must not link elsewhere."""
     text = str(uri)
     return text if text.startswith("file:///") and not re.search(r"[\s\"'<>\\]", text) else ""
 

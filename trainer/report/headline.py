@@ -187,7 +187,6 @@ def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 
 
 def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Suggest a bound that this model meets, if none is set."""
     if has_bound(rules) or not all(rule.get("passed") for rule in rules):
         return []
     asked = "any model that beats a constant" if _asks_constant(rules) else "any model"
@@ -224,7 +223,6 @@ def _asks_constant(rules: Sequence[Facts]) -> bool:
 
 
 def _report_constant(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
-    """Note that the model or the champion does not beat a constant, unless a rule says so."""
     constant = evaluation.get("constant") or {}
     paired, notes = constant.get("paired") or {}, []
     bound, metric = number(paired.get("bound")), spell_metric(paired.get("metric"))
@@ -264,7 +262,6 @@ def _describe_scores(evaluation: Facts, baseline: Facts) -> str:
 
 
 def _name_unjudged(champion: Facts) -> list[str]:
-    """Name the classes that have too few examples to detect a loss."""
     few = [
         each
         for each in champion.get("classes") or ()

@@ -122,7 +122,6 @@ def make_headline(facts: Facts) -> str:
 
 
 def _outcome(facts: Facts) -> dict[str, Any]:
-    """Return the facts for `headline.headline`."""
     verdict, registered = facts.get("verdict"), facts.get("registered") or {}
     ill = [each.get("step") for each in _rows(facts, "steps") if _is_decisive(each, verdict)]
     if verdict == "blessed" and registered.get("decision") == "promoted":
@@ -326,7 +325,6 @@ def list_rules(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _number_incidents(events: Sequence[Facts]) -> list[dict[str, str]]:
-    """Return the newest incidents, with numbered training attempts."""
     attempts, found = 1, []
     for event in events:
         name = format_value(event.get("event"))

@@ -61,10 +61,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Events of one `kind`, `checkpoint` or `incident`, at the same place.
-
-    `text` describes the first.
-    """
+    """Events of one `kind` at the same place; `text` describes the first."""
 
     left: float
     kind: str

@@ -146,10 +146,7 @@ def _ends(interval: object) -> Sequence[float] | None:
 
 
 def _places(interval: object) -> int | None:
-    """Return the number of decimal places that shows two digits of half the interval.
-
-    It is negative if whole tens or more are rounded.
-    """
+    """Return the decimal places that show two digits of half the interval; negative for tens."""
     ends = _ends(interval)
     if not ends or not ends[1] > ends[0]:
         return None
