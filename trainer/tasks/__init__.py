@@ -1,5 +1,5 @@
 """Learning tasks: labels, losses, metrics and answers.
 
-Each task is a module with a subclass of `base.Task`, and a row in `TASKS` of
+Each task has a module with a subclass of `base.Task`, and a row in `TASKS` of
 `trainer/config/schema.py`.
 """

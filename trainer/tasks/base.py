@@ -38,12 +38,13 @@ class Target:
 
     Attributes:
         name: the name of the feature.
-        shape: the shape of one example's value; empty for a scalar, -1 for a variable size.
-        dtype: the name of its type in NumPy.
+        shape: the shape of one example's value; () for a scalar, -1 for an axis of variable size.
+        dtype: the name of its NumPy type.
         num_classes: the number of classes; 0 for a quantity.
-        labels: the names of the classes, if any.
-        counts: the examples of each class by split; empty without classes, or before preparation.
-        moments: mean, std, min and max over the training split; empty before preparation.
+        labels: the names of the classes, if they are known.
+        counts: the number of examples of each class, by split; empty without classes, and before
+        preparation.
+        moments: mean, std, min and max of the training split; empty before preparation.
     """
 
     name: str
@@ -55,17 +56,17 @@ class Target:
     moments: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Describe the target for a message."""
+        """Return a description for messages."""
         classes = f" of {self.num_classes} classes" if self.num_classes else ""
         what = f"one {self.dtype}" if not self.shape else f"{self.dtype} of shape {self.shape}"
         return f"{self.name!r} ({what}{classes})"
 
 
 class Part(NamedTuple):
-    """Some examples in the order of the dataset; the first axis of each array is the examples.
+    """Some examples in dataset order; the first axis of every array indexes the examples.
 
     With several targets, `labels` and `outputs` are mappings by name. `weights` is None if all
-    weights are equal. `columns` has the features of slices and those that the task needs.
+    weights are equal. `columns` contains the features that slices and the task need.
     """
 
     labels: Any
@@ -75,24 +76,25 @@ class Part(NamedTuple):
 
 
 class Examples(Protocol):
-    """Any number of examples of a split, with a model's outputs."""
+    """The examples of a split, with a model's outputs for them."""
 
     @property
     def count(self) -> int:
         """The number of examples."""
 
     def parts(self) -> Iterator[Part]:
-        """Yield all examples in parts that fit into memory; may be called again."""
+        """Yield all examples in parts that fit into memory. It may be called repeatedly."""
 
 
-#: A function from a permutation of the labels to a metric and a test statistic against chance.
+#: Maps an order of the labels to a metric and the test statistic of a permutation test.
 Tested = Callable[[npt.NDArray[np.intp]], tuple[float, float]]
 
 
 class Constant(NamedTuple):
-    """A prediction that ignores the inputs, described by `answer`, with `outputs` for one example.
+    """A prediction that ignores the inputs: a description, and the outputs for one example.
 
-    If `make` is set, it computes the outputs of a part from its columns and training statistics.
+    If `make` is set, it computes the outputs of a part from columns and training statistics
+    instead.
     """
 
     answer: str
@@ -100,7 +102,7 @@ class Constant(NamedTuple):
     make: Callable[[Part], Any] | None = None
 
     def apply(self, part: Part) -> Part:
-        """Return a part with these outputs."""
+        """Return the part with its outputs replaced by this prediction."""
         if self.make:
             return part._replace(outputs=self.make(part))
         count = len(tf.nest.flatten(part.labels)[0])
@@ -112,7 +114,7 @@ class Constant(NamedTuple):
 
 @dataclass(frozen=True)
 class Whole:
-    """Examples in one part; see `Examples`."""
+    """Examples that are held in memory as one part."""
 
     part: Part
 
@@ -122,13 +124,13 @@ class Whole:
         return len(tf.nest.flatten(self.part.labels)[0])
 
     def parts(self) -> Iterator[Part]:
-        """Read all examples."""
+        """Yield the only part."""
         yield self.part
 
 
 @dataclass(frozen=True)
 class LazyExamples:
-    """Examples whose parts are computed at each pass; see `Examples`."""
+    """Examples whose parts are computed again in each pass."""
 
     examples: Examples
     make: Callable[[Part], Part]
@@ -139,18 +141,18 @@ class LazyExamples:
         return self.examples.count
 
     def parts(self) -> Iterator[Part]:
-        """Read all examples."""
+        """Yield the computed parts."""
         return map(self.make, self.examples.parts())
 
 
 def example_weights(part: Part) -> Floats:
-    """Return the weight of each example [n]; 1 if all are equal."""
+    """Return the weight of each example [n]; all are 1 if the part has no weights."""
     count = len(tf.nest.flatten(part.labels)[0])
     return np.ones(count) if part.weights is None else np.float64(part.weights).ravel()
 
 
 def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats:
-    """Return the weighted mean over the examples of values [n, ...]."""
+    """Return the mean of values [n, ...] over all examples, weighted by example."""
     total: Any = 0.0
     weight = 0.0
     for part in examples.parts():
@@ -161,23 +163,23 @@ def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats
 
 
 class Tally:
-    """Sums over parts of the examples, from which a task computes metrics."""
+    """Accumulates examples, and computes a task's metrics from them."""
 
     def add(self, part: Part) -> None:
-        """Add some examples."""
+        """Add the examples of a part."""
 
     def condense(self) -> None:
-        """Reduce the memory of the accumulator when it holds many examples."""
+        """Free memory, if many examples have been added."""
 
     def result(self) -> dict[str, Any]:
-        """Return `metrics` and `intervals` by name, and possibly entries of `details`."""
+        """Return `metrics` and `intervals` by name, and possibly other keys of `Task.details`."""
         return {}
 
 
 def sample_examples(examples: Examples, most: int = 100_000) -> Part:
-    """Return all examples; of more than `most`, every second, third and so on, for plots.
+    """Return at most `most` evenly spaced examples, for plots.
 
-    Metrics use all examples.
+    Metrics are computed from all examples instead.
     """
     step = -(-examples.count // most) or 1
     parts, begin = [], 0
@@ -198,103 +200,106 @@ def _slice(values: Any, rows: slice) -> Any:
 
 
 class SplitError(UserError):
-    """The examples of a split cannot be measured; the message describes the split."""
+    """The labels or weights of a split are invalid; the message continues "the split has"."""
 
 
 def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
-    """Raise `SplitError` with the first wrong label, if any."""
+    """Raise `SplitError` with the first wrong label, if there is one."""
     found = np.asarray(labels)[wrong]
     if len(found):
         raise SplitError(f"the label {found[0]}, {why}; correct its builder")
 
 
 class Task(ABC):
-    """One learning task for one target."""
+    """A learning task for one target."""
 
-    #: The value of `task.name`; for a user's task, the name in reports and models.
+    #: The name in reports and models. Built-in tasks have the same name in the configuration.
     name: ClassVar[str]
     #: For each metric of the task, whether higher or lower is better; None if neither is.
     directions: ClassVar[Mapping[str, Direction | None]]
-    #: The function from outputs to probabilities; empty if the task predicts no probability.
+    #: The function that converts outputs to probabilities; empty if the task predicts none.
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
-    #: Whether the model returns probabilities; its outputs are their logits.
+    #: Whether the model returns probabilities, which `outputs` converts to logits.
     from_probabilities = False
-    #: Whether outputs are in the label's units, so that a model may start at the label's mean.
+    #: Whether outputs are in the units of the label, so that a model can start at the label's mean.
     in_units = False
-    #: The rule that chooses the positive class of two if none is named: `rarity`, or `order` for
-    #: the second class; empty if there is none.
+    #: How to choose the positive class of two if the configuration does not: `rarity` chooses the
+    #: rarer class, and `order` the second one. Empty if the task has no positive class.
     positive_by: ClassVar[str] = ""
 
     def __init__(self, target: Target) -> None:
-        """Store a target, or raise `ConfigError`; further arguments are `task.args`."""
+        """Store the target; a subclass may accept `task.args`, and raise `ConfigError`."""
         self.target = target
 
     @property
     @abstractmethod
     def output_shape(self) -> Shape:
-        """The required shape of a model's output for one example; -1 for any size."""
+        """The shape of a model's output for one example; -1 for an axis of any size."""
 
     @property
     @abstractmethod
     def main_metric(self) -> str:
         """The metric that selects and compares models if the configuration names none.
 
-        It may depend on the training examples: `target.counts`.
+        It may depend on the class counts of the training split, in `target.counts`.
         """
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes, one per column of the probabilities; empty without classes."""
+        """The class names, one per column of the probabilities; empty without classes."""
         return ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Features that `details` reads from the `columns` of a `Part`, besides the label."""
+        """The features, besides the label, that `details` reads from `Part.columns`."""
         return ()
 
     @property
     def learns(self) -> tuple[str, ...]:
-        """Features of the training examples from which `constants` are computed."""
+        """The features of training examples that `learn` reads."""
         return ()
 
     @property
     def unit(self) -> str:
-        """The column that identifies dependent examples, such as those of a query; or empty."""
+        """The column that groups dependent examples, such as those of a query; "" if none."""
         return ""
 
     @abstractmethod
     def loss(self) -> keras.losses.Loss:
-        """Return the loss of labels and outputs."""
+        """Return the loss, a function of labels and outputs."""
 
     def loss_labels(self, labels: Any) -> Any:
-        """Convert labels for a user's loss: to the units of the outputs."""
+        """Convert labels to the units of the outputs, for a loss that the user chose."""
         return labels
 
     @abstractmethod
     def chance_loss(self) -> float:
-        """Return the loss of a blind guess; a training loss far above it means divergence."""
+        """Return the loss of an uninformed guess.
+
+        A training loss far above it indicates divergence.
+        """
 
     @abstractmethod
     def metrics(self) -> list[keras.Metric]:
-        """Return metrics of labels and predictions, by the names of `directions`.
+        """Return the metrics of labels and predictions, named as in `directions`.
 
-        The state of each metric must be sums over the examples, as in Keras: the states of workers
-        are added. In an evaluation, the tally of a built-in task (`exact/tallies.py`) computes the
-        same metrics.
+        The state of each metric must be a sum over examples, as in Keras, because the states of all
+        workers are added. In an evaluation, the tally of a built-in task computes these metrics
+        instead (`exact/tallies.py`).
         """
 
     @property
     def parts(self) -> Mapping[str, Task]:
-        """The tasks of the outputs by name; a single output is this task, without a name."""
+        """The task of each output, by name. A single output has this task and an empty name."""
         return {"": self}
 
     @property
     def loss_weights(self) -> Mapping[str, float]:
-        """The weight of each of `parts` in the total loss; 1 for those not named."""
+        """The weight of each output in the total loss; 1 for outputs that are not listed."""
         return {}
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
-        """Return this task with decision thresholds for the parts that use one."""
+        """Return this task with decision thresholds, given by the name of the output."""
         if "" not in thresholds:
             return self
         found = copy.copy(self)
@@ -302,7 +307,7 @@ class Task(ABC):
         return found
 
     def outputs(self, given: Any) -> Any:
-        """Convert the model's return value, which may be probabilities, to outputs."""
+        """Convert what the model returns, which may be probabilities, to outputs."""
         if not self.from_probabilities:
             return given
         least = keras.config.epsilon()
@@ -310,18 +315,18 @@ class Task(ABC):
         return tf.math.log(p) - tf.math.log1p(-p) if self.link == "sigmoid" else tf.math.log(p)
 
     def given(self, outputs: Any) -> Any:
-        """Convert outputs to the values that the model returns and its loss takes."""
+        """Convert outputs back to what the model returns and its loss accepts."""
         return self.predictions(outputs) if self.from_probabilities else outputs
 
     def predictions(self, outputs: Any) -> Any:
-        """Convert a model's outputs to the predictions that metrics take."""
+        """Convert outputs to the predictions that metrics accept."""
         return outputs
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Return the predicted class; None for a task without classes.
+        """Return the predicted classes; None for a task without classes.
 
-        The result is a number [n], or one for each position [n, positions]; for several classes at
-        once, it is bools [n, classes].
+        They are class numbers [n] or [n, positions], or bools [n, classes] if an example may have
+        several classes.
         """
         del outputs
         return None
@@ -329,32 +334,32 @@ class Task(ABC):
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
         """Return the true labels and the scores [n, columns] for the AUC metrics.
 
-        The labels are bools [n, columns], or numbers [n] of the true column.
+        The labels are bools [n, columns], or the number of the true column [n].
         """
         raise NotImplementedError(f"{self.name} has no AUC metrics")
 
     @abstractmethod
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return the answers of an exported model: columns by name."""
+        """Return the columns that an exported model returns, by name."""
 
     @abstractmethod
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Convert `answers` back to outputs, for an exported champion."""
+        """Convert the answers of an exported champion back to outputs."""
 
     @abstractmethod
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the loss [n] of each example; a report shows the highest ones."""
+        """Return the loss of each example [n]; a report lists the highest losses."""
 
     @abstractmethod
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the cells that describe one example: `label`, `predicted`, and more."""
+        """Return the cells of an example in a report's table: `label`, `predicted`, and others."""
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return further results of an evaluation besides the metrics, as plain data.
+        """Return the results of an evaluation other than its metrics, as plain data.
 
-        `metrics` and `intervals` are added to those of `metrics()`. The report draws
-        `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
-        `flotilla.trainer.tasks.classification`), and for any task
+        If it returns `metrics` or `intervals`, they are added to those of `metrics()`. The report
+        draws `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
+        `flotilla.trainer.tasks.classification`), and for any task:
 
             tables   [{"title", "columns": [text], "rows": [[value]]}]
             charts   [{"title", "x", "y", "series": {label: [[x, y]]}}]
@@ -363,59 +368,57 @@ class Task(ABC):
         return {}
 
     def tally(self) -> Tally:
-        """Return an accumulator for all examples of an evaluation, or for a slice.
+        """Return an empty accumulator for an evaluation, or for one of its slices.
 
-        For a built-in task, its values replace those of `metrics`.
+        The metrics of a built-in task's accumulator replace those of `metrics`.
         """
         return Tally()
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return candidates for the best constant prediction; see `Constant`.
+        """Return candidates for the best constant prediction.
 
-        They are computed from the labels of these examples, so that no other constant is better.
+        They are fitted to the labels of these examples, so that no other constant is better.
         """
         del examples
         return []
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Return a function that recomputes a metric of few examples many times.
+        """Return a function for the permutation test of a metric against a constant.
 
-        It returns None for a metric that is compared with a constant by example.
+        It is called hundreds of times. None means that the metric is compared example by example
+        instead.
         """
         del metric, part
         return None
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
-        """Return the values [n] whose mean is a metric; None if its state is needed.
+        """Return values [n] whose mean is the metric; None if there are none.
 
-        Computing the state of each example separately takes a hundred times as long.
+        Without them, the metric's state is computed for each example, which takes a hundred times
+        as long.
         """
         del metric, part
         return None
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return the values per query whose mean is a metric; None for other metrics."""
+        """Return one value per query, whose mean is the metric; None for other metrics."""
         del metric, examples
         return None
 
     def learn(self, training: Iterable[Mapping[str, Array]]) -> None:  # noqa: B027
-        """Collect statistics for constants from the `learns` of training examples, in batches."""
+        """Collect statistics for `constants` from batches of the features in `learns`."""
 
     def check(self) -> None:  # noqa: B027
-        """Raise `ConfigError` if the prepared dataset does not suit the task.
+        """Raise `ConfigError` if the task does not support the prepared dataset.
 
-        This runs before a cluster starts, with `target.counts` and `target.moments` known.
+        It is called before a cluster starts, when `target.counts` and `target.moments` are known.
         """
 
     def check_labels(self, labels: Any) -> None:  # noqa: B027
-        """Raise `SplitError` for labels that cannot be measured."""
+        """Raise `SplitError` if the task cannot evaluate a label."""
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse a model's symbolic output, or its last layer, if it does not fit the task.
-
-        Raises:
-            ConfigError: the output does not fit; the message says what is required.
-        """
+        """Check that a model's symbolic output and its last layer fit the task."""
         if not isinstance(output, keras.KerasTensor):
             raise ConfigError(f"its output is a {type(output).__name__}, not one tensor")
         wanted = (None, *(None if size < 0 else size for size in self.output_shape))
@@ -432,7 +435,7 @@ class Task(ABC):
         self._check_activation(find_activation(last))
 
     def _check_activation(self, activation: str) -> None:
-        """Refuse a last layer of logits with a loss of probabilities, and vice versa."""
+        """Check that the last layer returns what the loss expects, logits or probabilities."""
         if not self.link:
             return
         if self.from_probabilities and activation in {"linear", "dense"}:
@@ -452,9 +455,9 @@ class Task(ABC):
 
 
 def last_layers(model: keras.Model) -> Any:
-    """Return the operation that creates each output, in the structure of the outputs.
+    """Return the operation that computes each output, in the structure of the outputs.
 
-    If a model is not a graph of layers, return its last layer.
+    If the model is not a functional model, return its last layer.
     """
     graph = getattr(model, "_functional", None) or model
     outputs = getattr(graph, "_outputs_struct", None)
@@ -464,7 +467,10 @@ def last_layers(model: keras.Model) -> Any:
 
 
 def find_activation(layer: Any) -> str:
-    """Return the name of the activation at the end of a layer; empty if it is unknown."""
+    """Return the last activation of a layer or model, or the lower-case name of its class.
+
+    The name is empty if there is no single last layer.
+    """
     while isinstance(layer, keras.Model):
         found = last_layers(layer)
         layer = None if keras.tree.is_nested(found) else found

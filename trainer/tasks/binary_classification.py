@@ -1,11 +1,11 @@
 """Binary classification: one logit per example.
 
-label     true or false, 0 or 1, or one of two named classes; 1 is the positive one, as in a dataset
+label     true or false, 0 or 1, or one of two named classes. Class 1 is positive; see
           `flotilla.trainer.tasks.registry.set_positive`
 outputs   logits [n, 1] of the positive class
 loss      binary cross entropy
-metrics   accuracy, precision, recall and f1 of the positive class at the threshold, which is a
-          probability of 0.5 until an evaluation has chosen one; auc, average_precision, log_loss,
+metrics   accuracy, precision, recall and f1 of the positive class at a probability threshold,
+          which is 0.5 until an evaluation chooses one; auc, average_precision, log_loss,
           brier_score, calibration_error
 answers   `logit` and `probability` of the positive class
 """
@@ -40,14 +40,14 @@ from flotilla.trainer.tasks.exact.tallies import BinaryTally
 from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 TWO = 2
-# If positives are rarer than this in training, the area under the ROC is uninformative.
+# If the fraction of positives in training is lower, the area under the ROC tells little.
 _RARE = 0.1
 
 
 class Threshold(NamedTuple):
-    """The probability above which an example counts as positive, and the basis of its choice.
+    """The probability above which an example is predicted positive, and how it was chosen.
 
-    `chosen_on` is the split, empty for a default, and `examples` its number of examples.
+    `chosen_on` is the split, empty for the default, and `examples` the number of its examples.
     """
 
     value: float = 0.5
@@ -56,13 +56,13 @@ class Threshold(NamedTuple):
 
 
 def get_class_names(target: Target) -> tuple[str, ...]:
-    """Return the class names of a target: its own names, or those of two numbers or bools."""
+    """Return the class names of a target, by default those of 0 and 1; () if unknown."""
     plain = ("false", "true") if target.dtype == "bool" else ("0", "1")
     return target.labels or (plain if target.num_classes in {0, TWO} else ())
 
 
 class BinaryClassification(Sigmoid):
-    """See the module."""
+    """A task with one logit per example; see the module."""
 
     name = "binary_classification"
     directions: ClassVar[Mapping[str, Direction]] = {
@@ -76,7 +76,7 @@ class BinaryClassification(Sigmoid):
     threshold = Threshold()
 
     def __init__(self, target: Target) -> None:
-        """Accept a target with one of two values."""
+        """Require a scalar target with two possible values."""
         is_number = target.dtype != "string" and np.dtype(target.dtype).kind in "iub"
         if target.shape or not is_number or target.num_classes not in {0, TWO}:
             raise ConfigError(
@@ -92,7 +92,7 @@ class BinaryClassification(Sigmoid):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the negative and of the positive class."""
+        """The names of the negative and the positive class, in this order."""
         return get_class_names(self.target)
 
     def metrics(self) -> list[keras.Metric]:
@@ -110,18 +110,18 @@ class BinaryClassification(Sigmoid):
         ]
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `logit` and `probability`, one per example."""
+        """Return `logit` and `probability` of the positive class, one of each per example."""
         logit = tf.squeeze(outputs, axis=-1)
         return {"logit": logit, "probability": tf.sigmoid(logit)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the logits of the second class, also from two logits per example."""
+        """Return logits of the positive class, also from a model that returns two logits."""
         if "logits" in answers:
             return np.diff(answers["logits"], axis=-1)
         return np.asarray(answers["logit"])[..., np.newaxis]
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Return the class of each example, by the threshold."""
+        """Return the class of each example at the threshold."""
         return self.decide(outputs).astype(np.int64)
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
@@ -134,15 +134,15 @@ class BinaryClassification(Sigmoid):
         }
 
     def decide(self, outputs: Any) -> Array:
-        """Return whether each example [n] counts as positive."""
+        """Return whether each example is predicted positive [n]."""
         result: Array = tf.sigmoid(outputs[:, 0]).numpy() > np.float32(self.threshold.value)
         return result
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the positive class, the threshold, ROC and precision-recall curves."""
+        """Return the positive class, the threshold, and the ROC and precision-recall curves."""
         part, names = sample_examples(examples), list(self.labels)
         labels = part.labels.astype(np.int64)
-        # The softmax of [0, logit] is the sigmoid.
+        # The softmax of [0, logit] equals the sigmoid of the logit.
         logits = np.pad(part.outputs, [[0, 0], [1, 0]])
         return {
             "positive": names[1],
@@ -153,11 +153,11 @@ class BinaryClassification(Sigmoid):
         }
 
     def tally(self) -> Tally:
-        """Return the accumulator of all metrics in `directions`."""
+        """Return an accumulator of all metrics in `directions`."""
         return BinaryTally(self.decide)
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return both classes, and the share of positives as a constant probability."""
+        """Return both classes, and the fraction of positives as a constant probability."""
         share = weighted_mean(examples, lambda part: part.labels)
         more, fewer = self.labels[::-1] if share > 1 / 2 else self.labels
         sure = SURE if share > 1 / 2 else -SURE
@@ -168,9 +168,9 @@ class BinaryClassification(Sigmoid):
         ]
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Test the average precision by the logarithms of the ranks.
+        """Return a test of an area; the average precision is tested by its mean log rank.
 
-        Otherwise a single positive example that ranks first by chance would dominate the result.
+        Otherwise a single positive example that happens to rank first would dominate the test.
         """
         if metric not in Areas._fields:
             return None
@@ -186,7 +186,7 @@ class BinaryClassification(Sigmoid):
         return tested
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse anything but one logit; for two, explain how to train such a model."""
+        """Require one logit per example; for two, tell how to train such a model."""
         if tuple(getattr(output, "shape", ()))[1:] == (TWO,) and self.output_shape == (1,):
             raise ConfigError(
                 f"its output has two columns, and {self.name} of {self.target} takes one "
@@ -196,7 +196,7 @@ class BinaryClassification(Sigmoid):
         super().check_output(output, last)
 
     def check(self) -> None:
-        """Refuse a split with only one class, because it cannot measure their separation."""
+        """Refuse a split with only one class, for which most metrics are undefined."""
         for split, counts in self.target.counts.items():
             if len(counts) > TWO:
                 raise ConfigError(

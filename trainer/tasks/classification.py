@@ -1,4 +1,4 @@
-"""Classification by one of several classes; the label is its number."""
+"""Classification with several classes, of which each example has one; the label is its number."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flotilla.trainer.tasks.links import SURE, Softmax
 
 
 class Classification(Softmax):
-    """Outputs are logits [n, classes]."""
+    """A task with logits [n, classes] as outputs."""
 
     name = "classification"
     directions: ClassVar[Mapping[str, Direction]] = {
@@ -44,17 +44,17 @@ class Classification(Softmax):
     }
 
     def __init__(self, target: Target) -> None:
-        """Accept a whole number that names a class."""
+        """Require an integer target, the class number."""
         if target.shape or np.dtype(target.dtype).kind not in "iub":
             raise ConfigError(f"it needs one whole number per example, the class, not {target}")
         super().__init__(target)
         if 0 < target.num_classes <= metrics.TOP:
-            # With this few classes, all of them are among the top ones.
+            # With so few classes, every class is among the top ones.
             known = self.directions.items()
             self.directions = {n: each for n, each in known if n != metrics.TOP_NAME}  # type: ignore[misc]
 
     def check(self) -> None:
-        """Refuse numbers below zero, and splits for which no metric is informative."""
+        """Refuse negative labels, splits with only one class, and classes missing in training."""
         low = self.target.moments.get("min", 0)
         if low < 0:
             raise ConfigError(
@@ -79,7 +79,7 @@ class Classification(Softmax):
             )
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse a label that is not a class number."""
+        """Raise `SplitError` for a label that is not a class number."""
         wrong = (labels < 0) | (labels >= self.num_classes)
         refuse_labels(labels, wrong, f"outside of 0 to {self.num_classes - 1}")
 
@@ -89,7 +89,7 @@ class Classification(Softmax):
         return (self.num_classes,)
 
     def metrics(self) -> list[keras.Metric]:
-        """Return the metrics of a validation."""
+        """Return the metrics of a validation; an evaluation has more."""
         return [
             keras.metrics.SparseCategoricalAccuracy(name="accuracy"),
             metrics.MacroF1(self.num_classes),
@@ -105,7 +105,7 @@ class Classification(Softmax):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the confusion matrix, with a row per true class, and ROC and other curves."""
+        """Return the confusion matrix with a row per true class, and the curves."""
         cells = np.zeros((1, 1))
         for part in examples.parts():
             labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)
@@ -134,20 +134,20 @@ class Classification(Softmax):
         ]
 
     def example_values(self, metric: str, part: Part) -> Floats | None:
-        """Return whether the likeliest class is right."""
-        # A user's subclass may use the name for another metric.
+        """Return whether the most likely class is correct [n], for the accuracy."""
+        # A user's subclass may define another metric with this name.
         if metric != "accuracy" or type(self).metrics is not Classification.metrics:
             return None
         right: Floats = (part.outputs.argmax(axis=1) == part.labels).astype(np.float64)
         return right
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Test each mean over the classes by the metric itself."""
+        """Return a permutation test for an average over the classes."""
         if metric not in metrics.AVERAGES:
             return None
         labels, guess = part.labels.astype(np.int64), part.outputs.argmax(axis=1)
         return metrics.make_average_test(metric, labels, guess, example_weights(part))
 
     def tally(self) -> Tally:
-        """Return the accumulator of all `directions`."""
+        """Return an accumulator of all metrics in `directions`."""
         return ClassTally(self.labels)

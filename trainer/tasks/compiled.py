@@ -1,9 +1,9 @@
 """The loss, metrics and optimizer of a compiled model.
 
-`model.compile(...)` applies, except that the run decides the number of steps per call and whether
-XLA compiles them. Keras builds compiled losses and metrics at the first batch, with variables; here
-they have none. The measurements of a metric are a `State`: numbers in a vector of sums over
-examples.
+The arguments of `model.compile(...)` are used, except that the strategy decides how many steps run
+in one call and whether they are compiled with XLA. Keras creates the losses and metrics with
+variables at the first batch; here they have no variables. The state of a metric is a range of a
+vector of sums over examples, which `State` describes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNKNOWN = re.compile(r"Could not interpret (loss|metric) identifier: (\w+)$")
 class Term(NamedTuple):
     """One term of the loss, for the output at `path`, with an optional weight.
 
-    `part` is the task of the output if the loss does not belong to the task.
+    `part` is the task of that output, if known; it converts the labels.
     """
 
     path: tuple[Any, ...]
@@ -44,10 +44,10 @@ class Term(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One metric of the output at `path`.
+    """A metric of the output at `path`.
 
-    `plain`: it takes the model's result and not the task's predictions. `weighted`: it uses example
-    weights. `own`: it belongs to the task.
+    If `plain`, it receives what the model returns instead of the task's predictions. If `weighted`,
+    it uses example weights. If `own`, it belongs to the task.
     """
 
     path: tuple[Any, ...]
@@ -59,15 +59,15 @@ class Measured(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The reported name."""
+        """The name in reports."""
         return f"{self.prefix}{self.metric.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Numbers `begin` to `end` of a vector of sums: the state of a metric or of the loss.
+    """The state of a metric or of the loss: numbers `begin` to `end` of a vector of sums.
 
-    `measured` is None for the loss, whose state is the number of examples and the sum of their
+    For the loss `measured` is None, and the state is the number of examples and the sum of their
     losses.
     """
 
@@ -79,19 +79,19 @@ class State:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the state is a weighted sum and the sum of the weights."""
+        """Whether the state consists of a weighted sum and the sum of the weights."""
         metric = self.measured.metric if self.measured else None
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 
     def next_state(self, measured: Measured) -> State:
-        """Return the state of a metric, which follows this state in the vector."""
+        """Return the state of another metric, stored after this one in the vector."""
         shapes = tuple(tuple(each.shape) for each in measured.metric.variables)
         end = self.end + sum(map(math.prod, shapes))
         name = measured.name
         return State(name=name, begin=self.end, end=end, shapes=shapes, measured=measured)
 
     def values(self, sums: Sums) -> dict[str, float | None]:
-        """Return the values from a vector of sums, None if undefined. A metric may have several."""
+        """Return the values of the metric, which may be several, by name; None if undefined."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}
@@ -124,7 +124,7 @@ class State:
 class Compiled:
     """The arguments of `model.compile`.
 
-    `jit_compile` is set if the user requested XLA, and not if Keras chose it.
+    `jit_compile` is true only if the user requested XLA, and not if Keras chose it.
     """
 
     optimizer: keras.optimizers.Optimizer | None
@@ -139,19 +139,19 @@ class Compiled:
         """Return the losses for labels and outputs of these shapes.
 
         Raises:
-            ConfigError: the losses do not fit, or a name is unknown.
+            ConfigError: a loss does not fit the shapes, or its name is unknown.
         """
         container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
-        # For several outputs Keras adds a metric for each output, which is unused.
+        # For several outputs, Keras also creates a metric of each loss, which is unused.
         with named.skip_initial_values(), _convert_errors("loss"):
             container.build(labels, outputs)
         return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]
 
     def measured(self, labels: Any, outputs: Any) -> Iterator[Measured]:
-        """Yield the metrics for labels and outputs of these shapes, named by Keras's rules.
+        """Yield the metrics for labels and outputs of these shapes, under their Keras names.
 
         Raises:
-            ConfigError: the metrics do not fit, or a name is unknown.
+            ConfigError: a metric does not fit the shapes, or its name is unknown.
         """
         if not (self.metrics or self.weighted_metrics):
             return
@@ -171,7 +171,6 @@ class Compiled:
 
 @contextmanager
 def _convert_errors(argument: str) -> Iterator[None]:
-    """Convert Keras's errors about an argument of `compile` to `ConfigError`."""
     try:
         yield
     except Exception as error:
@@ -182,10 +181,10 @@ def _convert_errors(argument: str) -> Iterator[None]:
 
 
 def read_compiled(model: keras.Model) -> Compiled | None:
-    """Return the arguments of a model's `compile`, or None.
+    """Return the arguments of a model's `compile`; None if it is not compiled.
 
     Raises:
-        ConfigError: it was compiled for another training loop.
+        ConfigError: an argument is incompatible with training on a cluster.
     """
     if not model.compiled:
         return None
@@ -212,7 +211,7 @@ def read_compiled(model: keras.Model) -> Compiled | None:
 
 
 def takes_logits(loss: keras.losses.Loss) -> bool | None:
-    """Return whether a loss takes logits; None if it is unknown."""
+    """Return whether a loss expects logits; None if unknown."""
     given = getattr(loss, "from_logits", None)
     if given is None:
         given = getattr(loss, "_fn_kwargs", {}).get("from_logits")
@@ -228,7 +227,7 @@ def _is_plain_mean(metric: keras.Metric) -> bool:
 
 
 def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
-    """Return the result of a state; a plain mean has double precision, like thresholds."""
+    """Return the result of a state. A plain mean is computed in double precision."""
     if _is_plain_mean(metric):
         total, count = state
         return float(total / count) if count else 0.0
@@ -237,12 +236,12 @@ def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
 
 def _compute(metric: keras.Metric, values: Sequence[tf.Tensor]) -> Any:
     with keras.StatelessScope(zip(metric.variables, values, strict=True)):
-        # A metric may return a variable, which has this value only here.
+        # Convert variables to tensors, because they have these values only in this scope.
         return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
 
 
 def _name_results(measured: Measured, result: Any) -> dict[str, float | None]:
-    """Return the values of a metric by name, None if not finite; a mapping gives several."""
+    """Return the values of a metric by name, with None for NaN; a metric may return a mapping."""
     values = result if isinstance(result, Mapping) else {measured.metric.name: result}
     found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
     return {name: None if np.isnan(value) else value for name, value in found.items()}

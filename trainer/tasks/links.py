@@ -1,7 +1,7 @@
-"""Links from a model's outputs to probabilities: softmax and sigmoid.
+"""Tasks whose outputs are linked to probabilities by a softmax or a sigmoid.
 
-A link defines the loss, the predictions, the answers and their inverse; a task defines its labels
-and metrics. `Task` itself has no link: an output is a number.
+These base classes define the loss, the predictions, the answers and their inverse. A subclass
+defines its labels and metrics. `Task` itself has no link, so that its outputs are numbers.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import tensorflow as tf
 from flotilla.trainer.tasks import metrics
 from flotilla.trainer.tasks.base import Array, Floats, Target, Task, refuse_labels
 
-# If a class is rarer in training than this fraction of an equal share, accuracy hardly shows it.
+# If the rarest class has less than this fraction of an equal share, accuracy hardly measures it.
 _RARE = 0.2
-#: Logit for a share of 0 or 1.
+#: Logit for a probability of 0 or 1.
 SURE = 20.0
-# The number of classes before preparation, for a class label without names.
+# Number of classes before preparation, if a class label declares none.
 _SOME_CLASSES = 2
 
 
 class Softmax(Task):
-    """One of several classes: outputs are logits [n, ..., classes]; the loss has a softmax."""
+    """A task for one of several classes; outputs are logits [n, ..., classes]."""
 
     link = "softmax"
 
     def __init__(self, target: Target) -> None:
-        """Accept a target whose values are class numbers."""
+        """Store a target whose values are class numbers."""
         super().__init__(target)
         self.num_classes = target.num_classes or _SOME_CLASSES
 
     @property
     def main_metric(self) -> str:
-        """The accuracy, or `macro_f1` if a class that occurs in training is rare."""
+        """The accuracy, or `macro_f1` if a class is rare in training."""
         counts = [count for count in self.target.counts.get("train", ()) if count]
         is_rare = min(counts, default=0) * len(counts) < _RARE * sum(counts)
         return "macro_f1" if is_rare else "accuracy"
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes; their numbers if they have no names."""
+        """The class names; numbers if the classes have no names."""
         return self.target.labels or tuple(map(str, range(self.num_classes)))
 
     def loss(self) -> keras.losses.Loss:
@@ -56,20 +56,20 @@ class Softmax(Task):
         return math.log(max(2, self.num_classes))
 
     def predictions(self, outputs: Any) -> Any:
-        """Return probabilities [n, ..., classes]."""
+        """Return the probabilities [n, ..., classes]."""
         return tf.nn.softmax(outputs)
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Return the likeliest class of each example, or of each position."""
+        """Return the most likely class of each example or position."""
         result: Array = outputs.argmax(axis=-1)
         return result
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
-        """Return the class numbers, and the logarithms of their probabilities."""
+        """Return the class numbers, and the log-probabilities of all classes."""
         return labels.astype(np.int64), metrics.log_softmax(outputs)
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `logits` and `probabilities`, with a column per class."""
+        """Return `logits` and `probabilities`, one column per class."""
         return {"logits": outputs, "probabilities": self.predictions(outputs)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
@@ -77,39 +77,39 @@ class Softmax(Task):
         return answers["logits"]
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the cross entropy [n] in nats."""
+        """Return the cross entropy of each example [n], in nats."""
         return metrics.losses(labels.astype(np.int64), outputs)
 
 
 class Sigmoid(Task):
-    """One binary label, or one per class: outputs are logits; the loss includes the sigmoid."""
+    """A task for one or several binary labels; outputs are logits."""
 
     link = "sigmoid"
 
     def loss(self) -> keras.losses.Loss:
-        """Return the binary cross entropy, a mean over the classes."""
+        """Return the binary cross entropy, averaged over the labels."""
         return keras.losses.BinaryCrossentropy(from_logits=True)
 
     def chance_loss(self) -> float:
-        """Return the loss of a fair coin."""
+        """Return the loss of probabilities of 1/2."""
         return math.log(2)
 
     def predictions(self, outputs: Any) -> Any:
-        """Return the probabilities of true labels, in the shape of the outputs."""
+        """Return the probabilities that labels are true, in the shape of the outputs."""
         return tf.sigmoid(outputs)
 
     def predicted(self, outputs: Any) -> Array | None:
-        """Return whether each class is predicted."""
+        """Return whether each label is predicted to be true."""
         result: Array = outputs > 0
         return result
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
-        """Return the bool labels of each class, and their logits."""
+        """Return the labels as bools, and their logits."""
         yes = labels.reshape(len(labels), -1).astype(bool)
         return yes, outputs[:, : yes.shape[1]]
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `logits` and `probabilities`, with a column per class."""
+        """Return `logits` and `probabilities`, one column per label."""
         return {"logits": outputs, "probabilities": tf.sigmoid(outputs)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
@@ -117,19 +117,19 @@ class Sigmoid(Task):
         return answers["logits"]
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the cross entropy [n] in nats, for outputs in the shape of the labels."""
+        """Return the cross entropy of each example [n], in nats."""
         yes = labels.reshape(len(labels), -1).astype(bool)
         logits = outputs[:, : yes.shape[1]].astype(np.float64)
         result: Floats = np.logaddexp(0, np.where(yes, -logits, logits)).mean(axis=1)
         return result
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse values other than 0 and 1."""
+        """Raise `SplitError` for labels other than 0 and 1."""
         refuse_labels(labels, (labels != 0) & (labels != 1), "which is neither 0 nor 1")
 
 
 def compute_logit(share: Floats) -> Floats:
-    """Return the logits of shares, clipped at certainty."""
+    """Return the logits of probabilities, clipped to `SURE`."""
     with np.errstate(divide="ignore"):
         found: Floats = np.clip(np.log(share) - np.log1p(-share), -SURE, SURE)
     return found

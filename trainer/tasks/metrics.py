@@ -1,11 +1,11 @@
 """Metrics of labels and predictions.
 
 A validation uses Keras metrics, whose states are sums in single precision. Labels and predictions
-are first reshaped to rows, [n, numbers], because Keras broadcasts weights [n] to labels of more
-axes inconsistently. Keras lacks four of these metrics.
+are first reshaped to [n, numbers], because Keras is inconsistent in how it broadcasts weights [n]
+to labels with more axes. Four of the metrics are missing in Keras.
 
-An evaluation uses counts by class and curves, thinned for plots; its metrics are in
-`flotilla.trainer.tasks.exact`.
+For an evaluation, this module provides counts per class, and curves that are thinned for plots; its
+metrics are in `flotilla.trainer.tasks.exact`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOP = 3
 TOP_NAME = f"top_{TOP}_accuracy"
 BINS = 15
 CURVE_POINTS = 100
-#: Metrics of a classifier that are means over its classes.
+#: Metrics of a classifier that are averages over its classes.
 AVERAGES = tuple(
     f"{average}_{name}"
     for average in ("macro", "weighted")
@@ -42,7 +42,7 @@ NO_AREA: Area = {"auc": None, "average_precision": None}
 
 
 def rows(values: Any) -> tf.Tensor:
-    """Return the numbers of each example as one row: [n, numbers]."""
+    """Reshape values to one row per example, [n, numbers]."""
     return tf.reshape(values, [tf.shape(values)[0], math.prod(values.shape[1:])])
 
 
@@ -67,18 +67,18 @@ Recall = _reshape_to_rows(keras.metrics.Recall)
 
 
 class F1(_RowMetric, keras.metrics.F1Score):
-    """Keras's F1 at a probability threshold."""
+    """Keras's F1 score at a probability threshold."""
 
     def __init__(self, name: str, average: str = "micro", threshold: float = 0.5) -> None:
-        """Average over the classes, or count the numbers of all classes together."""
+        """Set the averaging over classes; `micro` counts all classes together."""
         super().__init__(average=average, threshold=threshold, name=name)
 
 
 class SubsetAccuracy(keras.metrics.MeanMetricWrapper):
-    """The share of examples whose labels are all correct, at a probability of 0.5."""
+    """Fraction of examples whose labels are all predicted correctly, at a threshold of 0.5."""
 
     def __init__(self) -> None:
-        """Start without examples."""
+        """Create the metric."""
         super().__init__(_all_right, name="subset_accuracy")
 
 
@@ -88,13 +88,14 @@ def _all_right(true: Any, predicted: Any) -> tf.Tensor:
 
 
 class MacroF1(keras.Metric):
-    """The mean F1 over the classes that occur or are predicted; labels are class numbers.
+    """The mean F1 over all classes that are in the labels or predictions.
 
-    Labels and probabilities may have several positions; a label below 0 does not count.
+    Labels are class numbers. Labels and probabilities may have several positions; labels below 0
+    are ignored.
     """
 
     def __init__(self, classes: int, name: str = "macro_f1") -> None:
-        """Start with `classes` classes."""
+        """Create the metric for this number of classes."""
         super().__init__(name=name)
         self._classes = classes
         self.right, self.either = (
@@ -120,21 +121,21 @@ class MacroF1(keras.Metric):
         return tf.math.unsorted_segment_sum(*flat, self._classes)
 
     def result(self) -> Any:
-        """Return the mean."""
+        """Return the mean F1."""
         right, either = map(tf.convert_to_tensor, (self.right, self.either))
         each = tf.boolean_mask(2 * tf.math.divide_no_nan(right, either), either > 0)
         return tf.reduce_mean(each)
 
 
 class R2Score(keras.Metric):
-    """The explained share of variance, as a mean over the numbers of an example.
+    """The coefficient of determination, averaged over the numbers of an example.
 
-    Keras adds squares of the labels, which lose precision if the mean is far above the deviation.
-    Here the labels are relative to a value near the mean.
+    Keras sums the squares of the labels, which loses precision if their mean is far above their
+    standard deviation. Here a value near the mean is subtracted from the labels first.
     """
 
     def __init__(self, numbers: int, near: float) -> None:
-        """Start with rows of `numbers` numbers; `near` is a value near their mean."""
+        """Create the metric for `numbers` labels per example, whose mean is about `near`."""
         super().__init__(name="r2_score")
         self._near = near
         self.weight = self.add_weight(name="weight", initializer="zeros")
@@ -154,7 +155,7 @@ class R2Score(keras.Metric):
         self.residual.assign_add(tf.reduce_sum(weight * (true - predicted) ** 2, axis=0))
 
     def result(self) -> tf.Tensor:
-        """Return the mean; for equal labels it is 1 if all predictions are exact, else 0."""
+        """Return the score; if all labels are equal, 1 for exact predictions and 0 otherwise."""
         weight, total, squares, residual = map(
             tf.convert_to_tensor, (self.weight, self.total, self.squares, self.residual)
         )
@@ -165,13 +166,13 @@ class R2Score(keras.Metric):
 
 
 class CalibrationError(keras.Metric):
-    """Expected calibration error: the mean of |probability - share of true labels|.
+    """Expected calibration error: the mean of |probability - fraction of true labels|.
 
-    The mean is over bins of equal width, weighted by their content (Guo et al. 2017).
+    The mean is over bins of equal width, weighted by the examples in them (Guo et al. 2017).
     """
 
     def __init__(self) -> None:
-        """Start without examples."""
+        """Create the metric."""
         super().__init__(name="calibration_error")
         self.weight, self.sure, self.true = (
             self.add_weight((BINS,), "zeros", self.dtype, name=name)
@@ -192,25 +193,26 @@ class CalibrationError(keras.Metric):
             variable.assign_add(tf.math.unsorted_segment_sum(*flat, BINS))
 
     def result(self) -> tf.Tensor:
-        """Return the error."""
+        """Return the calibration error."""
         weight, sure, true = map(tf.convert_to_tensor, (self.weight, self.sure, self.true))
         return tf.math.divide_no_nan(tf.reduce_sum(tf.abs(sure - true)), tf.reduce_sum(weight))
 
 
 class Areas(keras.Metric):
-    """`auc`, the area under the ROC, and `average_precision`; means over the numbers.
+    """Area under the ROC curve (`auc`) and `average_precision`, averaged over the columns.
 
-    The areas come from counts of both kinds of labels in steps of the logit, which resolve small
-    probabilities; Keras uses equal steps of the probability. Labels within a step count as tied, so
-    that the error is at most half of their share. One number has 4096 steps of 0.006, many numbers
-    have fewer; `flotilla.trainer.tasks.exact.areas` is exact. A number with one kind of labels has
-    no area; if none has an area, both metrics are NaN.
+    Both are computed from histograms of the logits of true and false labels, which resolve small
+    probabilities; Keras uses bins of equal width in the probability. Labels in the same bin count
+    as tied, so that the error is at most half of their share. One column has 4096 bins of width
+    0.006, many columns have fewer; `flotilla.trainer.tasks.exact.areas` is exact. A column whose
+    labels are all equal has no area. If no column has one, both metrics are NaN.
     """
 
     def __init__(self, numbers: int = 1, largest: float = 12, prefix: str = "") -> None:
-        """Start with rows of `numbers` probabilities, in steps between the largest logits.
+        """Create the metric for `numbers` columns of probabilities.
 
-        `prefix` precedes the names of the means, such as `macro_`.
+        `largest` is the absolute logit at which the bins end. `prefix` precedes the names of the
+        metrics, such as `macro_`.
         """
         super().__init__(name="areas")
         self._prefix, self._numbers, self._largest = prefix, numbers, largest
@@ -234,11 +236,11 @@ class Areas(keras.Metric):
             variable.assign_add(tf.reshape(count, variable.shape))
 
     def result(self) -> dict[str, tf.Tensor]:
-        """Return both means."""
+        """Return both metrics."""
         true, false = map(tf.convert_to_tensor, (self.true, self.false))
         hits, misses = (tf.cumsum(each, axis=1, reverse=True) for each in (true, false))
         all_true, all_false = hits[:, 0], misses[:, 0]
-        # Half of the labels in the same step count as above.
+        # Half of the true labels in the same bin count as ranked above.
         above = tf.reduce_sum(false * (hits - true / 2), axis=1)
         precise = tf.reduce_sum(true * tf.math.divide_no_nan(hits, hits + misses), axis=1)
         both = (all_true > 0) & (all_false > 0)
@@ -255,17 +257,17 @@ def _column(values: tf.Tensor, weights: Any) -> tf.Tensor:
 
 
 def _scores() -> Any:
-    # Training does not need this import, which loads pandas and takes half a second.
+    # Import late, because this loads pandas, takes half a second, and training does not need it.
     from sklearn import metrics  # noqa: PLC0415
 
     return metrics
 
 
 def log_softmax(logits: Floats) -> Floats:
-    """Return the log-probabilities of logits [n, classes] in double precision.
+    """Return the log-probabilities of logits [n, classes] in float64.
 
-    Logarithms of probabilities near 1 are as precise as others, and equal logits give equal values
-    in any order.
+    Probabilities near 1 have precise logarithms, and the result does not depend on the order of the
+    classes.
     """
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     powers = np.exp(shifted)
@@ -281,15 +283,15 @@ def softmax(logits: Floats) -> Floats:
 
 
 def losses(labels: Labels, logits: Floats) -> Floats:
-    """Return the cross entropy [n] of logits [n, classes], in nats."""
+    """Return the cross entropy of each example [n] from logits [n, classes], in nats."""
     result: Floats = -log_softmax(logits)[np.arange(len(labels)), labels]
     return result
 
 
 def is_in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
-    """Return whether the class of each example is among the `TOP` likeliest."""
+    """Return for each example whether its class is among the `TOP` most likely ones."""
     own = logits[np.arange(len(labels)), labels][:, np.newaxis]
-    # As in scikit-learn, the higher class of equal logits comes first.
+    # As in scikit-learn, of two classes with equal logits the later one ranks first.
     later = np.arange(logits.shape[1]) > labels[:, np.newaxis]
     ahead = (logits > own) | ((logits == own) & later)
     result: npt.NDArray[np.bool_] = ahead.sum(axis=1) < TOP
@@ -302,14 +304,14 @@ def confusion(labels: Labels, guess: Labels, classes: int, weights: Any = None) 
 
 
 def count_by_class(cells: Counts) -> tuple[Counts, Counts, Counts]:
-    """Return the hits, labels and predictions of each class."""
+    """Return three counts per class: correct predictions, labels, and predictions."""
     return cells.diagonal(), cells.sum(axis=1), cells.sum(axis=0)
 
 
 def per_class(
     counts: tuple[Counts, Counts, Counts], areas: Sequence[Area], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Return the metrics of each class from `count_by_class`; zeros if the class is absent."""
+    """Return the metrics of each class from `count_by_class`; 0 if a class does not occur."""
     hits, support, predicted = counts
     return [
         {
@@ -325,17 +327,20 @@ def per_class(
 
 
 def plain(count: float) -> float | int:
-    """Return a count as an int, unless examples have weights."""
+    """Return a count as an int, or as a float if weights make it fractional."""
     return int(count) if float(count).is_integer() else float(count)
 
 
 def plain_rows(counts: Counts) -> list[list[float | int]]:
-    """Return rows of counts as plain numbers."""
+    """Return rows of counts as lists of plain numbers."""
     return [[plain(each) for each in row] for row in counts]
 
 
 def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
-    """Return ROC and precision-recall curves of each class that has both kinds of examples."""
+    """Return the ROC and precision-recall curves of all classes that have curves.
+
+    A class has none if all examples or no examples belong to it.
+    """
     found, probabilities = [], softmax(logits)
     for index, name in enumerate(names):
         own, score = labels == index, probabilities[:, index]
@@ -350,8 +355,9 @@ def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, A
 def roc(labels: Labels, logits: Floats) -> list[list[float]]:
     """Return one ROC curve: points of false positive rate, true positive rate and threshold.
 
-    For two classes it is the curve of the second one. For more classes it is micro-averaged: each
-    class of each example is a binary decision. It is empty if all examples are of one kind.
+    For two classes it is the curve of the second class. For more classes it is micro-averaged: each
+    pair of an example and a class is a binary decision. It is empty if all examples are of the same
+    class.
     """
     probabilities, classes = softmax(logits), logits.shape[1]
     if classes <= _BINARY:
@@ -362,12 +368,12 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
     if not 0 < own.sum() < len(own):
         return []
     false, true, thresholds = _scores().roc_curve(own, score)
-    # The first threshold is infinite, which JSON cannot represent.
+    # Clip the first threshold, which is infinite, because JSON cannot represent infinity.
     return _thin(false, true, thresholds.clip(0, 1))
 
 
 def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
-    """Return all points of a short curve, else points at equal steps along it and both ends."""
+    """Return the points of a curve, or `CURVE_POINTS` points evenly spaced along a longer curve."""
     kept = np.arange(len(x))
     if len(x) > CURVE_POINTS:
         way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
@@ -378,15 +384,15 @@ def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
 
 
 def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
-    """Return whether the likeliest class is correct [n], and its probability [n]."""
+    """Return whether the most likely class is correct [n], and its probability [n]."""
     return logits.argmax(axis=1) == labels, np.exp(log_softmax(logits).max(axis=1))
 
 
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 
-    Counts of weighted examples may be far below 1. The function is fast enough for a thousand
-    resamples of a thousand classes.
+    Counts of weighted examples may be far below 1. The function is called for a thousand resamples
+    of up to a thousand classes, and therefore vectorized.
     """
     occurs = (support + predicted) > 0
     each = (
@@ -400,10 +406,10 @@ def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, floa
 
 
 def make_average_test(metric: str, labels: Labels, guess: Labels, weights: Floats) -> Tested:
-    """Return a function that computes one of `AVERAGES` for permuted labels.
+    """Return a permutation test of one of `AVERAGES`.
 
-    Labels below zero are ignored. Labels and guesses [n] or [n, positions] have weights [n] or [n,
-    1].
+    Labels below zero are ignored. Labels and guesses are [n] or [n, positions], with weights [n] or
+    [n, 1].
     """
     size = int(max(labels.max(), guess.max())) + 1
 

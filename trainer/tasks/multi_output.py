@@ -1,13 +1,13 @@
 """Several outputs of one model, each with its own task.
 
-    label     a mapping by the targets' names
-    outputs   a mapping by the same names, in the form of each task
+    label     a mapping by target name
+    outputs   a mapping by target name, in the form of each task
     loss      the weighted sum of the losses
     metrics   those of each task, as `<output>_<metric>`
     answers   those of each task, as `<output>_<column>`
 
-`task.outputs.<label>.weight` balances the outputs: losses in different units, such as a squared
-income and a cross entropy, are not comparable.
+`task.outputs.<label>.weight` balances the outputs, because losses in different units, such as a
+squared income and a cross entropy, are not comparable.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from flotilla.trainer.tasks.base import (
 from flotilla.trainer.tasks.exact.intervals import above_zero
 from flotilla.trainer.tasks.exact.sums import Moments
 
-# The maximum number of combinations of the outputs' constants.
+# Maximum number of combinations of the constants of all outputs.
 _COMBINATIONS = 16
 
 
 class MultiOutput(Task):
-    """See the module."""
+    """A task that combines one task per output; see the module."""
 
     name = "multi_output"
     main_metric = "loss"
@@ -55,7 +55,7 @@ class MultiOutput(Task):
     output_shape: Any = None
 
     def __init__(self, parts: Mapping[str, Task], weights: Mapping[str, float]) -> None:
-        """Store the tasks by the names of their targets, and the weights of their losses."""
+        """Store the task and the loss weight of each target, by name."""
         super().__init__(Target(name=", ".join(parts), shape=(), dtype="several"))
         self.parts, self.loss_weights = parts, weights
         self.columns = tuple(dict.fromkeys(each for p in parts.values() for each in p.columns))
@@ -67,7 +67,7 @@ class MultiOutput(Task):
         self.directions = directions  # type: ignore[misc]
 
     def loss(self) -> keras.losses.Loss:
-        """Refuse: each of `parts` has its own loss."""
+        """Raise `TypeError`, because each output has its own loss."""
         raise TypeError(f"{self.name} has a loss for each of its parts")
 
     def chance_loss(self) -> float:
@@ -77,11 +77,11 @@ class MultiOutput(Task):
         )
 
     def metrics(self) -> list[keras.Metric]:
-        """Return none: each of `parts` has its own metrics."""
+        """Return no metrics, because each output has its own."""
         return []
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Task:
-        """Return this task with the thresholds of outputs by name."""
+        """Return this task with these thresholds, by output."""
         parts = {
             name: part.set_thresholds({"": thresholds[name]} if name in thresholds else {})
             for name, part in self.parts.items()
@@ -89,19 +89,19 @@ class MultiOutput(Task):
         return MultiOutput(parts, self.loss_weights)
 
     def outputs(self, given: Any) -> Any:
-        """Return the outputs of each task."""
+        """Convert what the model returns to the outputs of each task."""
         return {name: part.outputs(given[name]) for name, part in self.parts.items()}
 
     def given(self, outputs: Any) -> Any:
-        """Convert the outputs of each task to the values that the model returns."""
+        """Convert the outputs of each task back to what the model returns."""
         return {name: part.given(outputs[name]) for name, part in self.parts.items()}
 
     def predictions(self, outputs: Any) -> Any:
-        """Return the predictions of each task."""
+        """Convert the outputs of each task to predictions."""
         return {name: part.predictions(outputs[name]) for name, part in self.parts.items()}
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return the columns of each task, prefixed with the name of its output."""
+        """Return the columns of all tasks, prefixed with the names of the outputs."""
         found: dict[str, tf.Tensor] = {}
         for name, part in self.parts.items():
             found |= _add_prefix(name, part.answers(outputs[name]))
@@ -113,7 +113,7 @@ class MultiOutput(Task):
         return {name: part.outputs_of(own[name]) for name, part in self.parts.items()}
 
     def example_losses(self, labels: Any, outputs: Any) -> Floats:
-        """Return the weighted sum of the losses [n]."""
+        """Return the weighted sum of the losses of each example [n]."""
         each = [
             self.loss_weights[name] * part.example_losses(labels[name], outputs[name])
             for name, part in self.parts.items()
@@ -122,7 +122,7 @@ class MultiOutput(Task):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the cells of all tasks: `label` and `predicted` combined, others by output."""
+        """Return the cells of all tasks: `label` and `predicted` joined, and others by output."""
         cells = {
             name: part.described(label[name], output[name]) for name, part in self.parts.items()
         }
@@ -138,7 +138,7 @@ class MultiOutput(Task):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the details of each task as `outputs`, and its tables and charts with a prefix."""
+        """Return the details by output, and all metrics, tables and charts with prefixes."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
         by_output = {}
         for name, part in self.parts.items():
@@ -151,7 +151,7 @@ class MultiOutput(Task):
         return {**found, "outputs": by_output}
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return combinations of the outputs' constants, up to `_COMBINATIONS`."""
+        """Return the combinations of the outputs' constants, or some of them if there are many."""
         each = [
             part.constants(LazyExamples(examples, partial(_select_output, name=name)))
             for name, part in self.parts.items()
@@ -176,7 +176,7 @@ class MultiOutput(Task):
         return _OutputTally({name: part.tally() for name, part in self.parts.items()}, self)
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse labels that the task of an output refuses."""
+        """Raise `SplitError` for labels that the task of an output refuses."""
         for name, part in self.parts.items():
             try:
                 part.check_labels(labels[name])
@@ -184,7 +184,7 @@ class MultiOutput(Task):
                 raise SplitError(f"for the output {name!r} {error}") from None
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse an output that is not a mapping by the targets' names with suitable values."""
+        """Require a mapping by target name whose values fit the tasks."""
         names = ", ".join(f"{name}: ..." for name in self.parts)
         if not isinstance(output, Mapping):
             found = f"{len(output)} outputs" if isinstance(output, list | tuple) else "one output"
@@ -232,9 +232,9 @@ class _OutputTally(Tally):
 
 
 def group_by_output(names: Iterable[str], answers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the columns of each output, without the prefix.
+    """Return the columns of each output, without its prefix.
 
-    If one output's name begins another output's column, the longer name wins.
+    If the names of two outputs match a column, the longer name is used.
     """
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for column, values in answers.items():

@@ -2,11 +2,11 @@
 
 label     [classes] of 0 and 1, or false and true
 outputs   logits [n, classes]
-loss      binary cross entropy, a mean over the classes
-metrics   binary_accuracy, subset_accuracy (all classes of an example), micro_precision,
-micro_recall, micro_f1, macro_f1, macro_auc and macro_average_precision
-(means over the classes), calibration_error
-answers   `logits` and `probabilities`, one column a class
+loss      binary cross entropy, averaged over the classes
+metrics   binary_accuracy, subset_accuracy (all classes of an example are correct),
+          micro_precision, micro_recall, micro_f1, and macro_f1, macro_auc and
+          macro_average_precision (averages over the classes), calibration_error
+answers   `logits` and `probabilities`, one column per class
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 
 class MultilabelClassification(Sigmoid):
-    """See the module; `task.args` may give `labels`, the names of the classes."""
+    """A task with several binary labels; `task.args` may set `labels`, the class names."""
 
     name = "multilabel_classification"
     main_metric = "macro_f1"
@@ -51,7 +51,7 @@ class MultilabelClassification(Sigmoid):
     }
 
     def __init__(self, target: Target, *, labels: tuple[str, ...] = ()) -> None:
-        """Accept a vector of bools."""
+        """Require a vector target with one number or bool per class."""
         kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
         if len(target.shape) != 1 or target.shape[0] < 0 or kind not in "iubf" or not kind:
             raise ConfigError(f"it takes a row of 0 and 1, one for each class, not {target}")
@@ -69,7 +69,7 @@ class MultilabelClassification(Sigmoid):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Names of the classes; their numbers if they have no names."""
+        """The class names; numbers if the classes have no names."""
         return self._labels
 
     def metrics(self) -> list[keras.Metric]:
@@ -86,7 +86,7 @@ class MultilabelClassification(Sigmoid):
         ]
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the names of the true and of the predicted classes."""
+        """Return the names of the true and the predicted classes."""
         return {
             name: ", ".join(n for n, yes in zip(self._labels, each, strict=True) if yes) or "none"
             for name, each in (("label", label), ("predicted", output > 0))
@@ -96,21 +96,21 @@ class MultilabelClassification(Sigmoid):
         """Return the curves of each class that has both kinds of examples."""
         part, curves = sample_examples(examples), []
         for index, name in enumerate(self._labels):
-            # The softmax of [0, logit] is the sigmoid.
+            # The softmax of [0, logit] equals the sigmoid of the logit.
             logits = np.pad(part.outputs[:, index : index + 1], [[0, 0], [1, 0]])
             true = part.labels[:, index].astype(np.int64)
             curves += metrics.curves(true, logits, ["", name])[1:]
         return {"labels": list(self._labels), "curves": curves}
 
     def tally(self) -> Tally:
-        """Return the accumulator of all metrics in `directions`."""
+        """Return an accumulator of all metrics in `directions`."""
         return MultilabelTally(self._labels)
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return all classes, the best classes for F1, the most frequent vector, and the shares."""
+        """Return the class frequencies, all classes, the set with the best F1, and the mode."""
         shares = weighted_mean(examples, lambda part: part.labels)
         ordered = -np.sort(-shares)
-        # With the j most frequent classes, micro F1 is 2 hits / (all + j).
+        # The micro F1 of always predicting the j most frequent classes is 2 hits / (all + j).
         best = np.argmax(np.cumsum(ordered) / (shares.sum() + np.arange(1, len(shares) + 1)))
         rows, counts = np.unique(sample_examples(examples).labels, axis=0, return_counts=True)
         frequent = np.where(shares >= ordered[best], SURE, -SURE)
@@ -122,7 +122,7 @@ class MultilabelClassification(Sigmoid):
         ]
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Test the macro F1 by the metric itself."""
+        """Return a permutation test of the macro F1."""
         if metric != "macro_f1":
             return None
         true, given, weights = part.labels.astype(bool), part.outputs > 0, example_weights(part)
@@ -135,7 +135,7 @@ class MultilabelClassification(Sigmoid):
         return tested
 
     def check(self) -> None:
-        """Refuse values other than 0 and 1."""
+        """Refuse labels other than 0 and 1."""
         low, high = (self.target.moments.get(name, 0) for name in ("min", "max"))
         if low < 0 or high > 1:
             raise ConfigError(

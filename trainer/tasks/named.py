@@ -1,4 +1,4 @@
-"""Losses and metrics by name: Keras's (snake case or class), or `package.module:name`."""
+"""Looks up losses and metrics by Keras name (snake case or class) or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Direction
 
-# The attribute of Keras with its variables that have no value yet.
+# Keras's attribute for the list of variables that are not initialized yet.
 _WAITING = "uninitialized_variables"
-# Keras chooses one accuracy by the shapes of labels and outputs.
+# For these names, Keras chooses the accuracy by the shapes of labels and outputs.
 _BY_SHAPE = ("accuracy", "acc")
 _SHORT = ("bce", "mse", "mae", "mape", "msle")
 _BASES = {"Loss", "LossFunctionWrapper", "Metric", "Mean", "Sum", "MeanMetricWrapper"}
@@ -25,12 +25,11 @@ _LOWER = re.compile(r"error|loss|crossentropy|hinge|divergence|poisson|log_cosh|
 _HIGHER = re.compile(
     r"acc|auc|precision|recall|sensitivity|specificity|f1|f_beta|r2_score|io_u|cosine|correlation"
 )
-# The class of all Keras losses that wrap a function; Keras does not export it.
+# The base class of Keras losses that wrap a function. Keras does not export it.
 _LossFunctionWrapper = keras.losses.MeanSquaredError.__base__
 
 
 def _snake_case(name: str) -> str:
-    """Convert a class name to snake case, as Keras does."""
     words = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub(r"([a-z])([A-Z])", r"\1_\2", words).lower()
 
@@ -48,8 +47,8 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # These names are skipped, because Keras would create their objects and start TensorFlow's
-    # threads. Tasks are forked from a process that has imported this module.
+    # Look these names up by class: for the name, Keras would create an object, and that starts
+    # TensorFlow's threads. Tasks are forked from a process that has imported this module.
     long = (
         keras.metrics.BinaryCrossentropy,
         keras.metrics.MeanSquaredError,
@@ -61,16 +60,16 @@ def _metrics() -> Iterator[tuple[str, Any]]:
         yield from ((each, kind) for each in (name, name.upper()))
 
 
-#: Keras's names: functions and classes of losses, classes of metrics.
+#: By name: the functions and classes of Keras losses, and the classes of Keras metrics.
 LOSSES, METRICS = dict(_losses()), dict(_metrics())
 _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRICS)}
 
 
 @contextmanager
 def skip_initial_values() -> Iterator[None]:
-    """Create variables without values in this block, because their values are never read.
+    """Do not initialize variables that are created in this block, because they are never read.
 
-    Keras would otherwise initialize them at the end of the next stateless scope, for example
+    Otherwise Keras would initialize them at the end of the next stateless scope, for example
     together with the variables of a model on parameter servers.
     """
     waiting = list(global_state.get_global_attribute(_WAITING, []))
@@ -82,9 +81,9 @@ def skip_initial_values() -> Iterator[None]:
 
 
 def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
-    """Return the loss that the configuration names at `key`.
+    """Create the loss that is named in the configuration at `key`.
 
-    `logits` says whether a Keras cross entropy takes logits or probabilities.
+    `logits` says whether Keras cross entropies receive logits or probabilities.
 
     Raises:
         ConfigError: the name is unknown, or the loss cannot be created.
@@ -102,9 +101,10 @@ def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
 
 
 def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
-    """Return the metric that the configuration names at `key`, with default arguments.
+    """Create the metric that is named in the configuration at `key`, with default arguments.
 
-    A function without arguments must return a metric; any other function is averaged over examples.
+    A function without arguments must return a metric. A function with arguments is averaged over
+    the examples.
 
     Raises:
         ConfigError: the name is unknown, or the metric cannot be created.
@@ -129,7 +129,6 @@ def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
 
 
 def _accuracy(labels: Any, predictions: Any) -> Any:
-    """Return the accuracy that Keras chooses for labels and predictions of these shapes."""
     *more, classes = predictions.shape
     if classes == 1:
         return keras.metrics.BinaryAccuracy
@@ -139,12 +138,12 @@ def _accuracy(labels: Any, predictions: Any) -> Any:
 
 
 def report_name(name: str) -> str:
-    """Return the reported name of a Keras metric or a function: in snake case."""
+    """Return the name under which a Keras metric or a function is reported, in snake case."""
     return _snake_case(name) if name in METRICS else name.rpartition(":")[2]
 
 
 def find_direction(metric: keras.Metric) -> Direction | None:
-    """Return whether a higher or a lower value is better; None if Keras does not know."""
+    """Return whether a higher or a lower value is better; None if unknown."""
     kind = class_name(metric)
     if kind not in METRICS and kind not in LOSSES:
         return None
@@ -162,12 +161,12 @@ def class_name(metric: keras.Metric) -> str:
 
 
 def is_by_class(loss: keras.losses.Loss) -> bool:
-    """Return whether a loss needs an output for each class; with one output it is always 0."""
+    """Return whether a loss is categorical; with one output per example it would always be 0."""
     return "categorical" in getattr(getattr(loss, "fn", None), "__name__", "")
 
 
 def advise_sparse(losses: Iterable[keras.losses.Loss]) -> str:
-    """Return a hint to use losses of class numbers instead of one-hot labels."""
+    """Return a hint to use sparse losses, which accept class numbers; empty if there are none."""
     kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]
     sparse = [f"sparse_{kind}" for kind in kinds if f"sparse_{kind}" in LOSSES]
     return f"; of labels that are numbers of classes, use {', '.join(sparse)}" if sparse else ""

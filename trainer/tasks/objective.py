@@ -1,12 +1,12 @@
-"""The training loss and the validation metrics, for one task and any model.
+"""The training loss and the validation metrics of a task, for any model.
 
-Keras's `compute_loss` of the model computes the loss, so that `add_loss`, regularizers, masks,
-example weights and a user's `compute_loss` work under every strategy as in `fit`. The loss
-container of a compiled model is removed first, because its first call creates variables, which a
-graph on a worker cannot do.
+The loss is computed by the model's own Keras method, so that `add_loss`, regularizers, masks,
+example weights and a user's `compute_loss` work under every strategy as they do in `fit`. The loss
+container of a compiled model is removed first, because its first call creates variables, which is
+not possible in a graph on a worker.
 
-The states of Keras's metrics are sums over the examples: `totals` returns all sums as one vector,
-the vectors of workers are added, and `means` computes the values.
+The states of Keras metrics are sums over examples. `totals` returns all of them in one vector, the
+vectors of all workers are added, and `means` computes the metrics from the result.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from flotilla.trainer.tasks.task_loss import (
     whole_losses,
 )
 
-# The code of these tasks has no loops or branches over tensors, and skips the slow AutoGraph.
+# AutoGraph is slow, and these modules do not need it: they have no loops or branches over tensors.
 _BUILT_IN = "flotilla.trainer.tasks."
-# The number of calls from which tracing saves time.
+# Number of untraced calls. From the next call on, tracing saves time.
 _UNTRACED = 8
-# Labels and outputs of any shape, to look up metrics by name.
+# Symbolic labels and outputs, for metrics that are created only to check their names.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 
 
 class Objective:
-    """The loss and the metrics of one task, from the configuration and the compiled model."""
+    """The loss and the metrics of a task, as set by the configuration and by a compiled model."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -82,18 +82,18 @@ class Objective:
         """Store the configuration.
 
         Args:
-            task: the task, which also gives the defaults.
-            loss: name of a loss that replaces those of the task and of a compiled model.
-            metrics: names of further metrics for every output.
+            task: the task, which also provides the defaults.
+            loss: name of a loss that replaces those of the task and of the compiled model.
+            metrics: names of additional metrics for every output.
             outputs: loss and metrics of single outputs, by output name.
-            weights: weights of classes in training, by output as in `Task.parts`.
-            main_metric: replaces the task's main metric.
-            better: the direction of `main_metric`, if neither the task nor Keras knows it.
+            weights: class weights for training, by output name as in `Task.parts`.
+            main_metric: metric that replaces the task's main metric.
+            better: direction of `main_metric`, if neither the task nor Keras knows it.
         """
         self.task = task
         self.main_metric = main_metric or task.main_metric
         self._better = better
-        # The directions of metrics that do not belong to the task.
+        # Directions of metrics from the configuration and the compiled model.
         self._further: dict[str, Direction | None] = {}
         self.compiled: Compiled | None = None
         if loss and len(task.parts) > 1:
@@ -113,8 +113,8 @@ class Objective:
         self._forget()
 
     def _forget(self) -> None:
-        """Remove all metrics; the first measured model creates new ones."""
-        #: The position of the states of the loss and of each metric in a vector of `totals`.
+        """Remove all metrics; they are created again for the next model."""
+        #: Positions in a vector from `totals`: of the loss, then of each metric.
         self.states = [State(name=LOSS, begin=0, end=2, shapes=(), measured=None)]
         self._summed = self._sums
         tasks = (self.task, *self.task.parts.values())
@@ -123,7 +123,7 @@ class Objective:
         self._traced = tf.function(self._summed, reduce_retracing=True)
         self._calls: Counter[bool] = Counter()
         self._traced_alone: dict[str, Any] = {}
-        # Outputs whose metrics come from the tally, which a user's task may lack.
+        # Outputs whose metrics are computed by the tally. A user's task may not have a tally.
         self._exact = {
             _path(name)
             for name, part in self.task.parts.items()
@@ -131,7 +131,6 @@ class Objective:
         }
 
     def _require_names(self) -> None:
-        """Refuse unknown losses and metrics."""
         with named.skip_initial_values():
             for _, key, name in self._named:
                 named.metric(name, key, *_ONE)
@@ -139,7 +138,7 @@ class Objective:
             named.loss(name, key, logits=True)
 
     def set_thresholds(self, thresholds: Mapping[str, Any]) -> Objective:
-        """Return this objective with other decision thresholds; see `Task.set_thresholds`."""
+        """Return this objective with these decision thresholds; see `Task.set_thresholds`."""
         if not thresholds:
             return self
         found = copy.copy(self)
@@ -148,10 +147,10 @@ class Objective:
         return found
 
     def accept(self, model: keras.Model, outputs: Any) -> None:
-        """Read the compiled arguments of a model, and refuse a model that does not fit the task.
+        """Check that a model fits the task, and use the arguments that it was compiled with.
 
         Args:
-            model: a built model; afterwards it is no longer compiled.
+            model: a built model; it is no longer compiled afterwards.
             outputs: its outputs for symbolic inputs.
 
         Raises:
@@ -171,12 +170,12 @@ class Objective:
         self.task.check_output(outputs, last)
         self._require_measured(outputs)
         if found:
-            # Neither its optimizer nor its metrics belong in a checkpoint or an exported model.
+            # Checkpoints and exported models must not contain the model's own optimizer and
+            # metrics.
             model.compiled, model.optimizer, model._compile_metrics = False, None, None
         self.attach(model)
 
     def _require_measured(self, outputs: Any) -> None:
-        """Refuse a loss or a metric that does not accept labels and outputs of these shapes."""
         parts = self.task.parts
         labels: Any = {name: _label(each.target) for name, each in parts.items()}
         labels = labels.get("", labels)
@@ -186,7 +185,7 @@ class Objective:
                 self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
             what = "its metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
-            # If examples and classes were equally many, wrong shapes might be broadcast.
+            # If there were as many examples as classes, broadcasting could hide wrong shapes.
             rows = next(n for n in count(2) if n not in sizes)
             zeros = partial(_zeros, rows=rows)
             self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
@@ -204,7 +203,7 @@ class Objective:
         return self.compiled.optimizer if self.compiled else None
 
     def attach(self, model: keras.Model) -> keras.Model:
-        """Set the task's loss on a model, and return the model."""
+        """Use this loss in a model, and return the model."""
         attach(model, self._loss)
         return model
 
@@ -214,7 +213,6 @@ class Objective:
             yield Term(_path(name), part.loss(), weights.get(name), part)
 
     def _terms(self, found: Compiled | None, outputs: Any, last: Any) -> list[Term]:
-        """Return the losses, which come from the configuration, the compiled model, or the task."""
         parts, terms = self.task.parts, [*self._own_terms()]
         if found is not None and found.loss is not None:
             labels = {name: _label(each.target) for name, each in parts.items()}
@@ -232,7 +230,7 @@ class Objective:
         return terms
 
     def _bind_task(self, term: Term, last: Any) -> Term:
-        """Return a loss of the compiled model with the task of its output."""
+        """Assign the task of the output to a loss of the compiled model."""
         part = find_at_path(self.task.parts, term.path or ("",))
         if not isinstance(part, Task):
             return term
@@ -242,16 +240,17 @@ class Objective:
         return term._replace(part=part)
 
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
-        """Return the mean training loss of a batch, including the losses of layers."""
+        """Return the mean training loss of a batch, including losses added by layers."""
         inputs, labels, weights = self.weigh_batch(batch)
         with whole_losses():
             value = model._compute_loss(inputs, labels, outputs, weights, training=True)
         return tf.cast(value, tf.float32)
 
     def weigh_batch(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """Return inputs, labels, and training weights of examples, or None.
+        """Return inputs, labels, and training weights, which may be None.
 
-        With several outputs and weighted classes, the weights are by output, as in Keras.
+        If there are several outputs and class weights, the weights are a mapping by output, as in
+        Keras.
         """
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if not self._class_weights:
@@ -264,9 +263,9 @@ class Objective:
 
     @property
     def directions(self) -> dict[str, Direction | None]:
-        """All metrics by name, and whether higher or lower is better, if known.
+        """The direction of each metric, by name; None if it is unknown.
 
-        Metrics of the model are known after `accept` and the first measurement.
+        Metrics of a compiled model are included after `accept` and the first measurement.
         """
         known = {**self._further, LOSS: "lower", **self.task.directions}
         if self._better and self.main_metric in known:
@@ -275,33 +274,34 @@ class Objective:
 
     @property
     def judged_by(self) -> dict[str, Any]:
-        """The main metric for a record: its name and direction."""
+        """The name and direction of the main metric, as a record stores them."""
         return {"main_metric": self.main_metric, "directions": self.directions}
 
     def totals(self, model: keras.Model, batches: tf.data.Dataset) -> tf.Tensor:
-        """Return the sums over finite batches: of examples, of the loss, and of all metrics.
+        """Return sums over finite batches: the number of examples, the loss, and all metric states.
 
-        The result is a vector in double precision. It is traced into a graph, which may run
-        elsewhere.
+        The result is a float64 vector. The call is traced into a graph, which may run on another
+        machine.
         """
         self._build(*_one_example(model, batches.element_spec))
         total = tf.zeros([self.states[-1].end], tf.float64)
-        # Not `Dataset.reduce`, whose functions may lack access to variables on other machines.
+        # The functions of `Dataset.reduce` may have no access to variables on other machines.
         for batch in iter(batches):
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
             given = cast_outputs(model(inputs, training=False))
             loss = None
             if has_own(model, "compute_loss"):
-                # Values that it stores on the model are not part of training.
+                # Discard what the model's own method assigns to variables, because this is not
+                # training.
                 with keras.StatelessScope(), whole_losses():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
             total += self._summed(labels, self.task.outputs(given), weights, loss)
         return total
 
     def sums(self, part: Part, *, all_metrics: bool = True) -> Sums:
-        """Return the vector of `totals` for examples with stored predictions.
+        """Return the vector of `totals` for examples with stored outputs.
 
-        With `all_metrics=False` it excludes those that `tally` measures exactly.
+        If `all_metrics` is false, metrics that `tally` computes exactly are zero.
         """
         labels, outputs, weights, _ = part
         self._build(*(select_rows(tree, slice(0, 1)) for tree in part[:3]))
@@ -311,24 +311,23 @@ class Objective:
         if calls > _UNTRACED:
             function = self._traced
         if calls == _UNTRACED + 1:
-            # Relax the batch size at the first trace, or another size would trace again.
+            # Leave the batch size open in the first trace, to avoid another trace for the next
+            # size.
             any_number = tf.nest.map_structure(_relax_batch, given)
             self._traced.get_concrete_function(*any_number, all_metrics=all_metrics)
         found: Sums = function(*given, all_metrics=all_metrics).numpy()
         return found
 
     def means(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics from totals, without undefined ones."""
+        """Return the metrics computed from `totals`, without undefined ones."""
         return {name: value for name, value in self.measured(sums).items() if value is not None}
 
     def measured(self, sums: Sums, *, all_metrics: bool = True) -> dict[str, float | None]:
-        """Return the mean loss and the metrics from `totals`, or from a sum of totals.
+        """Return the mean loss and the metrics from a vector of `totals`, or a sum of such vectors.
 
-        A metric is None if these examples do not define it, like the area under the ROC for one
-        class. For `all_metrics` see `sums`.
-
-        Raises:
-            UserError: there are no examples.
+        A metric is None if it is undefined for these examples, such as the area under the ROC curve
+        for one class. If `all_metrics` is false, metrics that `tally` computes exactly are left
+        out.
         """
         if not sums[0]:
             raise UserError("there are no examples to measure the model on")
@@ -339,9 +338,9 @@ class Objective:
         return main_first(found, self.main_metric)
 
     def example_states(self, place: int, part: Part) -> Sums:
-        """Return the state [n, size] of a metric for each example separately.
+        """Return the state of a metric for each example separately [n, size].
 
-        `place` is the index of the state in `states`.
+        `place` is the metric's index in `states`.
         """
         self._build(*(select_rows(tree, slice(0, 1)) for tree in part[:3]))
         state = self.states[place]
@@ -351,7 +350,8 @@ class Objective:
             return np.stack([values * weights, weights], axis=1)
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
         if state.name not in self._traced_alone:
-            # Tracing for every part would take longer than the computation.
+            # Trace once per metric, because tracing for every part would take longer than
+            # computing.
             self._traced_alone[state.name] = tf.function(
                 partial(self._alone, state.measured), reduce_retracing=True
             )
@@ -371,18 +371,18 @@ class Objective:
         return tf.vectorized_map(alone, tf.nest.map_structure(tf.convert_to_tensor, given))
 
     def is_exact(self, measured: Measured) -> bool:
-        """Return whether the task's tally replaces a validation metric in an evaluation."""
+        """Return whether an evaluation takes a metric from the task's tally instead."""
         return measured.own and measured.path in self._exact
 
     def tally(self) -> Measuring:
-        """Return an accumulator for an evaluation or a slice."""
+        """Return an empty accumulator for an evaluation or a slice."""
         return Measuring(self)
 
     def _measure_all(self) -> list[Measured]:
         return [each.measured for each in self.states if each.measured]
 
     def _build(self, labels: Any, outputs: Any, weights: Any = None) -> None:
-        """Create the metrics, some of which create their variables at the first update."""
+        """Create the metrics, some of which create their variables only in the first update."""
         if len(self.states) > 1:
             return
         with named.skip_initial_values():
@@ -391,7 +391,7 @@ class Objective:
                 self.states.append(self.states[-1].next_state(each))
 
     def _all_metrics(self, labels: Any, outputs: Any) -> Iterator[Measured]:
-        """Yield the distinct metrics of the task, the configuration and the compiled model."""
+        """Yield each metric of the task, the configuration and the compiled model once."""
         yield from (
             Measured(_path(name), each, f"{name}_" if name else "", own=True)
             for name, part in self.task.parts.items()
@@ -425,7 +425,6 @@ class Objective:
     def _prepare_arguments(
         self, each: Measured, labels: Any, outputs: Any, weights: Any
     ) -> tuple[Any, ...]:
-        """Return labels, predictions and weights in the form that a metric takes."""
         task, path = self.task, each.path
         part = find_at_path(task.parts, path or ("",))
         true = find_at_path(labels, path)
@@ -443,7 +442,7 @@ class Objective:
     def _sums(
         self, labels: Any, outputs: Any, weights: Any, loss: Any = None, *, all_metrics: bool = True
     ) -> tf.Tensor:
-        """Return the vector of one batch; `loss` is its mean if the model computes its own loss."""
+        """Return the vector of a batch; `loss` is set if the model computes its own loss."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
             with whole_losses():
@@ -465,7 +464,7 @@ def has_own(model: keras.Model, method: str) -> bool:
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Return the path of an output; empty for a single output, which has no name."""
+    """Return the path of an output; it is empty for a single output, which has no name."""
     return (name,) if name else ()
 
 
@@ -479,33 +478,33 @@ def _label(target: Target) -> keras.KerasTensor:
 
 
 class Measuring(Tally):
-    """The metrics of some examples: exact ones from the task, others from their states."""
+    """Accumulates examples; the task computes exact metrics, and Keras states give the others."""
 
     def __init__(self, objective: Objective) -> None:
-        """Start without examples."""
+        """Create an empty accumulator."""
         self.count = 0
         self._objective = objective
         self._sums: Any = 0.0
         self._task = objective.task.tally()
 
     def add(self, part: Part) -> None:
-        """Add some examples."""
+        """Add the examples of a part."""
         self.count += len(tf.nest.flatten(part.labels)[0])
         self._sums = self._sums + self._objective.sums(part, all_metrics=False)
         self._task.add(part)
 
     def condense(self) -> None:
-        """Reduce the memory for the examples so far."""
+        """Free memory, if many examples have been added."""
         self._task.condense()
 
     def result(self) -> dict[str, Any]:
         """Return `metrics`, `intervals`, and further results of the task's tally."""
         found: dict[str, Any] = {"metrics": {}, "intervals": {}, **self._task.result()}
         others = self._objective.measured(self._sums, all_metrics=False)
-        # The loss weighs examples in a different way, and may differ from the task's.
+        # The configured loss may differ from the task's own loss.
         loss, exact = others[LOSS], found["metrics"].get(LOSS)
         if exact is not None and not math.isfinite(loss or 0.0):
-            # Single precision would lose digits.
+            # The sum in single precision has overflowed.
             loss = exact
         if exact is None or not math.isclose(loss or 0.0, exact, rel_tol=1e-3):
             found["intervals"].pop(LOSS, None)
@@ -513,7 +512,7 @@ class Measuring(Tally):
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
-    """Return labels, outputs and weights of one example of zeros; the model does not run."""
+    """Return labels, outputs and weights of zeros for one example, without running the model."""
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(spec)
     given = tf.nest.map_structure(
         lambda each: keras.KerasTensor((None, *each.shape[1:]), each.dtype.name), inputs
@@ -541,10 +540,10 @@ def _relax_batch(examples: tf.Tensor | None) -> tf.TensorSpec | None:
 
 
 def select_rows(tree: Any, rows: Any) -> Any:
-    """Return some rows of every array in a nested structure, which may contain None."""
+    """Return the given rows of all arrays in a nested structure; None stays None."""
     return tf.nest.map_structure(lambda each: None if each is None else each[rows], tree)
 
 
 def cast_outputs(outputs: Any) -> Any:
-    """Return a model's outputs as float32, for any compute dtype."""
+    """Cast a model's outputs to float32, whatever its compute dtype is."""
     return tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)

@@ -1,17 +1,17 @@
 """Ranking of offered items by whether they are taken: clicks, purchases, relevant answers.
 
-    label     as in `binary_classification`; the positive class is "taken", by default the second
-              one, since rarity does not identify it
+    label     as in `binary_classification`, with "taken" as the positive class: by default the
+              second class, because it is not always the rarer one
     outputs   scores [n, 1]: logits of "taken"
-    loss      binary cross entropy: each example by itself, so that scores are calibrated
-    metrics   those of `binary_classification`; if `data.group` identifies queries (a search, a
-              page, a user), an evaluation adds ndcg, mrr and query_auc: means over the queries
-              with a taken item, for query_auc also with one that was not taken
+    loss      binary cross entropy of single examples, so that scores are calibrated
+    metrics   those of `binary_classification`. If `data.group` identifies queries (a search, a
+              page, a user), an evaluation adds ndcg, mrr and query_auc: averages over the queries
+              with a taken item and, for query_auc, an item that was not taken
     answers   `logit` and `probability`
 
-A query is a number or a text, and has the mean weight of its examples. For tied scores the metrics
-are the expectation over their orders (McSherry and Najork 2008), so that a model with constant
-scores equals a random order.
+A query is identified by a number or a string, and its weight is the mean weight of its examples. If
+scores are tied, a metric is the expected value over all orders of the tied items (McSherry and
+Najork 2008), so that constant scores are as good as a random order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BY_QUERY = ("ndcg", "mrr", "query_auc")
 
 
 class Ranking(BinaryClassification):
-    """See the module."""
+    """A binary task whose scores rank items; see the module."""
 
     name = "ranking"
     positive_by = "order"
@@ -50,30 +50,30 @@ class Ranking(BinaryClassification):
     }
 
     def __init__(self, target: Target, *, group: str = "") -> None:
-        """Accept a label, and the feature that identifies a query."""
+        """Require a binary target; `group` is the feature that identifies queries."""
         super().__init__(target)
         self._group = group
 
     @property
     def main_metric(self) -> str:
-        """NDCG if queries are identified."""
+        """NDCG if queries are identified, else as in binary classification."""
         return "ndcg" if self._group else super().main_metric
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The feature that identifies a query."""
+        """The feature that identifies queries, if any."""
         return (self._group,) if self._group else ()
 
     @property
     def unit(self) -> str:
-        """The query: its examples are ranked together."""
+        """The feature that identifies queries, whose items are ranked together."""
         return self._group
 
     def predicted(self, outputs: Any) -> None:
-        """Return None: a ranking makes no decision."""
+        """Return None, because a ranking predicts no class."""
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return the values of each query, in the order of the groups."""
+        """Return the metric of each query, in the order of the query ids."""
         if not self._group or metric not in BY_QUERY:
             return None
         tally = QueryTally(self._group, Tally())
@@ -82,24 +82,24 @@ class Ranking(BinaryClassification):
         return tally.values()[metric].values
 
     def tally(self) -> Tally:
-        """Return an accumulator of examples and, if queries are identified, of queries."""
+        """Return an accumulator for the metrics of examples and, if identified, of queries."""
         return QueryTally(self._group, super().tally()) if self._group else super().tally()
 
 
 class Queries(NamedTuple):
-    """The values of a metric for each query that defines it, and their weights."""
+    """A metric for each query that defines it, and the weights of these queries."""
 
     values: Floats
     weights: Floats
 
     @property
     def mean(self) -> float | None:
-        """The mean over the queries, None if there are none."""
+        """The weighted mean over the queries; None if there are no queries."""
         return float(np.average(self.values, weights=self.weights)) if len(self.values) else None
 
     @property
     def interval(self) -> Interval:
-        """Its 95 % interval."""
+        """The 95 % interval of the mean."""
         moments = Moments()
         moments.add(self.values[np.newaxis], self.weights)
         (mean,), (error,) = moments.result()
@@ -107,32 +107,32 @@ class Queries(NamedTuple):
 
 
 class QueryTally(Tally):
-    """The metrics by example and by query; groups, labels and scores stay in memory."""
+    """Accumulates metrics of examples and queries; query ids, labels and scores stay in memory."""
 
     def __init__(self, group: str, examples: Tally) -> None:
-        """Start without examples; `group` names the feature of queries."""
+        """Create an empty accumulator; `group` is the feature that identifies queries."""
         self._group, self._examples = group, examples
         self._held: list[tuple[Array, ...]] = []
 
     def add(self, part: Part) -> None:
-        """Add some examples."""
+        """Add the examples of a part."""
         self._examples.add(part)
         # A view would keep the whole part in memory.
         scores, labels = part.outputs[:, 0].copy(), part.labels.astype(bool).ravel()
         self._held.append((part.columns[self._group], labels, scores, example_weights(part)))
 
     def condense(self) -> None:
-        """Reduce the memory for the metrics of examples."""
+        """Free memory of the metrics of examples."""
         self._examples.condense()
 
     def values(self) -> dict[str, Queries]:
-        """Return the metrics by query."""
+        """Return the metrics of each query."""
         if len(self._held) > 1:
             self._held = [tuple(np.concatenate(each) for each in zip(*self._held, strict=True))]
         return measure_queries(*self._held[0])
 
     def result(self) -> dict[str, Any]:
-        """Return the metrics of examples and of queries."""
+        """Return the metrics of examples and of queries, and the number of queries."""
         found, values = self._examples.result(), self.values()
         found["metrics"] |= {name: each.mean for name, each in values.items()}
         some = {name: each for name, each in values.items() if len(each.values)}
@@ -154,7 +154,7 @@ def measure_queries(
 ) -> dict[str, Queries]:
     """Return NDCG, reciprocal rank of the first taken item, and area under the ROC, by query.
 
-    Examples of weight 0 are not ranked.
+    Examples of weight 0 are ignored.
     """
     if weights is not None and not weights.all():
         groups, labels, scores, weights = (
@@ -167,10 +167,10 @@ def measure_queries(
     order = np.lexsort((-scores.astype(np.float64), query))
     ties = _ties(query[order], labels[order], scores[order])
     some, both = taken > 0, (taken > 0) & (taken < every)
-    # The ideal gain of a query with this number of taken items.
+    # By number of taken items, the highest possible gain of a query.
     best = np.concatenate([[0.0], np.cumsum(1 / np.log2(np.arange(len(order)) + 2))])
     gained = np.bincount(ties.query, ties.hits / ties.sizes * ties.discounts, count)
-    # The area from the ranks of taken items; equal scores share their mean rank.
+    # The area is computed from the ranks of taken items; tied items share their mean rank.
     behind = every[ties.query] - 1 - (ties.ranks + (ties.sizes - 1) / 2)
     pairs = np.bincount(ties.query, ties.hits * behind, count) - taken * (taken - 1) / 2
     weigh = heavy / np.maximum(every, 1)
@@ -182,7 +182,7 @@ def measure_queries(
 
 
 class _Ties(NamedTuple):
-    """Groups of equal scores of a query; `ranks` counts the examples before, by query and score."""
+    """Groups of equal scores within a query; `ranks` counts the items ranked above each group."""
 
     query: Array
     ranks: Array
@@ -209,7 +209,8 @@ def _first(ties: _Ties) -> Floats:
     _, at = np.unique(ties.query[found], return_index=True)
     own = found[at]
     sizes, hits, ranks = ties.sizes[own], ties.hits[own], ties.ranks[own]
-    # The probability of each position of the first of `hits` items among `sizes` in random order.
+    # If `sizes` tied items, `hits` of them taken, are in random order, the first taken item may be
+    # at several positions: compute the probability of each.
     tie = np.repeat(np.arange(len(own)), sizes)
     places = np.arange(len(tie)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     left, others = sizes[tie] - 1 - places, hits[tie] - 1

@@ -1,4 +1,4 @@
-"""The creation of the configured task for the targets of a dataset."""
+"""Creates the configured task for the targets of a dataset."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.task_loss import class_weights
 
 MULTI_OUTPUT = MultiOutput.name
-# The argument of a task that receives `data.group`.
+# The task argument that receives the value of `data.group`.
 _GROUP = "group"
 _log = logging.getLogger(__name__)
 
 
 class _Output(NamedTuple):
-    """The task of one output, its configuration, and the key of the configuration."""
+    """The task of an output, its configuration, and the key of that configuration."""
 
     kind: str
     said: OutputConfig
@@ -36,11 +36,11 @@ class _Output(NamedTuple):
 
 
 def create(config: TaskConfig, dataset: DatasetSpec) -> Task:
-    """Return the task of a configuration for a dataset; see `set_positive`.
+    """Create the configured task for a dataset from `set_positive`.
 
     Raises:
         ConfigError: the task does not exist, its arguments are wrong, or it does not support a
-            target.
+        target.
     """
     parts, weights = {}, {}
     for label, (kind, said, key) in _outputs(config, dataset).items():
@@ -52,7 +52,6 @@ def create(config: TaskConfig, dataset: DatasetSpec) -> Task:
 
 
 def _outputs(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
-    """Return the output of each label."""
     name = choose_task(config, dataset).name
     if name == MULTI_OUTPUT:
         return _several(config, dataset)
@@ -86,12 +85,13 @@ def _several(config: TaskConfig, dataset: DatasetSpec) -> dict[str, _Output]:
 
 
 def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
-    """Return the dataset in which the positive one of two classes comes second.
+    """Return the dataset with the positive class of each binary target in second place.
 
-    Only this function decides which class is positive; all other code uses the number 1.
+    Only this function decides which class is positive; all other code treats class 1 as positive.
 
     Raises:
-        ConfigError: see `create`; or `positive` is not a class, or the task has no positive class.
+        ConfigError: as in `create`; also if `positive` is not a class, or the task has no positive
+        class.
     """
     for label, (kind, said, key) in _outputs(config, dataset).items():
         task, target = _class(kind), find_target(dataset, label)
@@ -101,7 +101,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
                 f"{key}.positive: {kind} of {target.name!r} has no positive class: leave the key "
                 f"empty{_KEPT}"
             )
-        # The task refuses a target without two classes.
+        # Targets that do not have two classes are refused by the task.
         if task.positive_by and len(names) == TWO:
             second = _positive(task, target, names, said.positive, key)
             ordered = names if second else names[::-1]
@@ -109,7 +109,7 @@ def set_positive(config: TaskConfig, dataset: DatasetSpec) -> DatasetSpec:
     return dataset
 
 
-# If the model has a champion, the first step of a pipeline sets the key.
+# If the model has a champion, the first step of the pipeline fills in an empty key.
 _KEPT = (
     "; if the key is empty, the positive class is the champion's, and a model of other classes "
     "needs another name"
@@ -127,7 +127,7 @@ def _positive(task: type[Task], target: Target, names: tuple[str, ...], said: st
 
 
 def describe_task(config: TaskConfig, dataset: DatasetSpec) -> str:
-    """Describe task and positive class in one line, for a dataset from `set_positive`."""
+    """Describe the task and its positive class in one line, for a dataset from `set_positive`."""
     name, why = choose_task(config, dataset)
     said = []
     for label, output in _outputs(config, dataset).items():
@@ -178,18 +178,14 @@ def _require_feature(name: str, dataset: DatasetSpec) -> None:
 
 
 class Choice(NamedTuple):
-    """The name of a task, and the reason for it."""
+    """The name of a task, and the reason for choosing it."""
 
     name: str
     why: str
 
 
 def choose_task(config: TaskConfig, dataset: DatasetSpec) -> Choice:
-    """Return the configured task, or the one that suits the targets.
-
-    Raises:
-        ConfigError: no built-in task supports a target.
-    """
+    """Return the configured task, or infer it from the targets."""
     if config.name != AUTO:
         return Choice(config.name, "task.name says so")
     if len(dataset.targets) > 1:
@@ -201,10 +197,11 @@ def choose_task(config: TaskConfig, dataset: DatasetSpec) -> Choice:
 
 
 def infer_task(dataset: DatasetSpec, label: str) -> Choice:
-    """Return the task that suits a label.
+    """Return the task that fits a label.
 
-    A whole number is a class: TFDS stores classes so, and does not mark quantities. If the number
-    of classes is unknown, the task is `classification`, also after preparation has counted them.
+    An integer is treated as a class number, because TFDS stores classes as integers and does not
+    mark quantities. If the dataset declares no number of classes, the task is `classification`,
+    even if preparation has counted two.
     """
     target = find_target(dataset, label)
     kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
@@ -212,7 +209,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
         return Choice("regression", f"the label {target} is a quantity")
     if kind == "b" and not target.shape:
         return Choice("binary_classification", f"the label {target} is true or false")
-    # `find_target` would count classes without names.
+    # `find_target` would also return a counted number of classes.
     named = dataset.features[label].num_classes
     if kind in {"i", "u"} and not target.shape:
         if named == TWO:
@@ -232,7 +229,7 @@ def infer_task(dataset: DatasetSpec, label: str) -> Choice:
 
 
 def _is_per_position(dataset: DatasetSpec, target: Target) -> bool:
-    """Return whether an input has as many positions as a label: a sequence or an image."""
+    """Return whether some input has the positions of the label, such as a sequence or an image."""
     shapes = (dataset.features[name].shape for name in dataset.inputs)
     sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
     places = target.shape[: max(len(target.shape) - 1, 1)]
@@ -240,10 +237,10 @@ def _is_per_position(dataset: DatasetSpec, target: Target) -> bool:
 
 
 def make_objective(config: Config, dataset: DatasetSpec) -> Objective:
-    """Return the objective of a run on a dataset.
+    """Create the objective of a run on a dataset.
 
     Raises:
-        ConfigError: see `create`; also if a loss, a metric or a class does not exist.
+        ConfigError: as in `create`; also if a loss, a metric or a class does not exist.
     """
     task = create(config.task, dataset)
     champion, main_metric = config.gate.champion, config.task.main_metric
@@ -262,7 +259,6 @@ def make_objective(config: Config, dataset: DatasetSpec) -> Objective:
 
 
 def _class_weights(config: Config, task: Task) -> dict[str, Array]:
-    """Return the weights of classes, by label."""
     given = config.training.class_weights
     if given and "" not in task.parts:
         raise ConfigError(
@@ -280,9 +276,10 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
 
 
 def find_target(dataset: DatasetSpec, name: str) -> Target:
-    """Return the description of one target of a dataset.
+    """Return the description of a target.
 
-    For a whole number without class names, the counts of the examples give the number of classes.
+    If the dataset does not declare the number of classes of an integer label, use the number of
+    classes counted.
     """
     feature = dataset.features[name]
     counts = dataset.target_counts.get(name, {})

@@ -1,14 +1,14 @@
-"""Regression of one number, or of a vector or matrix of a fixed shape.
+"""Regression of one number, or of an array of a fixed shape.
 
     label     numbers of any type
-    outputs   floats of the label's shape; [n, 1] of single numbers
+    outputs   floats in the label's shape; [n, 1] if the label is a single number
     loss      mean squared error
     metrics   mean_absolute_error, mean_squared_error, root_mean_squared_error, r2_score
     answers   `prediction`, in the label's units and shape
 
-With `standardize`, the outputs are standardized by the mean and the standard deviation of the label
-in the training split, which helps the optimizer. Metrics and answers are always in the label's
-units; without `standardize`, the outputs are too, as in plain Keras.
+With `standardize`, outputs are standardized with the label's mean and standard deviation in the
+training split, which helps the optimizer. Without it, they are in the label's units, as in plain
+Keras. Metrics and answers are always in the label's units.
 """
 
 from __future__ import annotations
@@ -43,20 +43,21 @@ from flotilla.trainer.tasks.metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
-# The maximum of numbers for an exact median, and the minimum of examples if labels have many.
+# Number of values in memory for an exact median. If an example has many values, keep at least
+# `_LEAST` examples.
 _HELD, _LEAST = 1 << 22, 100_000
 
 
 class SquaredError(keras.losses.Loss):
-    """The mean over all numbers of an example of (output - label)^2."""
+    """The mean of (output - label)^2 over all numbers of an example."""
 
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
-        """Return the losses [n]."""
+        """Return the loss of each example [n]."""
         return tf.reduce_mean(tf.square(rows(y_pred) - rows(y_true)), axis=1)
 
 
 class Regression(Task):
-    """See the module; `task.args` may give `standardize`."""
+    """A task with numeric outputs; `task.args` may set `standardize`."""
 
     name = "regression"
     main_metric = "mean_absolute_error"
@@ -69,7 +70,7 @@ class Regression(Task):
     }
 
     def __init__(self, target: Target, *, standardize: bool = False) -> None:
-        """Accept numbers of a fixed shape."""
+        """Require a target with numbers of a fixed shape."""
         if target.dtype == "string" or np.dtype(target.dtype).kind not in "iubf":
             raise ConfigError(f"it takes numbers, not {target}")
         if target.labels and target.labels != tuple(map(str, range(len(target.labels)))):
@@ -89,38 +90,38 @@ class Regression(Task):
         super().__init__(target)
         self._standardized = standardize
         self.in_units = not standardize
-        # An unprepared dataset has no moments, and no model is trained on it.
+        # Before preparation there are no moments, and no model is trained.
         mean, std = target.moments.get("mean", 0.0), target.moments.get("std", 1.0)
         self._mean, self._std = (mean, std or 1.0) if standardize else (0.0, 1.0)
 
     @property
     def scale(self) -> tuple[float, float]:
-        """The mean and the standard deviation for outputs; 0 and 1 without standardization."""
+        """The mean and standard deviation for standardizing outputs; 0 and 1 if not configured."""
         return float(self._mean), float(self._std)
 
     @property
     def output_shape(self) -> Shape:
-        """The label's shape; (1,) for a single number, like the output of a dense layer."""
+        """The label's shape, or (1,) for a single number, because a dense layer returns [n, 1]."""
         return self.target.shape or (1,)
 
     def loss(self) -> keras.losses.Loss:
-        """Return the mean squared error of `loss_labels`."""
+        """Return the mean squared error."""
         return SquaredError(name="mean_squared_error")
 
     def loss_labels(self, labels: Any) -> Any:
-        """Return the labels, standardized if configured."""
+        """Return the labels in the units of the outputs."""
         return (tf.cast(labels, tf.float32) - self._mean) / self._std
 
     def chance_loss(self) -> float:
-        """Return the loss of zeros, which are the initial outputs of a model."""
+        """Return the loss of a model that returns zeros, as an untrained model does."""
         if self._standardized:
             return 1.0
         mean, std = self.target.moments.get("mean", 0.0), self.target.moments.get("std", 1.0)
-        # Both moments of a constant zero are zero.
+        # If all labels are zero, both moments are zero.
         return mean**2 + std**2 or 1.0
 
     def metrics(self) -> list[keras.Metric]:
-        """Return the errors in the label's units, and the share of variance explained."""
+        """Return the errors in the label's units, and R2."""
         numbers = math.prod(self.output_shape)
         return [
             metrics.MeanAbsoluteError(name="mean_absolute_error"),
@@ -130,28 +131,28 @@ class Regression(Task):
         ]
 
     def predictions(self, outputs: Any) -> Any:
-        """Return the numbers in the label's units, in the outputs' shape."""
+        """Convert outputs to the label's units; the shape stays the same."""
         return outputs * self._std + self._mean
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return `prediction`."""
+        """Return the column `prediction`, in the label's units."""
         found = self.predictions(outputs)
         return {"prediction": found if self.target.shape else tf.squeeze(found, axis=-1)}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return the outputs of a model with this task's standardization."""
+        """Convert predictions to outputs, with this task's standardization."""
         numbers = np.asarray(answers["prediction"])
         shaped = numbers if self.target.shape else numbers[..., np.newaxis]
         return (shaped - self._mean) / self._std
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the mean squared error [n]."""
+        """Return the mean squared error of each example [n]."""
         standardized = (_flat(labels) - self._mean) / self._std
         result: Floats = ((_flat(outputs) - standardized) ** 2).mean(axis=1)
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return label, prediction and error; of several numbers, those with the largest errors."""
+        """Return label, prediction and error; of several errors, return the largest."""
         true = np.ravel(label).astype(np.float64)
         predicted = np.ravel(self.predictions(output)).astype(np.float64)
         error = predicted - true
@@ -162,7 +163,7 @@ class Regression(Task):
         }
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the quantiles of the error, and predictions and errors by label."""
+        """Return the quantiles of the absolute error, and charts of predictions and residuals."""
         part = sample_examples(examples)
         true = _flat(part.labels)
         predicted = _flat(self.predictions(part.outputs))
@@ -188,7 +189,7 @@ class Regression(Task):
         return {"tables": [table], "charts": [over_labels, over_predictions]}
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Return the mean and the median of each number."""
+        """Return the mean and the median of the labels."""
         mean = weighted_mean(examples, lambda part: _flat(part.labels))
         some = sample_examples(examples, max(_HELD // len(mean), _LEAST))
         median = _median(_flat(some.labels), example_weights(some))
@@ -201,15 +202,15 @@ class Regression(Task):
         ]
 
     def tally(self) -> Tally:
-        """Return the accumulator of all metrics in `directions`."""
+        """Return an accumulator of all metrics in `directions`."""
         return RegressionTally(math.prod(self.output_shape), 1 / self._std, self.predictions)
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse a label that is not a finite number."""
+        """Raise `SplitError` for a label that is not finite."""
         refuse_labels(labels, ~np.isfinite(labels), "which is not a finite number")
 
     def check(self) -> None:
-        """Refuse labels that are not finite, and constant labels."""
+        """Refuse labels that are not finite, and labels that are constant in training."""
         if not self.target.moments:
             raise ConfigError(f"the label {self.target} has values that are not finite numbers")
         if not self.target.moments["std"]:
@@ -218,7 +219,6 @@ class Regression(Task):
 
 
 def _flat(values: Any) -> Floats:
-    """Return the numbers of each example as a row in double precision."""
     numbers = np.asarray(values)
     result: Floats = numbers.reshape(len(numbers), -1).astype(np.float64)
     return result
@@ -229,14 +229,13 @@ def _text(numbers: Floats) -> float | str:
 
 
 def _bin(x: Floats, y: Floats) -> list[list[float]]:
-    """Return the means of x and y in bins of equal counts, sorted by x."""
+    """Return the mean x and mean y of each bin, for bins of equal size in the order of x."""
     order = np.argsort(x, axis=None, kind="stable")
     bins = [each for each in np.array_split(order, _BINS) if len(each)]
     return [[float(x.ravel()[each].mean()), float(y.ravel()[each].mean())] for each in bins]
 
 
 def _median(numbers: Floats, weights: Floats) -> Floats:
-    """Return the weighted median of each column."""
     order = np.argsort(numbers, axis=0)
     passed = np.cumsum(weights[order], axis=0)
     place = (passed < weights.sum() / 2).sum(axis=0)

@@ -1,16 +1,16 @@
 """Classification of sequences: one class for the sequence, or one for each position.
 
-`sequence_to_label` is `classification` of padded inputs. A recurrent or a pooling layer must
-consume the mask of an embedding (`mask_zero`) inside the model.
+`sequence_to_label` is `classification` of padded inputs. The model must consume the mask of an
+embedding (`mask_zero`) itself, in a recurrent or pooling layer.
 
 `sequence_labelling`:
 
-    label     [places] of class numbers, or [height, width, 1] of a segmented image; numbers below
-              zero are padding and ignored
-    outputs   logits [n, places, classes]; a mask that Keras carries with them counts in training
-    loss      cross entropy: a mean over the places of an example, then over the examples, so that
-              an example has the same weight for any length and any split of a batch
-    metrics   accuracy (of places), example_accuracy (all places of an example), macro_f1
+    label     class numbers [positions], or [height, width, 1] for a segmented image. Negative
+              numbers are padding and ignored
+    outputs   logits [n, positions, classes]; if Keras attaches a mask, training uses it
+    loss      cross entropy, averaged over the positions of an example and then over examples, so
+              that the weight of an example depends neither on its length nor on its batch
+    metrics   accuracy (of positions), example_accuracy (all positions are correct), macro_f1
     answers   `logits` and `probabilities`
 """
 
@@ -48,12 +48,12 @@ _MOST_PLACES = 12
 
 
 class SequenceToLabel(Classification):
-    """See the module."""
+    """Classification of a whole sequence; see the module."""
 
     name = "sequence_to_label"
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse logits for each position."""
+        """Refuse outputs that have logits for each position."""
         shape = tuple(getattr(output, "shape", ()))
         if len(shape) > len((None, *self.output_shape)):
             raise ConfigError(
@@ -64,10 +64,10 @@ class SequenceToLabel(Classification):
 
 
 class PlaceLoss(keras.losses.Loss):
-    """The mean cross entropy over the labelled positions of an example."""
+    """The cross entropy of an example, averaged over its labelled positions."""
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
-        """Return the mean over the examples; weights are [n] or [n, positions]."""
+        """Return the mean loss of the examples; weights are [n] or [n, positions]."""
         labels, logits = places(y_true), places(y_pred, classes=True)
         known = tf.cast(labels >= 0, tf.float32)
         mask = getattr(y_pred, "_keras_mask", None)
@@ -83,16 +83,16 @@ class PlaceLoss(keras.losses.Loss):
         return super().__call__(losses, losses, weights)
 
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
-        """Return the losses [n]."""
+        """Return the losses of the examples [n]."""
         del y_true
         return y_pred
 
 
 def places(values: Any, *, classes: bool = False) -> tf.Tensor:
-    """Return the positions of each example in one axis [n, positions], or with classes."""
+    """Flatten the positions of each example to [n, positions], or [n, positions, classes]."""
     last = [values.shape[-1]] if classes else []
     sizes = values.shape[1:-1] if classes else values.shape[1:]
-    # A variable size is unknown while tracing.
+    # A variable size is not known while the function is traced.
     count = (
         tf.reduce_prod(tf.shape(values)[1 : values.shape.rank - classes])
         if None in sizes
@@ -106,7 +106,7 @@ class PlaceMetrics(metrics.MacroF1):
     """`accuracy` and `macro_f1` of positions, and `example_accuracy`."""
 
     def __init__(self, classes: int) -> None:
-        """Start with `classes` classes."""
+        """Create the metrics for this number of classes."""
         super().__init__(classes, name="places")
         self.all_right = self.add_weight(name="all_right", initializer="zeros")
         self.weight = self.add_weight(name="weight", initializer="zeros")
@@ -123,7 +123,7 @@ class PlaceMetrics(metrics.MacroF1):
         self.weight.assign_add(tf.reduce_sum(weight))
 
     def result(self) -> dict[str, tf.Tensor]:
-        """Return the three metrics."""
+        """Return the three metrics by name."""
         right, either = map(tf.convert_to_tensor, (self.right, self.either))
         return {
             "accuracy": 2 * tf.reduce_sum(right) / tf.reduce_sum(either),
@@ -133,7 +133,7 @@ class PlaceMetrics(metrics.MacroF1):
 
 
 class SequenceLabelling(Softmax):
-    """See the module."""
+    """Classification of each position; see the module."""
 
     name = "sequence_labelling"
     directions: ClassVar[Mapping[str, Direction]] = {
@@ -144,21 +144,21 @@ class SequenceLabelling(Softmax):
     }
 
     def __init__(self, target: Target) -> None:
-        """Accept a class for each position."""
+        """Require a target with one class number per position."""
         if not target.shape or np.dtype(target.dtype).kind not in "iub":
             raise ConfigError(f"it takes a whole number for each place, not {target}")
         super().__init__(target)
 
     @property
     def output_shape(self) -> Shape:
-        """One logit per class and position."""
+        """One logit per position and class."""
         *most, last = self.target.shape
         return (
             (*most, self.num_classes) if last in {0, 1} else (*self.target.shape, self.num_classes)
         )
 
     def loss(self) -> keras.losses.Loss:
-        """Return the cross entropy."""
+        """Return the cross entropy of the positions."""
         return PlaceLoss(name="places")
 
     def metrics(self) -> list[keras.Metric]:
@@ -166,7 +166,7 @@ class SequenceLabelling(Softmax):
         return [PlaceMetrics(self.num_classes)]
 
     def example_losses(self, labels: Array, outputs: Array) -> Floats:
-        """Return the mean cross entropy [n] over the positions."""
+        """Return the cross entropy of each example [n], averaged over its positions."""
         flat = labels.reshape(len(labels), -1).astype(np.int64)
         logits = outputs.reshape(-1, self.num_classes)
         each = super().example_losses(np.maximum(flat, 0).ravel(), logits).reshape(flat.shape)
@@ -175,7 +175,7 @@ class SequenceLabelling(Softmax):
         return result
 
     def described(self, label: Any, output: Any) -> dict[str, Any]:
-        """Return the first labels and predictions, and the share of correct ones."""
+        """Return the first labels and predictions, and the fraction of correct ones."""
         true, found = label.ravel(), output.argmax(axis=-1).ravel()
         known = true >= 0
         return {
@@ -199,7 +199,7 @@ class SequenceLabelling(Softmax):
             counts = counts + np.bincount(cells.ravel(), known.ravel(), size)
             shape = part.outputs.shape[1:]
         by_place = counts.reshape(-1, self.num_classes)
-        # A position that is always padding has no statistics.
+        # Positions that are always padding have no labels to count.
         shares = (by_place + 1e-9) / (by_place + 1e-9).sum(axis=1, keepdims=True)
         likeliest = shares == shares.max(axis=1, keepdims=True)
         top = int(by_place.sum(axis=0).argmax())
@@ -214,7 +214,7 @@ class SequenceLabelling(Softmax):
         ]
 
     def make_test(self, metric: str, part: Part) -> Tested | None:
-        """Test the macro F1 by the metric itself."""
+        """Return a permutation test of the macro F1."""
         if metric != "macro_f1":
             return None
         found = part.outputs.argmax(axis=-1).reshape(len(part.labels), -1)
@@ -224,7 +224,7 @@ class SequenceLabelling(Softmax):
         )
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the names of the classes."""
+        """Return the class names."""
         del examples
         return {"labels": list(self.labels)}
 
@@ -233,7 +233,7 @@ class SequenceLabelling(Softmax):
         return PositionTally(self.labels)
 
     def check_labels(self, labels: Any) -> None:
-        """Refuse a label that is neither a class nor padding."""
+        """Raise `SplitError` for a label that is neither a class nor padding."""
         last = self.num_classes - 1
         refuse_labels(labels, labels > last, f"outside of 0 to {last}")
 

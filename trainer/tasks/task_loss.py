@@ -1,10 +1,10 @@
-"""The loss of a task in place of Keras's loss container, with Keras's scaling.
+"""The loss of a task, which replaces Keras's loss container and its scaling.
 
-Keras divides losses by the number of replicas, because it sums their gradients. Here gradients are
-averaged, and a loss is the mean of its batch.
+Keras divides a loss by the number of replicas, because it adds up their gradients. Here gradients
+are averaged, so that the loss is the mean over the batch.
 
-In training each example has the weight of its class, as in Keras's `fit`. For a task with several
-labels per example, the weights apply to each label.
+In training, each example is weighted by its class, as in Keras's `fit`. If an example has several
+labels, the class weights apply to each label.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Array, Task
 from flotilla.trainer.tasks.compiled import Term
 
-# The number of class names that a message shows.
+# Maximum number of class names in a message.
 _SOME = 5
 
 
 class TaskLoss:
-    """The loss of a task in place of Keras's loss container; it has no variables."""
+    """The loss of a task, which replaces Keras's loss container; it has no variables."""
 
     metrics: tuple[()] = ()
     variables: tuple[()] = ()
 
     def __init__(self, terms: Sequence[Term]) -> None:
-        """Store the terms, whose sum is minimized."""
+        """Store the terms of the loss, which are added."""
         self.terms = terms
 
     def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-        """Return the mean loss of a batch from the model's return value."""
+        """Return the mean loss of a batch, from the values that the model returns."""
         total = tf.constant(0.0)
         for path, loss, weight, part in self.terms:
             true = find_at_path(labels, path)
@@ -52,14 +52,14 @@ class TaskLoss:
 
 
 def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
-    """Return the value at the path of an output; a single value applies to all outputs."""
+    """Return the value at an output's path; a value above it applies to all outputs."""
     for key in path:
         tree = tree[key] if isinstance(tree, Mapping) else tree
     return tree
 
 
 def _split_labels(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Separate the loss of each label if labels, not only examples, have weights."""
+    """Add an axis, so that the loss is computed per label, if weights are given per label."""
     rank = len(labels.shape)
     if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
         return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
@@ -67,13 +67,13 @@ def _split_labels(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, An
 
 
 def attach(model: keras.Model, loss: TaskLoss) -> None:
-    """Set the loss of a model."""
+    """Make a model use this loss."""
     model._compile_loss = loss
     model._aggregate_additional_loss = _cast_layer_loss
 
 
 def _cast_layer_loss(loss: Any) -> tf.Tensor:
-    """Return the loss of a layer as a float32 scalar, because Keras cannot add mixed precision."""
+    """Return a layer's loss as a float32 scalar. Keras cannot add losses of different types."""
     return keras_loss.scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
 
 
@@ -81,7 +81,7 @@ def _cast_layer_loss(loss: Any) -> tf.Tensor:
 def whole_losses() -> Iterator[None]:
     """Prevent Keras from dividing losses by the number of replicas in this block.
 
-    Keras would not divide the terms of a user's `compute_loss`.
+    Otherwise Keras would divide them, except in a user's `compute_loss`.
     """
     divide = keras_loss.scale_loss_for_distribution
     keras_loss.scale_loss_for_distribution = lambda value: value
@@ -92,14 +92,15 @@ def whole_losses() -> Iterator[None]:
 
 
 def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Array | None:
-    """Return the weight of each class [classes] of one label; None if all are equal.
+    """Return the weight of each class of a label [classes]; None if all are equal.
 
-    `balanced` gives a class the weight `examples / (classes * examples of the class)` of the
-    training split, so that all classes have the same total weight; None before preparation.
+    `balanced` gives each class the weight `examples / (classes * examples of the class)`, counted
+    in the training split, so that all classes have the same total weight. Before preparation the
+    counts are unknown, and the result is None.
 
     Raises:
-        ConfigError: the task has no classes, or no such class; a class has no example. It begins
-            with the key.
+        ConfigError: the task has no classes, a class is unknown, or a class has no examples. The
+        message begins with `key`.
     """
     if not given:
         return None
@@ -118,9 +119,9 @@ def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Arr
 
 
 def weights_by_class(weights: Array, task: Task, labels: Any, examples: Any) -> tf.Tensor:
-    """Return the weights of a batch, from its labels and the weights of its examples, or None.
+    """Return the training weights of a batch, in the shape of its labels.
 
-    They have the shape of the labels.
+    `examples` are the weights of the examples, or None.
     """
     each = tf.constant(weights)
     if len(task.target.shape) == 1 and task.link == "sigmoid":

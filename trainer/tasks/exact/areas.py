@@ -1,14 +1,15 @@
-"""Areas under the curves of a score, which measure separation independently of a threshold.
+"""Areas under curves, which measure how well scores separate true from false examples.
 
-    auc                 how often a true example has a higher score than a false one; of pairs
-                        with equal scores half count (Mann and Whitney 1947)
+    auc                 the probability that a true example has a higher score than a false one;
+                        ties count half (Mann and Whitney 1947)
     average_precision   the mean, over the true examples, of the precision at their score
 
-Both equal scikit-learn's, and are independent of the range of the scores. A constant score has an
-`auc` of 0.5, and the share of true examples as average precision.
+Both agree with scikit-learn, and depend only on the order of the scores. A constant score has an
+`auc` of 0.5, and an average precision equal to the fraction of true examples.
 
-Standard errors come from the influence of each example, the derivative by its weight: for `auc`
-this is the variance of DeLong, DeLong and Clarke-Pearson (1988).
+Standard errors are computed from the influence of each example, which is the derivative with
+respect to its weight. For `auc` this gives the variance of DeLong, DeLong and Clarke-Pearson
+(1988).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import numpy.typing as npt
 from flotilla.trainer.tasks.exact import intervals
 from flotilla.trainer.tasks.exact.intervals import Interval
 
-# The number of distinct scores to keep, over all columns, if the examples exceed the memory.
+# Number of distinct scores to keep in all columns, and the minimum per column, if the examples do
+# not fit into memory.
 _FEW, _LEAST = 1 << 18, 1 << 10
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
@@ -30,23 +32,23 @@ Places = npt.NDArray[np.intp]
 
 
 class Areas(NamedTuple):
-    """Both areas; NaN if all examples are of one kind."""
+    """Both areas; NaN if all examples are true or all are false."""
 
     auc: float
     average_precision: float
 
 
 class Influences(NamedTuple):
-    """The influence of each example on both areas: arrays of one shape."""
+    """The influence of each example on both areas, in arrays of equal shape."""
 
     auc: Doubles
     average_precision: Doubles
 
 
 class Ranked(NamedTuple):
-    """The distinct scores in descending order, with the sums of the weights of their examples.
+    """The distinct scores in descending order, with sums over the examples that have each score.
 
-    `true_squares` and `false_squares` are the sums of the squared weights.
+    `true` and `false` are sums of weights, `true_squares` and `false_squares` of squared weights.
     """
 
     scores: Floats
@@ -57,24 +59,24 @@ class Ranked(NamedTuple):
 
     @classmethod
     def merge(cls, parts: Sequence[Ranked]) -> Ranked:
-        """Return the scores of all parts together."""
+        """Merge the scores of several parts."""
         scores, *sums = (np.concatenate(each) for each in zip(*parts, strict=True))
         order = np.argsort(-scores)
         begins = np.flatnonzero(_differs(scores[order]))
         return cls(scores[order[begins]], *(np.add.reduceat(each[order], begins) for each in sums))
 
     def thin(self, most: int) -> Ranked:
-        """Return at most about `most` scores, each for an equal share of both kinds of examples.
+        """Merge neighboring scores into at most about `most` intervals of equal weight.
 
-        Scores within a share count as equal. If a quarter of a million scores remain of four
-        million examples, `auc` decreases by 2e-6 and the average precision by 4e-5.
+        Scores in the same interval are treated as tied. If four million scores are reduced to a
+        quarter of a million, `auc` decreases by 2e-6, and the average precision by 4e-5.
         """
         if len(self.scores) <= most:
             return self
         both = (np.cumsum(each) / max(each.sum(), 1e-300) for each in (self.true, self.false))
         place = np.floor(sum(both) * (most / 2))
         begins = np.flatnonzero(_differs(place))
-        # The score in the middle of each interval represents it.
+        # The middle score of each interval represents it.
         middle = (begins + np.append(begins[1:], len(place))) // 2
         return Ranked(self.scores[middle], *(np.add.reduceat(each, begins) for each in self[1:]))
 
@@ -92,18 +94,18 @@ class Ranked(NamedTuple):
         return self.influences()[0]
 
     def influences(self) -> tuple[Areas, Influences, Influences]:
-        """Return both areas, and the influences of a true and of a false example at each score."""
+        """Return both areas, and the influence of a true and of a false example at each score."""
         hits, misses = np.cumsum(self.true), np.cumsum(self.false)
         if not len(hits) or not hits[-1] or not misses[-1]:
             none = Influences(*np.zeros((2, len(hits))))
             return Areas(np.nan, np.nan), none, none
-        # Shares, because the product of two tiny sums would underflow.
+        # Use fractions, because the product of two tiny sums would underflow.
         true, false = self.true / hits[-1], self.false / misses[-1]
         above, below = hits / hits[-1] - true / 2, 1 - misses / misses[-1] + false / 2
         both = hits + misses
         precision = _shares(hits, both)
         areas = Areas(_product(false, above), _product(true, precision))
-        # An example affects the precision at its score and at each lower one.
+        # An example affects the precision at its own score and at all lower scores.
         share = _shares(true, both)
         loss = _reverse_cumsum(share * precision)
         gain = _reverse_cumsum(share) - loss
@@ -114,7 +116,7 @@ class Ranked(NamedTuple):
         return areas, of_true, Influences((above - areas.auc) / misses[-1], -loss)
 
     def errors(self, of_true: Influences, of_false: Influences) -> Areas:
-        """Return the standard errors of both areas, from the influences."""
+        """Return the standard errors of both areas, computed from the influences."""
         kinds = ((self.true_squares, of_true), (self.false_squares, of_false))
         pairs = [[_product(squares, each**2) for each in found] for squares, found in kinds]
         variances = (sum(pair) for pair in zip(*pairs, strict=True))
@@ -128,24 +130,24 @@ class Ranked(NamedTuple):
 
     @property
     def correction(self) -> float:
-        """The small-sample correction of a standard error, by the rarer kind."""
+        """The small-sample correction of standard errors, by the size of the rarer kind."""
         count = min(self.counts)
         return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
 
 def areas(labels: Any, scores: Floats, weights: Floats | None = None) -> Areas:
-    """Return both areas of examples [n], without those of weight 0."""
+    """Return both areas for examples [n], without those of weight 0."""
     return rank_scores(labels, scores, weights).areas()
 
 
 def influences(
     labels: Any, scores: Floats, weights: Floats | None = None
 ) -> tuple[Areas, Influences]:
-    """Return both areas, and the influence [n] of each example; needs both kinds of examples.
+    """Return both areas, and the influence of each example on them [n].
 
-    The sum of weight times influence is 0, and the sum of its squares is the variance of an area.
-    For two models on the same examples, the differences of the influences give the variance of the
-    difference.
+    There must be true and false examples. The sum of weight times influence is 0, and the sum of
+    its squares is the variance of the area. To get the variance of the difference between two
+    models on the same examples, use the differences of their influences.
     """
     order = np.argsort(-scores)
     found = rank_scores(labels, scores, weights, order)
@@ -157,7 +159,7 @@ def influences(
 def rank_scores(
     labels: Any, scores: Floats, weights: Floats | None = None, order: Places | None = None
 ) -> Ranked:
-    """Return the distinct scores with the weights of the examples; `order` may sort them."""
+    """Return the distinct scores with the summed weights; `order` may be given to save sorting."""
     order = np.argsort(-scores) if order is None else order
     ordered, yes = scores[order], np.asarray(labels).astype(bool)[order]
     begins = np.flatnonzero(_differs(ordered))
@@ -171,7 +173,7 @@ def rank_scores(
 
 
 def _places(scores: Floats, order: Places) -> Places:
-    """Return the index [n] of each example's score among the distinct scores."""
+    """Return for each example the index of its score among the distinct scores [n]."""
     place = np.empty_like(order)
     place[order] = np.cumsum(_differs(scores[order])) - 1
     return place
@@ -180,13 +182,13 @@ def _places(scores: Floats, order: Places) -> Places:
 def _expand(
     yes: npt.NDArray[np.bool_], place: Places, of_true: Influences, of_false: Influences
 ) -> list[Doubles]:
-    # One table for both kinds, and one look-up.
+    # Join both tables, so that one lookup is enough.
     row = place + len(of_true.auc) * ~yes
     return [np.concatenate(pair)[row] for pair in zip(of_true, of_false, strict=True)]
 
 
 def _product(one: Doubles, other: Doubles) -> float:
-    # Pairwise summation is exact enough, and runs on this thread alone.
+    # Pairwise summation is exact enough, and uses only this thread.
     return float((one * other).sum())
 
 
@@ -204,14 +206,14 @@ def _reverse_cumsum(values: Doubles) -> Doubles:
 
 
 class Scores:
-    """Scores of examples in columns with their labels, and the areas of each column.
+    """Accumulates scores in columns with their labels, and computes the areas of each column.
 
-    Areas are exact while all examples are in memory, with their outputs, labels and weights (13
-    bytes per example for one column in single precision). `condense` keeps about `_FEW` scores.
+    The areas are exact while all examples are in memory, with scores, labels and weights (13 bytes
+    per example for a float32 column). `condense` keeps about `_FEW` scores.
     """
 
     def __init__(self, columns: int = 1, scored: Callable[[Floats], Floats] | None = None) -> None:
-        """Start without examples; `scored` converts the stored values to scores."""
+        """Create an empty accumulator; `scored` converts the stored values to scores."""
         self._columns, self._scored = columns, scored
         self._held: list[tuple[Any, Floats, Floats]] = []
         self._ranked: list[Ranked] = []
@@ -219,12 +221,12 @@ class Scores:
     def add(self, labels: Any, scores: Floats, weights: Floats) -> None:
         """Add examples: scores [n, columns], weights [n], and bool labels [n, columns].
 
-        Labels [n] are numbers of the true column.
+        Labels may also be [n], the number of the true column.
         """
         self._held.append((labels, scores, weights))
 
     def condense(self) -> None:
-        """Reduce many examples to few scores."""
+        """If there are many examples, replace them by fewer scores."""
         most = max(_FEW // self._columns, _LEAST)
         if sum(len(scores) for _, scores, _ in self._held) > 4 * most:
             labels, scores, weights = self._all_held()
@@ -255,7 +257,7 @@ class Scores:
         columns = np.array(found)
         defined = columns[~np.isnan(columns[:, 0])]
         squares = (defined[:, 2:4] ** 2).sum(axis=0)
-        # Influences of condensed examples may all be equal.
+        # After `condense` the influences of examples are unknown, and may all be equal.
         whole = defined[:, 2:4].sum(axis=0) ** 2
         if self._columns > 1 and not self._ranked:
             whole = (together**2).sum(axis=1)
@@ -271,7 +273,7 @@ class Scores:
         return labels, self._scored(scores) if self._scored and len(scores) else scores, weights
 
     def _yes(self, at: int, labels: Any, weights: Floats) -> npt.NDArray[np.bool_]:
-        """Return which examples are true; if all are of one kind, the order is irrelevant."""
+        """Return which examples are true; empty if all are or none is, to save sorting."""
         yes: npt.NDArray[np.bool_]
         yes = labels == at if labels.ndim == 1 else labels[:, at].astype(bool)
         both = self._ranked or (weights[yes].any() and weights[~yes].any())
@@ -291,9 +293,9 @@ class Scores:
 
 
 class ColumnAreas(NamedTuple):
-    """Areas of each column, their standard errors, the size of the rarer kind, and its share.
+    """Per column: areas, standard errors, number of the rarer kind, fraction of true examples.
 
-    `inflation` is the variance of a mean relative to that of independent columns.
+    `inflation` is the variance of the mean, divided by its variance for independent columns.
     """
 
     columns: Doubles
@@ -301,7 +303,7 @@ class ColumnAreas(NamedTuple):
 
     @property
     def each(self) -> list[dict[str, float | None]]:
-        """The areas of each column, None for a column with one kind of examples."""
+        """The areas of each column; None if the column has only one kind of examples."""
         return [
             {name: None if np.isnan(value) else float(value) for name, value in pairs}
             for pairs in (zip(Areas._fields, row, strict=False) for row in self.columns)
@@ -317,7 +319,7 @@ class ColumnAreas(NamedTuple):
         """Return the intervals of the means."""
         found, columns = {}, self._defined
         for at, name in enumerate(Areas._fields if len(columns) else ()):
-            # Unseen examples are ranked at random.
+            # Assume that unseen examples would be ranked at random.
             ends = [
                 intervals.metric_interval(
                     row[at], row[2 + at], row[4], unseen=(row[5] if at else 1 / 2,)

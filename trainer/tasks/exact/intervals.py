@@ -1,9 +1,10 @@
-"""The 95 % interval of a metric from its standard error, on a scale that respects its bounds.
+"""The 95 % interval of a metric, computed from its standard error, within the metric's bounds.
 
-A share stays within 0 to 1, an error is at least 0, and an explained variance is at most 1. Shares
-use the log-odds scale and errors the log scale, both with quantiles of t. If all examples of one
-kind are equal, such as a few positive ones, the standard error is 0. Other examples may still
-exist: a share `unseen` (Wilson 1927, no hit among n). Each interval includes the metric with them.
+A fraction lies between 0 and 1, an error is at least 0, and an explained variance is at most 1.
+Fractions use the log-odds scale and errors the log scale, with quantiles of Student's t. If all
+examples of one kind are equal, for example a few positive ones, the standard error is 0 although
+unseen examples may differ. The interval therefore includes the metric with a fraction of unseen
+examples, as in Wilson's interval (1927) for no hits among n.
 
 `count` is the effective number of examples (Kish 1965, section 11.7).
 """
@@ -22,7 +23,7 @@ CONFIDENCE = 0.95
 Interval = list[float]
 Floats = npt.NDArray[np.floating[Any]]
 _OUTSIDE = (1 + CONFIDENCE) / 2
-# Quantile of the normal distribution, with half of the error on each side.
+# The quantile of the normal distribution for a two-sided interval.
 NORMAL = float(special.ndtri(_OUTSIDE))
 _TINY = 1e-12
 
@@ -34,9 +35,9 @@ def kish(weight: Any, squares: Any) -> Any:
 
 
 def wilson(share: Any, count: Any, normal: float = NORMAL) -> tuple[Any, Any]:
-    """Return the ends of the score intervals of shares (Wilson 1927, J. Am. Stat. Assoc. 22).
+    """Return the ends of the score intervals of fractions (Wilson 1927, J. Am. Stat. Assoc. 22).
 
-    SciPy's version needs whole counts. Without examples the interval is 0 to 1.
+    SciPy's version requires integer counts. Without examples the interval is 0 to 1.
     """
     share, count = np.asarray(share, np.float64), np.asarray(count, np.float64)
     inside = np.maximum(share * (1 - share), 0) * count + normal**2 / 4
@@ -46,19 +47,19 @@ def wilson(share: Any, count: Any, normal: float = NORMAL) -> tuple[Any, Any]:
 
 
 def middle(share: Any, count: Any, normal: float = NORMAL) -> Any:
-    """Return the middle of the score interval of a share."""
+    """Return the middle of the score interval of a fraction."""
     return (share * count + normal**2 / 2) / (count + normal**2)
 
 
 def share_interval(share: float, count: float) -> Interval:
-    """Return the interval of a share of the examples."""
+    """Return the interval of a fraction of the examples."""
     return [float(each) for each in wilson(share, count)]
 
 
 def metric_interval(
     value: float, error: float, count: float, unseen: Sequence[float] = (0, 1)
 ) -> Interval:
-    """Return the interval of a metric from 0 to 1; `unseen` has the metrics of unseen examples."""
+    """Return the interval of a metric in [0, 1]; `unseen` are its values for unseen examples."""
     if not count > 1:
         return [0.0, 1.0]
     ends = [value]
@@ -72,10 +73,10 @@ def metric_interval(
 
 
 def above_zero(value: float, error: float, count: float, unseen: float = 0.0) -> Interval | None:
-    """Return the interval of a metric without an upper bound; None for one example."""
+    """Return the interval of a metric without an upper bound; None for fewer than two examples."""
     if not (count > 1 and np.isfinite([value, error]).all()):
         return None
-    # A factor that overflows means no bound.
+    # The limit avoids an overflow; a factor this large means that there is no bound.
     margin = min(_t(count) * error / value, 300.0) if value > 0 else 0.0
     share = NORMAL**2 / (count + NORMAL**2)
     high = max(value * math.exp(margin), value + share * (unseen - value))
@@ -89,10 +90,10 @@ def below_one(value: float, error: float, count: float) -> Interval | None:
 
 
 def mean_interval(values: Floats, ends: Sequence[Floats], inflation: float) -> Interval:
-    """Return the interval of a mean of values from 0 to 1 (Zou and Donner 2008).
+    """Return the interval of the mean of values between 0 and 1 (Zou and Donner 2008).
 
-    It adds the squared distances of the ends from the values; `inflation` corrects the sum for
-    dependent values.
+    The squared distances between the ends and the values are added; `inflation` corrects the sum
+    for dependent values.
     """
     low, high = (
         float(np.sqrt(inflation * ((end - values) ** 2).sum())) / len(values) for end in ends

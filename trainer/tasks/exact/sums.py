@@ -1,9 +1,9 @@
 """Sums over weighted examples, for metrics and their standard errors.
 
-Moments       for metrics that are means of example values
-Groups        for metrics that are functions of sums: examples are split into groups, and the
+Moments       for metrics that are means of values of the examples
+Groups        for metrics that are functions of sums: the examples are split into groups, and the
               metric is recomputed without each group (the jackknife; Quenouille 1949)
-Calibration   for probabilities, by bins
+Calibration   for probabilities, in bins
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Doubles = npt.NDArray[np.float64]
 
 
 class Moments:
-    """The means of example values, and their standard errors."""
+    """The weighted means of values of the examples, and their standard errors."""
 
     def __init__(self) -> None:
-        """Start without examples."""
+        """Create empty sums."""
         self._near: Any = None
         self._weight = self._squares = 0.0
         self._first = self._squared_first = self._second = np.zeros(0)
@@ -37,7 +37,7 @@ class Moments:
         """Add examples: values [values, n], weights [n]."""
         values, weights = values.astype(np.float64), weights.astype(np.float64)
         if self._near is None:
-            # Squares of values far from 0 would lose precision.
+            # Center the values, because squares of values far from 0 lose precision.
             self._near = values.mean(axis=1)
             self._first = self._squared_first = self._second = np.zeros(len(values))
         centred, squares = values - self._near[:, np.newaxis], weights**2
@@ -62,10 +62,10 @@ class Moments:
 
 
 class Groups:
-    """Sums of the examples by group; examples are assigned to the groups in rotation."""
+    """Sums over groups of examples; the examples are assigned to the groups in turn."""
 
     def __init__(self, size: int) -> None:
-        """Start without examples; an example is `size` numbers, the first of them its weight."""
+        """Create empty sums for examples of `size` numbers, of which the first is the weight."""
         groups = int(np.clip(_NUMBERS // size, _FEWEST_GROUPS, _MOST_GROUPS))
         self._sums, self._next = np.zeros((groups, size)), 0
 
@@ -78,12 +78,12 @@ class Groups:
 
     @property
     def total(self) -> Doubles:
-        """The sums over all examples."""
+        """The sums over all examples [size]."""
         found: Doubles = self._sums.sum(axis=0)
         return found
 
     def errors(self, function: Callable[[Doubles], Doubles]) -> list[float]:
-        """Return the standard errors of metrics [..., metrics] computed from sums [..., size]."""
+        """Return standard errors of metrics [..., metrics] computed from sums [..., size]."""
         some = self._sums[self._sums[:, 0] > 0]
         without = function(self.total - some)
         spread = ((without - without.mean(axis=0)) ** 2).sum(axis=0)
@@ -92,17 +92,17 @@ class Groups:
 
 
 class Calibration:
-    """Expected calibration error: the mean of |probability - share of true labels|.
+    """Expected calibration error: the mean of |probability - fraction of true labels|.
 
-    The mean is over bins of equal width, weighted by their content (Guo et al. 2017).
+    The mean is over bins of equal width, weighted by the examples in them (Guo et al. 2017).
     """
 
     def __init__(self) -> None:
-        """Start without examples."""
+        """Create empty sums."""
         self._sums = np.zeros((4, BINS))
 
     def add(self, true: Any, sure: Floats, weights: Floats) -> None:
-        """Add probabilities [n], and whether their predictions are true [n]."""
+        """Add probabilities [n], and whether what they predict is true [n]."""
         place = np.minimum((sure * BINS).astype(np.int64), BINS - 1)
         each = (weights, weights * sure, weights * true, weights**2)
         self._sums += [np.bincount(place, one, BINS) for one in each]
@@ -112,14 +112,14 @@ class Calibration:
         return weight, sure / weight, true / weight, squares
 
     def error(self) -> float:
-        """Return the mean."""
+        """Return the calibration error."""
         weight, sure, true, _ = self._bins()
         return float(weight @ np.abs(sure - true) / weight.sum())
 
     def interval(self) -> Interval:
-        """Return the interval of the mean, from those of the shares in the bins.
+        """Return the interval of the error, computed from intervals of the fractions in the bins.
 
-        Bins that deviate by chance do not raise the lower end.
+        Bins that deviate only by chance do not raise the lower end.
         """
         weight, sure, true, squares = self._bins()
         shares, away, count = weight / weight.sum(), np.abs(sure - true), len(weight)
@@ -133,7 +133,7 @@ class Calibration:
         return [min(float(shares @ least), error), min(upper, 1.0)]
 
     def curve(self) -> list[dict[str, float]]:
-        """Return the reliability of each bin: `confidence`, `accuracy` and `examples`."""
+        """Return the `confidence`, `accuracy` and number of `examples` of each bin."""
         return [
             {
                 "confidence": float(sure),

@@ -1,7 +1,7 @@
-"""Accumulators of an evaluation for each kind of task, for all examples or for slices.
+"""Accumulators of an evaluation or a slice, one for each kind of task.
 
-The metrics equal scikit-learn's, in double precision, with their intervals. `result` has `metrics`
-and `intervals`, and for several classes `per_class` and `confusion_matrix`.
+The metrics agree with scikit-learn, in double precision, and have intervals. `result` returns
+`metrics` and `intervals`, and for several classes also `per_class` and `confusion_matrix`.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ _TWO = 2
 
 
 class BinaryTally(Tally):
-    """The metrics of binary labels with one logit."""
+    """Metrics of binary labels with one logit."""
 
     def __init__(self, decided: Callable[[Array], Array]) -> None:
-        """Start without examples; `decided` returns which outputs count as positive."""
+        """Create an empty accumulator; `decided` returns which outputs are predicted positive."""
         self._decided = decided
-        # Weights and their squares, by label and by decision.
+        # Sums of weights and of squared weights, by label and prediction.
         self._cells = np.zeros((_TWO, _TWO, _TWO))
         self._means, self._calibration, self._scores = Moments(), Calibration(), Scores()
 
     def add(self, part: Part) -> None:
-        """Add some examples."""
+        """Add the examples of a part."""
         weights, yes = example_weights(part), part.labels.astype(bool).ravel()
         cell = yes * _TWO + self._decided(part.outputs)
         self._cells += [np.bincount(cell, w, _TWO**2).reshape(_TWO, _TWO) for w in _both(weights)]
         logits = part.outputs[:, 0].astype(np.float64)
         towards, small = np.where(yes, logits, -logits), np.exp(-np.abs(logits))
         loss, left = np.log1p(small), np.where(towards > 0, small, 1) / (1 + small)
-        # The loss of the true class, and the loss of the other class.
+        # The loss for the true label, and the loss for the opposite label.
         losses = loss + np.maximum(-towards, 0), loss + np.maximum(towards, 0)
         self._means.add(np.stack([*losses, left**2, (1 - left) ** 2]), weights)
         self._calibration.add(yes, np.where(yes, 1 - left, left), weights)
         self._scores.add(yes[:, np.newaxis], part.outputs[:, :1], weights)
 
     def condense(self) -> None:
-        """Reduce the scores to a few."""
+        """Free memory, if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
-        """Return all metrics."""
+        """Return all metrics and their intervals."""
         (loss, other, brier, furthest), errors = self._means.result()
         areas, count = self._scores.result(), self._means.count
         found, ends = _measure_cells(self._cells)
@@ -84,7 +84,7 @@ def _measure_cells(cells: Doubles) -> tuple[dict[str, float], dict[str, interval
         (cells[:, 1, 1], cells[:, :, 1].sum(axis=1)),
     )
     true = cells[:, 1].sum(axis=1)
-    # F1 increases with the share of hits among examples that are true or predicted.
+    # F1 increases with the fraction of hits among examples that are true or predicted positive.
     parts = {
         "accuracy": (right, all_of),
         "precision": (hits, taken),
@@ -108,18 +108,18 @@ def _f1(jaccard: Any) -> Any:
 
 
 class ClassTally(Tally):
-    """The metrics of one true class per example, with one logit per class."""
+    """Metrics of one class per example, with one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Start without examples of these classes."""
+        """Create an empty accumulator; `labels` are the class names."""
         self._labels, count = labels, len(labels)
-        # Weights and squared weights of hits, labels and predictions of each class.
+        # By class, the sums of weights and of squared weights: of hits, labels and predictions.
         self._counts = np.zeros((2, 3, count))
         self._means, self._calibration = Moments(), Calibration()
         self._scores = Scores(count, metrics.log_softmax)
 
     def add(self, part: Part) -> None:
-        """Add some examples."""
+        """Add the examples of a part."""
         labels, weights = part.labels.astype(np.int64).ravel(), example_weights(part)
         chances = metrics.log_softmax(part.outputs)
         guess, classes = part.outputs.argmax(axis=1), len(self._labels)
@@ -135,7 +135,7 @@ class ClassTally(Tally):
         self._scores.add(labels, part.outputs, weights)
 
     def condense(self) -> None:
-        """Reduce the scores to a few."""
+        """Free memory, if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -171,11 +171,11 @@ class ClassTally(Tally):
 
 
 def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
-    """Return the intervals of means over classes.
+    """Return the intervals of averages over classes.
 
-    `counts` [2, hits labels predictions, classes] are sums of weights and of squared weights. The
-    variance of a mean gives the effective number of examples of one class, for Wilson's interval
-    (Kott and Carr 1997). One error lowers the F1 of two classes.
+    `counts` [2, 3, classes] are sums of weights and of squared weights: of hits, labels and
+    predictions. The variance of an average gives the number of examples to use in Wilson's interval
+    (Kott and Carr 1997). F1 has a larger variance, because one error lowers the F1 of two classes.
     """
     some = counts[:, :, (counts[0, 1] + counts[0, 2]) > 0]
     right, true, taken = some.transpose(1, 0, 2)
@@ -184,38 +184,38 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     weigh = {"macro": np.full(len(often), 1 / len(often)), "weighted": often}
     for name, whole in (("precision", taken), ("recall", true), ("f1", true + taken - right)):
         count, shares = intervals.kish(*whole), _divide(right[0], whole[0])
-        # A class that is always right in the sample may still have errors.
+        # A class without errors in the sample may have errors elsewhere.
         smooth = np.where(count > 0, intervals.middle(shares, count), 0)
         variance = _divide(smooth * (1 - smooth), count)
         if name == "f1":
-            # The mean increases with the share of hits among examples that are true or predicted.
+            # F1 increases with the fraction of hits among examples that are true or predicted.
             variance *= (1 + shares) * (2 / (1 + smooth) ** 2) ** 2
             shares, smooth = _f1(shares), _f1(smooth)
         for average, each in weigh.items():
             mean, near = float(each @ shares), float(each @ smooth)
             total = each**2 @ variance
             if average == "weighted":
-                # Class frequencies vary as well.
+                # The class frequencies vary too.
                 total += each @ (shares - mean) ** 2 / max(intervals.kish(*true.sum(axis=1)), 1)
             effective = near * (1 - near) / total if total > 0 else 0.0
             low, high = intervals.share_interval(mean, effective)
-            # The precision of a class without predictions may be any number.
+            # The precision of a class without predictions may have any value.
             found[f"{average}_{name}"] = [low, min(high + float(each @ (count == 0)), 1.0)]
     return {name: found[name] for name in metrics.AVERAGES}
 
 
 class MultilabelTally(Tally):
-    """The metrics of any number of true classes per example, with one logit per class."""
+    """Metrics of any number of classes per example, with one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Start without examples of these classes."""
+        """Create an empty accumulator; `labels` are the class names."""
         self._labels, self._scores, self._calibration = labels, Scores(len(labels)), Calibration()
         self._groups = Groups(3 + 3 * len(labels))
         self._weight = np.zeros(2)
         self._loss = Moments()
 
     def add(self, part: Part) -> None:
-        """Add some examples."""
+        """Add the examples of a part."""
         weights, true = example_weights(part), part.labels.astype(bool)
         logits = part.outputs.astype(np.float64)
         taken = logits > 0
@@ -231,7 +231,7 @@ class MultilabelTally(Tally):
         self._loss.add(losses[np.newaxis], weights)
 
     def condense(self) -> None:
-        """Reduce the scores to a few."""
+        """Free memory, if many examples have been added."""
         self._scores.condense()
 
     def result(self) -> dict[str, Any]:
@@ -285,17 +285,17 @@ def _divide(part: Any, whole: Any) -> Any:
 
 
 class PositionTally(Tally):
-    """The metrics of positions, with one logit per class; labels below 0 do not count."""
+    """Metrics of positions, with one logit per class; positions with labels below 0 are ignored."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
-        """Start without examples of these classes."""
+        """Create an empty accumulator; `labels` are the class names."""
         self._labels, classes = labels, len(labels)
         self._groups, self._weight = Groups(2 + 3 * classes), np.zeros(2)
         self._matrix = np.zeros((classes, classes))
         self._loss = Moments()
 
     def add(self, part: Part) -> None:
-        """Add some examples."""
+        """Add the examples of a part."""
         weights, classes = example_weights(part), len(self._labels)
         true = part.labels.astype(np.int64).reshape(len(weights), -1)
         taken = part.outputs.argmax(axis=-1).reshape(true.shape)
@@ -353,15 +353,15 @@ def _measure_places(sums: Doubles) -> Doubles:
 
 
 class RegressionTally(Tally):
-    """The metrics of one or several numbers; `scale` is the label's unit in units of the loss."""
+    """Metrics of one or several numbers; `scale` converts the label's units to the loss's."""
 
     def __init__(self, numbers: int, scale: float, predicted: Callable[[Floats], Floats]) -> None:
-        """Start without examples; `predicted` converts outputs to the label's units."""
+        """Create an empty accumulator; `predicted` converts outputs to the label's units."""
         self._predicted, self._scale, self._near = predicted, scale, np.zeros(0)
         self._means, self._groups = Moments(), Groups(1 + 3 * numbers)
 
     def add(self, part: Part) -> None:
-        """Add some examples."""
+        """Add the examples of a part."""
         weights = example_weights(part)
         true, outputs = (
             np.asarray(each).reshape(len(weights), -1).astype(np.float64)
@@ -369,7 +369,7 @@ class RegressionTally(Tally):
         )
         away = self._predicted(outputs) - true
         if not len(self._near):
-            # Squares of values far from 0 would lose precision.
+            # Center the values, because squares of values far from 0 lose precision.
             self._near = true.mean(axis=0)
         centred = true - self._near
         self._means.add(np.stack([np.abs(away).mean(axis=1), (away**2).mean(axis=1)]), weights)
@@ -378,7 +378,7 @@ class RegressionTally(Tally):
         self._groups.add(rows * weights[:, np.newaxis])
 
     def result(self) -> dict[str, Any]:
-        """Return all metrics."""
+        """Return all metrics and their intervals."""
         (absolute, squared), errors = self._means.result()
         count, explained = self._means.count, float(_compute_r2(self._groups.total)[0])
         ends = {
@@ -402,14 +402,14 @@ class RegressionTally(Tally):
 
 
 def _compute_r2(sums: Doubles) -> Doubles:
-    """Return R2 [..., 1], the mean over the numbers, from sums [..., numbers].
+    """Return R2 [..., 1], averaged over the numbers of an example, from sums [..., numbers].
 
-    For equal labels it is 1 if all predictions are exact, else 0, as in scikit-learn.
+    If all labels are equal, it is 1 for exact predictions and 0 otherwise, as in scikit-learn.
     """
     weight = sums[..., :1]
     total, squares, residual = np.split(sums[..., 1:], 3, axis=-1)
     variance = squares - total**2 / np.maximum(weight, 1e-300)
-    # A rounding error of equal labels is not variance.
+    # For equal labels, this difference is a rounding error and not a variance.
     varies = variance > 1e-14 * squares
     each = np.where(varies, 1 - _divide(residual, variance), np.where(residual > 0, 0.0, 1.0))
     found: Doubles = each.mean(axis=-1, keepdims=True)

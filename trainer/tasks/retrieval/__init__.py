@@ -1,1 +1,1 @@
-"""Recommenders: a score for each pair, and vectors to retrieve the best items."""
+"""Recommendation: a score for each pair of a user and an item, and vectors to retrieve items."""

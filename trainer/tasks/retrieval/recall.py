@@ -1,18 +1,18 @@
-"""Recall at k: the share of a user's taken items among the k retrieved items.
+"""Recall at k: the fraction of the items taken by a user that are among the k retrieved ones.
 
-    candidates   all items of the evaluation, offered to any user; for a slice, its items
-    relevant     the distinct items that a user took
-    vectors      those of the first example of a user or an item
+    candidates   all items of the evaluated examples, or of the slice; the same for every user
+    relevant     the distinct items that the user took
+    vectors      of a user or an item, those of its first example
     score        the dot product of both vectors
-    found        an item with fewer than k better candidates; of tied scores at that rank the share
-                 that a random order finds, so that a model with constant scores equals a random
-                 order
-    recall       found relevant / all relevant items of a user; the mean is over the users with at
-                 least one relevant item
-    weight       the mean weight of a user's examples
+    retrieved    an item with fewer than k higher-scored candidates. Items whose scores are tied at
+                 rank k count with the probability that a random order retrieves them, so that
+                 constant scores are as good as a random order
+    recall       retrieved relevant items / relevant items of a user, averaged over the users with
+                 a relevant item
+    weight       of a user, the mean weight of the user's examples
 
-The search is exact: all pairs are scored, a block of users at a time. With fewer than k
-candidates, or without relevant items, recall at k is undefined.
+The search is exact: it scores all pairs, one block of users at a time. If there are fewer than k
+candidates, or no relevant items, recall at k is undefined.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ import numpy.typing as npt
 
 from flotilla.trainer.tasks.base import Array, Floats
 
-# The number of scores in memory: 64 MiB, and about as many bytes for their order.
+# Number of scores in memory: 64 MiB, and about as much for sorting them.
 _AT_ONCE = 1 << 24
 Places = npt.NDArray[np.int64]
 
 
 @dataclass
 class Vectors:
-    """The vector of each id, taken from its first example."""
+    """The vectors of ids; the first example of an id determines its vector."""
 
     _ids: list[Array] = field(default_factory=list)
     _vectors: list[Floats] = field(default_factory=list)
 
     def add(self, ids: Array, vectors: Floats) -> None:
-        """Add examples [n] with their vectors [n, size]."""
+        """Add examples: ids [n] and their vectors [n, size]."""
         known, first = np.unique(ids, return_index=True)
         self._ids.append(known)
         # A view would keep the whole part in memory.
@@ -47,7 +47,7 @@ class Vectors:
             self._merge()
 
     def all(self) -> tuple[Array, Floats]:
-        """Return the sorted ids, and their vectors."""
+        """Return the sorted ids and their vectors."""
         self._merge()
         return self._ids[0], self._vectors[0]
 
@@ -57,10 +57,10 @@ class Vectors:
 
 
 class Search:
-    """Collects users, items and taken pairs; stores each vector and each taken pair once."""
+    """Collects users, items and taken pairs, without duplicates, and computes recalls."""
 
     def __init__(self) -> None:
-        """Start without examples."""
+        """Create an empty search."""
         self._users, self._items = Vectors(), Vectors()
         self._taken: list[tuple[Array, Array]] = []
         self._weights: list[tuple[Array, Array, Array]] = []
@@ -84,12 +84,12 @@ class Search:
 
     @property
     def candidates(self) -> int:
-        """The number of items."""
+        """The number of items that can be retrieved."""
         return len(self._items.all()[0])
 
     @property
     def weights(self) -> Floats:
-        """The weight of each user with a taken item, in the order of `recalls`."""
+        """The weight of each user who took an item, in the order of `recalls`."""
         users, heavy, counts = (np.concatenate(each) for each in zip(*self._weights, strict=True))
         known, place = np.unique(users, return_inverse=True)
         takers = np.isin(known, np.concatenate([users for users, _ in self._taken]))
@@ -97,16 +97,17 @@ class Search:
         return found
 
     def recalls(self, numbers: Sequence[int], at_once: int = _AT_ONCE) -> dict[int, Floats]:
-        """Return the recall at each number, for each user with a taken item [users].
+        """Return by number the recall of each user who took an item [users].
 
-        Numbers above the number of candidates are left out. About `at_once` scores are in memory.
+        Numbers greater than the number of candidates are left out. About `at_once` scores are in
+        memory at the same time.
         """
         users, of_users = self._users.all()
         items, of_items = self._items.all()
         rows, columns = self._pairs(users, items)
         there = [each for each in numbers if each <= len(items)]
         found = {number: np.zeros(len(rows)) for number in there}
-        # Equal vectors have equal scores, in any order of summation.
+        # Score equal vectors once, because rounding could otherwise give them different scores.
         as_bytes = np.ascontiguousarray(of_items).view(np.dtype((np.void, of_items[0].nbytes)))
         _, first, same = np.unique(as_bytes.ravel(), return_index=True, return_inverse=True)
         takers, user, counts = np.unique(rows, return_inverse=True, return_counts=True)
@@ -122,16 +123,15 @@ class Search:
         return {number: np.bincount(user, hits) / counts for number, hits in found.items()}
 
     def _pairs(self, users: Array, items: Array) -> tuple[Places, Places]:
-        """Return the indices of user and item of each distinct taken pair, sorted by user."""
         who, what = (np.concatenate(each) for each in zip(*self._taken, strict=True))
         both = np.searchsorted(users, who) * len(items) + np.searchsorted(items, what)
         return np.divmod(np.unique(both), len(items))
 
 
 def _share_found(scores: Floats, number: int, rows: Places, own: Floats) -> Floats:
-    """Return the probability [n] that own scores [n] are among the best `number` of their row.
+    """Return the probability that each own score [n] is among the best `number` of its row.
 
-    The function permutes the scores in place.
+    The scores are permuted in place.
     """
     place = scores.shape[1] - number
     scores.partition(place, axis=1)

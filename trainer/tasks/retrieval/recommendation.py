@@ -1,15 +1,16 @@
 """Recommendation: whether a user takes an offered item, and retrieval among all items.
 
-    label     as of `ranking`: taken or not
-    outputs   [n, 1 + 2 size]: the logit of "taken", the vector of the user, the vector of the item
-    loss      binary cross entropy of the logit; a model adds the loss of its vectors, like
-              `flotilla.trainer.models.two_tower`
-    metrics   those of `ranking`, and in an evaluation `recall_at_<k>`, which
-              `flotilla.trainer.tasks.retrieval.recall` defines; all of them in slices too
-    answers   `logit`, `probability`, `user_vector`, `item_vector`: the retrieved items of a user
-              have the largest dot products with the user's vector
+    label     as in `ranking`: taken or not
+    outputs   [n, 1 + 2 size]: the logit of "taken", the user's vector, the item's vector
+    loss      binary cross entropy of the logit; a model may add a loss for its vectors, as
+              `flotilla.trainer.models.two_tower` does
+    metrics   those of `ranking`; an evaluation and its slices add `recall_at_<k>` (see
+              `flotilla.trainer.tasks.retrieval.recall`)
+    answers   `logit`, `probability`, `user_vector`, `item_vector`: to retrieve items for a user,
+              find the largest dot products with the user's vector
 
-`data.group` names the user, `task.args.item` the item.
+`data.group` is the feature that identifies users, and `task.args.item` the one that identifies
+items.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ NUMBERS = (10, 100)
 
 
 class LogitLoss(keras.losses.BinaryCrossentropy):
-    """A Keras loss on the first column of the outputs."""
+    """The binary cross entropy of the first output column."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """Return the loss [n]."""
+        """Return the loss of each example [n]."""
         return super().call(y_true, y_pred[:, :1])
 
 
 class Recommendation(Ranking):
-    """See the module."""
+    """A ranking task with user and item vectors; see the module."""
 
     name = "recommendation"
     output_shape: ClassVar[Shape] = (-1,)
@@ -64,7 +65,7 @@ class Recommendation(Ranking):
         item: str = "item",
         k: Sequence[int] = NUMBERS,
     ) -> None:
-        """Accept a label, the features of user and item, and the numbers of `recall_at_<k>`."""
+        """Require a binary target and a group; `k` lists the cutoffs of `recall_at_<k>`."""
         super().__init__(target, group=group)
         if not group:
             raise ConfigError("it needs the feature that names the user: set data.group")
@@ -85,7 +86,7 @@ class Recommendation(Ranking):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The features that identify user and item."""
+        """The features that identify users and items."""
         return (self._user, self._item)
 
     def loss(self) -> keras.losses.Loss:
@@ -93,21 +94,21 @@ class Recommendation(Ranking):
         return LogitLoss(from_logits=True)
 
     def predictions(self, outputs: Any) -> Any:
-        """Return the probabilities [n, 1] of "taken"."""
+        """Return the probabilities of "taken" [n, 1]."""
         return tf.sigmoid(outputs[:, :1])
 
     def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
-        """Return logit and probability, and both vectors."""
+        """Return the logit, the probability, and both vectors of each example."""
         logit, user, item = tf.split(outputs, [1, *[_size(outputs)] * 2], axis=1)
         return {**super().answers(logit), "user_vector": user, "item_vector": item}
 
     def outputs_of(self, answers: Mapping[str, Any]) -> Any:
-        """Return logits and vectors."""
+        """Return logits and vectors as one array."""
         logit = super().outputs_of(answers)
         return np.concatenate([logit, answers["user_vector"], answers["item_vector"]], axis=1)
 
     def check_output(self, output: Any, last: Any) -> None:
-        """Refuse an output other than a logit and two vectors of one size."""
+        """Require a logit and two vectors of the same size."""
         super().check_output(output, last)
         width = output.shape[-1]
         if width is None or width < 3 or width % 2 == 0:  # noqa: PLR2004
@@ -118,7 +119,7 @@ class Recommendation(Ranking):
 
     @property
     def learns(self) -> tuple[str, ...]:
-        """The label and the item of training examples."""
+        """The label and the item feature."""
         return (self.target.name, self._item)
 
     def learn(self, training: Iterable[Mapping[str, Array]]) -> None:
@@ -127,7 +128,7 @@ class Recommendation(Ranking):
             self._taken.update(batch[self._item][batch[self.target.name].astype(bool)].tolist())
 
     def constants(self, examples: Examples) -> list[Constant]:
-        """Add the most popular training items."""
+        """Return the constants of a ranking, and the popularity of items in training."""
         logits = super().constants(examples)
         width = next(iter(examples.parts())).outputs.shape[1] - 1
         found = [each._replace(outputs=np.pad(each.outputs, (0, width))) for each in logits]
@@ -143,7 +144,7 @@ class Recommendation(Ranking):
         return found
 
     def group_values(self, metric: str, examples: Examples) -> Floats | None:
-        """Return the values of each user."""
+        """Return the metric of each user."""
         numbers = {_name_recall(each): each for each in self._numbers}
         if metric not in numbers:
             return super().group_values(metric, examples)
@@ -153,10 +154,10 @@ class Recommendation(Ranking):
         return search.recalls([numbers[metric]]).get(numbers[metric])
 
     def details(self, examples: Examples) -> dict[str, Any]:
-        """Return the details of `ranking`.
+        """Return the details of a ranking.
 
         Raises:
-            UserError: there are fewer items than one of `k`.
+            UserError: one of `k` exceeds the number of items.
         """
         items = [np.unique(part.columns[self._item]) for part in examples.parts()]
         most = len(np.unique(np.concatenate(items)))
@@ -168,11 +169,11 @@ class Recommendation(Ranking):
         return super().details(LazyExamples(examples, _select_logit))
 
     def tally(self) -> Tally:
-        """Return an accumulator of examples, users, and retrieved items."""
+        """Return an accumulator for the ranking metrics and recalls."""
         return _SearchTally(self, super().tally())
 
     def fill(self, search: Search, part: Part) -> None:
-        """Add examples to a search, without those of weight 0."""
+        """Add the examples of a part to a search, except those of weight 0."""
         size, weights = _size(part.outputs), example_weights(part)
         if not weights.all():
             part, weights = select_rows(part, weights > 0), weights[weights > 0]
@@ -181,7 +182,7 @@ class Recommendation(Ranking):
         search.add(users, items, part.labels.astype(bool), *vectors, weights)
 
     def recalls(self, search: Search) -> dict[str, Queries]:
-        """Return the recalls of a search for numbers up to the number of candidates."""
+        """Return the recalls of a search, for each of `k` that the number of candidates allows."""
         weights, found = search.weights, search.recalls(self._numbers)
         return {_name_recall(each): Queries(values, weights) for each, values in found.items()}
 
@@ -200,7 +201,7 @@ class _SearchTally(Tally):
     def result(self) -> dict[str, Any]:
         found = self._ranking.result()
         recalls = self._task.recalls(self._search)
-        # Leave out an undefined metric.
+        # An undefined metric is None.
         found["metrics"] |= dict.fromkeys(self._task.recall_names)
         for name, each in recalls.items():
             if len(each.values):
