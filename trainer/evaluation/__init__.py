@@ -1,1 +1,1 @@
-"""Evaluation of a checkpoint on the test split, compared with the champion."""
+"""Evaluation of a checkpoint on the test split, and its comparison with the champion."""

@@ -1,4 +1,4 @@
-"""The baselines on the test examples, as reported in `metrics.json`."""
+"""Evaluates the baselines on the test examples, for `metrics.json`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Examples, Part
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# One-sided confidence of each bound: together they give the 95 % interval.
+# The one-sided confidence of each bound; two bounds form a 95 % interval.
 _RULE = ChampionRule(margin=0.0, confidence=0.975)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _First:
-    """The first examples, with the model's outputs or with others; see `Examples`."""
+    """The first `count` examples, with the model's outputs or with these; see `Examples`."""
 
     examples: Examples
     count: int
@@ -46,9 +46,9 @@ class _First:
 
 
 def judge_baselines(objective: Objective, own: Examples, splits: Splits) -> list[dict[str, Any]]:
-    """Return the baselines of a task, each with its metrics and the model compared with it.
+    """Return the baselines of a task, with their metrics and a comparison with the model.
 
-    `beats` says whether the baseline is better than the model by more than the interval.
+    `beats` says whether the baseline is significantly better than the model.
     """
     return [_judge(objective, own, each) for each in fit_baselines(objective.task, splits)]
 
@@ -80,8 +80,8 @@ def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str,
         metrics = measure_predictions(theirs, other)["metrics"]
         paired = _compare_paired(objective, model, theirs, other)
         return {**found, "metrics": metrics, "paired": paired, "beats": _is_worse(paired)}
-    # A small sample of users or items may leave a metric undefined. A failing baseline must not
-    # fail the evaluation of a trained model.
+    # In a small sample of users or items, a metric may be undefined. A baseline that fails must not
+    # make the evaluation of a trained model fail.
     except Exception as error:
         why = str(error) if isinstance(error, UserError) else user_code.format_error(error)
         return {**found, "skipped": why}
@@ -90,7 +90,7 @@ def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str,
 def _compare_paired(
     objective: Objective, model: Examples, theirs: Objective, other: Examples
 ) -> dict[str, Any]:
-    """Return the result of `compare` for the model, with the `interval` of the difference."""
+    """Return the comparison of the model with a baseline, with the `interval` of the difference."""
     first = compare(Opponents(objective=objective, own=model, other=other, theirs=theirs), _RULE)
     turned = compare(Opponents(objective=theirs, own=other, other=model, theirs=objective), _RULE)
     bounds = first["bound"], turned["bound"]
@@ -102,6 +102,5 @@ def _compare_paired(
 
 
 def _is_worse(paired: dict[str, Any]) -> bool:
-    """Return whether the whole interval of the difference favours the baseline."""
     low, high = paired["interval"] or (0.0, 0.0)
     return high < 0 if paired["better"] == "higher" else low > 0

@@ -1,4 +1,4 @@
-"""The champion in its exported form, for comparison with a new model."""
+"""Evaluates the exported model of the champion, for comparison with a new model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ KIND = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Champion:
-    """A champion: a function that predicts, or the reason why it cannot.
+    """A champion: a function that predicts, or the reason why it cannot be compared.
 
-    `thresholds` are its decision thresholds.
+    `thresholds` are its decision thresholds by output.
     """
 
     uri: str
@@ -46,9 +46,10 @@ class Champion:
 
 
 def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
-    """Fetch and load the model published at `uri` for prediction; raises `UserError`.
+    """Fetch the model published at `uri` and load it for prediction; raises `UserError`.
 
-    A champion with different inputs or a different task is not an error here: the gate refuses it.
+    A champion with other inputs or another task is not an error here; the gate refuses the new
+    model.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
@@ -80,7 +81,7 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
 
 
 def _negate(outputs: Any, names: Collection[str]) -> Any:
-    """Negate the logits of outputs whose positive class is the other one."""
+    """Negate the logits of outputs for which the champion has the other positive class."""
     if isinstance(outputs, Mapping):
         return {n: _negate(each, {""} if n in names else ()) for n, each in outputs.items()}
     return np.concatenate([-outputs[:, :1], outputs[:, 1:]], axis=1) if names else outputs
@@ -90,7 +91,7 @@ def _negate(outputs: Any, names: Collection[str]) -> Any:
 def _add_remedy(uri: str) -> Iterator[None]:
     try:
         yield
-    # A foreign SavedModel may raise anything.
+    # Loading or calling a SavedModel may raise anything.
     except Exception as error:
         raise UserError(
             f"the champion {uri} cannot be evaluated: {user_code.format_error(error)}; make "
@@ -105,7 +106,7 @@ def compare_champion(
     rule: ChampionRule,
     judges: Judges | None = None,
 ) -> dict[str, Any]:
-    """Return the evaluation of the champion: its metrics, and the paired comparison.
+    """Return the champion's metrics, and the paired comparison with it.
 
     `judges` check whether the champion was trained on the test examples.
     """
@@ -135,7 +136,6 @@ _Classes = Mapping[str, tuple[Sequence[str], Sequence[str]]]
 
 
 def _classes(uri: str, manifest: storage.Manifest, task: Task) -> _Classes:
-    """Return the classes of each output, for the champion and for this model."""
     alone = read_labels(uri)
     theirs = manifest.fields.get("labels") or {}
     return {
@@ -160,9 +160,10 @@ def _difference(
                 f"its input {name!r} has other classes than that of this model; set data.types: "
                 f"{{{name}: text}}, which takes new ones"
             )
-    # A model of an earlier version is a classifier.
+    # Earlier versions stored no task, and all their models are classifiers.
     there = fields.get("task", "classification")
-    # Earlier versions had two logits for two classes; their difference is the binary logit.
+    # Earlier versions had two logits for two classes; their difference is the logit of a binary
+    # task.
     if there != task.name and (there, task.name) != ("classification", "binary_classification"):
         return f"it was trained for {there}, and this model for {task.name}"
     theirs, mine = ([name for name in each if name] for each in (fields.get("labels", {}), classes))

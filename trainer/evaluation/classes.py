@@ -1,13 +1,13 @@
-"""The check that a model loses no class that the champion finds: recall by class.
+"""Checks that a model still recognizes every class that the champion recognizes.
 
-The champion finds a class if its recall is significantly above chance. A model keeps the class if
-the loss of recall is within the margin by Tango's interval. Each class is tested at the full
-confidence: since all classes have to be kept, this does not raise the pass rate of a model that
-loses one.
+The champion recognizes a class if its recall is significantly above chance. The model keeps the
+class if its recall is at most the margin lower, according to Tango's interval. Each class is tested
+at the full confidence. Because all classes must be kept, this does not make it easier for a model
+that loses one to pass.
 
-A class has too few examples if equal models might be refused: all judged classes together refuse at
-most 20 of 100 equal models (Bonferroni). A class with too few is lost only if the loss itself is
-significant, by McNemar's exact test at a level that all classes share.
+A class is judged only if it has enough examples: of 100 models that are as good as the champion, at
+most 20 may be refused because of any judged class (Bonferroni). Any other class counts as lost only
+if the loss is significant in McNemar's exact test, at a level that is divided among all classes.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from flotilla.trainer.evaluation.comparison import Opponents
 from flotilla.trainer.evaluation.noninferiority import Floats, lower_bounds
 from flotilla.trainer.tasks.base import Array, Task
 
-#: Maximum number of listed classes; the worst come first.
+#: Maximum number of classes to list, worst first.
 MOST_ROWS = 50
-# Power: probability that equal models lose no judged class.
+# The power: the probability that a model as good as the champion loses no judged class.
 _POWER = 0.8
-# Used instead of zero examples, for which the binomial distribution has no tail.
+# Replaces a count of zero, for which the binomial distribution has no tail.
 _FEW = 1e-9
 
 
 class _Answers(NamedTuple):
-    """Classes of examples: class, example, who recognizes it, and weights [n].
+    """One entry per label: class, example, whether each model recognizes it, and weight.
 
-    `guessed` is the share of all weight that the champion predicts as each class.
+    `guessed` is by class the weight of the champion's predictions, and `total` their total weight.
     """
 
     classes: Array
@@ -48,10 +48,11 @@ class _Answers(NamedTuple):
 
 
 class Recalls(NamedTuple):
-    """Arrays over the same classes.
+    """Recalls and counts, with one element per class in each array.
 
-    Of `worth` independent examples of equal weight, only the challenger finds `alone`, and only the
-    champion finds `lost`. `chance` is the recall of a random guess.
+    `worth` is the effective number of examples, `alone` how many of them only the challenger
+    recognizes, and `lost` how many only the champion recognizes. `chance` is the recall of a random
+    guess.
     """
 
     examples: Floats
@@ -64,11 +65,12 @@ class Recalls(NamedTuple):
 
 
 def compare_classes(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
-    """Return the classes section of an evaluation: recall of the classes that the champion finds.
+    """Return the entries of an evaluation that compare the recall of classes.
 
-    `classes` has a row for each, at most `MOST_ROWS`, lost ones first: its `label`, `examples`, the
-    recalls `own` and `champion`, `margin` and `bound` of the difference, whether there are enough
-    examples, `judged`, and whether it is `lost`. `class_counts` counts all.
+    `classes` has at most `MOST_ROWS` rows, lost classes first, each with `label`, `examples`, the
+    recalls `own` and `champion`, the `margin` and `bound` of their difference, `judged` (whether
+    there are enough examples) and `lost`. `class_counts` counts all classes that the champion
+    recognizes.
     """
     names: list[str] = []
     found = []
@@ -83,7 +85,6 @@ def compare_classes(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
 
 
 def _recalls(opponents: Opponents, output: str, task: Task) -> Recalls | None:
-    """Return the recalls of an output's classes; None if it has no classes."""
     count, total = len(task.labels), 0.0
     sums: Floats = np.zeros((8, count))
     for answers in _answers(opponents, output, task):
@@ -106,9 +107,9 @@ def _divide(part: Floats, whole: Floats) -> Floats:
 
 
 def _squares(answers: _Answers, count: int) -> Floats:
-    """Return the sums of the squared weights of examples in each class.
+    """Return the sums of the squared weights of the examples in each class.
 
-    The positions of one example are dependent, so together they count at most as one example.
+    The positions of an example are dependent, so that together they count as one example.
     """
     pairs, place = np.unique(answers.examples * count + answers.classes, return_inverse=True)
     weights = np.bincount(place, answers.weights)
@@ -116,7 +117,6 @@ def _squares(answers: _Answers, count: int) -> Floats:
 
 
 def _answers(opponents: Opponents, output: str, task: Task) -> Iterator[_Answers]:
-    """Yield the answers of both models, part by part. A task without classes yields nothing."""
     theirs = opponents.others.task.parts[output]
     for part, other in zip(opponents.own.parts(), opponents.other.parts(), strict=True):
         labels, outputs, others = (
@@ -145,7 +145,7 @@ def _answers(opponents: Opponents, output: str, task: Task) -> Iterator[_Answers
 
 
 class Verdicts(NamedTuple):
-    """Arrays over the same classes: the bound of the difference, the margin, and the verdicts."""
+    """Margins, bounds of the differences, and verdicts, with one element per class."""
 
     margin: Floats
     bound: Floats
@@ -154,22 +154,22 @@ class Verdicts(NamedTuple):
 
 
 def verdicts(each: Recalls, rule: ChampionRule, classes: int) -> Verdicts:
-    """Return whether each class can be judged, and is lost, given the number of judged classes."""
+    """Return whether each class can be judged and is lost; the level is divided by `classes`."""
     margin = rule.compute_class_margins(each.champion)
     bound = lower_bounds(each.alone, each.lost, each.worth, rule.confidence)
     level = (1 - rule.confidence) / classes
-    # Probability that the champion finds this many by chance (binomial).
+    # The probability that a random guess recognizes this many examples (binomial).
     hits = each.worth * each.champion
     finds = special.betainc(hits, each.worth - hits + 1, each.chance) <= level
     judged = finds & (_equal_model_bounds(each, rule.confidence, classes) >= -margin)
-    # Probability that an equal model misses this many of the examples that only one model finds.
+    # The probability that an equally good model loses this many of the examples on which the two
+    # models differ.
     by_chance = special.betainc(np.maximum(each.lost, _FEW), each.alone + 1, 0.5)
     proved = finds & (by_chance <= level) & (each.own - each.champion < -margin)
     return Verdicts(margin, bound, judged, np.where(judged, bound < -margin, proved))
 
 
 def _judge(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, Any]:
-    """Return the rows and counts of the classes that the champion finds."""
     seen = np.flatnonzero((all_of.worth > 0) & (all_of.champion > all_of.chance))
     each = Recalls(*(values[seen] for values in all_of))
     found = verdicts(each, rule, max(len(seen), 1))
@@ -188,11 +188,11 @@ def _judge(names: list[str], all_of: Recalls, rule: ChampionRule) -> dict[str, A
 
 
 def _equal_model_bounds(each: Recalls, confidence: float, classes: int) -> Floats:
-    """Return the bounds of equal models in an unlucky case.
+    """Return bounds for models that are as good as the champion, in an unlucky case.
 
-    Both models are assumed to make half of their errors independently.
+    The models are assumed to make half of their errors independently.
     """
-    # Two pseudo-examples, one of them found: a recall of 1 is never certain (Agresti).
+    # Add two pseudo-examples, one of them recognized, because no recall is certainly 1 (Agresti).
     share = (each.worth * each.champion + 1) / (each.worth + 2)
     differ = each.worth * share * (1 - share)
     unlucky = special.ndtri(1 - (1 - _POWER) / classes) * np.sqrt(differ)

@@ -1,4 +1,4 @@
-"""Champion against challenger by one metric, on the same examples."""
+"""Compares a challenger with a champion by one metric on the same examples."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _KEY = "gate.champion"
 
 @dataclass(frozen=True, kw_only=True)
 class Opponents:
-    """Predictions of both models for the same examples, in the same order and parts.
+    """Predictions of two models for the same examples, in the same order and parts.
 
-    `theirs` is the other model's objective, if it has its own threshold.
+    `theirs` is the other model's objective if its thresholds differ.
     """
 
     objective: Objective
@@ -37,10 +37,10 @@ class Opponents:
 
 
 def compare(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
-    """Return the comparison by a rule's metric, as the gate displays it; raises `UserError`.
+    """Return the comparison by a rule's metric for the gate; raises `UserError`.
 
     It has `metric`, `better`, `difference`, `bound`, `confidence`, `method` and `examples`, and
-    `pairs` where examples are right or wrong.
+    also `pairs` if each prediction is either right or wrong.
     """
     metric = rule.metric or opponents.objective.main_metric
     own = Metric.make(opponents.objective, opponents.own, metric)
@@ -82,12 +82,12 @@ def _direction(objective: Objective, metric: str, rule: ChampionRule) -> Directi
     return better
 
 
-# Correct by the challenger and by the champion, in the order of `Pairs`.
+# In the order of `Pairs`: whether the challenger and the champion are right.
 _WHO = ((1, 1), (1, 0), (0, 1), (0, 0))
 
 
 def _pairs(own: Values | None, other: Values | None) -> Pairs | None:
-    """Count which model is right, if examples are right or wrong and have equal weights."""
+    """Count the pairs, if all weights are equal and every prediction is right or wrong."""
     if own is None or other is None or not (own[1] == 1).all():
         return None
     if not all(np.isin(values, (0, 1)).all() for values, _ in (own, other)):

@@ -1,18 +1,20 @@
-"""The best constant: the result of a model that ignores its inputs, on the same examples.
+"""Compares a model with the best constant: a prediction that ignores the inputs.
 
 `metrics.json` has `constant`:
 
-    {"answer": of the best one by the main metric, "metrics": {name: the best of any constant},
-     "paired": the comparison with it, as `flotilla.trainer.evaluation.comparison.compare` returns
-     it, "champion": whether the champion's main metric is better, if there is a champion}
+    {"answer": a description of the best constant by the main metric,
+     "metrics": {name: the best value of any constant},
+     "paired": the comparison with it, from `flotilla.trainer.evaluation.comparison.compare`,
+     "champion": whether the champion, if any, has a better main metric than the constant}
 
-The best constant is chosen from the labels of the evaluated examples, so that no model without
-inputs is better. `paired` also has `constant`, the value to beat. If the examples do not define the
-metric, its values are null and no model passes. Otherwise one of two tests applies:
+The best constant is fitted to the labels of the evaluated examples, so that no model that ignores
+its inputs can be better. `paired` also has `constant`, the value to beat. If the metric is
+undefined for these examples, the values are null and no model passes. Otherwise one of two tests is
+used:
 
     by example   the paired test of the metric, with the constant as the opponent
-    shuffled     for areas and means over classes: a permutation test of the outputs. For an
-                 uninformative model the real order is one of many equally likely ones, so that
+    shuffled     for areas and averages over classes: a permutation test of the outputs. If a
+                 model is uninformative, all orders of its outputs are equally likely. Therefore
                  the level is exact, however rare a class is (Fisher 1935)
 """
 
@@ -43,13 +45,14 @@ from flotilla.trainer.tasks.base import (
 )
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-#: The confidence of the test against the constant: one of 200 uninformative models passes.
+#: Confidence of the test against the constant: 1 of 200 uninformative models passes.
 CONFIDENCE = 0.995
-# Among these, the second largest is the quantile at that confidence.
+# Number of permutations. The second-highest value of them is the quantile at this confidence.
 _SHUFFLES = 399
-# The most examples of a shuffle, the most label numbers in it, and the fewest examples.
+# Limits for a permutation: the maximum numbers of examples and of label values, and the minimum
+# number of examples.
 _MOST_SHUFFLED, _MOST_NUMBERS, _LEAST = 50_000, 2_000_000, 500
-# A mean that is this many standard deviations above the constant is not chance.
+# If the mean is higher above the constant, in standard deviations, this is not due to chance.
 _FAR = 3
 _BUILT_IN = "flotilla.trainer.tasks."
 _log = logging.getLogger(__name__)
@@ -58,7 +61,7 @@ _log = logging.getLogger(__name__)
 def compare_constant(
     objective: Objective, own: Examples, metrics: Mapping[str, float | None], metric: str
 ) -> dict[str, Any]:
-    """Return the `constant` of `metrics.json`, by the main metric of a model."""
+    """Return the entry `constant` of `metrics.json`; `metric` is the main metric."""
     best = _best(objective, own)
     values = {name: each.value for name, each in best.items()}
     mine, better = metrics.get(metric), objective.directions.get(metric)
@@ -67,16 +70,17 @@ def compare_constant(
         # A metric without a direction has no best value.
         return {"answer": "", "metrics": values, "paired": None}
     if value is not None and mine is not None and math.isclose(value, mine):
-        # Sums in another order differ in rounding, which must not look like a real difference.
+        # The sums may have been added in another order; treat a rounding error as equality.
         value = mine
     unit = objective.task.unit
     paired: dict[str, Any] = {"constant": value, "answer": constant.answer if constant else ""}
     if mine is None or value is None or constant is None:
-        # An undefined metric, like an area when all examples are of one class, never passes.
+        # A metric may be undefined, such as an area if all examples are of one class.
         paired |= {"metric": metric, "better": better, "difference": None, "bound": None}
         paired |= {"examples": own.count, "confidence": CONFIDENCE}
     elif not unit and (by_chance := compare_shuffled(objective, own, metric, mine, value)):
-        # Examples of a group must stay together in a shuffle.
+        # If examples are grouped, groups must stay together, and permutations of examples are
+        # invalid.
         paired |= by_chance
     else:
         rule = ChampionRule(metric=metric, margin=0.0, confidence=CONFIDENCE)
@@ -103,7 +107,6 @@ class _Best(NamedTuple):
 
 
 def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
-    """Return the best value of each metric and the constant that reaches it."""
     candidates = [*objective.task.constants(own), _mean(own)]
     examples = _condense(objective, own)
     best: dict[str, _Best] = {}
@@ -122,7 +125,7 @@ def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
 
 
 def _mean(own: Examples) -> Constant:
-    """Return the mean of the model's outputs, which is the best constant for a convex loss."""
+    """Return the mean output, which for a convex loss is no worse than outputs in random order."""
 
     def output(part: Part, place: int) -> Array:
         found: Array = tf.nest.flatten(part.outputs)[place]
@@ -135,9 +138,9 @@ def _mean(own: Examples) -> Constant:
 
 
 def _condense(objective: Objective, own: Examples) -> Examples:
-    """Return one example per label with the total weight of its examples, if that is equivalent.
+    """Merge the examples with equal labels into one with their total weight, if this is equivalent.
 
-    A constant gives all examples of a label the same answer.
+    The outputs of a constant are equal for all of them.
     """
     some = next(iter(own.parts()))
     weigh = all(each.measured.weighted for each in objective.states if each.measured)
@@ -158,7 +161,7 @@ def _condense(objective: Objective, own: Examples) -> Examples:
         ):
             totals[label] = totals.get(label, 0.0) + total
     weights = np.array([*totals.values()])
-    # The loss is divided by the number of examples, not by their weight.
+    # The loss is divided by the number of examples, not by their total weight.
     scaled = weights * (len(weights) / own.count)
     labels = np.array([*totals], some.labels.dtype)
     return Whole(Part(labels, select_rows(some.outputs, np.zeros(len(labels), int)), scaled, {}))
@@ -175,7 +178,7 @@ def _measure(objective: Objective, examples: Examples) -> dict[str, float | None
         except Exception as error:
             if _is_built_in(objective):
                 raise
-            # A user's task may not support equal answers for all examples.
+            # A user's task may not support equal outputs for all examples.
             _log.warning("of a constant: %s", user_code.format_error(error))
     return found
 
@@ -187,7 +190,7 @@ def _is_built_in(objective: Objective) -> bool:
 def compare_shuffled(
     objective: Objective, own: Examples, metric: str, mine: float, constant: float
 ) -> dict[str, Any]:
-    """Return the comparison by shuffled outputs; empty for metrics that are compared by example."""
+    """Compare with a constant by a permutation test; {} if the metric is compared by example."""
     task, some = objective.task, next(iter(own.parts()))
     size = max(np.size(tf.nest.flatten(select_rows(some.labels, slice(1)))[0]), 1)
     part = sample_examples(own, min(_MOST_SHUFFLED, max(_MOST_NUMBERS // size, _LEAST)))
@@ -202,20 +205,19 @@ def compare_shuffled(
         return {}
     more: dict[str, Any] = {"constant": constant}
     if values.mean() - constant > _FAR * values.std():
-        # Random classes have a higher mean F1 than any single class.
+        # Random classes have a higher macro F1 than any constant class.
         more = {"constant": float(values.mean()), "answer": "its answers given to other examples"}
-    # With few positive examples, a random order has an average precision above their share.
+    # If positives are rare, a random order has an average precision above their fraction.
     gain = mine - max(constant, float(values.mean()))
-    # Chance differences shrink with more examples.
+    # The sample may be smaller than the split, and chance differences shrink with the size.
     bound = gain - float(values[-2] - values.mean()) * math.sqrt(count / own.count)
-    # A sample alone is not sufficient evidence for the whole split.
+    # The test statistic of a sample says too little about the whole split.
     if count == own.count:
         above, critical = (float(each - evidence.mean()) for each in (found[1], evidence[-2]))
         if above <= critical:
             bound = min(bound, 0.0)
         elif gain > 0:
-            # A test-based limit: as far below the gain as the gain is above its critical value
-            # (Miettinen 1976).
+            # The test-based confidence limit (Miettinen 1976).
             bound = gain - gain * critical / above
     return {
         "metric": metric,

@@ -1,8 +1,8 @@
-"""Contamination of the test split: the number of test examples that a model was trained on.
+"""Contamination of the test split: how many test examples the model was trained on.
 
-Examples are compared by the input hashes that each dataset stores: all of up to 65,536 distinct
-ones, otherwise the same uniform sample everywhere. A warm-started model was also trained on the
-data of its initial weights.
+Examples are compared by the hashes of their inputs, which each dataset stores: all hashes if there
+are at most 65,536 distinct ones, else a uniform sample that is the same for all datasets. If a
+model was warm-started, it was also trained on the data of its initial weights.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _GENERATIONS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Judges:
-    """The test examples of a dataset, and the limits for findings."""
+    """The test examples of a dataset, and the limits for reporting contamination."""
 
     dataset: DatasetProfile
     limits: DataGateConfig
 
     @classmethod
     def load(cls, uri: str, limits: DataGateConfig) -> Judges | None:
-        """Return the judges for the dataset at a URI; None if it stores no hashes."""
+        """Load the hashes of the dataset at a URI; return None if it stores none."""
         try:
             return cls(dataset=make_profile(uri), limits=limits)
         except storage.Missing:
             return None
 
     def remarks(self, checkpoint: str) -> list[str]:
-        """Return remarks on why the metrics of a checkpoint of this dataset are too optimistic."""
+        """Return remarks on why a checkpoint's metrics on this dataset are too optimistic."""
         fields, lines = _read_fields(checkpoint), []
         test, train = (self.dataset.splits[split] for split in (_TEST, _TRAIN))
         limit = self.limits.limit("leakage")
@@ -66,9 +66,9 @@ class Judges:
         return find_new_copies(self.dataset, known, self._significance) if known else None
 
     def judge_champion(self, uri: str, metric: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `own`, the champion's result in the run that trained it, and `remarks`.
+        """Return the champion's original results as `own`, and `remarks` on them.
 
-        `metric` is the compared metric; `metrics` are the champion's on these examples.
+        `metric` is the compared metric, and `metrics` are the champion's results on these examples.
         """
         manifest = storage.read_manifest(uri)
         fields, lineage = manifest.fields, manifest.fields.get("lineage", {})
@@ -98,7 +98,6 @@ class Judges:
         return {"own": own, "remarks": remarks}
 
     def _are_others(self, there: DatasetProfile) -> bool:
-        """Return whether most test examples of another dataset are not among these."""
         if _TEST not in there.splits:
             return False
         asked, found = count_shared(there.splits[_TEST], self.dataset.splits[_TEST])
@@ -124,7 +123,7 @@ def _describe(examples: int, spans: Iterable[str]) -> str:
 
 
 def _list_earlier_datasets(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the known datasets that the initial weights of a checkpoint were trained on."""
+    """Yield the known datasets that a checkpoint's initial weights were trained on."""
     for _ in range(_GENERATIONS):
         fields = _read_fields(str(fields.get("warmed_from", "")))
         if dataset := str(fields.get("dataset", "")):
@@ -137,7 +136,7 @@ def _read_fields(checkpoint: str) -> Mapping[str, Any]:
     except storage.Unavailable:
         raise
     except UserError:
-        # Retention may have removed the checkpoint, and a Keras file has no manifest.
+        # The checkpoint may have been deleted, and a Keras file has no manifest.
         return {}
 
 
@@ -152,14 +151,14 @@ def _profiles(uris: Iterable[str]) -> Iterator[DatasetProfile]:
 
 
 def _merge(splits: Iterable[SplitProfile]) -> SplitProfile | None:
-    """Merge several splits whose hashes are all known."""
+    """Merge the hashes of several splits, limited to the range that all of them cover."""
     found = list(splits)
     if len(found) <= 1:
         return found[0] if found else None
     bounds = [each.hashes.max() for each in found if not each.is_whole and len(each.hashes)]
     hashes, places = np.unique(np.concatenate([each.hashes for each in found]), return_inverse=True)
     copies = np.zeros(len(hashes), np.int64)
-    # An example that is in several splits is not a copy.
+    # An example that occurs in several splits does not count as a copy.
     np.maximum.at(copies, places, np.concatenate([each.copies for each in found]))
     within = hashes <= min(bounds) if bounds else np.ones(len(hashes), np.bool_)
     return SplitProfile(

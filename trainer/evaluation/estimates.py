@@ -1,10 +1,11 @@
-"""Influence of each unit of the examples on a metric of a model.
+"""Estimates the influence of each unit on a metric of a model.
 
-Units are examples, or queries for a ranking, since scores within a query depend on each other.
+Units are examples. For a ranking they are queries, because scores in a query are dependent.
 
-    a mean       of values of the units: how far each is from the mean
+    a mean       of values of the units: the distance of each value from the mean
     an area      the influence of each example, exactly
-    any other    the delete-a-group jackknife: the metric is made without each of some groups
+    any other    the delete-a-group jackknife: units are divided into groups, and the metric is
+                 recomputed without each group
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from flotilla.trainer.tasks.compiled import State
 from flotilla.trainer.tasks.exact.areas import influences
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-#: Values of units, and their weights.
+#: Values of the units, and the weights of these values.
 Values = tuple[Floats, Floats]
 # Number of jackknife groups.
 _GROUPS = 100
-# Maximum number of examples, and number of groups, for metrics without a state, which are
-# recomputed for each group.
+# For metrics without a state, which are recomputed for each group: the maximum number of examples,
+# and the number of groups.
 _MOST_EXAMPLES, _FEW_GROUPS = 20_000, 40
 # Maximum number of scores in memory, over all classes.
 _MOST_SCORES = 20_000_000
@@ -37,7 +38,7 @@ _AREAS = ("auc", "average_precision")
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric of one model; the state is None if the metric is not computed from sums."""
+    """A metric of a model; `state` is None if it is not computed from sums."""
 
     objective: Objective
     examples: Examples
@@ -46,14 +47,14 @@ class Metric:
 
     @classmethod
     def make(cls, objective: Objective, examples: Examples, name: str) -> Metric:
-        """Return the metric of this name."""
+        """Find the state of a metric by the metric's name."""
         total = np.asarray(sum(objective.sums(part) for part in examples.parts()))
         states = (each for each in objective.states if each.values(total).get(name) is not None)
         return cls(objective, examples, name, next(states, None))
 
     @cached_property
     def values(self) -> Values | None:
-        """Return the values whose mean is the metric; None if it is not a mean."""
+        """The values whose mean is the metric, and their weights; None if it is not a mean."""
         if (groups := self._groups) is not None:
             return groups, np.ones(len(groups))
         if self.state is None or not self.state.is_mean:
@@ -61,7 +62,7 @@ class Metric:
         place = self.objective.states.index(self.state)
         each = [self.objective.example_states(place, part) for part in self.examples.parts()]
         totals, weights = np.concatenate(each).T
-        # An example without weight has no value.
+        # An example with weight 0 has no value.
         return np.divide(totals, weights, out=np.zeros_like(totals), where=weights != 0), weights
 
     @cached_property
@@ -70,7 +71,7 @@ class Metric:
 
     @cached_property
     def units(self) -> Array | None:
-        """Return the number of the unit of each example; None if each example is a unit."""
+        """The index of each example's unit; None if each example is a unit."""
         unit = self.objective.task.unit
         if not unit:
             return None
@@ -78,7 +79,7 @@ class Metric:
         return np.unique(ids, return_inverse=True)[1]
 
     def estimate(self) -> Estimate:
-        """Return the metric with the influence of each unit."""
+        """Return the metric, and the influence of each unit on it."""
         name, task = _output(self.objective.task, self.name)
         area = self.name.removeprefix(f"{name}_" if name else "").removeprefix("macro_")
         if self.values is not None:
@@ -92,7 +93,6 @@ class Metric:
         return found if self.units is None else found.sum_units(self.units)
 
     def _area(self, area: str, name: str, task: Task) -> Estimate:
-        """Return an area; for several classes, the mean of their areas."""
         most = max(_MOST_SCORES // len(task.labels), 1)
         if self.examples.count <= most or self.units is not None:
             return _mean_area(area, *_collect_scores(task, name, self.examples.parts()))
@@ -105,7 +105,6 @@ class Metric:
         )
 
     def _jackknife(self) -> Estimate:
-        """Return the metric with the influence of each group of units."""
         if self.state is None:
             value, without, scale = self._jackknife_details()
         else:
@@ -117,14 +116,14 @@ class Metric:
         return Estimate(value, scale * added, len(without))
 
     def _sums_of_groups(self, state: State) -> Floats:
-        """Return the states [groups, size] of random groups, the same for both models."""
+        """Return the states of random groups [groups, size]; both models have the same groups."""
         generator, count = np.random.default_rng(0), self.examples.count
         groups, begun, block = min(_GROUPS, count), 0, 0
         found = np.zeros((groups, state.end - state.begin))
         for part in self.examples.parts():
             rows = _count_examples(part)
             if self.units is None:
-                # If there are many small parts, each part is in a few groups.
+                # If there are many small parts, spread each part over only a few groups.
                 blocks = -(-groups * rows // count)
                 places = (block + generator.permutation(rows) % blocks) % groups
                 block += blocks
@@ -137,10 +136,7 @@ class Metric:
         return found
 
     def _jackknife_details(self) -> tuple[float, list[float], float]:
-        """Return a detail metric, its value without each group of examples, and a scale factor.
-
-        The groups are drawn from a sample; the factor converts its standard error to all examples.
-        """
+        """Return a metric, its values without each group of a sample, and a scale factor."""
         some = sample_examples(self.examples, _MOST_EXAMPLES)
         count = _count_examples(some)
         order = np.random.default_rng(0).permutation(count)
@@ -160,14 +156,12 @@ class Metric:
 
 
 def _output(task: Task, metric: str) -> tuple[str, Task]:
-    """Return the output that a metric belongs to, and its task."""
     names = [each for each in task.parts if each and metric.startswith(f"{each}_")]
     name = max(names, key=len, default="")
     return name, task.parts.get(name, task)
 
 
 def _collect_scores(task: Task, name: str, parts: Iterable[Part]) -> tuple[Array, Floats, Floats]:
-    """Return labels, scores [n, columns] and weights of an output's areas."""
     found = []
     for part in parts:
         labels, outputs = (each[name] if name else each for each in (part.labels, part.outputs))
@@ -187,7 +181,7 @@ def _mean_area(area: str, labels: Array, scores: Floats, weights: Floats) -> Est
             continue
         found, of_each = influences(yes, score, weights)
         values.append(getattr(found, area))
-        # The rarer class limits the precision. A class with one example has no variance.
+        # The rarer class limits the precision. For a class with one example there is no variance.
         added += getattr(of_each, area) * weights * np.where(yes, *map(correct_bias, kinds))
         fewest = min(kinds) if scores.shape[1] == 1 else fewest
     if not values:

@@ -1,9 +1,9 @@
-"""Measure a checkpoint on the whole test split.
+"""Evaluates a checkpoint on the whole test split.
 
 The evaluation is published as `metrics.json`, `curves.json`, `predictions/*.npy` (`label`,
-`output`, `weight` and `champion_output` in the order of the dataset, with the names of several
-targets) and `worst/*.png`, the examples with the highest losses. Predictions go to disk batch by
-batch: the memory does not grow with the examples.
+`output`, `weight` and `champion_output` in dataset order; with several targets, their names are
+appended) and `worst/*.png` (the examples with the highest losses). Predictions are written to disk
+batch by batch, so that the memory needed does not grow with the number of examples.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ KIND = "evaluation"
 SPLIT = "test"
 TRAIN = "train"
 _PREDICTING = f"predicting the {SPLIT} split"
-# The number of training examples that determine the most popular items.
+# Number of training examples from which the most popular items are determined.
 _MOST_LEARNT = 10_000_000
-# The number of test examples in the first call of a program's model.
+# Number of test examples for the first call of a program's model.
 _EXAMPLES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The URI of an evaluation and its metrics."""
+    """The URI of a published evaluation, and its metrics."""
 
     uri: str
     metrics: dict[str, float]
@@ -78,10 +78,11 @@ class Evaluation:
 def evaluate(  # noqa: PLR0913, PLR0917
     config: Config, dataset: str, checkpoint: str, output: str, scratch: Path, champion: str = ""
 ) -> Evaluation:
-    """Measure the model of `checkpoint` on the test split of `dataset` and publish it at `output`.
+    """Evaluate `checkpoint` on the test split of `dataset`, and publish the result at `output`.
 
-    The champion, if any, predicts the same examples. Repeating it for the same checkpoint and
-    dataset returns the published metrics. All but `scratch` are URIs. Raises `UserError`.
+    A champion predicts the same examples. If `output` has already been published for the same
+    inputs, return its metrics. `scratch` is a local folder, the others are URIs. Raises
+    `UserError`.
     """
     spec, inputs_from = read_inputs(config, dataset, checkpoint)
     made_from = {**inputs_from, **describe_request(config, champion)}
@@ -129,16 +130,16 @@ def evaluate(  # noqa: PLR0913, PLR0917
 def _read_training_columns(
     spec: DatasetSpec, columns: Sequence[str], dataset: str, scratch: Path
 ) -> Iterator[dict[str, Any]]:
-    """Read columns of the training split; of a large split, read only some shards."""
     few = -(-spec.examples(TRAIN) // _MOST_LEARNT)
     files = stage_shards(dataset, scratch / TRAIN, TRAIN, of=min(few, len(spec.files(TRAIN))))
     yield from read_columns(spec, files, columns)
 
 
 def describe_request(config: Config, champion: str) -> dict[str, str]:
-    """Return the inputs of an evaluation other than the examples and the model.
+    """Return the inputs of an evaluation, except the examples and the model.
 
-    The champion's rule gives the direction of a user's metric, also for the constant.
+    The champion's rule is among them because it sets the direction of a user's metric, which the
+    comparison with the constant needs too.
     """
     return {
         "slices": ",".join(config.evaluation.slices),
@@ -176,13 +177,13 @@ def _drop_undefined(metrics: dict[str, float | None]) -> dict[str, float]:
 def read_inputs(
     config: Config, dataset: str, checkpoint: str
 ) -> tuple[DatasetSpec, dict[str, str]]:
-    """Return the dataset as the task reads it, and its identity for a manifest."""
+    """Return the dataset in the form that the task expects, and its identity for a manifest."""
     data = storage.read_manifest(dataset)
     made_from = {
         "dataset": dataset,
         "fingerprint": str(data.fields["fingerprint"]),
         "checkpoint": checkpoint,
-        # A resumed run may publish another checkpoint under the same name.
+        # A resumed run may publish another checkpoint at the same URI.
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     learnt = index.learnt_of_checkpoint(checkpoint, dataset)
@@ -190,7 +191,7 @@ def read_inputs(
 
 
 def is_reusable(output: str, kind: str, made_from: dict[str, str]) -> bool:
-    """Return whether an earlier attempt made `output` from the same inputs."""
+    """Return whether `output` has already been published, from the same inputs."""
     try:
         there = storage.read_manifest(output)
     except storage.NotPublished:
@@ -201,9 +202,9 @@ def is_reusable(output: str, kind: str, made_from: dict[str, str]) -> bool:
 def build_model(
     config: Config, spec: DatasetSpec, objective: Objective, check: registry.Check | None = None
 ) -> keras.Model:
-    """Return the configured model for a dataset, with new weights and the loss of its task.
+    """Return the configured model for a dataset, with initial weights and the task's loss.
 
-    With `check`, that function checks the model instead of the objective.
+    If `check` is given, it checks the model instead of the objective.
     """
     parts = objective.task.parts.values()
     inputs = InputSpec.of(
@@ -220,10 +221,10 @@ def build_model(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """The model of a checkpoint, and the checkpoint's global step.
+    """The model of a checkpoint, and its global step.
 
     Attributes:
-        described: how a program's own model was read, for `metrics.json` and a manifest.
+        described: for a program's model, how it was interpreted.
     """
 
     model: keras.Model
@@ -246,14 +247,14 @@ def load_trained_model(  # noqa: PLR0913, PLR0917
 ) -> TrainedModel:
     """Return the model with the weights of the checkpoint; raises `UserError`.
 
-    A program's own model is called with test examples of `dataset`.
+    A program's model is called with test examples of `dataset`.
     """
     if PROGRAM not in storage.read_manifest(checkpoint).fields:
         model = build_model(config, spec, objective)
         found = restore_model(checkpoint, model, scratch)
         require_positive(objective.task, spec, found)
         return TrainedModel(model=model, global_step=found.global_step)
-    # Otherwise files of another checkpoint would be part of the model.
+    # Otherwise the model would include files of another checkpoint.
     shutil.rmtree(scratch / PROGRAM, ignore_errors=True)
     found = fetch(checkpoint, scratch / PROGRAM)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
@@ -266,13 +267,13 @@ def load_trained_model(  # noqa: PLR0913, PLR0917
 
 
 def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -> None:
-    """Raise `UserError` if a checkpoint was trained with the other class as the positive one."""
+    """Raise `UserError` if a checkpoint was trained with the other class as the positive class."""
     trained = map_outputs(found.fields.get("positive", {}))
     for name, part in task.parts.items():
         if not part.positive_by:
             continue
         key, of_before = f"task.outputs.{name}" if name else "task", ""
-        # Earlier versions used the second class of the records as the positive class.
+        # Earlier versions used the dataset's second class as the positive class.
         before = part.labels[0 if part.target.name in spec.swapped else 1]
         if name in trained:
             before = trained[name]
@@ -304,7 +305,7 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
 def summarize_predictions(
     spec: DatasetSpec, objective: Objective, found: Predictions, features: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the predictions section of `metrics.json`, sliced by some features."""
+    """Return the entries of `metrics.json` for the predictions, with slices by these features."""
     names = {feature: spec.features[feature].labels for feature in features}
     with Work("measuring"):
         summary, slices = (

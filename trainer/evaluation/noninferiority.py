@@ -1,15 +1,15 @@
-"""Paired non-inferiority tests of a challenger against a champion, on the same examples.
+"""Paired non-inferiority tests of a challenger against a champion on the same examples.
 
-Each function returns the difference of a metric, challenger minus champion, and a one-sided bound:
-at a confidence of 0.99 the true difference is worse than the bound in at most 1 of 100 test sets.
-The bound, not the difference, is compared with the margin, so that too few examples refuse a model
-and never pass one.
+Each function returns the difference of a metric, challenger minus champion, and a one-sided bound.
+At a confidence of 0.99, the true difference is worse than the bound in at most 1 of 100 test sets.
+The bound, not the difference, is compared with the margin, so that with too few examples a model is
+refused rather than passed.
 
-    shares   correct answers, counted in pairs: Tango's score interval (1998,
+    shares   for fractions of correct answers: Tango's score interval of paired counts (1998,
              Statistics in Medicine 17); at a difference of 0 it is McNemar's test
-    paired   any other metric: a t test of the differences of each example's influence on the metric
-             of both models; for the area under the ROC it is that of DeLong, DeLong and
-             Clarke-Pearson (1988, Biometrics 44)
+    paired   for all other metrics: a t test on the influence of each example on the metric, with
+             differences between both models. For the area under the ROC it is the test of DeLong,
+             DeLong and Clarke-Pearson (1988, Biometrics 44)
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from scipy import special
 
 Direction = Literal["higher", "lower"]
 Floats = npt.NDArray[np.floating[Any]]
-# Number of halvings that reduce an interval of length 2 to a rounding error.
+# Number of bisections that reduce an interval of length 2 to the rounding error.
 _HALVINGS = 50
 _TINY = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """The difference, challenger minus champion, and its one-sided bound."""
+    """The difference of a metric, challenger minus champion, and its one-sided bound."""
 
     difference: float
     bound: float
@@ -38,7 +38,7 @@ class Compared:
 
 
 class Pairs(NamedTuple):
-    """The number of examples that each model, or both, gets right."""
+    """Numbers of examples, by which of the two models is right."""
 
     both_right: int
     only_challenger_right: int
@@ -47,10 +47,10 @@ class Pairs(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A metric, and the influence of each unit of the examples on it; their sum is 0.
+    """A metric, and the influence of each unit on it; the influences add up to 0.
 
     The sum of their squares is the variance of the metric. `fewest` is the number of units that
-    limits the precision: all, or those of the rarer class.
+    limits its precision: of all units, or of those in the rarer class.
     """
 
     value: float
@@ -58,13 +58,13 @@ class Estimate(NamedTuple):
     fewest: int
 
     def sum_units(self, units: npt.NDArray[Any]) -> Estimate:
-        """Return the influences summed by unit, given the unit of each example."""
+        """Add up the influences of examples by unit; `units` has the unit of each example."""
         added: Floats = np.bincount(units, self.influences).astype(np.float64)
         return self._replace(influences=added, fewest=min(self.fewest, len(added)))
 
 
 def mean(values: Floats, weights: Floats | None = None) -> Estimate:
-    """Return a mean of values [n] with weights [n]; weights may be 0."""
+    """Return the weighted mean of values [n]; weights may be 0."""
     weights = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
     shares = weights / max(weights.sum(), _TINY)
     value = float(shares @ values)
@@ -78,7 +78,7 @@ def correct_bias(count: int) -> float:
 
 
 def shares(pairs: Pairs, confidence: float) -> Compared:
-    """Compare two shares by Tango's score interval; higher is better."""
+    """Compare two fractions of correct answers by Tango's score interval; higher is better."""
     count, own, other = sum(pairs), pairs.only_challenger_right, pairs.only_champion_right
     counts = np.array([[own], [other], [count]], np.float64)
     bound = lower_bounds(counts[0], counts[1], counts[2], confidence)
@@ -88,16 +88,16 @@ def shares(pairs: Pairs, confidence: float) -> Compared:
 
 
 def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -> Floats:
-    """Return Tango's bounds of several differences of shares.
+    """Return Tango's lower bounds of several differences of fractions.
 
     Args:
-        own: for each difference, examples that only the challenger gets right.
-        other: examples that only the champion gets right.
-        count: all examples; need not be whole numbers.
-        confidence: confidence of each bound.
+        own: the examples that only the challenger gets right, for each difference.
+        other: the examples that only the champion gets right.
+        count: all examples; it may be fractional.
+        confidence: the confidence of each bound.
     """
     wanted = special.ndtri(confidence)
-    # At -1 the score is infinite, or undefined if all examples were lost.
+    # At -1 the score is infinite, or undefined if the challenger lost all examples.
     low, high = np.full(len(own), -1.0), (own - other) / count
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -107,7 +107,7 @@ def lower_bounds(own: Floats, other: Floats, count: Floats, confidence: float) -
 
 
 def _scores(own: Floats, other: Floats, count: Floats, assumed: Floats) -> Floats:
-    """Return the number of standard errors from assumed differences to the counts."""
+    """Return the distance of the counts from the assumed differences, in standard errors."""
     b = (2 * count - own + other) * assumed - own - other
     c = -other * assumed * (1 - assumed)
     likeliest = (np.sqrt(np.maximum(b * b - 8 * count * c, 0)) - b) / (4 * count)
@@ -120,10 +120,10 @@ def _scores(own: Floats, other: Floats, count: Floats, assumed: Floats) -> Float
 def compare_paired(
     own: Estimate, other: Estimate, confidence: float, better: Direction, lost: float = 0.0
 ) -> Compared:
-    """Compare a metric of two models by the influences of units.
+    """Compare a metric of two models by the influences of the units.
 
-    `lost` is the share of the champion's gain that may be lost, if the margin is such a share: it
-    varies with the champion's metric, and is never treated as exact.
+    If the margin is a fraction of the champion's gain over a constant, `lost` is that fraction.
+    Such a margin varies with the champion's metric, and is therefore not treated as exact.
     """
     sign, difference = (1 if better == "higher" else -1), own.value - other.value
     fewest = min(own.fewest, other.fewest)
@@ -138,11 +138,11 @@ def compare_paired(
 
 
 def _reach(terms: Floats, fewest: int, confidence: float) -> float:
-    """Return an upper bound of the deviation of a sum of independent terms.
+    """Return an upper bound for the deviation of a sum of independent terms.
 
-    The degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin 2): few if a few
-    terms dominate the variance. The correction for skewness is that of Hall (1992, J. R. Statist.
-    Soc. B 54), where it is conservative.
+    The degrees of freedom are Satterthwaite's (1946, Biometrics Bulletin 2): there are few if a few
+    terms dominate the variance. The correction for skewness is Hall's (1992, J. R. Statist. Soc. B
+    54), and is applied only if it widens the bound.
     """
     if fewest <= 1:
         return np.inf

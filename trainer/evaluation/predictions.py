@@ -1,4 +1,4 @@
-"""Predictions of a model and of the champion for a stream of examples, stored on disk."""
+"""Predictions of a model and its champion for a stream of examples, stored on disk."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from flotilla.trainer.tasks.base import Array, Examples, Part, SplitError, Task
 from flotilla.trainer.tasks.objective import Objective, cast_outputs
 
 MOST_WORST = 25
-# The pixels of an image's longer side on a page.
+# Maximum size of the longer side of an image on a page, in pixels.
 LARGEST_SIDE = 256
 _VALUES_IN_TEXT = 12
 _CHANNELS = (1, 3, 4)
 # Maximum number of values of a column in one part.
 _VALUES_AT_ONCE = 1 << 22
 MOST_ROWS = 1 << 16
-# Maximum number of distinct texts of a column; a slice shows only the most frequent ones.
+# Maximum number of distinct strings of a column. Slices list only the most frequent ones.
 MOST_TEXTS = 1 << 16
 OTHER = b"(other)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Example:
-    """One example with its inputs, copied so that its batch can be freed."""
+    """An example and its inputs, copied so that its batch can be freed."""
 
     loss: float
     row: dict[str, Any]
@@ -44,16 +44,16 @@ class _Example:
 
 
 class Worst:
-    """Keeps the examples with the highest losses of a stream; holds `MOST` of them."""
+    """Keeps the `MOST_WORST` examples with the highest losses of a stream."""
 
     def __init__(self, spec: DatasetSpec, task: Task) -> None:
-        """Prepare for examples of this dataset."""
+        """Store the dataset's features and the task."""
         self._spec, self._task = spec, task
         self._kept: list[_Example] = []
         self._seen = 0
 
     def look(self, inputs: Mapping[str, Any], part: Part) -> None:
-        """Add one batch: inputs by feature name, and the model's outputs for them."""
+        """Add a batch: inputs by feature name, and the model's outputs for them."""
         each = self._task.example_losses(part.labels, part.outputs)
         for place in np.argsort(-each, kind="stable")[:MOST_WORST]:
             index = int(place)
@@ -77,10 +77,11 @@ class Worst:
         return _shrink(copy) if _is_image(self._spec.features[name]) else copy
 
     def write(self, folder: Path) -> list[dict[str, Any]]:
-        """Write the pictures to `folder` and return a row for each example, the worst first.
+        """Write images to `folder` and return a row for each example, highest loss first.
 
-        A row holds `index` in the split, `loss`, the task's cells for the example, and `picture` (a
-        path below `folder`) or `inputs` (a text) and `columns` (the value of each input).
+        A row has `index` (in the split), `loss` and the task's cells for the example. It also has
+        either `picture`, a path below `folder`, or `inputs`, a string, and `columns`, the value of
+        each input.
         """
         rows = []
         for place, example in enumerate(self._kept, start=1):
@@ -99,7 +100,7 @@ class Worst:
 
 
 def _is_image(feature: FeatureSpec) -> bool:
-    # Neither a row of pixels nor a table of a few columns is a picture.
+    # A row of pixels, or a table with a few columns, is not an image.
     match feature.sizes:
         case (height, width, channels):
             return feature.dtype != "string" and channels in _CHANNELS and min(height, width) > 1
@@ -152,14 +153,15 @@ _LABEL, _OUTPUT, _WEIGHT, _CHAMPION = "label", "output", "weight", "champion_out
 
 
 class Column:
-    """Values on disk: written batch by batch, and read in parts that fit into memory.
+    """A column on disk, written batch by batch and read in parts that fit into memory.
 
-    A `.npy` file (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html). Texts
-    are stored as indices into a list of the first distinct values.
+    The format is `.npy` (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
+    Strings are stored as indices into a list of distinct values, whose length is limited unless
+    `has_all_texts` is set.
     """
 
     def __init__(self, path: Path, rows: int, *, has_all_texts: bool = False) -> None:
-        """Store `rows` examples at a path; of texts, all values or the first distinct ones."""
+        """Create a column for `rows` examples."""
         self.path = path
         self._rows, self._has_all_texts = rows, has_all_texts
         self._file: IO[bytes] | None = None
@@ -167,7 +169,7 @@ class Column:
         self._text_values: Array = np.array([OTHER], dtype=object)
 
     def add(self, values: Array) -> None:
-        """Append the values [n, ...] of a batch."""
+        """Append the values of a batch [n, ...]."""
         stored = self._numbers(values) if values.dtype == object else values
         if self._file is None:
             self._begin(stored)
@@ -175,19 +177,19 @@ class Column:
         self._file.write(np.ascontiguousarray(stored).tobytes())
 
     def end(self) -> None:
-        """Close the file; `read` then sees all values."""
+        """Close the file, after which all values can be read."""
         if self._file is not None:
             self._file.close()
         self._text_values = np.array([*self._texts, OTHER], dtype=object)
 
     @property
     def rows_at_once(self) -> int:
-        """The number of examples of one part."""
+        """The number of examples in a part."""
         return max(1, min(MOST_ROWS, _VALUES_AT_ONCE // max(1, math.prod(self._shape))))
 
     def read(self, begin: int, end: int) -> Array:
-        """Return the values from example `begin` up to `end`."""
-        # A copy: the pages of a memory map would stay in memory.
+        """Return the values of the examples from `begin` up to, not including, `end`."""
+        # Copy the values, because pages of a memory map would stay in memory.
         found = np.array(np.load(self.path, mmap_mode="r")[begin:end])
         return self._text_values[found] if self._texts else found
 
@@ -208,7 +210,7 @@ class Column:
             fits = self._has_all_texts or len(self._texts) < MOST_TEXTS
             if fits and each not in self._texts:
                 self._texts[each] = len(self._texts)
-            # The last index represents all values beyond the limit.
+            # Index -1 stands for all values beyond the limit.
             found[place] = self._texts.get(each, -1)
         return found
 
@@ -217,12 +219,12 @@ class Stored:
     """Examples on disk with a model's outputs; see `flotilla.trainer.tasks.base.Examples`."""
 
     def __init__(self, count: int, columns: Part) -> None:
-        """Read `count` examples from a part whose values are columns."""
+        """Store the number of examples, and a part whose values are of type `Column`."""
         self.count = count
         self._columns = columns
 
     def parts(self) -> Iterator[Part]:
-        """Read all examples, in parts that fit into memory."""
+        """Yield all examples in parts that fit into memory."""
         leaves = [each for each in tf.nest.flatten(self._columns) if each is not None]
         size = min(each.rows_at_once for each in leaves)
         for begin in range(0, self.count, size):
@@ -235,7 +237,7 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """Outputs of models for all examples, in order; `unsound` counts non-finite outputs."""
+    """Outputs of the models for all examples; `unsound` counts those with non-finite outputs."""
 
     own: Stored
     champion: Stored | None
@@ -244,10 +246,10 @@ class Predictions:
 
 
 class Writer:
-    """Writes the outputs of models for a stream of examples."""
+    """Writes the outputs of the models for a stream of examples."""
 
     def __init__(self, folder: Path, scratch: Path, rows: int) -> None:
-        """Write predictions to `folder`, and columns that only slices need to `scratch`."""
+        """Store predictions in `folder`, and columns that only slices need in `scratch`."""
         self._folder, self._scratch, self.rows = folder, scratch, rows
         self._columns: dict[str, Any] = {}
         self.count = 0
@@ -255,7 +257,7 @@ class Writer:
     def add(
         self, name: str, tree: Any, folder: Path | None = None, all_texts: Collection[str] = ()
     ) -> None:
-        """Append the values of a batch to the columns of a name; `all_texts` store every text."""
+        """Append a batch to the columns called `name`; those in `all_texts` store all strings."""
         if name not in self._columns:
             self._columns[name] = self._open_columns(name, tree, folder or self._folder, all_texts)
         for column, values in zip(
@@ -265,7 +267,7 @@ class Writer:
                 column.add(values)
 
     def add_batch(self, part: Part, all_texts: Collection[str] = ()) -> None:
-        """Append a batch; the columns in `all_texts` store every text."""
+        """Append a batch; columns in `all_texts` store all strings."""
         self.add(_LABEL, part.labels)
         self.add(_OUTPUT, part.outputs)
         self.add(_WEIGHT, part.weights)
@@ -273,13 +275,13 @@ class Writer:
         self.count += len(tf.nest.flatten(part.labels)[0])
 
     def close(self) -> None:
-        """Close the files; further calls have no effect."""
+        """Close the files. It may be called repeatedly."""
         for column in tf.nest.flatten(self._columns):
             if column is not None:
                 column.end()
 
     def get(self, outputs: str) -> Stored | None:
-        """Return the examples with the outputs of that name; None if there are none."""
+        """Return the examples with the outputs of this name; None if there are none."""
         if outputs not in self._columns:
             return None
         self.close()
@@ -299,7 +301,7 @@ class Writer:
 
 
 def make_forward(objective: Objective, model: keras.Model) -> Callable[[Any], Any]:
-    """Return the function from inputs to the outputs of a model; raises `UserError`."""
+    """Return a function from a batch of inputs to the model's outputs; it raises `UserError`."""
 
     @tf.function(reduce_retracing=True)
     def forward(inputs: Any) -> Any:
@@ -321,12 +323,12 @@ def predict(  # noqa: PLR0913, PLR0917
     champion: Answer | None = None,
     count: Callable[[int], None] = lambda _examples: None,
 ) -> Predictions:
-    """Predict all examples of `labelled_columns`, which must be finite, and write the outputs.
+    """Predict the examples of `labelled_columns`, whose number is finite, and write the outputs.
 
-    `count` is called with the examples of each batch.
+    `count` is called with the number of examples in each batch.
 
-    Raises `SplitError` if a label does not belong to the task or all weights are 0, and `UserError`
-    for other mistakes.
+    Raises `SplitError` if a label is invalid for the task or all weights are 0, and `UserError` for
+    other mistakes.
     """
     forward = make_forward(objective, model)
     worst = Worst(spec, objective.task)
@@ -345,9 +347,9 @@ def predict(  # noqa: PLR0913, PLR0917
             answers = champion(named)
             other_bad += unsound(answers)
             writer.add(_CHAMPION, answers)
-        # A slice shows only the most frequent users, but metrics by user need all of them.
+        # Slices list only the most frequent users, but metrics by user need all users.
         writer.add_batch(part, objective.task.columns)
-        # Outputs that are not finite have no loss; they are refused after all are counted.
+        # Non-finite outputs have no loss. The caller refuses them after they are all counted.
         if not bad:
             worst.look(named, part)
         count(len(tf.nest.flatten(labels)[0]))
@@ -362,7 +364,7 @@ def predict(  # noqa: PLR0913, PLR0917
 
 
 def measure_predictions(objective: Objective, examples: Examples) -> dict[str, Any]:
-    """Return `metrics`, `intervals` and the task's details for `metrics.json`."""
+    """Return the metrics, intervals and details of the task for `metrics.json`."""
     tally = objective.tally()
     for part in condensing(examples, [tally]):
         tally.add(part)
@@ -370,7 +372,7 @@ def measure_predictions(objective: Objective, examples: Examples) -> dict[str, A
 
 
 def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two mappings: nested mappings and lists are joined, otherwise the second value wins."""
+    """Merge two mappings recursively. Lists are joined; for other values the second one wins."""
     found = dict(one)
     for name, value in other.items():
         known = found.get(name)
@@ -384,7 +386,7 @@ def _merge(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsound(outputs: Any) -> int:
-    """Return the number of examples with outputs that are not finite."""
+    """Return the number of examples with non-finite outputs."""
     rows = [
         np.isfinite(each.reshape(len(each), -1)).all(axis=1) for each in tf.nest.flatten(outputs)
     ]

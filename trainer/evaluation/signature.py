@@ -1,4 +1,4 @@
-"""The inputs of an exported model: names, shapes and types in its signature."""
+"""The names, shapes and types of an exported model's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from flotilla.trainer.tasks.base import Task
 
 SERVING = "serving_default"
 SERIALIZED = "serialized_examples"
-# The file in the folder of a model with one class per line; a task without classes has no such
-# file.
+# A file in a model's folder with one class name per line. Tasks without classes have none.
 LABELS = "labels.txt"
 
 
 def describe_inputs(spec: DatasetSpec) -> list[dict[str, Any]]:
-    """Return the inputs for the manifest of a model: each feature and its argument."""
+    """Return the inputs of a model for its manifest: each feature and the name of its argument."""
     return [
         {
             "feature": feature,
@@ -30,9 +29,10 @@ def describe_inputs(spec: DatasetSpec) -> list[dict[str, Any]]:
 
 
 def list_labels(task: Task) -> dict[str, list[str]]:
-    """Return the class names of each output of a model with several outputs.
+    """Return the class names of each output, by output name.
 
-    A single output uses the file `LABELS`, unless a class name does not fit on one line.
+    The classes of a single output are stored in the file `LABELS` instead, unless a name does not
+    fit on one line.
     """
     return {
         name: list(part.labels)
@@ -42,7 +42,7 @@ def list_labels(task: Task) -> dict[str, list[str]]:
 
 
 def find_positive(task: Task) -> Any:
-    """Return the name of the positive class; for several outputs, a mapping by output."""
+    """Return the name of the positive class, or a mapping by name for several outputs."""
     found = {name: part.labels[1] for name, part in task.parts.items() if part.positive_by}
     return found.get("", found)
 
@@ -53,10 +53,11 @@ def map_outputs(said: Any) -> Mapping[str, Any]:
 
 
 def list_links(task: Task) -> dict[str, Any]:
-    """Return the function that converts each output of the trained model to an answer.
+    """Return how each output of the trained model is converted to an answer.
 
-    It is the name of a function, `first` for the sigmoid of the first number alone, or the mean and
-    deviation by which numbers are standardized. A single output has no name.
+    The value is the name of a function, `first` for the sigmoid of the first column only, or the
+    mean and standard deviation that outputs were standardized with. A single output has an empty
+    name.
     """
     found = dict[str, Any]()
     for name, part in task.parts.items():
@@ -70,7 +71,7 @@ def list_links(task: Task) -> dict[str, Any]:
 
 
 def list_kinds(task: Task) -> dict[str, str]:
-    """Return the kind of task of each output, if it is known; a single output has no name."""
+    """Return the kind of task of each output by name; an unknown kind is empty."""
     return {name: _kind(type(part)) for name, part in task.parts.items()}
 
 

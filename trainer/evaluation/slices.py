@@ -1,4 +1,4 @@
-"""Metrics of slices of the examples: by label, or by any feature with one value per example."""
+"""Metrics of slices: examples with the same label, or the same value of another feature."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ import tensorflow as tf
 from flotilla.trainer.tasks.base import Examples, Part, Tally, sample_examples
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
-# A number with more distinct values is cut into quartiles; a text keeps its most frequent values.
+# Numbers with more distinct values are divided into quartiles. Of strings with more values, only
+# the most frequent ones have a slice.
 MOST_VALUES = 20
-# Maximum number of distinct values that are counted; values that appear later get no slice.
+# Maximum number of distinct values to count; values that first occur later get no slice.
 _MOST_COUNTED = 1 << 16
-# The maximum of examples times outputs in the tallies: a quarter of a gigabyte.
+# Maximum numbers of examples and of outputs in the accumulators: a quarter of a gigabyte.
 _MOST_ROWS, _MOST_NUMBERS = 1 << 22, 1 << 25
 OTHER = "(other)"
 
@@ -29,7 +30,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The slices of one feature: their names and a function from values to slice numbers."""
+    """The slices of a feature: their names, and a function from values to slice indices."""
 
     names: tuple[str, ...]
     places: Callable[[Values], Places]
@@ -38,7 +39,7 @@ class Cut:
 def slice_metrics(
     objective: Objective, examples: Examples, names: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of each column: `value`, `examples`, `metrics` and `intervals` of a slice."""
+    """Return for each column its slices: `value`, `examples`, `metrics` and `intervals`."""
     if not names:
         return {}
     cuts = dict(_cuts(examples, names))
@@ -48,7 +49,7 @@ def slice_metrics(
         for column, cut in cuts.items():
             places = cut.places(part.columns[column])
             if part.weights is not None:
-                # A slice whose weights are 0 has no metrics.
+                # A slice whose weights are all 0 has no metrics.
                 places = np.where(part.weights.ravel() > 0, places, -1)
             for place in np.unique(places[places >= 0]):
                 tallies[column][place].add(select_rows(part, places == place))
@@ -68,7 +69,7 @@ def _measure(tally: Tally) -> dict[str, Any]:
 
 
 def condensing(examples: Examples, tallies: Sequence[Tally]) -> Iterator[Part]:
-    """Yield the parts of the examples, and condense the tallies regularly."""
+    """Yield the parts of the examples, and call `condense` of the tallies from time to time."""
     rows = numbers = 0
     for part in examples.parts():
         yield part
@@ -92,7 +93,7 @@ def _cuts(examples: Examples, names: Mapping[str, tuple[str, ...]]) -> Iterable[
 def _count(counter: Counter[Any], values: Values) -> None:
     found, each = np.unique(values, return_counts=True)
     for value, count in zip(found.tolist(), each.tolist(), strict=True):
-        # NaN does not equal itself, so each part would count it as a new value.
+        # NaN does not equal itself, so that each part would add another NaN.
         key = value if value == value else np.nan  # noqa: PLR0124
         if key in counter or len(counter) < _MOST_COUNTED:
             counter[key] += count
@@ -111,7 +112,7 @@ def _cut(counter: Counter[Any], names: tuple[str, ...], column: str, examples: E
 
 
 def _order(value: Any) -> Any:
-    # NaN comes last.
+    # Put NaN last.
     return (value != value, value)  # noqa: PLR0124
 
 
@@ -129,14 +130,14 @@ def _cut_by_value(kept: list[Any], dtype: np.dtype[Any], *, others: bool = False
 
 
 def _quarters(values: Values) -> Cut:
-    # Differences of the largest float32 values overflow float32.
+    # Use float64, because differences between large float32 values may overflow.
     finite = values[np.isfinite(values)].astype(np.float64)
     edges = np.unique(np.quantile(finite, [0, 0.25, 0.5, 0.75, 1])) if len(finite) else np.zeros(1)
     last = max(len(edges) - 2, 0)
 
     def places(some: Values) -> Places:
         wide = some.astype(np.float64)
-        # The edges come from a sample; a value beyond them belongs to the first or last slice.
+        # The edges come from a sample; put values beyond them into the first or last slice.
         found = np.clip(np.searchsorted(edges, wide, side="right") - 1, 0, last)
         return np.where(np.isfinite(wide), found, last + 1)
 
@@ -145,7 +146,7 @@ def _quarters(values: Values) -> Cut:
 
 
 def text(value: Any) -> str:
-    """Format a feature's value for a person."""
+    """Format a value of a feature for display."""
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
     return f"{value:g}" if isinstance(value, np.floating) else str(value)

@@ -1,9 +1,9 @@
-"""The decision threshold of a positive class, chosen on the validation split.
+"""The decision threshold for the positive class, chosen on the validation split.
 
-It maximizes the weighted F1 of the positive class. Of several such thresholds, it is the one
-closest to 0.5. It is half-way to the next lower probability, so that rounding differences between
-forms of the model do not change decisions. It is 0.5 if all probabilities are equal, if one class
-has no examples, or if there are no examples.
+The threshold maximizes the weighted F1 of the positive class. If several do, the one closest to 0.5
+is used. It lies midway between two probabilities, so that rounding differences between exported
+forms of the model do not change decisions. It is 0.5 if all probabilities are equal, if one of the
+classes has no examples, or if there are no examples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flotilla.trainer.tasks.binary_classification import Threshold
 from flotilla.trainer.tasks.objective import Objective
 
 SPLIT = "validation"
-# More examples would not change it, so only some batches of a larger split are read.
+# More examples would hardly change the threshold. Of a larger split, only some batches are read.
 MOST_EXAMPLES = 1_000_000
 _EVEN = 0.5
 _CLOSE = 1e-12
@@ -42,7 +42,7 @@ def choose_thresholds(  # noqa: PLR0913, PLR0917
     scratch: Path,
     batch_size: int,
 ) -> dict[str, Threshold]:
-    """Return the threshold of each output that has a positive class, by its name."""
+    """Return the threshold of each output that has a positive class, by output name."""
     parts = [name for name, part in objective.task.parts.items() if part.positive_by]
     if not parts or not spec.examples(SPLIT):
         if parts:
@@ -71,7 +71,7 @@ def choose_thresholds(  # noqa: PLR0913, PLR0917
 def compute_thresholds(
     parts: Iterable[str], labels: Any, outputs: Any, weights: Any
 ) -> dict[str, Threshold]:
-    """Return the threshold of each output from one model's outputs for validation examples."""
+    """Return the threshold of each output, given a model's outputs for validation examples."""
     found = {}
     for name in parts:
         true, logits = (each[name] if name else each for each in (labels, outputs))
@@ -99,18 +99,18 @@ def _choose(name: str, positive: Array, sure: Floats, weights: Floats) -> Thresh
 
 
 def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
-    """Return the probability above which F1 is largest; None if all are equal.
+    """Return the probability above which F1 is highest; None if all probabilities are equal.
 
     Args:
         positive: whether each example is positive.
-        sure: the probability of each, in the precision of the comparison.
-        weights: the weight of each.
+        sure: the probability of each example, in the precision that decisions use.
+        weights: the weight of each example.
     """
     counts = np.isfinite(sure) & (weights > 0)
     order = np.argsort(-sure[counts], kind="stable")
     sure, positive, weights = (each[counts][order] for each in (sure, positive, weights))
     hits, taken = np.cumsum(weights * positive), np.cumsum(weights)
-    # Use the last one of equal probabilities. The very last one has no lower neighbour.
+    # Consider the last of equal probabilities, except the lowest, below which there is none.
     ends = np.flatnonzero(sure[:-1] != sure[1:])
     if not len(ends) or not hits[-1]:
         return None
@@ -123,6 +123,6 @@ def best(positive: Array, sure: Floats, weights: Floats) -> float | None:
 
 
 def read_thresholds(fields: Mapping[str, Any], names: Iterable[str]) -> dict[str, Threshold]:
-    """Return the thresholds of an exported model's outputs; 0.5 if an earlier version made it."""
+    """Return the thresholds of an exported model's outputs; 0.5 if its version stored none."""
     said = map_outputs(fields.get("threshold", {}))
     return {name: Threshold(float(said.get(name, _EVEN))) for name in names}

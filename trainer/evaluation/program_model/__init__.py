@@ -1,1 +1,1 @@
-"""Load the model of a user's program as a Keras model of Flotilla."""
+"""Loads the model that a user's program has written as a Keras model."""

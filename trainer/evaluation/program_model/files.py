@@ -1,7 +1,7 @@
-"""The model that a user's program wrote, in the formats that can be read.
+"""Reads a model that a user's program has written, as a SavedModel or a `.keras` file.
 
-A SavedModel is called through its serving signature, and a `.keras` file is called as Keras 3 reads
-it, which also reads some files of Keras 2.
+A SavedModel is called through its serving signature. A `.keras` file is called as Keras 3 loads it,
+which includes some files of Keras 2.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ SAVED_MODEL, KERAS = "saved_model", "keras"
 _PROTO, _SUFFIX = "saved_model.pb", ".keras"
 _SERVE = "serve"
 _VERSION = re.compile(r"[0-9]{1,18}")
-# Operations of variables of TensorFlow 1 that are no resources.
+# Operations for variables of TensorFlow 1 that are not resources.
 _REFERENCES = {"Variable", "VariableV2"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Callee:
-    """A model that was read.
+    """A loaded model.
 
     Attributes:
         layout: `saved_model` or `keras`.
-        takes: its arguments by name; None if the model does not say what it takes.
-        call: calls it with tensors or symbols by argument, or by feature if it does not say what it
-            takes; the result is by the name of the output.
+        takes: its arguments by name; None if the model does not declare them.
+        call: calls the model with tensors or symbolic tensors by argument, or by feature if it
+        declares no arguments. It returns the outputs by name.
     """
 
     layout: str
@@ -51,10 +51,10 @@ class Callee:
 
 
 def find_model(paths: Sequence[str]) -> tuple[str, str]:
-    """Return the layout of a model and its path, from the paths of files in its folder.
+    """Return the layout of a model and its path, given the paths of the files in its folder.
 
-    The path of a SavedModel is that of its folder: the folder itself, or the one with the highest
-    number. Raises `UserError` if there is no model, or if it is not clear which one is meant.
+    For a SavedModel, this is the path of its folder: the given folder, or its subfolder with the
+    highest version number. Raises `UserError` if there is no model, or more than one.
     """
     if _PROTO in paths:
         return SAVED_MODEL, ""
@@ -72,16 +72,16 @@ def find_model(paths: Sequence[str]) -> tuple[str, str]:
 
 
 def read_model(path: Path, layout: str) -> Callee:
-    """Read the model at a path; raises `UserError`."""
+    """Load the model at a path; raises `UserError`."""
     return _read_saved_model(path) if layout == SAVED_MODEL else _read_keras(path)
 
 
 class Signature(keras.layers.Layer):
-    """The signature of a SavedModel as a layer, from tensors by argument to tensors by output."""
+    """A layer that calls the signature of a SavedModel, with tensors by argument and by output."""
 
     def __init__(self, loaded: Any, function: Any) -> None:
-        """Take a loaded SavedModel, whose variables the layer holds, and its signature."""
-        # Keras would convert the inputs to the type of the layer.
+        """Store a loaded SavedModel, to keep its variables alive, and the signature to call."""
+        # Without this, Keras would cast the inputs to the layer's type.
         super().__init__(name="program", trainable=False, autocast=False)
         self._loaded, self._function = loaded, function
         self.supports_jit = False
@@ -92,7 +92,7 @@ class Signature(keras.layers.Layer):
         return found
 
     def build(self, input_shape: Any) -> None:
-        """Build nothing: the variables are those of the SavedModel."""
+        """Do nothing, because the SavedModel already has its variables."""
         del input_shape
 
 
@@ -107,7 +107,7 @@ def _read_saved_model(folder: Path) -> Callee:
             _, takes = function.structured_input_signature
     except UserError:
         raise
-    # A foreign SavedModel may raise anything.
+    # Another program's SavedModel may raise anything.
     except Exception as error:
         raise UserError(f"TensorFlow cannot load it: {user_code.short_message(error)}") from error
     arguments = {
@@ -133,9 +133,9 @@ def _choose_signature(names: Iterable[str]) -> str:
 
 
 def _freeze(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
-    """Return the signature of a model of TensorFlow 1 whose variables have become constants.
+    """Load a TensorFlow 1 model, convert its variables to constants, and return its signature.
 
-    TensorFlow 2 can call such a model with its variables, but it cannot save it again.
+    TensorFlow 2 can call such a model with variables, but cannot save it again.
     """
     v1 = tf.compat.v1
     with tf.Graph().as_default() as graph, v1.Session() as session:
@@ -155,14 +155,15 @@ def _freeze(folder: Path) -> tuple[Any, Any, Mapping[str, Any]]:
 
 
 def _read_graphs(path: Path) -> Sequence[MetaGraphDef]:
-    """Return the graphs of a SavedModel; remove the devices of a training cluster from them.
+    """Return the graphs of a SavedModel, after removing device names of a training cluster.
 
-    A program of TensorFlow 1 may have saved `/job:ps/task:0`, which no other process has.
+    A TensorFlow 1 program may have saved `/job:ps/task:0`, a device that other processes do not
+    have.
     """
     proto = SavedModel()
     try:
         proto.ParseFromString(path.read_bytes())
-    # Each implementation of Protobuf has its own error class.
+    # The class of the error depends on the implementation of Protobuf.
     except Exception:
         raise UserError(f"its {path.name} is not a SavedModel: write it again") from None
     changed = False
@@ -199,7 +200,6 @@ def _read_keras(path: Path) -> Callee:
 
 
 def _arguments(model: keras.Model) -> dict[str, Argument] | None:
-    """Return the arguments of a graph of layers; None for a model with custom code."""
     graph = getattr(model, "_functional", None) or model
     inputs = getattr(graph, "_inputs_struct", None)
     if inputs is None:

@@ -1,7 +1,8 @@
-"""The features of a dataset as the arguments of a program's model.
+"""Passes the features of a dataset to the arguments of a program's model.
 
-An argument takes the feature of its name, or of the name that a signature has for it; a single one
-takes the single feature. What is the same in another type or shape is converted.
+An argument receives the feature with the same name, or with the name that Flotilla's own signatures
+use for it. A single argument receives a single feature whatever its name is. Values are converted
+if type or shape differ without a change of meaning.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ _TEXT = "string"
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """An argument of a model: its type, and its shape with the batch axis; None for any shape."""
+    """An argument of a model. The shape includes the batch axis; None means any shape."""
 
     name: str
     shape: tuple[Size, ...] | None
     dtype: str
 
     def __str__(self) -> str:
-        """Describe the argument for a message."""
+        """Return a description for messages."""
         return f"{self.name!r} ({describe_tensor(self.dtype, self.shape)})"
 
 
 def describe_tensor(dtype: str, shape: tuple[Size, ...] | None) -> str:
-    """Describe a tensor with its batch axis for a message: `float32 [any, 3]`."""
+    """Describe a tensor and its batch axis for a message, as in `float32 [any, 3]`."""
     sizes = "..." if shape is None else ", ".join("any" if n is None else str(n) for n in shape)
     return f"{dtype} [{sizes}]"
 
 
 def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[str, str]:
-    """Return the feature of each argument; raises `UserError` for an argument without one."""
+    """Return the feature for each argument; raises `UserError` if there is none."""
     if len(takes) == len(spec.inputs) == 1:
         found = dict(zip(takes, spec.inputs, strict=True))
     else:
@@ -66,7 +67,6 @@ def match_arguments(spec: DatasetSpec, takes: Mapping[str, Argument]) -> dict[st
 
 
 def _require_fit(argument: Argument, feature: str, spec: DatasetSpec) -> None:
-    """Raise `UserError` if the feature cannot be converted to the argument."""
     of_data = spec.features[feature]
     both = (
         f"its argument {argument} does not take the feature {feature!r} "
@@ -102,7 +102,6 @@ def _range(spec: DatasetSpec, feature: str) -> tuple[float, float]:
 
 
 def _is_narrow(wanted: str, given: str, least: float, most: float) -> bool:
-    """Say whether values of the training data are too large for a type of whole numbers."""
     if wanted == given or not wanted.startswith(("int", "uint")):
         return False
     limits = np.iinfo(wanted)
@@ -110,13 +109,13 @@ def _is_narrow(wanted: str, given: str, least: float, most: float) -> bool:
 
 
 def _reshaped(feature: FeatureSpec, argument: Argument) -> tuple[Size, ...] | None:
-    """Return the shape of an example as the argument takes it; None if none fits."""
+    """Return the shape of an example that fits the argument; None if there is none."""
     given, wanted = tuple(feature.shape), argument.shape
     if wanted is None or _fits(given, wanted[1:]):
         return given
     if None in given:
         return None
-    # A flat one is in the order of the rows.
+    # An array is flattened in row-major order.
     flat = (math.prod(feature.sizes),)
     shapes = ((*given, 1), given[:-1] if given[-1:] == (1,) else given, flat)
     return next((each for each in shapes if _fits(each, wanted[1:])), None)
@@ -129,7 +128,7 @@ def _fits(given: tuple[Size, ...], wanted: tuple[Size, ...]) -> bool:
 
 
 def convert(value: Any, feature: FeatureSpec, argument: Argument) -> Any:
-    """Return a batch of a feature, a tensor or a symbol, as the argument takes it."""
+    """Convert a batch of a feature, real or symbolic, to the argument's type and shape."""
     shape = _reshaped(feature, argument)
     if shape is not None and shape != tuple(feature.shape):
         value = keras.ops.reshape(value, (-1, *shape))

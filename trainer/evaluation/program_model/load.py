@@ -1,7 +1,7 @@
-"""Load the model of a user's program as a Keras model of Flotilla.
+"""Loads the model that a user's program has written as a Keras model.
 
-The model takes the features of the dataset and gives what its task wants, so that it is evaluated,
-compared, exported and served like a model that Flotilla has trained.
+The Keras model accepts the features of the dataset and returns the outputs that its task expects,
+so that it can be evaluated, compared, exported and served like a model trained by Flotilla.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks.objective import Objective
 
-# The field of a checkpoint's manifest that a program's has.
+# The field that only manifests of programs' checkpoints have.
 PROGRAM = "program"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramModel:
-    """The model, and for the report its layout and what each output was taken for."""
+    """A program's model, its layout, and how each of its outputs was interpreted."""
 
     model: keras.Model
     layout: str
     taken: Mapping[str, str]
 
     def describe(self) -> dict[str, Any]:
-        """Return the entry for `metrics.json` and for the manifest of a model."""
+        """Return the entry for `metrics.json` and for a model's manifest."""
         return {"layout": self.layout, "outputs": dict(self.taken)}
 
 
 def is_saved_model(fields: Mapping[str, Any]) -> bool:
-    """Say whether the model is a program's SavedModel, by `metrics.json` or by a manifest."""
+    """Return whether `metrics.json` or a manifest describes a program's SavedModel."""
     described = fields.get(PROGRAM)
     return isinstance(described, Mapping) and described.get("layout") == SAVED_MODEL
 
@@ -57,10 +57,10 @@ def load_program_model(
     examples: Mapping[str, Any],
     said: str,
 ) -> ProgramModel:
-    """Return the model in a fetched checkpoint of a program.
+    """Load the model from a fetched checkpoint of a program.
 
-    `examples` are real ones by feature; `said` is `program.outputs`. Raises `UserError` in one line
-    if there is no model, or if it does not fit the dataset and its task.
+    `examples` are real examples by feature, and `said` is the value of `program.outputs`. Raises
+    `UserError` if there is no model, or if it does not fit the dataset and the task.
     """
     place = str((found.fields.get(PROGRAM) or {}).get("model") or "")
     folder = found.folder / place
@@ -120,7 +120,6 @@ def _wrap(
 
 
 def _answer(ask: Any, examples: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the model gives for real examples, as arrays."""
     rows = len(next(iter(examples.values())))
     try:
         given = {name: tf.convert_to_tensor(values) for name, values in examples.items()}

@@ -1,8 +1,9 @@
-"""The outputs of a program's model as those of its task: logits, or numbers.
+"""Converts the outputs of a program's model to the outputs of its task: logits or numbers.
 
-An output is a named answer of the task (`logits`, `probabilities`, `logit`, `probability`,
-`prediction`; with several targets, the name of the target or its prefix), or the only one. Whether
-numbers are probabilities is what `program.outputs` says, or what real examples show.
+An output is recognized by the name of an answer (`logits`, `probabilities`, `logit`, `probability`
+or `prediction`). With several targets, it has the name of the target, alone or as a prefix. A
+single output may have any name. Whether values are probabilities is set by `program.outputs`, or
+inferred from the outputs for real examples.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Array, Task
 
 AUTO, PROBABILITIES, LOGITS, NUMBERS = "auto", "probabilities", "logits", "numbers"
-# The names of answers, with what their numbers are.
+# What the values of an output with this name are; empty if the name does not tell.
 _NAMED = {
     "logits": LOGITS,
     "logit": LOGITS,
@@ -31,7 +32,7 @@ _NAMED = {
     "predictions": "",
 }
 _TWO = 2
-# Rounding errors of a sum of probabilities in half precision.
+# Tolerance for the rounding errors of a sum of probabilities in half precision.
 _NEARLY = 5e-3
 _SMALLEST = float(np.finfo(np.float32).tiny)
 _BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
@@ -42,10 +43,10 @@ class Output:
     """The output of a model that one part of a task uses.
 
     Attributes:
-        name: of the output.
-        taken: what its numbers are taken for: probabilities, logits, or numbers.
+        name: the name of the output.
+        taken: how its values are interpreted: probabilities, logits, or numbers.
         part: the task of this output.
-        swap: whether the model calls the other of two classes the positive one.
+        swap: whether the model treats the other one of two classes as positive.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Output:
     swap: bool = False
 
     def convert(self, value: Any) -> Any:
-        """Return a batch of the output, a tensor or a symbol, as the task takes it."""
+        """Convert a batch of the output, real or symbolic, to what the task expects."""
         value = keras.ops.cast(value, "float32")
         wanted, link = self.part.output_shape, self.part.link
         is_pair = wanted == (1,) and bool(link) and tuple(value.shape)[1:] == (_TWO,)
@@ -78,11 +79,11 @@ class Output:
 def match_outputs(
     task: Task, answers: Mapping[str, Array], said: str, swapped: frozenset[str]
 ) -> dict[str, Output]:
-    """Return the output of each part of a task.
+    """Return the output for each part of a task; raises `UserError`.
 
-    `answers` are the outputs for real examples, by name; `said` is `program.outputs`; `swapped` are
-    the targets whose two classes are in reverse order in the dataset that the program read. Raises
-    `UserError`.
+    `answers` are the outputs for real examples, by name, and `said` is the value of
+    `program.outputs`. `swapped` are the targets whose two classes have the opposite order in the
+    dataset that the program read.
     """
     found = {}
     for name, part in task.parts.items():
@@ -97,7 +98,7 @@ def match_outputs(
 
 
 def describe_taken(said: str, described: Mapping[str, Any]) -> list[str]:
-    """Return a sentence on what `program.outputs: auto` has found; none for numbers alone."""
+    """Return a sentence on how `program.outputs: auto` interpreted the outputs, if needed."""
     taken = described.get("program", {}).get("outputs", {}).values()
     found = {PROBABILITIES, LOGITS}.intersection(taken)
     if said != AUTO or not found:
@@ -109,7 +110,7 @@ def describe_taken(said: str, described: Mapping[str, Any]) -> list[str]:
 
 
 def _choose(name: str, part: Task, answers: Mapping[str, Array], said: str) -> tuple[str, str]:
-    """Return the name of the output for a part, and what its name says about the numbers."""
+    """Return the name of the output for a part, and the interpretation that the name implies."""
     prefix = (f"{name}_", f"{layer_name(name)}_") if name else ("",)
     named = {
         output: kind
@@ -177,7 +178,6 @@ def _fits(given: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _decide(values: Array, part: Task, said: str) -> str:
-    """Return what the numbers are."""
     if not part.link:
         return NUMBERS
     if said != AUTO:
@@ -193,7 +193,7 @@ def _decide(values: Array, part: Task, said: str) -> str:
 
 
 def name_outputs(answers: Any, names: Any = ()) -> dict[str, Any]:
-    """Return what a model gave as a mapping by name; a list has the given names, or numbers."""
+    """Return a model's outputs by name. Outputs in a list get the given names, or numbers."""
     if isinstance(answers, Mapping):
         return dict(answers)
     if isinstance(answers, list | tuple):
@@ -203,7 +203,7 @@ def name_outputs(answers: Any, names: Any = ()) -> dict[str, Any]:
 
 
 def to_array(value: Any) -> Array:
-    """Return a tensor as an array; half precision of Brain becomes single precision."""
+    """Convert a tensor to an array; bfloat16 becomes float32."""
     if getattr(value, "dtype", None) == tf.bfloat16:
         value = tf.cast(value, tf.float32)
     return np.asarray(value)
